@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_llama.engine.step_buffer import Chunk, Paging, RowNoise, StepBuffer, StepSize
+from parallel_llama.engine.step_buffer import Chunk, Paging, SamplingKey, StepBuffer, StepSize
 from parallel_llama.model.batch import Batch
 from parallel_llama.model.recorded_steps import Logits
 from parallel_llama.parallel.collectives import Communicator
@@ -84,12 +84,12 @@ class DecodeGraphs:
         self,
         chunks: Sequence[Chunk],
         rows: Sequence[int],
-        noise: Sequence[RowNoise] = (),
+        sampling_keys: Sequence[SamplingKey] = (),
         tokens: Tensor | None = None,
     ) -> Logits | None:
         """The logits of these rows, or None if no graph fits this step.
 
-        The next step overwrites them. `noise` and `tokens` are as in `StepBuffer.fill`.
+        The next step overwrites them. `sampling_keys` and `tokens` are as in `StepBuffer.fill`.
         """
         n_rows = len(rows)
         if not all(chunk.is_decoded for chunk in chunks):
@@ -99,7 +99,7 @@ class DecodeGraphs:
         if not room or not is_all:
             return None
         graph = self._graphs[room]
-        graph.buffer.fill(chunks, noise=noise, tokens=tokens)
+        graph.buffer.fill(chunks, sampling_keys=sampling_keys, tokens=tokens)
         graph.replay()
         return graph.logits.rows(slice(n_rows))
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from parallel_llama.engine.block_pool import BlockPool
-from parallel_llama.engine.draws import draw_each, draws_of, noise_of
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.machine import tick_of
@@ -25,19 +24,20 @@ from parallel_llama.engine.messages import MAX_SIZE, StepMessage, decode_message
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.outputs import REASONS, OutputProcessor, SequenceOutput, StepOutput
 from parallel_llama.engine.prompt_lookup import PromptLookup
+from parallel_llama.engine.sampling_rows import draw_each, sampling_keys_of, sampling_rows_of
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepClock, StepTimes
-from parallel_llama.engine.step_buffer import Chunk, RowNoise
+from parallel_llama.engine.step_buffer import Chunk, SamplingKey
 from parallel_llama.errors import DISAGREE, NumericalError
 from parallel_llama.model.recorded_steps import Logits
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
 from parallel_llama.request import FinishReason, Request, TokenLogprob
 from parallel_llama.sampling import (
-    Draw,
     History,
     PendingDraws,
-    Sampled,
+    SampledToken,
+    SamplingRow,
     both,
     can_pend,
     mask_of,
@@ -210,9 +210,9 @@ class Engine:
         drawing, scoring = self._wanted_rows(scheduled)
         if in_flight is None:
             chunks = [_chunk(item, item.start, item.tokens) for item in scheduled]
-            noise = self._noise_of(item for item in scheduled if item.draws)
+            sampling_keys = self._sampling_keys_of(item for item in scheduled if item.draws)
             others = [row for _, row, _ in scoring]
-            logits, hidden = self.runner.step(chunks, drawing, others, noise)
+            logits, hidden = self.runner.step(chunks, drawing, others, sampling_keys)
         else:
             logits = in_flight.of(scheduled)
             hidden = logits.values[:0]
@@ -355,7 +355,7 @@ class Engine:
 
     def _sample(
         self, drawing: abc.Sequence[ScheduledTokens], logits: Logits
-    ) -> list[list[Sampled]]:
+    ) -> list[list[SampledToken]]:
         """Draw the tokens of each sequence: one after its last token and one after each draft.
 
         A sequence has fewer draws if one has no allowed token. If the device draws by itself,
@@ -366,7 +366,7 @@ class Engine:
         for item in drawing:
             state = self._states[item.sequence]
             mask = both(masks.get(item.sequence), state.allowed)
-            draws.append(draws_of(item, state.history, mask))
+            draws.append(sampling_rows_of(item, state.history, mask))
         flat = [draw for own in draws for draw in own]
         if logits.drawn is not None and self._may_prepare_next(flat):
             return [
@@ -379,10 +379,10 @@ class Engine:
     def _read_after_launch(
         self,
         drawing: abc.Sequence[ScheduledTokens],
-        draws: abc.Sequence[Draw],
+        draws: abc.Sequence[SamplingRow],
         logits: Logits,
         drawn: Tensor,
-    ) -> list[Sampled]:
+    ) -> list[SampledToken]:
         """Launch the next step, then read the tokens that this step drew."""
         vocab, vocab_size = self.runner.shard.vocab, self.runner.args.vocab_size
         ops = self.runner.model.ops
@@ -396,21 +396,23 @@ class Engine:
             self._in_flight = None  # it started from a wrong token: run the step again
         return found
 
-    def _may_prepare_next(self, draws: abc.Sequence[Draw]) -> bool:
+    def _may_prepare_next(self, draws: abc.Sequence[SamplingRow]) -> bool:
         """Whether the next step runs exactly these draws' tokens, whatever they are."""
         is_plain = self._most_drafts() <= 0 and len(draws) == len(self.scheduler.running)
         return self.runner.draws_on_device and is_plain and all(map(can_pend, draws))
 
-    def _noise_of(self, items: abc.Iterable[ScheduledTokens], n_later: int = 0) -> list[RowNoise]:
+    def _sampling_keys_of(
+        self, items: abc.Iterable[ScheduledTokens], n_later: int = 0
+    ) -> list[SamplingKey]:
         """The noise of these sequences' draws; empty if the device does not draw."""
         if not self.runner.draws_on_device:
             return []
-        return [row for item in items for row in noise_of(item, n_later)]
+        return [row for item in items for row in sampling_keys_of(item, n_later)]
 
     def _launch(self, items: abc.Sequence[ScheduledTokens], tokens: Tensor) -> "_InFlightStep":
         """Launch the step that runs the tokens which these items have drawn."""
         chunks = [_chunk(item, item.start + len(item.tokens), (0,)) for item in items]
-        logits = self.runner.step_ahead(chunks, self._noise_of(items, 1), tokens)
+        logits = self.runner.step_ahead(chunks, self._sampling_keys_of(items, 1), tokens)
         return _InFlightStep([item.sequence for item in items], logits)
 
     def _exchange_masks(self, drawing: abc.Sequence[ScheduledTokens]) -> dict[Sequence, bytes]:
@@ -427,7 +429,7 @@ class Engine:
         return {each: message[n * width : (n + 1) * width] for n, each in enumerate(bound)}
 
     def _commit_outputs(
-        self, drawing: abc.Sequence[ScheduledTokens], drawn: abc.Sequence[list[Sampled]]
+        self, drawing: abc.Sequence[ScheduledTokens], drawn: abc.Sequence[list[SampledToken]]
     ) -> list[StepOutput]:
         """Commit the tokens that rank 0 keeps, on all ranks, and finish the sequences that end.
 
@@ -459,7 +461,7 @@ class Engine:
     def _append(
         self,
         item: ScheduledTokens,
-        kept: abc.Sequence[Sampled],
+        kept: abc.Sequence[SampledToken],
         text: str,
         reason: FinishReason | None,
     ) -> StepOutput:

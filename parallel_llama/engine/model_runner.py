@@ -20,7 +20,7 @@ from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.spread_cache import CachePart, mask_of
-from parallel_llama.engine.step_buffer import Chunk, Paging, RowNoise, StepBuffer, StepSize
+from parallel_llama.engine.step_buffer import Chunk, Paging, SamplingKey, StepBuffer, StepSize
 from parallel_llama.families.model_args import kv_groups
 from parallel_llama.model.batch import Batch, KVGroupBatch, QueryTile, SinkTile
 from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
@@ -194,11 +194,11 @@ class ModelRunner:
         chunks: Sequence[Chunk],
         drawing: Sequence[int],
         others: Sequence[int] = (),
-        noise: Sequence[RowNoise] = (),
+        sampling_keys: Sequence[SamplingKey] = (),
     ) -> tuple[Logits, Tensor]:
         """Run the chunks as `forward`; rows that are sampled become logits, others hidden states.
 
-        `noise` is that of the sampled rows, if `draws_on_device`.
+        `sampling_keys` is that of the sampled rows, if `draws_on_device`.
 
         Shapes: [len(drawing), V_local] local, which the next step may overwrite; [len(others), dim]
         replicated.
@@ -206,7 +206,7 @@ class ModelRunner:
         """
         if drawing and not others:
             with _MEMORY:
-                return self._logits_of(chunks, drawing, noise), self._no_rows
+                return self._logits_of(chunks, drawing, sampling_keys), self._no_rows
         # The middle of a prompt needs no row, but a forward pass returns at least one.
         hidden = self.forward(chunks, [*drawing, *others] or [0])
         return Logits(self.logits(hidden[: len(drawing)])), hidden[len(drawing) :]
@@ -218,7 +218,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step_ahead(
-        self, chunks: Sequence[Chunk], noise: Sequence[RowNoise], tokens: Tensor
+        self, chunks: Sequence[Chunk], sampling_keys: Sequence[SamplingKey], tokens: Tensor
     ) -> Logits:
         """A decode step of tokens that only the device knows; the chunks' tokens are ignored.
 
@@ -229,8 +229,8 @@ class ModelRunner:
         """
         assert self._paging is not None and self._graphs is not None
         with _MEMORY:
-            logits = self._graphs(chunks, range(len(tokens)), noise, tokens)
-            return logits or self._logits(self._paged_batch(chunks, None, noise, tokens))
+            logits = self._graphs(chunks, range(len(tokens)), sampling_keys, tokens)
+            return logits or self._logits(self._paged_batch(chunks, None, sampling_keys, tokens))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -238,22 +238,22 @@ class ModelRunner:
         return self.model.logits(hidden)
 
     def _logits_of(
-        self, chunks: Sequence[Chunk], rows: Sequence[int], noise: Sequence[RowNoise]
+        self, chunks: Sequence[Chunk], rows: Sequence[int], sampling_keys: Sequence[SamplingKey]
     ) -> Logits:
         """The logits of these rows, by a recorded step if one fits."""
         program = self._recorded_step(chunks, rows)
         if program is not None:
             return program.logits
         with torch.inference_mode():
-            logits = self._graphs(chunks, rows, noise) if self._graphs else None
-            return logits or self._logits(self.batch(chunks, rows, noise))
+            logits = self._graphs(chunks, rows, sampling_keys) if self._graphs else None
+            return logits or self._logits(self.batch(chunks, rows, sampling_keys))
 
     def _logits(self, batch: Batch) -> Logits:
         """The logits of the batch's rows, and the tokens drawn from them if the batch has noise."""
         logits = self.model.logits(self.model(batch, self.caches))
-        if batch.noise is None:
+        if batch.sampling_keys is None:
             return Logits(logits)
-        drawn = self.model.ops.draw(logits, batch.noise, self.shard.vocab.start)
+        drawn = self.model.ops.draw(logits, batch.sampling_keys, self.shard.vocab.start)
         return Logits(logits, drawn=drawn)
 
     def _recorded_step(
@@ -302,12 +302,12 @@ class ModelRunner:
         self,
         chunks: Sequence[Chunk],
         rows: Sequence[int] | None = None,
-        noise: Sequence[RowNoise] = (),
+        sampling_keys: Sequence[SamplingKey] = (),
     ) -> Batch:
         """The batch of some chunks: tokens, slots, and the keys that each token sees."""
         assert all(chunk.tokens for chunk in chunks)
         if self._paging is not None:
-            return self._paged_batch(chunks, rows, noise)
+            return self._paged_batch(chunks, rows, sampling_keys)
         rotations = {
             each: torch.from_numpy(_rotations(each, chunks)).to(self.device)
             for each in set(self._rotary_of)
@@ -326,14 +326,14 @@ class ModelRunner:
         self,
         chunks: Sequence[Chunk],
         rows: Sequence[int] | None,
-        noise: Sequence[RowNoise],
+        sampling_keys: Sequence[SamplingKey],
         tokens: Tensor | None = None,
     ) -> Batch:
         """The batch for paged attention."""
         assert self._paging is not None
         n_rows = None if rows is None else len(rows)
         buffer = StepBuffer(StepSize.of(chunks, n_rows, self._paging), self._paging, self.device)
-        buffer.fill(chunks, rows or (), noise, tokens)
+        buffer.fill(chunks, rows or (), sampling_keys, tokens)
         return buffer.batch()
 
     def _kv_group_batch(

@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel_llama.families.model_args import KVGroup
 from parallel_llama.model.batch import Batch, KVGroupBatch
 from parallel_llama.model.kv_cache import Blocks
-from parallel_llama.ops import Noise, PagedQueries
+from parallel_llama.ops import PagedQueries, SamplingKeys
 
 _RANGE = 5  # integers of a range of queries, as in PagedQueries
 
@@ -25,7 +25,7 @@ _RANGE = 5  # integers of a range of queries, as in PagedQueries
 MAX_DECODED = 9
 
 # The key and the temperature of a row's draw, as Noise has them.
-RowNoise = tuple[int, float]
+SamplingKey = tuple[int, float]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class _Parts:
     tokens: Tensor
     positions: Tensor
     rows: Tensor
-    noise: Noise
+    sampling_keys: SamplingKeys
     slots: Tensor
     ranges: Tensor
     blocks: Tensor
@@ -139,7 +139,7 @@ class _Parts:
             tokens,
             positions,
             rows,
-            Noise(keys, temperatures.view(torch.float64)),
+            SamplingKeys(keys, temperatures.view(torch.float64)),
             slots.view(n_kv_groups, n),
             ints[:n_fields].view(n_kv_groups, n_ranges, _RANGE),
             ints[n_fields:],
@@ -170,12 +170,12 @@ class StepBuffer:
         self,
         chunks: Sequence[Chunk],
         rows: Sequence[int] = (),
-        noise: Sequence[RowNoise] = (),
+        sampling_keys: Sequence[SamplingKey] = (),
         tokens: Tensor | None = None,
     ) -> None:
         """Fill in chunks, at most `size`, and copy them to the device; the rest is padding.
 
-        `noise` is that of the first output rows; the others draw the largest logit. `tokens` are
+        `sampling_keys` is that of the first output rows; the others draw the largest logit. `tokens` are
         the tokens of the chunks if only the device knows them.
 
         Shapes: tokens [T] int64, on the device.
@@ -190,9 +190,11 @@ class StepBuffer:
             part.numpy()[:n_tokens] = np.fromiter(values, np.int64, n_tokens)
             part[n_tokens:] = 0
         here.rows.numpy()[:] = rows
-        here.noise.keys.numpy()[: len(noise)] = [key for key, _ in noise]
-        here.noise.temperatures.numpy()[: len(noise)] = [temperature for _, temperature in noise]
-        here.noise.temperatures[len(noise) :] = 0
+        here.sampling_keys.keys.numpy()[: len(sampling_keys)] = [key for key, _ in sampling_keys]
+        here.sampling_keys.temperatures.numpy()[: len(sampling_keys)] = [
+            temperature for _, temperature in sampling_keys
+        ]
+        here.sampling_keys.temperatures[len(sampling_keys) :] = 0
         n_blocks = 0
         for number in range(len(self._paging.kv_groups)):
             n_blocks = self._fill_kv_group(here, number, chunks, n_blocks)
@@ -210,7 +212,7 @@ class StepBuffer:
             for number, (slots, table) in enumerate(zip(there.slots, tables, strict=True))
         )
         rows = None if self.size.n_rows is None else there.rows
-        return Batch(there.tokens, kv_groups, rows, there.noise)
+        return Batch(there.tokens, kv_groups, rows, there.sampling_keys)
 
     def _queries(self, number: int) -> Iterator[PagedQueries]:
         ranges, size = self._there.ranges[number], self.size

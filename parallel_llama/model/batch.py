@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parallel_llama.model.kv_cache import Past
-from parallel_llama.ops import DecodeBatch, Noise, PagedQueries, QueryChunk
+from parallel_llama.ops import DecodeBatch, PagedQueries, QueryChunk, SamplingKeys
 
 
 @dataclass(frozen=True)
@@ -85,4 +85,4 @@ class Batch:
     tokens: Tensor
     kv_groups: tuple[KVGroupBatch, ...]
     rows: Tensor | None
-    noise: Noise | None = None
+    sampling_keys: SamplingKeys | None = None

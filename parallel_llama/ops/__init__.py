@@ -24,7 +24,7 @@ from parallel_llama.ops.cpu.jit import computes
 from parallel_llama.ops.cpu.replay import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps
 from parallel_llama.ops.dispatch import Dispatch
-from parallel_llama.ops.noise import Noise
+from parallel_llama.ops.gumbel import SamplingKeys
 from parallel_llama.ops.torch_ops import TorchOps
 
 __all__ = [
@@ -34,11 +34,11 @@ __all__ = [
     "DecodeRows",
     "Dispatch",
     "HeadMap",
-    "Noise",
     "NotRecorded",
     "PagedQueries",
     "QueryChunk",
     "Recording",
+    "SamplingKeys",
     "Scores",
     "TorchOps",
     "choose_ops",

@@ -29,7 +29,7 @@ from parallel_llama.ops.cuda.route import MAX_PAIRS, expert_dispatch, route
 from parallel_llama.ops.cuda.sampling import candidates, draw, draw_filtered, takes_candidates
 from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.filters import Filters
-from parallel_llama.ops.noise import Noise
+from parallel_llama.ops.gumbel import SamplingKeys
 from parallel_llama.ops.quant import PanelShape
 from parallel_llama.ops.torch_ops import TorchOps
 
@@ -88,8 +88,10 @@ class CUDAOps(TorchOps):
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         return weighted_sum(parts, routing_weights)
 
-    def draw(self, x: Tensor, noise: Noise, first: int = 0) -> Tensor:
-        return draw(x, noise, first) if x.shape[1] else super().draw(x, noise, first)
+    def draw(self, x: Tensor, sampling_keys: SamplingKeys, first: int = 0) -> Tensor:
+        return (
+            draw(x, sampling_keys, first) if x.shape[1] else super().draw(x, sampling_keys, first)
+        )
 
     def candidates(self, x: Tensor, temperatures: Tensor, k: int, first: int = 0) -> Tensor:
         if not x.shape[1] or not takes_candidates(k):

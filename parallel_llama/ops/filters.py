@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel_llama.ops.noise import Noise, gumbel
+from parallel_llama.ops.gumbel import SamplingKeys, gumbel
 
 # Tolerance of sums that are compared with top_p: of 25 equal tokens top_p=0.28 keeps 7, although
 # 0.28 * 25 > 7 in float64, whichever way a sum over ranks is rounded.
@@ -29,7 +29,7 @@ class Filters:
         min_p: [n] float64; 0 for off.
     """
 
-    noise: Noise
+    sampling_keys: SamplingKeys
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
@@ -43,7 +43,7 @@ class Filters:
         [n, 1], of the whole vocabulary; returns [n, C] bool and [n] bool.
         """
         n_candidates = logits.shape[1]
-        temperature, top_p = self.noise.temperatures[:, None], self.top_p[:, None]
+        temperature, top_p = self.sampling_keys.temperatures[:, None], self.top_p[:, None]
         weight = ((logits - logits[:, :1]) / temperature).exp()  # relative to the likeliest
         top_k = self.top_k[:, None]
         top_k = torch.where(top_k == 0, vocab_size, top_k).clamp(max=vocab_size)
@@ -68,13 +68,17 @@ class Filters:
 
     def draw(self, logits: Tensor, tokens: Tensor, kept: Tensor) -> Tensor:
         """The index of each row's drawn token among its candidates. Shapes: all [n, C] -> [n]."""
-        scores = logits / self.noise.temperatures[:, None] + gumbel(self.noise.keys, tokens)
+        scores = logits / self.sampling_keys.temperatures[:, None] + gumbel(
+            self.sampling_keys.keys, tokens
+        )
         return scores.masked_fill(~kept, -torch.inf).argmax(1)
 
     def rows(self, rows: list[int]) -> "Filters":
         """The filters of some rows."""
-        noise = Noise(self.noise.keys[rows], self.noise.temperatures[rows])
-        return Filters(noise, self.top_k[rows], self.top_p[rows], self.min_p[rows])
+        sampling_keys = SamplingKeys(
+            self.sampling_keys.keys[rows], self.sampling_keys.temperatures[rows]
+        )
+        return Filters(sampling_keys, self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 def merge_top_k(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:

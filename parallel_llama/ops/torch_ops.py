@@ -20,7 +20,7 @@ from parallel_llama.ops.attention import (
 )
 from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
-from parallel_llama.ops.noise import Noise, gumbel
+from parallel_llama.ops.gumbel import SamplingKeys, gumbel
 from parallel_llama.ops.quant import PanelShape, quant_gemm
 from parallel_llama.parallel.collectives import Communicator
 
@@ -162,7 +162,7 @@ class TorchOps:
         values, places = x.max(1)
         return torch.stack((values.double(), (places + first).double()), dim=1)
 
-    def draw(self, x: Tensor, noise: Noise, first: int = 0) -> Tensor:
+    def draw(self, x: Tensor, sampling_keys: SamplingKeys, first: int = 0) -> Tensor:
         """The best score of each row and the first token that has it; column 0 is token `first`.
 
         A score is logit / temperature + the noise of the row's key and the token, or the logit for
@@ -170,9 +170,9 @@ class TorchOps:
 
         Shapes: x [n, m], noise of n rows -> [n, 2] float64.
         """
-        wide, temperatures = x.double(), noise.temperatures[:, None]
+        wide, temperatures = x.double(), sampling_keys.temperatures[:, None]
         tokens = torch.arange(first, first + x.shape[1], device=x.device)
-        noisy = wide / temperatures + gumbel(noise.keys, tokens)
+        noisy = wide / temperatures + gumbel(sampling_keys.keys, tokens)
         return TorchOps.largest(self, torch.where(temperatures > 0, noisy, wide), first)
 
     def candidates(self, x: Tensor, temperatures: Tensor, k: int, first: int = 0) -> Tensor:
@@ -198,7 +198,7 @@ class TorchOps:
         """
         values, tokens = merge_top_k(of_ranks, 1)
         values, tokens = values[:, :vocab_size], tokens[:, :vocab_size]
-        mass = mass_of(of_ranks[:, :, 0], of_ranks[:, :, 1], filters.noise.temperatures)
+        mass = mass_of(of_ranks[:, :, 0], of_ranks[:, :, 1], filters.sampling_keys.temperatures)
         kept, decided = filters.kept(values, mass, vocab_size)
         drawn = tokens.gather(1, filters.draw(values, tokens, kept)[:, None])[:, 0]
         return drawn.where(decided, -1)

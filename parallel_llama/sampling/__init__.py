@@ -1,13 +1,13 @@
 """Sampling tokens and scoring them, from the logits of all ranks."""
 
 from parallel_llama.sampling.draw import (
-    Draw,
     History,
     NoTokenLeft,
-    Sampled,
+    SampledToken,
+    SamplingRow,
     both,
     mask_of,
-    row_noise,
+    row_sampling_key,
     sampling_key,
 )
 from parallel_llama.sampling.pending import PendingDraws, can_pend
@@ -15,16 +15,16 @@ from parallel_llama.sampling.sampler import sample
 from parallel_llama.sampling.scoring import gather_logits, score, score_tokens
 
 __all__ = [
-    "Draw",
     "History",
     "NoTokenLeft",
     "PendingDraws",
-    "Sampled",
+    "SampledToken",
+    "SamplingRow",
     "both",
     "can_pend",
     "gather_logits",
     "mask_of",
-    "row_noise",
+    "row_sampling_key",
     "sample",
     "sampling_key",
     "score",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.errors import NumericalError
-from parallel_llama.ops import Noise
+from parallel_llama.ops import SamplingKeys
 from parallel_llama.ops.filters import Filters
 from parallel_llama.request import SamplingParams, TokenLogprob
 
@@ -57,7 +57,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingRow:
     """One token to sample.
 
     Args:
@@ -101,7 +101,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledToken:
     """A sampled token.
 
     Args:
@@ -113,28 +113,30 @@ class Sampled:
     logprobs: TokenLogprob | None
 
 
-def sampling_key(draw: Draw) -> int:
+def sampling_key(draw: SamplingRow) -> int:
     """The random key of a token, 64 bits as a signed integer."""
     return _key(draw.seed, draw.choice, draw.position)
 
 
-def row_noise(params: SamplingParams, seed: int, choice: int, position: int) -> tuple[int, float]:
+def row_sampling_key(
+    params: SamplingParams, seed: int, choice: int, position: int
+) -> tuple[int, float]:
     """The random key and the temperature of a token; 0 and 0 for greedy and filtered sampling.
 
-    The arguments are those of a `Draw`, which need not exist yet.
+    The arguments are those of a `SamplingRow`, which need not exist yet.
     """
     if params.is_greedy or params.is_filtered:
         return 0, 0.0
     return _key(seed, choice, position), params.temperature
 
 
-def filters_of(draws: Sequence[Draw]) -> Filters:
+def filters_of(draws: Sequence[SamplingRow]) -> Filters:
     """The filters and the noise of some tokens, on the host."""
     keys = torch.tensor([sampling_key(draw) for draw in draws], dtype=torch.int64)
     params = [draw.params for draw in draws]
     wide = torch.float64
     return Filters(
-        Noise(keys, torch.tensor([each.temperature for each in params], dtype=wide)),
+        SamplingKeys(keys, torch.tensor([each.temperature for each in params], dtype=wide)),
         top_k=torch.tensor([each.top_k for each in params], dtype=torch.int64),
         top_p=torch.tensor([each.top_p for each in params], dtype=wide),
         min_p=torch.tensor([each.min_p for each in params], dtype=wide),
@@ -171,7 +173,7 @@ class NoTokenLeft(NumericalError):
         draws: The tokens to sample, one per row.
     """
 
-    def __init__(self, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+    def __init__(self, rows: Sequence[int], draws: Sequence[SamplingRow]) -> None:
         super().__init__(
             f"{draws[rows[0]]}: its grammar, allowed_token_ids, bad_words, min_tokens and "
             "logit_bias allow no token, or only tokens whose logit is -inf; loosen them"

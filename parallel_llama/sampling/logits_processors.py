@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel_llama.sampling.draw import Draw
+from parallel_llama.sampling.draw import SamplingRow
 
 
-def adjust(logits: Tensor, vocab: range, draws: Sequence[Draw]) -> Tensor:
+def adjust(logits: Tensor, vocab: range, draws: Sequence[SamplingRow]) -> Tensor:
     """Apply biases, masks and penalties to logits.
 
     In this order: logit_bias is added; banned tokens and tokens outside of the mask become -inf;
@@ -40,7 +40,7 @@ def adjust(logits: Tensor, vocab: range, draws: Sequence[Draw]) -> Tensor:
     return adjusted
 
 
-def _add_biases(own: Tensor, vocab: range, draw: Draw) -> None:
+def _add_biases(own: Tensor, vocab: range, draw: SamplingRow) -> None:
     biases = [(token, bias) for token, bias in draw.params.logit_bias if token in vocab]
     if biases:
         places = torch.tensor([token - vocab.start for token, _ in biases], device=own.device)
@@ -48,7 +48,7 @@ def _add_biases(own: Tensor, vocab: range, draw: Draw) -> None:
         own[places] += values
 
 
-def _forbid(own: Tensor, vocab: range, draw: Draw) -> None:
+def _forbid(own: Tensor, vocab: range, draw: SamplingRow) -> None:
     if draw.mask is not None:
         own.masked_fill_(~_allowed(draw.mask, vocab).to(own.device), -torch.inf)
     banned = [token - vocab.start for token in draw.banned if token in vocab]
@@ -64,7 +64,7 @@ def _allowed(mask: bytes, vocab: range) -> Tensor:
     return torch.from_numpy(bits[vocab.start - 8 * first : vocab.stop - 8 * first]).bool()
 
 
-def _penalize(own: Tensor, vocab: range, draw: Draw) -> None:
+def _penalize(own: Tensor, vocab: range, draw: SamplingRow) -> None:
     assert draw.history is not None
     params = draw.params
     tokens, n_drawn = (each.to(own.device) for each in draw.history.counts(draw.drafts))

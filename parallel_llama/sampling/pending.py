@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import Noise, TorchOps
+from parallel_llama.ops import SamplingKeys, TorchOps
 from parallel_llama.ops.filters import Filters
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.sampling.draw import Draw, Sampled, filters_of
+from parallel_llama.sampling.draw import SampledToken, SamplingRow, filters_of
 from parallel_llama.sampling.sampler import N_CANDIDATES, best_tokens, sample
 
 _NO_TOKEN = float(1 << 52)
@@ -19,7 +19,7 @@ class PendingDraws:
 
     Args:
         logits: [n, V_local] local, for the token ids in `vocab`.
-        drawn: [n, 2] float64 local, the result of `TorchOps.draw` with the noise of `row_noise`.
+        drawn: [n, 2] float64 local, the result of `TorchOps.draw` with the noise of `row_sampling_key`.
             Rows with filters are sampled here.
         vocab: The shard of the vocabulary.
         vocab_size: The size of the whole vocabulary.
@@ -38,7 +38,7 @@ class PendingDraws:
         drawn: Tensor,
         vocab: range,
         vocab_size: int,
-        draws: Sequence[Draw],
+        draws: Sequence[SamplingRow],
         comm: Communicator,
         ops: TorchOps,
     ) -> None:
@@ -54,7 +54,7 @@ class PendingDraws:
             # A copy, since the next step may overwrite the logits.
             self._logits = logits.index_select(0, rows)
             found = ops.candidates(
-                self._logits, filters.noise.temperatures, N_CANDIDATES, vocab.start
+                self._logits, filters.sampling_keys.temperatures, N_CANDIDATES, vocab.start
             )
             picked = ops.draw_filtered(comm.all_gather(found), filters, vocab_size)
             tokens = tokens.index_copy(0, rows, picked.double())
@@ -65,7 +65,7 @@ class PendingDraws:
         self._here.copy_(known, non_blocking=True)
         self._copied = torch.cuda.current_stream().record_event() if is_cuda else None
 
-    def read(self) -> tuple[list[Sampled], bool]:
+    def read(self) -> tuple[list[SampledToken], bool]:
         """Wait for the tokens, but not for later work on the device.
 
         Returns: the tokens, and whether they equal `tokens`. Rows whose candidates did not suffice
@@ -88,25 +88,25 @@ class PendingDraws:
             anew = sample(own, self._vocab, draws, self._comm)
             for row, one in zip(undecided, anew, strict=True):
                 tokens[row] = one.token
-        return [Sampled(token, None) for token in tokens], not undecided
+        return [SampledToken(token, None) for token in tokens], not undecided
 
 
-def can_pend(draw: Draw) -> bool:
+def can_pend(draw: SamplingRow) -> bool:
     """Whether a token has unchanged logits, no log-probabilities and few enough candidates."""
     params = draw.params
     return not draw.is_adjusted and params.logprobs is None and params.top_k <= N_CANDIDATES
 
 
 def _sent(
-    rows: Sequence[int], draws: Sequence[Draw], device: torch.device
+    rows: Sequence[int], draws: Sequence[SamplingRow], device: torch.device
 ) -> tuple[Tensor, Filters]:
     """The numbers and filters of some rows on the device, in one copy."""
     here = filters_of([draws[row] for row in rows])
-    columns = (torch.tensor(rows), here.noise.keys, here.top_k)
-    floats = (here.noise.temperatures, here.top_p, here.min_p)
+    columns = (torch.tensor(rows), here.sampling_keys.keys, here.top_k)
+    floats = (here.sampling_keys.temperatures, here.top_p, here.min_p)
     words = torch.stack((*columns, *(each.view(torch.int64) for each in floats)))
     if device.type == "cuda":
         words = words.pin_memory()
     numbers, keys, top_k, *rest = words.to(device, non_blocking=True)
     temperatures, top_p, min_p = (each.view(torch.float64) for each in rest)
-    return numbers, Filters(Noise(keys, temperatures), top_k, top_p, min_p)
+    return numbers, Filters(SamplingKeys(keys, temperatures), top_k, top_p, min_p)

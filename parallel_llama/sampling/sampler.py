@@ -25,7 +25,7 @@ from parallel_llama.errors import NumericalError
 from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
-from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled, filters_of
+from parallel_llama.sampling.draw import NoTokenLeft, SampledToken, SamplingRow, filters_of
 from parallel_llama.sampling.logits_processors import adjust
 from parallel_llama.sampling.scoring import (
     N_LOCAL,
@@ -52,10 +52,10 @@ _N_FIXED = 5
 def sample(
     logits: Tensor,
     vocab: range,
-    draws: Sequence[Draw],
+    draws: Sequence[SamplingRow],
     comm: Communicator,
     best: Tensor | npt.NDArray[np.float64] | None = None,
-) -> list[Sampled]:
+) -> list[SampledToken]:
     """Sample one token per row; the same on all ranks, and at every tp_size.
 
     Equal logits are ordered by token id: greedy takes the smallest id, top_k keeps exactly k.
@@ -81,7 +81,7 @@ def sample(
         assert logits.shape == (len(draws), len(vocab))
         tokens = _tokens(adjust(logits, vocab, draws), vocab, draws, comm)
     scored = _score_drawn(logits, vocab, tokens, draws, comm)
-    return [Sampled(token, scored.get(row)) for row, token in enumerate(tokens)]
+    return [SampledToken(token, scored.get(row)) for row, token in enumerate(tokens)]
 
 
 def _of_ranks(
@@ -92,7 +92,9 @@ def _of_ranks(
     return [best.tolist()] if comm.size == 1 else comm.all_gather(torch.as_tensor(best)).tolist()
 
 
-def _tokens(adjusted: Tensor, vocab: range, draws: Sequence[Draw], comm: Communicator) -> list[int]:
+def _tokens(
+    adjusted: Tensor, vocab: range, draws: Sequence[SamplingRow], comm: Communicator
+) -> list[int]:
     ways = _Ways.of(draws)
     if len(ways.greedy) == len(draws):
         return best_tokens(comm.all_gather(_largest(adjusted, vocab)).tolist(), draws)
@@ -108,7 +110,7 @@ def _largest(logits: Tensor, vocab: range) -> Tensor:
 
 
 def best_tokens(
-    of_ranks: Sequence[Sequence[tuple[float, float]]], draws: Sequence[Draw]
+    of_ranks: Sequence[Sequence[tuple[float, float]]], draws: Sequence[SamplingRow]
 ) -> list[int]:
     """The tokens with the best scores, from a head exchange of two numbers per row.
 
@@ -133,7 +135,7 @@ def _best_of(of_ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _pick(
-    adjusted: Tensor, vocab: range, draws: Sequence[Draw], ways: "_Ways", comm: Communicator
+    adjusted: Tensor, vocab: range, draws: Sequence[SamplingRow], ways: "_Ways", comm: Communicator
 ) -> Tensor:
     """Sample tokens of any kind.
 
@@ -163,7 +165,7 @@ class _Ways:
     filtered: list[int]
 
     @classmethod
-    def of(cls, draws: Sequence[Draw]) -> "_Ways":
+    def of(cls, draws: Sequence[SamplingRow]) -> "_Ways":
         ways = cls([], [], [])
         for row, draw in enumerate(draws):
             if draw.params.is_filtered:
@@ -190,7 +192,7 @@ class _Head:
 
 
 def _pick_filtered(
-    picked: Tensor, head: _Head, rows: list[int], draws: Sequence[Draw]
+    picked: Tensor, head: _Head, rows: list[int], draws: Sequence[SamplingRow]
 ) -> list[int]:
     """Sample the filtered rows whose candidates suffice. Returns: the other rows."""
     if not rows:
@@ -199,17 +201,19 @@ def _pick_filtered(
     n_candidates = min(head.values.shape[1], head.vocab_size)
     values, tokens = head.values[rows, :n_candidates], head.tokens[rows, :n_candidates]
     blocks = head.blocks[:, rows]
-    mass = mass_of(blocks[:, :, _MASS], blocks[:, :, _LARGEST], filters.noise.temperatures)
+    mass = mass_of(blocks[:, :, _MASS], blocks[:, :, _LARGEST], filters.sampling_keys.temperatures)
     left = _pick_decided(picked, rows, filters, values, tokens, mass, head.vocab_size)
     return [rows[each] for each in left]
 
 
-def _pick_from_full(picked: Tensor, full: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+def _pick_from_full(
+    picked: Tensor, full: Tensor, rows: list[int], draws: Sequence[SamplingRow]
+) -> None:
     """Sample rows from their whole logits. Shapes: full [len(rows), vocab_size]."""
     vocab_size = full.shape[1]
     filters = filters_of([draws[row] for row in rows])
     tiles = Tiles.of(full, range(vocab_size))
-    mass = _mass(tiles, filters.noise.temperatures[:, None])
+    mass = _mass(tiles, filters.sampling_keys.temperatures[:, None])
     # Sorting a whole row takes much longer than finding its 1024 largest logits.
     for k in (MAX_CANDIDATES, 8 * MAX_CANDIDATES, vocab_size):
         values, tokens = tiles.top_k(min(k, vocab_size))
@@ -240,7 +244,11 @@ def _pick_decided(
 
 
 def _score_drawn(
-    logits: Tensor, vocab: range, tokens: Sequence[int], draws: Sequence[Draw], comm: Communicator
+    logits: Tensor,
+    vocab: range,
+    tokens: Sequence[int],
+    draws: Sequence[SamplingRow],
+    comm: Communicator,
 ) -> dict[int, TokenLogprob]:
     """Log-probabilities of the sampled tokens, by row, for rows that want them."""
     rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
@@ -253,7 +261,7 @@ def _score_drawn(
     return dict(zip(rows, scored, strict=True))
 
 
-def _local_block(logits: Tensor, vocab: range, draws: Sequence[Draw], ways: _Ways) -> Tensor:
+def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], ways: _Ways) -> Tensor:
     """This rank's part of the head exchange. Shapes: [n, _N_FIXED + 2 K] float64 local."""
     k = max(map(_n_candidates, draws))
     block = new_block(len(draws), _N_FIXED, k, vocab, logits.device)
@@ -288,7 +296,7 @@ def _mass(tiles: Tiles, temperature: Tensor) -> Tensor:
     return mass
 
 
-def _n_candidates(draw: Draw) -> int:
+def _n_candidates(draw: SamplingRow) -> int:
     """Candidates per rank for a row, which depend on its parameters alone."""
     params = draw.params
     if params.is_filtered:
@@ -296,7 +304,7 @@ def _n_candidates(draw: Draw) -> int:
     return 1 if params.is_greedy else 0
 
 
-def _require_tokens(largest: Sequence[float], draws: Sequence[Draw]) -> None:
+def _require_tokens(largest: Sequence[float], draws: Sequence[SamplingRow]) -> None:
     """Check that the largest logit of every row is finite."""
     without: list[int] = []
     for row, value in enumerate(largest):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel_llama.ops.noise import TILE, gumbel, tile_gumbel
-from parallel_llama.sampling.draw import Draw, sampling_key
+from parallel_llama.ops.gumbel import TILE, gumbel, tile_gumbel
+from parallel_llama.sampling.draw import SamplingRow, sampling_key
 
 # Tiles that sampling without filters reads first, for a score that rules out most other tiles.
 _FIRST_TILES = 4
@@ -69,7 +69,7 @@ class Tiles:
             values, places = self._some_top_k(k)
         return values, places + self.first * TILE
 
-    def argmax_with_noise(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    def argmax_with_noise(self, draws: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
         """The best logit / temperature + noise of each row without filters, and its token.
 
         Noise is computed only for tokens that could win with the largest noise of their tile. Of
@@ -82,13 +82,13 @@ class Tiles:
         keys = torch.tensor([sampling_key(draw) for draw in draws], device=device)
         temperature = column([draw.params.temperature for draw in draws]).to(device)
         numbers = torch.arange(self.first, self.first + n_tiles, device=device)
-        noise = tile_gumbel(keys, numbers).add_(_NOISE_SLACK)
-        bounds = self.largest.double() / temperature + noise  # [n, n_tiles]
+        sampling_keys = tile_gumbel(keys, numbers).add_(_NOISE_SLACK)
+        bounds = self.largest.double() / temperature + sampling_keys  # [n, n_tiles]
         promising = bounds.topk(min(_FIRST_TILES, n_tiles)).indices
         floor = self._best_in(promising, keys, temperature)[:, None]
         rows, tiles = ((bounds >= floor) & (bounds > -torch.inf)).nonzero(as_tuple=True)
         scaled = self.logits[rows, tiles] / temperature[rows]  # [n_pairs, TILE]
-        could_win = scaled + noise[rows, tiles, None] >= floor[rows]
+        could_win = scaled + sampling_keys[rows, tiles, None] >= floor[rows]
         pairs, places = could_win.nonzero(as_tuple=True)
         rows, tokens = rows[pairs], (tiles[pairs] + self.first) * TILE + places
         scores = scaled[pairs, places] + gumbel(keys[rows], tokens[:, None])[:, 0]

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.engine.model_runner import ModelRunner
-from parallel_llama.engine.step_buffer import Chunk, RowNoise
+from parallel_llama.engine.step_buffer import Chunk, SamplingKey
 from parallel_llama.model.recorded_steps import Logits
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import SamplingParams
-from parallel_llama.sampling import PendingDraws, Sampled
+from parallel_llama.sampling import PendingDraws, SampledToken
 
 GREEDY, PLAIN = [SamplingParams()], [SamplingParams(temperature=1.2, n=2)]
 # Greedy tokens, and tokens of all that there are.
@@ -87,10 +87,13 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launch = ModelRunner.step_ahead
 
     def step_ahead(
-        runner: ModelRunner, chunks: Sequence[Chunk], noise: Sequence[RowNoise], tokens: Tensor
+        runner: ModelRunner,
+        chunks: Sequence[Chunk],
+        sampling_keys: Sequence[SamplingKey],
+        tokens: Tensor,
     ) -> Logits:
         launched.append(len(chunks))
-        return launch(runner, chunks, noise, tokens)
+        return launch(runner, chunks, sampling_keys, tokens)
 
     monkeypatch.setattr(ModelRunner, "step_ahead", step_ahead)
     return launched
@@ -180,7 +183,7 @@ def test_a_step_that_went_on_from_no_token_is_taken_again(monkeypatch, tp_size):
     settled: list[bool] = []
     read = PendingDraws.read
 
-    def count(pending: PendingDraws) -> tuple[list[Sampled], bool]:
+    def count(pending: PendingDraws) -> tuple[list[SampledToken], bool]:
         drawn = read(pending)
         settled.append(drawn[1])
         return drawn

@@ -23,8 +23,8 @@ from thread_ranks import run_on_threads
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
-from parallel_llama.engine import draws
 from parallel_llama.engine import engine as engine_module
+from parallel_llama.engine import sampling_rows
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.step_buffer import Chunk
@@ -342,15 +342,17 @@ def draw_wrongly_on_rank_1(comm: Communicator) -> str:
     engine = make_engine(make_runner(comm))
     if comm.rank == 0:
         engine.submit(make_request(0, (5, 6), SamplingParams()))
-    original = draws.sample
+    original = sampling_rows.sample
     if comm.rank == 1:
-        draws.sample = lambda *args: [replace(s, token=s.token ^ 1) for s in original(*args)]
+        sampling_rows.sample = lambda *args: [
+            replace(s, token=s.token ^ 1) for s in original(*args)
+        ]
     try:
         engine.step()
     except RuntimeError as error:
         return str(error)
     finally:
-        draws.sample = original
+        sampling_rows.sample = original
     return ""
 
 

@@ -33,7 +33,7 @@ from transformers_oracle import (
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.request import SamplingParams
-from parallel_llama.sampling import Draw, sample
+from parallel_llama.sampling import SamplingRow, sample
 
 N_TOKENS = 40
 NAMES = list(TINY_MODELS)
@@ -245,7 +245,7 @@ def counts_of_a_greedy_step(
         hidden = runner.forward([piece])
         counted.append(dict(comm.counts))
         comm.counts.clear()
-        draw = Draw(SamplingParams(), seed=0, choice=0, position=len(tokens))
+        draw = SamplingRow(SamplingParams(), seed=0, choice=0, position=len(tokens))
         sample(runner.logits(hidden[-1:]), runner.shard.vocab, [draw], comm)
         counted.append(dict(comm.counts))
     return counted

@@ -14,14 +14,14 @@ from torch import Tensor
 from parallel_llama.ops import (
     DecodeBatch,
     Dispatch,
-    Noise,
     QueryChunk,
+    SamplingKeys,
     Scores,
     TorchOps,
     choose_ops,
     kv_rows,
 )
-from parallel_llama.ops.noise import gumbel
+from parallel_llama.ops.gumbel import gumbel
 
 HEAD_DIM, HEADS_PER_KV, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
 TOLERANCE = {
@@ -175,7 +175,7 @@ def test_draw(backend: Backend, n_rows: int, n_columns: int) -> None:
     x[:1] = x[:1].round()
     keys = torch.arange(n_rows, device=device)
     temperatures = 0.5 * torch.arange(n_rows, dtype=torch.float64, device=device)
-    drawn = ops.draw(x, Noise(keys, temperatures), 200)
+    drawn = ops.draw(x, SamplingKeys(keys, temperatures), 200)
     assert drawn.shape == (n_rows, 2)
     noise = gumbel(keys, torch.arange(200, 200 + n_columns, device=device))
     for row, (logits, added, (score, token)) in enumerate(zip(x, noise, drawn, strict=True)):

@@ -40,7 +40,7 @@ from transformers import (
 from parallel_llama.errors import NumericalError
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import Request, SamplingParams
-from parallel_llama.sampling import Draw, History, NoTokenLeft, Sampled, sample
+from parallel_llama.sampling import History, NoTokenLeft, SampledToken, SamplingRow, sample
 from parallel_llama.sampling.logits_processors import adjust
 
 __all__ = ["favoured"]  # a fixture
@@ -62,7 +62,7 @@ def history_of(prompt: Sequence[int], drawn: Sequence[int]) -> History:
     return history
 
 
-def adjust_cut(logits: Tensor, draws: Sequence[Draw], tp_size: int = 1) -> Tensor:
+def adjust_cut(logits: Tensor, draws: Sequence[SamplingRow], tp_size: int = 1) -> Tensor:
     """The adjusted logits of all ranks, side by side."""
     vocabs = vocabs_of(tp_size, logits.shape[1])
     return torch.cat([adjust(logits[:, v.start : v.stop], v, draws) for v in vocabs], dim=1)
@@ -90,8 +90,8 @@ class Case:
         self.allowed = sorted(rng.sample(range(VOCAB), 40)) if rng.random() < 0.3 else None
         self.logits = random_logits(1, VOCAB, seed=seed, scale=2.0, dtype=torch.float64)
 
-    def draw(self, position: int) -> Draw:
-        return Draw(
+    def draw(self, position: int) -> SamplingRow:
+        return SamplingRow(
             self.params,
             seed=0,
             choice=0,
@@ -203,7 +203,7 @@ def test_presence_and_frequency_follow_their_formula_after_all_else(tp_size: int
 
 def test_presence_and_frequency_leave_the_tokens_of_the_prompt_alone() -> None:
     params = SamplingParams(presence_penalty=1.5, frequency_penalty=0.5)
-    draw = Draw(params, 0, 0, 9, history=history_of([1, 1, 2], [2, 2, 3]))
+    draw = SamplingRow(params, 0, 0, 9, history=history_of([1, 1, 2], [2, 2, 3]))
     change = adjust(torch.zeros(1, 5), range(5), [draw])[0]
     assert change.tolist() == [0, 0, -2.5, -2, 0]
 
@@ -216,11 +216,13 @@ def test_a_draft_counts_as_drawn_for_the_rows_after_it_and_for_no_other_step() -
         drafts = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 6)))
         history = history_of(case.prompt, case.drawn)
         rows = [
-            Draw(case.params, 0, 0, j, history=history, drafts=drafts[:j])
+            SamplingRow(case.params, 0, 0, j, history=history, drafts=drafts[:j])
             for j in range(len(drafts) + 1)
         ]
         alone = [
-            Draw(case.params, 0, 0, j, history=history_of(case.prompt, [*case.drawn, *drafts[:j]]))
+            SamplingRow(
+                case.params, 0, 0, j, history=history_of(case.prompt, [*case.drawn, *drafts[:j]])
+            )
             for j in range(len(drafts) + 1)
         ]
         logits = case.logits.expand(len(rows), -1)
@@ -247,9 +249,9 @@ def test_rows_that_change_nothing_are_the_models_own_and_cost_no_copy() -> None:
     logits = random_logits(3, VOCAB)
     before = logits.clone()
     plain, biased = SamplingParams(), SamplingParams(logit_bias=((7, -3.0),))
-    draws = [Draw(plain, 0, 0, 0)] * 3
+    draws = [SamplingRow(plain, 0, 0, 0)] * 3
     assert adjust(logits, range(VOCAB), draws) is logits
-    adjusted = adjust(logits, range(VOCAB), [draws[0], Draw(biased, 0, 0, 0), draws[2]])
+    adjusted = adjust(logits, range(VOCAB), [draws[0], SamplingRow(biased, 0, 0, 0), draws[2]])
     assert torch.equal(adjusted[[0, 2]], logits[[0, 2]])
     assert torch.equal((adjusted - logits).nonzero(), torch.tensor([[1, 7]]))
     assert torch.equal(logits, before)
@@ -258,7 +260,7 @@ def test_rows_that_change_nothing_are_the_models_own_and_cost_no_copy() -> None:
 def test_a_small_bias_counts_on_half_precision_logits_too() -> None:
     """bfloat16 has steps of 0.5 at 100: a bias of 0.1 would vanish."""
     logits = torch.full((1, 9), 100.0, dtype=torch.bfloat16)
-    draw = Draw(SamplingParams(logit_bias=((4, 0.1),)), 0, 0, 0)
+    draw = SamplingRow(SamplingParams(logit_bias=((4, 0.1),)), 0, 0, 0)
     assert sample_cut(logits, [draw])[0][0].token == 4
 
 
@@ -267,15 +269,15 @@ def test_a_mask_has_token_t_in_bit_t_mod_8_and_allows_nothing_beyond_its_end(tp_
     """Ranks begin and end within bytes; and 19 bytes say nothing about tokens from 152 on."""
     logits = torch.zeros(1, 211)
     mask = bytes([0b00000010, 0b10000001, *bytes(16), 0b01000000])
-    draw = Draw(SamplingParams(), 0, 0, 0, mask=mask)
+    draw = SamplingRow(SamplingParams(), 0, 0, 0, mask=mask)
     adjusted = adjust_cut(logits, [draw], tp_size)
     assert (adjusted[0] > -math.inf).nonzero()[:, 0].tolist() == [1, 8, 15, 150]
 
 
-def mixed_case_draws() -> tuple[Tensor, list[Draw]]:
+def mixed_case_draws() -> tuple[Tensor, list[SamplingRow]]:
     """Rows of every kind in one batch: greedy, plain, filtered; each change of the logits; none."""
     rng = random.Random(8)
-    draws: list[Draw] = []
+    draws: list[SamplingRow] = []
     for row in range(72):
         prompt = [rng.randrange(211) for _ in range(30)]
         params = SamplingParams(
@@ -288,7 +290,7 @@ def mixed_case_draws() -> tuple[Tensor, list[Draw]]:
         )
         allowed = rng.sample(range(211), 50)
         draws.append(
-            Draw(
+            SamplingRow(
                 params,
                 seed=row,
                 choice=row % 3,
@@ -349,7 +351,7 @@ def test_ten_thousand_penalized_draws_fit_their_distribution(filters: dict[str, 
     case.params, case.allowed, case.drawn = params, None, []
     case.request = Request(0, tuple(case.prompt), params, 0, frozenset({5}))
     history = history_of(case.prompt, [])
-    draws = [Draw(params, 5, 0, each, history=history) for each in range(n)]
+    draws = [SamplingRow(params, 5, 0, each, history=history) for each in range(n)]
     counts = torch.tensor(tokens_of(case.logits.expand(n, -1), draws, 2)).bincount(minlength=VOCAB)
     assert chi_square(counts.double(), case.expected(True).softmax(-1)) > 1e-4
 
@@ -361,9 +363,9 @@ def test_draws_without_any_token_left_are_named_and_the_others_can_go_on(
 ) -> None:
     logits = random_logits(4)
     own = SamplingParams(**params)
-    draws = [Draw(own, 0, 0, 9, request) for request in (40, 41, 42, 43)]
-    draws[1] = Draw(own, 0, 0, 9, 41, mask=bytes(27))
-    draws[3] = Draw(own, 0, 0, 9, 43, banned=frozenset(range(211)))
+    draws = [SamplingRow(own, 0, 0, 9, request) for request in (40, 41, 42, 43)]
+    draws[1] = SamplingRow(own, 0, 0, 9, 41, mask=bytes(27))
+    draws[3] = SamplingRow(own, 0, 0, 9, 43, banned=frozenset(range(211)))
     with pytest.raises(NoTokenLeft, match="request 41, token at position 9") as caught:
         sample_cut(logits, draws, tp_size)
     assert caught.value.rows == (1, 3)
@@ -374,7 +376,7 @@ def test_draws_without_any_token_left_are_named_and_the_others_can_go_on(
 def test_damaged_logits_are_not_blamed_on_the_request() -> None:
     logits = random_logits(2)
     logits[0, 5] = math.nan
-    draws = [Draw(SamplingParams(logit_bias=((3, 1.0),)), 0, 0, 9, 7)] * 2
+    draws = [SamplingRow(SamplingParams(logit_bias=((3, 1.0),)), 0, 0, 9, 7)] * 2
     with pytest.raises(NumericalError, match="weights") as caught:
         sample_cut(logits, draws, 3)
     assert not isinstance(caught.value, NoTokenLeft)
@@ -394,8 +396,8 @@ def test_greedy_generation_with_a_penalty_stops_repeating_itself() -> None:
         params = SamplingParams(frequency_penalty=2.0)
         history, drawn = History([3]), list[int]()
         for position in range(6):
-            draw = Draw(params, 0, 0, position, history=history)
-            result: Sampled = sample(logits, vocab, [draw], comm)[0]
+            draw = SamplingRow(params, 0, 0, position, history=history)
+            result: SampledToken = sample(logits, vocab, [draw], comm)[0]
             history.append(result.token)
             drawn.append(result.token)
         return drawn

@@ -25,16 +25,16 @@ from transformers import (
 )
 
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.ops import Noise, TorchOps
-from parallel_llama.ops.noise import TILE, gumbel, tile_gumbel
+from parallel_llama.ops import SamplingKeys, TorchOps
+from parallel_llama.ops.gumbel import TILE, gumbel, tile_gumbel
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import SamplingParams, TokenLogprob
 from parallel_llama.sampling import (
-    Draw,
     PendingDraws,
-    Sampled,
+    SampledToken,
+    SamplingRow,
     gather_logits,
-    row_noise,
+    row_sampling_key,
     sample,
     sampling_key,
     score,
@@ -65,15 +65,15 @@ def _n_collectives(comm: Communicator) -> int:
 
 
 def sample_cut(
-    logits: Tensor, draws: Sequence[Draw], tp_size: int = 1
-) -> tuple[list[Sampled], int]:
+    logits: Tensor, draws: Sequence[SamplingRow], tp_size: int = 1
+) -> tuple[list[SampledToken], int]:
     """Sample from logits cut over ranks; returns rank 0's tokens and its number of collectives.
 
     Every rank's results must be the same to the last bit.
     """
     vocabs = vocabs_of(tp_size, logits.shape[1])
 
-    def one_rank(comm: Communicator) -> tuple[list[Sampled], int]:
+    def one_rank(comm: Communicator) -> tuple[list[SampledToken], int]:
         vocab = vocabs[comm.rank]
         results = sample(logits[:, vocab.start : vocab.stop], vocab, draws, comm)
         return results, _n_collectives(comm)
@@ -83,12 +83,12 @@ def sample_cut(
     return results[0]
 
 
-def tokens_of(logits: Tensor, draws: Sequence[Draw], tp_size: int = 1) -> list[int]:
+def tokens_of(logits: Tensor, draws: Sequence[SamplingRow], tp_size: int = 1) -> list[int]:
     return [drawn.token for drawn in sample_cut(logits, draws, tp_size)[0]]
 
 
-def draws_at(n: int, **params: Any) -> list[Draw]:
-    return [Draw(SamplingParams(**params), 1, 0, position) for position in range(n)]
+def draws_at(n: int, **params: Any) -> list[SamplingRow]:
+    return [SamplingRow(SamplingParams(**params), 1, 0, position) for position in range(n)]
 
 
 def random_logits(
@@ -120,8 +120,10 @@ MIXED = [
 ]
 
 
-def mixed_draws(n: int) -> list[Draw]:
-    return [Draw(MIXED[row % len(MIXED)], row // 5, row % 3, 100 + row, row) for row in range(n)]
+def mixed_draws(n: int) -> list[SamplingRow]:
+    return [
+        SamplingRow(MIXED[row % len(MIXED)], row // 5, row % 3, 100 + row, row) for row in range(n)
+    ]
 
 
 def assert_same_logprobs(one: TokenLogprob | None, other: TokenLogprob | None) -> None:
@@ -134,7 +136,7 @@ def assert_same_logprobs(one: TokenLogprob | None, other: TokenLogprob | None) -
     assert [lp for _, lp in other.top] == pytest.approx([lp for _, lp in one.top], abs=1e-12)
 
 
-def logprobs_of(drawn: Sampled) -> TokenLogprob:
+def logprobs_of(drawn: SampledToken) -> TokenLogprob:
     assert drawn.logprobs is not None
     assert drawn.logprobs.token == drawn.token
     return drawn.logprobs
@@ -227,7 +229,7 @@ def favoured(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept_tokens(logits: Tensor, params: SamplingParams, tp_size: int) -> tuple[set[int], int]:
     """The tokens that can be sampled from one row of logits, and the collectives that were used."""
     vocab_size = len(logits)
-    draws = [Draw(params, 0, 0, token) for token in range(vocab_size)]
+    draws = [SamplingRow(params, 0, 0, token) for token in range(vocab_size)]
     drawn, n_collectives = sample_cut(logits.expand(vocab_size, -1), draws, tp_size)
     return {token for token, each in enumerate(drawn) if token == each.token}, n_collectives
 
@@ -334,7 +336,7 @@ def test_ten_thousand_draws_fit_the_filtered_softmax(filters: dict[str, Any], va
     n = 10_000
     params = SamplingParams(temperature=0.8, **filters)
     logits = random_logits(1, 40, scale=1.5, dtype=torch.float64)
-    base = Draw(params, 5, 0, 3)
+    base = SamplingRow(params, 5, 0, 3)
     draws = [dataclasses.replace(base, **_one(vary, each)) for each in range(n)]
     tokens = torch.tensor(tokens_of(logits.expand(n, -1), draws, 2))
     counts = tokens.bincount(minlength=40).double()
@@ -442,17 +444,19 @@ def test_nothing_to_draw_needs_no_exchange() -> None:
 def test_logits_that_are_no_numbers_name_their_request(bad: float, params: SamplingParams) -> None:
     logits = random_logits(3)
     logits[1, slice(None) if bad == -math.inf else 207] = bad
-    draws = [Draw(params, 0, 0, 9, request) for request in (40, 41, 42)]
+    draws = [SamplingRow(params, 0, 0, 9, request) for request in (40, 41, 42)]
     with pytest.raises(NumericalError, match="request 41, token at position 9"):
         sample_cut(logits, draws, 3)
 
 
-def best_of(logits: Tensor, vocab: range, draws: Sequence[Draw]) -> Tensor:
+def best_of(logits: Tensor, vocab: range, draws: Sequence[SamplingRow]) -> Tensor:
     """What a device finds in a step's logits."""
-    rows = [row_noise(each.params, each.seed, each.choice, each.position) for each in draws]
+    rows = [row_sampling_key(each.params, each.seed, each.choice, each.position) for each in draws]
     keys, temperatures = zip(*rows, strict=True)
-    noise = Noise(torch.tensor(keys), torch.tensor(temperatures, dtype=torch.float64))
-    return TorchOps().draw(logits[:, vocab.start : vocab.stop], noise, vocab.start)
+    sampling_keys = SamplingKeys(
+        torch.tensor(keys), torch.tensor(temperatures, dtype=torch.float64)
+    )
+    return TorchOps().draw(logits[:, vocab.start : vocab.stop], sampling_keys, vocab.start)
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
@@ -462,7 +466,7 @@ def test_what_the_device_draws_is_what_is_sampled(tp_size: int) -> None:
     """
     logits = random_logits(20).round()
     draws = [
-        Draw(
+        SamplingRow(
             SamplingParams(temperature=(0, 0.5, 1e-7)[row % 3], logprobs=row % 2 or None), row, 0, 9
         )
         for row in range(20)
@@ -473,7 +477,9 @@ def test_what_the_device_draws_is_what_is_sampled(tp_size: int) -> None:
     ]
     expected = tokens_of(logits, draws)
 
-    def one_rank(comm: Communicator) -> tuple[list[int], list[Sampled], bool, list[Sampled]]:
+    def one_rank(
+        comm: Communicator,
+    ) -> tuple[list[int], list[SampledToken], bool, list[SampledToken]]:
         vocab = vocabs_of(tp_size)[comm.rank]
         best, own = best_of(logits, vocab, draws), logits[:, vocab.start : vocab.stop]
         pending = PendingDraws(own, best, vocab, VOCAB, plain, comm, TorchOps())
@@ -505,12 +511,12 @@ def test_draws_with_filters_are_on_the_device_where_candidates_decide_them(
         SamplingParams(temperature=9, top_k=3, min_p=0.001),
         SamplingParams(temperature=5, top_p=0.05),
     ]
-    draws = [Draw(params, 3, 0, at) for at, params in enumerate(settings * 4)]
+    draws = [SamplingRow(params, 3, 0, at) for at, params in enumerate(settings * 4)]
     logits = random_logits(len(draws), vocab_size)
     logits[1::3] = logits[1::3].round()  # with equal ones
     expected = sample_cut(logits, draws)[0]
 
-    def one_rank(comm: Communicator) -> tuple[list[int], list[Sampled], bool]:
+    def one_rank(comm: Communicator) -> tuple[list[int], list[SampledToken], bool]:
         vocab = vocabs_of(tp_size, vocab_size)[comm.rank]
         own, best = logits[:, vocab.start : vocab.stop], best_of(logits, vocab, draws)
         pending = PendingDraws(own, best, vocab, vocab_size, draws, comm, TorchOps())
@@ -534,7 +540,7 @@ def test_a_draw_of_the_devices_fails_where_there_are_no_numbers(
     logits = random_logits(3)
     logits[1, slice(None) if bad == -math.inf else 207] = bad
     params = SamplingParams(temperature=temperature, top_p=top_p)
-    draws = [Draw(params, 0, 0, 9, row) for row in (40, 41, 42)]
+    draws = [SamplingRow(params, 0, 0, 9, row) for row in (40, 41, 42)]
 
     def one_rank(comm: Communicator) -> None:
         vocab = vocabs_of(3)[comm.rank]
@@ -741,6 +747,6 @@ def test_the_noise_of_a_token_does_not_depend_on_its_neighbours() -> None:
 
 def test_the_noise_of_a_draw_is_pinned() -> None:
     """A seed must give the same completion after an upgrade; change this only on purpose."""
-    assert sampling_key(Draw(SamplingParams(), 1, 2, 3)) == -5405627362230748553
+    assert sampling_key(SamplingRow(SamplingParams(), 1, 2, 3)) == -5405627362230748553
     logits = torch.zeros(8, VOCAB)
     assert tokens_of(logits, draws_at(8, temperature=1.0)) == [3, 103, 125, 207, 168, 23, 141, 200]

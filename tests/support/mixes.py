@@ -22,7 +22,7 @@ from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import KVSplit, make_plan
 from parallel_llama.request import FinishReason, Request, SamplingParams
-from parallel_llama.sampling import Draw, History, sample
+from parallel_llama.sampling import History, SamplingRow, sample
 
 ARGS = ModelArgs(
     dim=36,
@@ -239,7 +239,7 @@ def alone(
         hidden = runner.forward([Chunk(tuple(tokens), 0, tables, len(tokens))])
         early = len(tokens) - len(prompt) < params.min_tokens
         banned = stop_ids if early else frozenset[int]()
-        draw = Draw(params, seed, choice, len(tokens), history=history, banned=banned)
+        draw = SamplingRow(params, seed, choice, len(tokens), history=history, banned=banned)
         (drawn,) = sample(runner.logits(hidden[-1:]), range(ARGS.vocab_size), [draw], runner.comm)
         tokens.append(drawn.token)
         history.append(drawn.token)

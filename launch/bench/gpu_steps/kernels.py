@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
 from launch.bench.gpu_steps.clock import device_seconds
 from parallel_llama.dtypes import ASKED, QuantFormat
-from parallel_llama.ops import Noise, TorchOps, kv_rows
+from parallel_llama.ops import SamplingKeys, TorchOps, kv_rows
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.quant import PanelShape, quantise
@@ -117,12 +117,14 @@ def elementwise(setting: Setting) -> Rows:
     zeros, ones = keys.double(), keys.double() + 1
 
     def draw(ops: TorchOps, x: Tensor, temperatures: Tensor) -> Tensor:
-        return ops.draw(x, Noise(keys[: len(x)], temperatures[: len(x)]))
+        return ops.draw(x, SamplingKeys(keys[: len(x)], temperatures[: len(x)]))
 
     def draw_filtered(ops: TorchOps, x: Tensor) -> Tensor:
         n = len(x)
         found = ops.candidates(x, ones[:n], 64)
-        filters = Filters(Noise(keys[:n], ones[:n]), keys[:n] + 40, ones[:n] * 0.9, zeros[:n])
+        filters = Filters(
+            SamplingKeys(keys[:n], ones[:n]), keys[:n] + 40, ones[:n] * 0.9, zeros[:n]
+        )
         return ops.draw_filtered(found[None], filters, n_vocab)[:, None].double()
 
     for dtype in dtypes(setting):

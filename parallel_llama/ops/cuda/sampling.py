@@ -5,7 +5,7 @@ launches merge what they find. A candidate is one `sort_key` of a logit and its 
 keys are found without sorting: bit by bit, as the smallest key that still counts; the last launch
 orders them by counting how many are larger.
 
-The noise is that of `ops.noise`, in float64; only the last bits of a logarithm may differ from the
+The noise is that of `ops.gumbel`, in float64; only the last bits of a logarithm may differ from the
 CPU's.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel_llama.ops.cuda.launch import launch, tile
 from parallel_llama.ops.cuda.sort_key import number_of, score_of, sort_key
 from parallel_llama.ops.filters import TOP_P_SLACK, Filters
-from parallel_llama.ops.noise import GAMMA, MULTIPLIERS, TILE, Noise
+from parallel_llama.ops.gumbel import GAMMA, MULTIPLIERS, TILE, SamplingKeys
 
 _TILES = 8  # per program of a plain draw: one number of each for a thread
 
@@ -32,15 +32,19 @@ _GAMMA = tl.constexpr(GAMMA)
 _FIRST, _SECOND = map(tl.constexpr, MULTIPLIERS)
 
 
-def draw(x: Tensor, noise: Noise, first: int) -> Tensor:
+def draw(x: Tensor, sampling_keys: SamplingKeys, first: int) -> Tensor:
     """As `TorchOps.draw`. Shapes: [n, m], m > 0; noise of n rows -> [n, 2] float64."""
-    assert x.stride(1) == 1 and noise.keys.is_contiguous() and noise.temperatures.is_contiguous()
+    assert (
+        x.stride(1) == 1
+        and sampling_keys.keys.is_contiguous()
+        and sampling_keys.temperatures.is_contiguous()
+    )
     n, m = x.shape
     n_parts = triton.cdiv(first % TILE + m, _TILES * TILE)
     scores = x.new_empty(n, n_parts, dtype=torch.float64)
     tokens = x.new_empty(n, n_parts, dtype=torch.int32)
     launch(
-        _of_parts, (n_parts, n), x, noise.keys, noise.temperatures, scores, tokens,
+        _of_parts, (n_parts, n), x, sampling_keys.keys, sampling_keys.temperatures, scores, tokens,
         x.stride(0), first, m, TILES=_TILES, TILE=TILE, num_warps=4,
     )  # fmt: skip
     pairs = x.new_empty(n, 2, dtype=torch.float64)
@@ -84,7 +88,7 @@ def draw_filtered(of_ranks: Tensor, filters: Filters, vocab_size: int) -> Tensor
     assert of_ranks.is_contiguous()
     k = width // 2
     tokens = of_ranks.new_empty(n, dtype=torch.int64)
-    noise = filters.noise
+    noise = filters.sampling_keys
     size = tile(tp_size) * k
     launch(
         _draw_filtered, (n,), of_ranks, noise.keys, noise.temperatures,
@@ -137,7 +141,7 @@ def _first_best(scores, tokens):
 
 @triton.jit
 def gumbel(key, tiles, ids, TILE: tl.constexpr):
-    """As `ops.noise.gumbel`. Shapes: tiles [n], ids [n, TILE] of their tokens -> [n, TILE]."""
+    """As `ops.gumbel.gumbel`. Shapes: tiles [n], ids [n, TILE] of their tokens -> [n, TILE]."""
     words = _words(key, -tiles)
     first = (_exponential(words) / TILE)[:, None]
     winners = tiles * TILE + (words & (TILE - 1)).to(tl.int32)
@@ -152,7 +156,7 @@ def _exponential(words):
 
 @triton.jit
 def _words(key, places):
-    """As `ops.noise._words`; unsigned, so that shifts are logical."""
+    """As `ops.gumbel._words`; unsigned, so that shifts are logical."""
     z = places.to(tl.int64).to(tl.uint64, bitcast=True) * _GAMMA + key.to(tl.uint64, bitcast=True)
     z = (z ^ (z >> 30)) * _FIRST
     z = (z ^ (z >> 27)) * _SECOND

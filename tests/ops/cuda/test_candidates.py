@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from parallel_llama.ops import Noise, TorchOps
+from parallel_llama.ops import SamplingKeys, TorchOps
 from parallel_llama.ops.filters import Filters
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
@@ -40,8 +40,8 @@ def rows_of(n: int, device: torch.device) -> Filters:
         return torch.tensor(values, dtype=torch.float64, device=device)
 
     keys = torch.arange(n, device=device) * 0x7E3779B97F4A7C15
-    noise = Noise(keys, column(temperatures))
-    return Filters(noise, torch.tensor(top_k, device=device), column(top_p), column(min_p))
+    sampling_keys = SamplingKeys(keys, column(temperatures))
+    return Filters(sampling_keys, torch.tensor(top_k, device=device), column(top_p), column(min_p))
 
 
 def same(ours: torch.Tensor, torchs: torch.Tensor) -> None:
@@ -56,7 +56,10 @@ def same(ours: torch.Tensor, torchs: torch.Tensor) -> None:
 def test_the_largest_logits_whose_they_are_and_the_mass(device, dtype, n_rows, n_columns, first):
     around = (torch.randn(n_rows, n_columns + 9, device=device) * 3).to(dtype)
     around[:, :4], around[:, -5:] = 99, 99
-    x, temperatures = around[:, 4:-5], rows_of(n_rows or 1, device).noise.temperatures[:n_rows]
+    x, temperatures = (
+        around[:, 4:-5],
+        rows_of(n_rows or 1, device).sampling_keys.temperatures[:n_rows],
+    )
     same(*(ops.candidates(x, temperatures, K, first) for ops in (CUDAOps(), TorchOps())))
 
 
@@ -66,7 +69,7 @@ def test_lists_are_merged_more_than_once(device):
     x[0, ::1000] += 9
     same(
         *(
-            ops.candidates(x, temperatures.noise.temperatures, K, 0)
+            ops.candidates(x, temperatures.sampling_keys.temperatures, K, 0)
             for ops in (CUDAOps(), TorchOps())
         )
     )
@@ -94,14 +97,14 @@ def test_ranks_draw_together_what_torch_draws(device, tp_size, vocab_size):
     x[5::7, 1::2] = -torch.inf
     borders = [int(share * vocab_size) for share in CUTS[tp_size]]
     of_ranks = [
-        TorchOps().candidates(x[:, start:stop], filters.noise.temperatures, K, start)
+        TorchOps().candidates(x[:, start:stop], filters.sampling_keys.temperatures, K, start)
         for start, stop in pairwise(borders)
     ]
     ours, torchs = (
         ops.draw_filtered(torch.stack(of_ranks), filters, vocab_size).tolist()
         for ops in (CUDAOps(), TorchOps())
     )
-    whole = TorchOps().candidates(x, filters.noise.temperatures, K, 0)[None]
+    whole = TorchOps().candidates(x, filters.sampling_keys.temperatures, K, 0)[None]
     assert ours == torchs == TorchOps().draw_filtered(whole, filters, vocab_size).tolist()
     # With candidates for the whole vocabulary every row is decided.
     assert 0 < ours.count(-1) < len(ours) / 2 if vocab_size > K else -1 not in ours
@@ -111,10 +114,10 @@ def test_a_row_gets_what_it_gets_alone(device):
     n_rows = 4
     filters = rows_of(n_rows, device)
     x = torch.randn(n_rows, 1300, device=device) * 3
-    found = CUDAOps().candidates(x, filters.noise.temperatures, K, 5)
+    found = CUDAOps().candidates(x, filters.sampling_keys.temperatures, K, 5)
     together = CUDAOps().draw_filtered(found[None], filters, 1305)
     for row in range(n_rows):
         own = filters.rows([row])
-        alone = CUDAOps().candidates(x[row : row + 1], own.noise.temperatures, K, 5)
+        alone = CUDAOps().candidates(x[row : row + 1], own.sampling_keys.temperatures, K, 5)
         assert torch.equal(alone, found[row : row + 1])
         assert CUDAOps().draw_filtered(alone[None], own, 1305).tolist() == [together[row]]

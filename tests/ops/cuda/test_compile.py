@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.filters import Filters
-from parallel_llama.ops.noise import Noise
+from parallel_llama.ops.gumbel import SamplingKeys
 from parallel_llama.ops.quant import PanelShape
 
 pytestmark = pytest.mark.slow
@@ -32,11 +32,13 @@ def launches():
         ops.gelu_and_mul(x, is_tanh=False)
         ops.lookup(torch.empty(n + 1, dtype=torch.int64)[1:], torch.empty(101, 80), 0)
         keys = torch.empty(n + 1, dtype=torch.int64)[n % 2 :]
-        logits, noise = torch.empty(n, 128256), Noise(keys, keys.view(torch.float64))
-        ops.draw(logits, noise)
+        logits, sampling_keys = torch.empty(n, 128256), SamplingKeys(keys, keys.view(torch.float64))
+        ops.draw(logits, sampling_keys)
         for tp_size in (1, 8):
-            found = ops.candidates(logits, noise.temperatures, 64)
-            filters = Filters(noise, keys, noise.temperatures, noise.temperatures)
+            found = ops.candidates(logits, sampling_keys.temperatures, 64)
+            filters = Filters(
+                sampling_keys, keys, sampling_keys.temperatures, sampling_keys.temperatures
+            )
             ops.draw_filtered(found.repeat(tp_size, 1, 1), filters, 128256)
         for cache in (HALF, torch.int8, torch.float8_e4m3fn):
             k, v = torch.empty(2, 8, 64, 128 + 4 * (cache != HALF), dtype=cache)

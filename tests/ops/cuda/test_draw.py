@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import Noise, TorchOps
+from parallel_llama.ops import SamplingKeys, TorchOps
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.request import SamplingParams
-from parallel_llama.sampling import Draw, PendingDraws, row_noise, sample
+from parallel_llama.sampling import PendingDraws, SamplingRow, row_sampling_key, sample
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
@@ -26,13 +26,15 @@ CUTS = {
 }
 
 
-def noise_of(n_rows: int, device: torch.device) -> Noise:
+def sampling_keys_of(n_rows: int, device: torch.device) -> SamplingKeys:
     keys = torch.tensor(KEYS[:n_rows], dtype=torch.int64, device=device)
-    return Noise(keys, torch.tensor(TEMPERATURES[:n_rows], dtype=torch.float64, device=device))
+    return SamplingKeys(
+        keys, torch.tensor(TEMPERATURES[:n_rows], dtype=torch.float64, device=device)
+    )
 
 
-def both(x: Tensor, noise: Noise, first: int) -> tuple[Tensor, Tensor]:
-    return CUDAOps().draw(x, noise, first), TorchOps().draw(x, noise, first)
+def both(x: Tensor, sampling_keys: SamplingKeys, first: int) -> tuple[Tensor, Tensor]:
+    return CUDAOps().draw(x, sampling_keys, first), TorchOps().draw(x, sampling_keys, first)
 
 
 @pytest.mark.parametrize("place", [0, 999])
@@ -40,7 +42,7 @@ def test_a_token_is_found_wherever_it_is(device, place):
     """The first and the last tile may extend beyond the vocabulary."""
     x = torch.zeros(2, 1000, device=device)
     x[:, place] = 1000
-    assert CUDAOps().draw(x, noise_of(2, device), 127)[:, 1].tolist() == [127 + place] * 2
+    assert CUDAOps().draw(x, sampling_keys_of(2, device), 127)[:, 1].tolist() == [127 + place] * 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -50,16 +52,16 @@ def test_a_row_tells_of_what_is_no_number(device, temperature):
     x[4, 2], x[4, 2090], x[4, 1500] = torch.inf, torch.nan, torch.nan
     keys = torch.arange(5, device=device)
     temperatures = torch.full((5,), temperature, dtype=torch.float64, device=device)
-    ours, torchs = both(x, Noise(keys, temperatures), 9)
+    ours, torchs = both(x, SamplingKeys(keys, temperatures), 9)
     assert [str(score) for score in ours[[0, 1, 2, 4], 0].tolist()] == ["-inf", "nan", "inf", "nan"]
     assert ours[:, 1].tolist() == [9, 69, 12, 2099, 1509] == torchs[:, 1].tolist()
 
 
 def test_a_row_gets_to_the_last_bit_what_it_gets_alone(device):
-    x, noise = torch.randn(6, 1300, device=device), noise_of(6, device)
+    x, noise = torch.randn(6, 1300, device=device), sampling_keys_of(6, device)
     together = CUDAOps().draw(x, noise, 5)
     for row in range(6):
-        own = Noise(noise.keys[row : row + 1], noise.temperatures[row : row + 1])
+        own = SamplingKeys(noise.keys[row : row + 1], noise.temperatures[row : row + 1])
         assert torch.equal(CUDAOps().draw(x[row : row + 1], own, 5), together[row : row + 1])
 
 
@@ -70,12 +72,12 @@ def test_ranks_draw_together_what_the_cpu_draws(device, tp_size):
     x = torch.randn(6, VOCAB) * 2
     x[3] = x[3].round()
     draws = [
-        Draw(SamplingParams(temperature=temperature), 7, choice, 100 + choice)
+        SamplingRow(SamplingParams(temperature=temperature), 7, choice, 100 + choice)
         for choice, temperature in enumerate(TEMPERATURES)
     ]
-    rows = [row_noise(each.params, each.seed, each.choice, each.position) for each in draws]
+    rows = [row_sampling_key(each.params, each.seed, each.choice, each.position) for each in draws]
     keys, temperatures = zip(*rows, strict=True)
-    noise = Noise(
+    noise = SamplingKeys(
         torch.tensor(keys, device=device),
         torch.tensor(temperatures, dtype=torch.float64, device=device),
     )

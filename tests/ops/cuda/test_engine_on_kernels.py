@@ -30,7 +30,7 @@ from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Request, SamplingParams
-from parallel_llama.sampling import Draw, PendingDraws, row_noise
+from parallel_llama.sampling import PendingDraws, SamplingRow, row_sampling_key
 
 N_NEW = 3
 SMALL = replace(ARGS, dim=32, n_heads=5, n_kv_heads=1, head_dim=8, dtype="float32")
@@ -100,11 +100,11 @@ def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args, top_k)
         Chunk((7,), 30 + n, [table] * len(runner.kv_groups), 9) for n, table in enumerate(tables)
     ]
     settings = [SamplingParams(temperature=each, top_k=top_k) for each in (0.0, 0.7, 1.5)]
-    draws = [Draw(params, 0, 0, 31 + n) for n, params in enumerate(settings)]
-    noise = [row_noise(draw.params, 0, 0, draw.position) for draw in draws]
+    draws = [SamplingRow(params, 0, 0, 31 + n) for n, params in enumerate(settings)]
+    sampling_keys = [row_sampling_key(draw.params, 0, 0, draw.position) for draw in draws]
     runner.step(chunks, range(3))
     with Literals(), Traffic() as traffic:
-        logits, _ = runner.step(chunks, range(3), noise=noise)
+        logits, _ = runner.step(chunks, range(3), sampling_keys=sampling_keys)
         assert logits.drawn is not None
         vocab, ops = range(args.vocab_size), runner.model.ops
         pending = PendingDraws(logits.values, logits.drawn, vocab, len(vocab), draws, Solo(), ops)

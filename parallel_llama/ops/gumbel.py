@@ -23,7 +23,7 @@ MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
-class Noise:
+class SamplingKeys:
     """The random keys and the temperatures of some rows.
 
     Args:

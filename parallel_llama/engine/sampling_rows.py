@@ -12,12 +12,21 @@ import numpy.typing as npt
 from torch import Tensor
 
 from parallel_llama.engine.scheduler import ScheduledTokens
-from parallel_llama.engine.step_buffer import RowNoise
+from parallel_llama.engine.step_buffer import SamplingKey
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.sampling import Draw, History, NoTokenLeft, Sampled, row_noise, sample
+from parallel_llama.sampling import (
+    History,
+    NoTokenLeft,
+    SampledToken,
+    SamplingRow,
+    row_sampling_key,
+    sample,
+)
 
 
-def draws_of(item: ScheduledTokens, history: History | None, mask: bytes | None) -> list[Draw]:
+def sampling_rows_of(
+    item: ScheduledTokens, history: History | None, mask: bytes | None
+) -> list[SamplingRow]:
     """The draws of one sequence; `mask` marks the tokens that are allowed next."""
     sequence, request, drafts = item.sequence, item.request, item.drafts
     draws = []
@@ -27,7 +36,7 @@ def draws_of(item: ScheduledTokens, history: History | None, mask: bytes | None)
             drawn = [*sequence.tokens[sequence.n_prompt :], *drafts[:n]]
             banned |= request.ends_of_bad_words(drawn)
         draws.append(
-            Draw(
+            SamplingRow(
                 request.params,
                 request.seed,
                 sequence.number,
@@ -42,11 +51,11 @@ def draws_of(item: ScheduledTokens, history: History | None, mask: bytes | None)
     return draws
 
 
-def noise_of(item: ScheduledTokens, n_later: int = 0) -> list[RowNoise]:
+def sampling_keys_of(item: ScheduledTokens, n_later: int = 0) -> list[SamplingKey]:
     """The noise of one sequence's draws, or of the draws `n_later` tokens later."""
     sequence, request, n_tokens = item.sequence, item.request, len(item.sequence.tokens) + n_later
     return [
-        row_noise(request.params, request.seed, sequence.number, n_tokens + n)
+        row_sampling_key(request.params, request.seed, sequence.number, n_tokens + n)
         for n in range(1 + item.n_drafts)
     ]
 
@@ -54,10 +63,10 @@ def noise_of(item: ScheduledTokens, n_later: int = 0) -> list[RowNoise]:
 def draw_each(
     logits: Tensor,
     vocab: range,
-    draws: Sequence[Sequence[Draw]],
+    draws: Sequence[Sequence[SamplingRow]],
     comm: Communicator,
     best: Tensor | npt.NDArray[np.float64] | None = None,
-) -> list[list[Sampled]]:
+) -> list[list[SampledToken]]:
     """Sample the draws of each sequence, up to the first draw without an allowed token.
 
     Shapes: logits [n, V_local] local, one row per draw, sequence after sequence; best as in
