@@ -152,7 +152,7 @@ class SharedMemory(Communicator):
             return x.copy_(self.all_reduce(x.contiguous()))
         for piece, slots in self._exchanges(x.view(-1)):
             slots[self.rank].copy_(piece)
-            self._meet(_ALL_REDUCE, piece)
+            self._rendezvous(_ALL_REDUCE, piece)
             if self.size > 2 and piece.nbytes >= SHARED_SUM_BYTES:
                 self._sum_shares(slots, piece)
             else:
@@ -167,7 +167,7 @@ class SharedMemory(Communicator):
         exchanges = self._exchanges(_as_bytes(x.contiguous()))
         for (piece, slots), part in zip(exchanges, parts, strict=True):
             slots[self.rank].copy_(piece)
-            self._meet(_ALL_GATHER, piece)
+            self._rendezvous(_ALL_GATHER, piece)
             for row, slot in zip(part, slots, strict=True):
                 row.copy_(slot)
         return gathered
@@ -179,7 +179,7 @@ class SharedMemory(Communicator):
         for piece, slots in self._exchanges(_as_bytes(x)):
             if self.rank == src:
                 slots[src].copy_(piece)
-            self._meet(_BROADCAST, piece, is_exempt)
+            self._rendezvous(_BROADCAST, piece, is_exempt)
             if self.rank != src:
                 piece.copy_(slots[src])
         return x
@@ -192,7 +192,7 @@ class SharedMemory(Communicator):
             return counts[rank] != before
 
         for piece, _ in self._exchanges(_NOTHING):
-            self._meet(_BARRIER, piece, sent_keepalive, self._timeouts.start_s)
+            self._rendezvous(_BARRIER, piece, sent_keepalive, self._timeouts.start_s)
 
     def keepalive(self) -> None:
         self._cells[self._own + _KEEPALIVES] += 1
@@ -252,7 +252,7 @@ class SharedMemory(Communicator):
         start, stop = shares[self.rank]
         _sum([slot[start:stop] for slot in slots], piece[start:stop])
         slots[self.rank][start:stop].copy_(piece[start:stop])
-        self._meet(_ALL_REDUCE, piece)
+        self._rendezvous(_ALL_REDUCE, piece)
         for rank, (start, stop) in enumerate(shares):
             if rank != self.rank:
                 piece[start:stop].copy_(slots[rank][start:stop])
@@ -278,7 +278,7 @@ class SharedMemory(Communicator):
             self._views[key] = slots
         return slots
 
-    def _meet(
+    def _rendezvous(
         self,
         kind: int,
         piece: Tensor,
