@@ -19,7 +19,7 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import MemoryFor
-from parallel_llama.engine.spread_cache import CachePart, mask_of
+from parallel_llama.engine.kv_sequence_shard import CachePart, mask_of
 from parallel_llama.engine.step_buffer import Chunk, Paging, SamplingKey, StepBuffer, StepSize
 from parallel_llama.families.model_args import kv_groups
 from parallel_llama.model.batch import Batch, KVGroupBatch, QueryTile, SinkTile
