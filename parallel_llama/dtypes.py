@@ -287,8 +287,8 @@ def _require_groups(args: ModelSizes, quant: str) -> None:
     for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
         if size % QUANT_GROUP_SIZE:
             raise UsageError(
-                f"quant={quant!r}: {name}={size} is not a multiple of the {QUANT_GROUP_SIZE} values that "
-                "share a scale; use dtype='bfloat16'"
+                f"quant={quant!r}: {name}={size} is not a multiple of the {QUANT_GROUP_SIZE} "
+                "values that share a scale; use dtype='bfloat16'"
             )
 
 

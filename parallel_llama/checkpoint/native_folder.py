@@ -269,6 +269,6 @@ def _require_whole_quant_groups(units: Mapping[str, int]) -> None:
     for axis in ("heads", "ffn"):
         if units[axis] % QUANT_GROUP_SIZE:
             raise UsageError(
-                f"units of {axis} have size {units[axis]}, not a multiple of the {QUANT_GROUP_SIZE} "
-                "inputs that share a scale"
+                f"units of {axis} have size {units[axis]}, not a multiple of the "
+                f"{QUANT_GROUP_SIZE} inputs that share a scale"
             )

@@ -1,4 +1,4 @@
-"""Decodes quantised weights of GPTQ, AWQ and GGUF files into `QuantMatrix`, without rounding anything.
+"""Decodes quantised weights of GPTQ, AWQ and GGUF files into `QuantMatrix`, without rounding.
 
 GPTQ and AWQ store a matrix [out, in] as several tensors:
 

@@ -175,8 +175,8 @@ class StepBuffer:
     ) -> None:
         """Fill in chunks, at most `size`, and copy them to the device; the rest is padding.
 
-        `sampling_keys` is that of the first output rows; the others draw the largest logit. `tokens` are
-        the tokens of the chunks if only the device knows them.
+        `sampling_keys` are those of the first output rows; the others draw the largest logit.
+        `tokens` are the tokens of the chunks if only the device knows them.
 
         Shapes: tokens [T] int64, on the device.
         """

@@ -106,7 +106,7 @@ class TorchOps:
         The weights are the softmax over all experts in at least float32; with `normed`, those of a
         token sum to 1. Of experts with equal scores the lower number comes first.
 
-        Shapes: x [T, dim], gate [n_experts, dim] -> routing_weights [T, n_active], experts [T, n_active].
+        Shapes: x [T, dim], gate [n_experts, dim] -> routing_weights and experts [T, n_active].
         Source: Mixtral, arXiv 2401.04088.
         """
         scores = F.linear(x, gate)
@@ -138,7 +138,7 @@ class TorchOps:
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         """The weighted sum of each token's n parts, in the dtype of the weights.
 
-        Shapes: parts [T * n, dim], routing_weights [T, n] -> [T, dim] partial, in the dtype of the parts.
+        Shapes: parts [T * n, dim], routing_weights [T, n] -> [T, dim] partial, dtype of the parts.
         """
         each = parts.view(*routing_weights.shape, -1)
         total = (

@@ -212,7 +212,8 @@ def _stored(
         tensor = StoredTensor(stored_slice.name, dtypes[name], stored_slice.shape)
         if stored.setdefault(stored_slice.name, tensor) != tensor:
             raise UsageError(
-                f"{stored_slice.name}: has weights of {dtype_name(stored[stored_slice.name].dtype)} and of "
+                f"{stored_slice.name}: has weights of "
+                f"{dtype_name(stored[stored_slice.name].dtype)} and of "
                 f"{dtype_name(tensor.dtype)}, but a tensor has one dtype; use --dtype, or --format "
                 "native"
             )

@@ -19,8 +19,8 @@ class PendingDraws:
 
     Args:
         logits: [n, V_local] local, for the token ids in `vocab`.
-        drawn: [n, 2] float64 local, the result of `TorchOps.draw` with the noise of `row_sampling_key`.
-            Rows with filters are sampled here.
+        drawn: [n, 2] float64 local, the result of `TorchOps.draw` with the keys of
+            `row_sampling_key`. Rows with filters are sampled here.
         vocab: The shard of the vocabulary.
         vocab_size: The size of the whole vocabulary.
         draws: The tokens to sample; `can_pend` holds for each.
