@@ -13,11 +13,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.llm_config import LLMConfig, Settings
 from parallel_llama.engine.loop import EngineLoop
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.outputs import StepOutput
@@ -29,6 +29,9 @@ from parallel_llama.memory import bytes_passed_over
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.request import Completion, Request, SamplingParams, with_outputs
 from parallel_llama.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -100,7 +103,7 @@ class LLM:
         on_bytes: Callable[[int], None] = lambda _: None,
         on_wait: Callable[[Sequence[int]], None] = lambda _: None,
         on_graph: Callable[[int], None] = lambda _: None,
-        **settings: Any,
+        **settings: "Unpack[Settings]",
     ) -> None:
         started = time.monotonic()
         if tensor_parallel_size is not None and settings.get("tp_size") is None:

@@ -3,12 +3,34 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from numbers import Integral
+from typing import Any, TypedDict, get_args
 
 import msgspec
 
 from parallel_llama.errors import UsageError
 from parallel_llama.plan import KVSplit
+
+
+class Settings(TypedDict, total=False):
+    """The fields of `LLMConfig` but `model`, for type checkers, as keyword arguments of LLM."""
+
+    tp_size: int | None
+    dtype: str | None
+    quant: str | None
+    device: str
+    max_seq_len: int | None
+    seed: int | None
+    random_weights: int | None
+    slice_of: tuple[int, int] | None
+    verify: bool
+    kv_cache_bytes: int | None
+    kv_cache_dtype: str
+    kv_split: KVSplit
+    attention_sinks: int
+    block_size: int
+    max_drafts: int
+    timeout_s: float | None
 
 
 @dataclass(frozen=True)
@@ -63,8 +85,18 @@ class LLMConfig:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        """Raises: UsageError for values that no model can run with; a model's setup checks more."""
+        if self.kv_split not in get_args(KVSplit):
+            raise UsageError(f"kv_split={self.kv_split!r}: use heads or sequence")
         # The fields are frozen. Other ranks compare them as text, so each has one type.
+        for name in ("seed", "random_weights", "max_drafts"):
+            if (value := getattr(self, name)) is not None:
+                if not isinstance(value, Integral) or int(value) < 0:
+                    raise UsageError(f"{name}={value!r}: use a whole number of at least 0")
+                object.__setattr__(self, name, int(value))
         if self.timeout_s is not None:
+            if not float(self.timeout_s) > 0:
+                raise UsageError(f"timeout_s={self.timeout_s}: use a number of seconds above 0")
             object.__setattr__(self, "timeout_s", float(self.timeout_s))
         if self.slice_of is not None:
             rank, n_ranks = self.slice_of

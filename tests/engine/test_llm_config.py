@@ -1,10 +1,11 @@
 import json
 from dataclasses import fields
+from typing import Any, get_type_hints
 
 import pytest
 
 from parallel_llama.cli.model import _SETTINGS
-from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.llm_config import LLMConfig, Settings
 from parallel_llama.errors import UsageError
 
 
@@ -25,6 +26,29 @@ def test_a_line_of_other_types_is_refused(line: bytes) -> None:
 def test_a_slice_is_a_rank_of_its_ranks(slice_of: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="slice_of="):
         LLMConfig(slice_of=slice_of)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"kv_split": "tokens"}, "kv_split='tokens': use heads or sequence"),
+        ({"max_drafts": -1}, "max_drafts=-1: use a whole number of at least 0"),
+        ({"seed": "one"}, "seed='one': use a whole number of at least 0"),
+        ({"random_weights": 0.5}, r"random_weights=0\.5: use a whole number"),
+        ({"timeout_s": 0}, "timeout_s=0: use a number of seconds above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan: use a number of seconds above 0"),
+    ],
+)
+def test_a_value_that_no_model_runs_with_is_refused(settings: dict[str, Any], remedy: str) -> None:
+    """These were accepted; kv_split='tokens' ran as heads."""
+    with pytest.raises(UsageError, match=remedy):
+        LLMConfig(**settings)
+
+
+def test_keyword_arguments_of_llm_are_the_fields() -> None:
+    own = get_type_hints(LLMConfig)
+    del own["model"]
+    assert get_type_hints(Settings) == own
 
 
 def test_every_setting_with_a_flag_has_its_name() -> None:
