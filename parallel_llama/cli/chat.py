@@ -254,7 +254,7 @@ class Conversation:
 
     def _retry(self) -> None:
         if not self.turns:
-            self._say("nothing was said yet")
+            self._say("no message yet")
             return
         question = self.turns[-2]["content"]
         self.turns = self.turns[:-2]
