@@ -190,7 +190,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["plan", "--nproc", "10", "--memory", "8"], "use 1 to 9 ranks"),
     (["plan", "--nproc", "2", "--memory", "8x1"], "memory has 1 sizes for 2 ranks"),
     (["plan", "--nproc", "2", "--memory", "8,8,8"], "memory has 3 sizes for 2 ranks"),
-    (["plan", "--nproc", "1-2", "--memory", "8,8"], "give --nproc N, not a range"),
+    (["plan", "--nproc", "1-2", "--memory", "8,8"], "is a range; give --nproc N"),
     (["plan", "--nproc", "1-2", "--memory", "8x2"], "or one size for all ranks"),
     (["plan", "--memory", "8,,8"], "--memory '8,,8': not sizes such as 80 (GiB)"),
     (["plan", "--memory", "8,-8"], "--memory '8,-8': not sizes such as 80 (GiB)"),
