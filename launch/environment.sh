@@ -57,10 +57,10 @@ prepare_environment() {
             "On Debian and Ubuntu its module is a package of its own: apt-get install python3-venv"
     echo '*' >"$folder/.gitignore"
 
-    # With no index of its own named here, pip looks where the machine's owner told it to. Where that
-    # offers the CPU build ('+cpu' is its version's suffix) and there is no NVIDIA GPU, take it: it is
-    # a tenth of the size. Everywhere else the plain version is asked for, which on Linux brings CUDA
-    # along and runs on the CPU too. Where neither exists, setup.cfg's floor decides below.
+    # No index is named here, so pip uses the index that this machine is configured with. Without an
+    # NVIDIA GPU, and if the index has it, the CPU build (version suffix '+cpu') is installed: its
+    # size is a tenth. Otherwise the plain version is installed, which on Linux contains CUDA and
+    # also runs on the CPU. If the index has neither, setup.cfg's lower bound of torch applies below.
     echo "[2/3] installing torch (the largest part, once)" >&2
     if command -v nvidia-smi >/dev/null 2>&1; then
         install "$folder" "torch==$TORCH" || true
@@ -83,6 +83,6 @@ install() {
 
 installation_failed() {
     tail -n 15 "$1" >&2
-    stop "The installation failed; its last lines are above, all of them in $1." \
+    stop "The installation failed; the last lines of its log $1 are above." \
         "Check the connection to the package index and the disk space, then run this again."
 }

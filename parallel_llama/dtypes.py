@@ -67,7 +67,7 @@ class QuantFormat:
 
     Args:
         has_min: whether the format is asymmetric.
-        n_parts: parts of a group of GROUP_SIZE inputs that have factors of their own.
+        n_parts: parts of a group of QUANT_GROUP_SIZE inputs that have factors of their own.
         scale_factors: whether each part has a small integer that multiplies the scale.
         min_factors: whether each part has a small integer that multiplies the minimum.
         is_float: whether the 8 bits are an e4m3 float instead of an integer.
@@ -112,7 +112,7 @@ class QuantFormat:
         return self.n_parts * (self.scale_factors + self.min_factors)
 
     def n_bytes(self, n_values: int) -> int:
-        """Bytes of this number of values, a multiple of GROUP_SIZE.
+        """Bytes of this number of values, a multiple of QUANT_GROUP_SIZE.
 
         A block that is cut between ranks counts a fraction of its scale on each rank.
         """

@@ -240,7 +240,7 @@ def make_plan(
 
     Args:
         memory: the memory of each rank in any unit; shards are proportional to it.
-        quant_group: number of consecutive ffn channels that must stay on one rank.
+        quant_group_size: number of consecutive ffn channels that must stay on one rank.
         ranks_per_expert: the most ranks that split an expert; by default as MIN_EXPERT_CHANNELS
             requires.
         kv_split: 'sequence' shards the KV cache by token where sharding by head would replicate KV

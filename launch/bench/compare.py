@@ -5,9 +5,9 @@
                                    [--vllm-python PATH] [--peers-python PATH]
                                    [--repeat 5] [--starts 1] [--plot FILE.svg] [--json]
 
-The task `stream` is one prompt of 512 tokens with 64 new tokens, or --streams of them at once. The
-task `ragged` is one batch of 16 prompts of 16 to 512 tokens, with 64 new tokens each. The name of
-an engine may be followed by a number of ranks, which divide the cores, and by the format of the
+The task `stream` is --streams prompts of 512 tokens at once, with 64 new tokens each. The task
+`ragged` is one batch of 16 prompts of 16 to 512 tokens, with 64 new tokens each. The name of an
+engine may be followed by a number of ranks, which divide the cores, and by the format of the
 weights (default float32): `ours:2`, `llama.cpp@Q8_0`. An engine that is not installed or fails is
 left out, and the report says why. Greedy tokens of float32 engines are compared with those of the
 first such engine; the exit code is 1 if they differ by more than a near tie or if an engine failed.

@@ -119,7 +119,7 @@ def prefix_line(rounds: list[tuple[float, float]]) -> str:
     share = statistics.median(warm / cold for cold, warm in rounds)
     cold, warm = (statistics.median(column) for column in zip(*rounds, strict=True))
     return (
-        f"first token of {PROMPT_TOKENS} prompt tokens, {SHARED:.0%} of them in the prefix cache: "
+        f"first token of {PROMPT_TOKENS} prompt tokens, {SHARED:.0%} in the prefix cache: "
         f"{warm:.3f} s, cold {cold:.3f} s, {share:.3f}x"
     )
 
@@ -136,8 +136,8 @@ def step_line(times: StepTimes, n_requests: int) -> str:
     total_ms = sum(step_ms.values())
     cells = ", ".join(f"{name} {ms:.2f} ms" for name, ms in step_ms.items())
     return (
-        f"a step of {n_requests} requests: {total_ms:.1f} ms, of which outside the "
-        f"model {1 - step_ms['forward'] / total_ms:.1%}: {cells}"
+        f"a step of {n_requests} requests: {total_ms:.1f} ms, "
+        f"{1 - step_ms['forward'] / total_ms:.1%} outside the model: {cells}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Measures the peak rates of the cores, of which reports give speeds as fractions."""
+"""Measures the peak rates of the cores; reports give speeds as fractions of these rates."""
 
 import math
 import time

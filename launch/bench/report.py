@@ -96,7 +96,7 @@ def _agreement(engines: dict[str, Any]) -> str:
             rows.append([name, "gives the tokens that the others are compared with"])
             continue
         text = (
-            f"{agreement['tokens']} of {agreement['of_tokens']} tokens the same, all of them for "
+            f"{agreement['tokens']} of {agreement['of_tokens']} tokens the same, all tokens for "
             f"{agreement['prompts']} of {agreement['of_prompts']} prompts"
         )
         if first := agreement.get("first_difference"):

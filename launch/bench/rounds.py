@@ -1,4 +1,4 @@
-"""Runs the engines alternately, so that a change of the machine's speed affects all of them."""
+"""Runs the engines alternately, so that a change of the machine's speed affects all engines."""
 
 import json
 import sys

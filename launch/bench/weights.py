@@ -35,7 +35,7 @@ class Weights:
     def path(self, engine: Runtime) -> Path:
         """The path that an engine loads; it is converted at the first call.
 
-        Raises: EngineError if the conversion fails.
+        Raises: RuntimeFailed if the conversion fails.
         """
         if engine.shares is not None:
             return self.path(engine.shares)

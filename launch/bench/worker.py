@@ -42,7 +42,7 @@ class RuntimeFailed(Exception):
 class Worker:
     """A running engine; the constructor starts `command` and waits for its first line.
 
-    Raises: EngineError with the last line of stderr, if the engine does not start.
+    Raises: RuntimeFailed with the last line of stderr, if the engine does not start.
     """
 
     def __init__(self, command: Sequence[str], n_threads: int) -> None:
@@ -68,7 +68,7 @@ class Worker:
     def answer(self, prompts: list[list[int]], n_new: int) -> Measurement:
         """The measured answers to `prompts` in one round.
 
-        Raises: EngineError if the engine fails or returns a wrong number of tokens.
+        Raises: RuntimeFailed if the engine fails or returns a wrong number of tokens.
         """
         run = Measurement(**self._ask("answer", prompts=prompts, n_new=n_new))
         lengths = [len(tokens) for tokens in run.tokens]
@@ -79,7 +79,7 @@ class Worker:
     def nll(self, tokens: list[int]) -> float:
         """As `Loaded.nll`.
 
-        Raises: EngineError if the engine fails.
+        Raises: RuntimeFailed if the engine fails.
         """
         nll: float = self._ask("nll", tokens=tokens)
         return nll

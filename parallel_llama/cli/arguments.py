@@ -104,7 +104,7 @@ def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
     """The value of every flag of a verb, given or default.
 
     Raises: UsageError for an unknown, repeated or incomplete flag, an invalid value, or an
-    unexpected argument; HelpRequested for -h or --help in the place of a flag.
+    unexpected argument; HelpRequested for -h or --help where a flag is expected.
     """
     given: dict[str, Any] = {}
     for flag, text in _pairs(verb, argv):

@@ -116,7 +116,7 @@ def _memory(flags: Flags) -> int | tuple[int, ...] | None:
     """The memory of all ranks, or of each rank, from --memory or --gpus."""
     gpus, memory = flags[GPUS], flags[MEMORY]
     if gpus is not None and memory is not None:
-        raise UsageError("--gpus and --memory cannot be combined; give one of them")
+        raise UsageError("--gpus and --memory cannot be combined; give one")
     if gpus is not None and flags[DEVICE] == "cpu":
         raise UsageError("--gpus and --device cpu cannot be combined; drop one")
     if isinstance(gpus, list) and (nproc := flags[NPROC]):

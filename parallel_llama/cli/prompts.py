@@ -62,7 +62,7 @@ def require_one_source(flags: Flags) -> None:
     texts, path = flags[PROMPT], flags[PROMPTS]
     if bool(texts) == (path is not None):
         raise UsageError(
-            "give the prompt with --prompt TEXT or a file of them with --prompts FILE.jsonl"
+            "give the prompt with --prompt TEXT or a file of prompts with --prompts FILE.jsonl"
             + (", not both" if texts else "")
         )
     if texts.count(STDIN) > 1:

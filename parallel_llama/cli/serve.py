@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 HOST: Flag[str] = Flag("host", "address to listen on", filled_text, "ADDRESS", "127.0.0.1")
 PORT: Flag[int] = Flag("port", "port to listen on; 0 for any free port", whole(0, 65535), "N", 8000)
 API_KEY_FILE: Flag[str | None] = Flag(
-    "api-key-file", "file of API keys, one per line; clients must send one of them",
+    "api-key-file", "file of API keys, one per line; clients must send one key",
     filled_text, "FILE", default_text="none, so that no key is required",
 )  # fmt: skip
 ORIGINS: Flag[list[str]] = Flag(

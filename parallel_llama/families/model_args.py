@@ -286,7 +286,7 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
     if args.full_layers:
         raise UsageError(
             f"attention_sinks={n_sinks}: some layers attend to all keys, whose number is not "
-            "bounded; use a model whose layers all have a window, or none of them"
+            "bounded; use a model in which all layers or no layer has a window"
         )
     if scaling is not None and scaling.kind == "dynamic":
         raise UsageError(

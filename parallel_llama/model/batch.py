@@ -1,4 +1,4 @@
-"""The tokens of one forward pass, and the keys of the KV cache that each of them attends to.
+"""The tokens of one forward pass, and the keys of the KV cache that each token attends to.
 
 A batch holds chunks of sequences end to end, [T, ...] without padding. In a layer with a sliding
 window a token attends to no keys beyond the window.
@@ -38,8 +38,8 @@ class SinkTile:
         window: The queries with the keys of their windows.
         sinks: The queries with the sinks, which are attended to as if they came right before the
             window.
-        turns: [len(queries), 1, D / 2] complex, rotates the queries back by the gap between the
-            sinks and the window.
+        back_rotations: [len(queries), 1, D / 2] complex, rotates the queries back by the gap
+            between the sinks and the window.
 
     Source: positions within the cache, StreamingLLM, arXiv 2309.17453, section 3.2.
     """
@@ -56,9 +56,9 @@ class KVGroupBatch:
     Args:
         slots: [T] int64 replicated, the slot of each token.
         rotations: [T, 1, head_dim / 2] complex, replicated, the rotary embedding of each token.
-        chunks, decode, sink_tiles: Each token is in one of them.
-        paged: The queries, in place of the three, for operators that read block tables.
-        tiles: The queries with keys on this rank, in place of the three, for a cache that is
+        chunks, decode, sink_tiles: The queries. Each token is in exactly one of the three fields.
+        paged: The queries, instead of these fields, for operators that read block tables.
+        tiles: The queries with keys on this rank, instead of these fields, for a cache that is
             sharded by token.
     """
 
@@ -77,9 +77,9 @@ class Batch:
 
     Args:
         tokens: [T] int64 replicated.
-        groups: The batch in the layers of each KV group.
+        kv_groups: The batch in the layers of each KV group.
         rows: [n] int64 replicated, the rows whose result is wanted; None for all.
-        noise: The random numbers of these rows, to sample their tokens on the device as well.
+        sampling_keys: The keys of these rows, to sample their tokens on the device as well.
     """
 
     tokens: Tensor

@@ -34,7 +34,7 @@ class KVCache:
 
     Args:
         args: The model.
-        share: The shard of this rank.
+        shard: The shard of this rank.
         n_layers: The layers of the group, which are numbered from 0 here.
         n_blocks: The number of blocks.
         block_size: Slots per block.

@@ -59,7 +59,7 @@ class MixtureOfExperts:
         }
 
     def fuse(self) -> None:
-        """Collects the weights of the experts, each of which was fused when it was loaded."""
+        """Collects the weights of the experts. Each expert was fused when it was loaded."""
         self.w13 = [expert.w13 for expert in self.experts.values()]
         self.w2 = [expert.w2.weight for expert in self.experts.values()]
 

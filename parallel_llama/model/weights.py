@@ -42,7 +42,7 @@ class WeightLoader:
     Args:
         model: The model, without weights.
         args: Its arguments.
-        share: The shard that this rank holds.
+        shard: The shard that this rank holds.
     """
 
     def __init__(self, model: Transformer, args: ModelArgs, shard: Shard) -> None:

@@ -62,7 +62,7 @@ def choose_ops(
         dtype: The dtype that the model computes in.
         device: The device of its weights.
         head_dim: The size of a head.
-        groups: The numbers of query heads that share a KV head.
+        heads_per_kv: The numbers of query heads that share a KV head.
         scores: The score function of its attention.
         cache_dtype: The dtype of its KV cache; None for `dtype`.
         matrices: The dtypes and formats of its matrices, beside `dtype`.

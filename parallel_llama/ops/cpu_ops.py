@@ -46,7 +46,7 @@ class CPUOps(TorchOps):
     Args:
         dtype: The dtype that the model computes in.
         head_dim: The size of a head.
-        groups: The numbers of query heads that share a KV head.
+        heads_per_kv: The numbers of query heads that share a KV head.
         scores: The score function of attention.
         cache_dtype: The dtype of the KV cache; None for `dtype`.
         matrices: The dtypes and formats of matrices, beside `dtype`.

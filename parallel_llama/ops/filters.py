@@ -23,7 +23,7 @@ class Filters:
     """The filters of some rows, and the noise of the draw from the kept tokens.
 
     Args:
-        noise: The keys and temperatures of the rows.
+        sampling_keys: The keys and temperatures of the rows.
         top_k: [n] int64; 0 for off.
         top_p: [n] float64; 1 for off.
         min_p: [n] float64; 0 for off.

@@ -78,7 +78,7 @@ def join(
 
     Args:
         device: the device of the model's tensors.
-        place: the place of this process; by default that of the environment.
+        env: the rank and store address of this process; by default `rank_env()`.
         facts: must be equal on all ranks.
         timeout_s: the limit for other ranks; by default the limits of `Timeouts`.
         look: called with the missing ranks while this waits; it may raise.
@@ -385,7 +385,7 @@ def _never_came(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
     elif missing:
         who = f"rank {listed_ranks(missing)} of {env.size} never joined"
     else:
-        who = f"all {env.size} ranks have come, but one of them stopped answering"
+        who = f"all {env.size} ranks have joined, but one rank stopped answering"
     unseen = f", or has another {SECRET_FILE}" if SECRET_FILE in os.environ else ""
     return (
         f"{who} within {timeouts.start_s:g} s; check its output, and whether it was started"

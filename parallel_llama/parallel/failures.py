@@ -25,7 +25,7 @@ class RankError(RuntimeError):
 
 
 def late(ranks: Iterable[int], size: int, limit_s: float) -> str:
-    return f"rank {listed_ranks(ranks)} of {size} is late: nothing heard of it for {limit_s:g} s"
+    return f"rank {listed_ranks(ranks)} of {size} is late: no progress for {limit_s:g} s"
 
 
 def first_line(error: Exception, limit: int) -> str:

@@ -164,8 +164,8 @@ def require_same(infos: Sequence[RankInfo]) -> None:
                 difference += f"differs from rank {like}"
             more = f"; so do {len(odd) - 1} more" if len(odd) > 1 else ""
             raise RankError(
-                f"the ranks are not about to do the same. {difference}{more}. Start all of them "
-                "with the same command, files and versions"
+                f"the ranks differ. {difference}{more}. Start all ranks with the same command, "
+                "files and versions"
             )
 
 

@@ -326,7 +326,7 @@ def _terminal_kept() -> Iterator[None]:
 
 @contextmanager
 def _listening_to_signals() -> Iterator[_Asked]:
-    """Records Ctrl-C and the ending signals instead of dying of them.
+    """Records Ctrl-C and the ending signals, so that they do not end this process.
 
     A signal that is ignored at the start stays ignored, such as Ctrl-C in a shell's background job
     or SIGHUP under nohup. After the first Ctrl-C the handler is kept, because another Ctrl-C would

@@ -185,7 +185,7 @@ class _Heartbeats:
         self._ask(lambda: self._store.set(f"{what}/{self._rank}", str(count)))
 
     def seen(self, what: str, rank: int) -> int:
-        """The last count that a rank has published; 0 if there is none."""
+        """The last count that a rank has published, or 0."""
         return self._ask(lambda: self._read(f"{what}/{rank}"))
 
     def missing(self, what: str) -> list[int]:

@@ -30,7 +30,7 @@ class RankEnv:
         bound: the descriptor of a socket that is already bound to the address, for rank 0.
         is_served: another process, such as torchrun's agent, owns the store; otherwise rank 0 does.
         run: the launcher's name for this start of the ranks.
-        secret: known only to the ranks of this run; empty if there is none.
+        secret: known only to the ranks of this run; empty without a secret.
     """
 
     rank: int

@@ -45,7 +45,7 @@ class Tiles:
         return cls(tiles, tiles.amax(-1), vocab.start // TILE)
 
     def rows(self, rows: list[int]) -> "Tiles":
-        """Some of the rows; all of them are not copied."""
+        """Some of the rows, as a copy; self if all rows are selected."""
         if len(rows) == len(self.logits):
             return self
         return Tiles(self.logits[rows], self.largest[rows], self.first)

@@ -22,7 +22,7 @@ class Diverged(Exception):
 
 @dataclass
 class _Emitted:
-    """The outputs of a choice so far, and how many of them a restarted engine has repeated."""
+    """The outputs of a choice so far, and how many outputs a restarted engine has repeated."""
 
     tokens: list[int] = field(default_factory=list)
     n_chars: int = 0
@@ -132,7 +132,10 @@ class Answer:
             emitted.n_tokens_again = emitted.n_chars_again = 0
 
     def _unknown(self, output: Output) -> Output | None:
-        """The part of an output that has not been emitted; None if there is none."""
+        """The part of an output that has not been emitted; None if nothing is new.
+
+        Fails the request if a restarted engine generated other tokens.
+        """
         emitted = self._emitted[output.choice]
         if emitted.end is not None:
             return None

@@ -100,7 +100,7 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
     limits = [n for n in (body.max_completion_tokens, body.max_tokens) if n is not None]
     if len(set(limits)) > 1:
         raise UsageError(
-            f"max_completion_tokens={limits[0]} and max_tokens={limits[1]}; give one of them"
+            f"max_completion_tokens={limits[0]} and max_tokens={limits[1]} differ; give one"
         )
     tools, grammar = tools_of(body, context.inputs), grammar_of(body)
     params = sampling_params(

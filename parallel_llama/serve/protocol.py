@@ -53,7 +53,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     Each request has its own parser, which receives no byte of the next request, so that one request
     cannot change how the following bytes are parsed. A request is parsed after the previous one has
-    been answered; until then its bytes wait, most of them in the socket.
+    been answered; until then its bytes wait, mostly in the socket.
     """
 
     flow: "_Flow"
@@ -75,7 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limit(HEAD_LIMIT_S)
         if len(self.connections) > max_connections() + max_others():
             others = (each for each in self._every() if not each._is_admitted)
-            min(others, key=lambda each: each._made_s)._make_room()
+            min(others, key=lambda each: each._made_s)._give_up_slot()
 
     def admit(self) -> bool:
         """Admits the connection; False if no slot is free.
@@ -89,14 +89,14 @@ class BoundedProtocol(HttpToolsProtocol):
                 slowest = min(admitted, key=lambda each: each.flow.waits_since_s)
                 if slowest.flow.waits_since_s > self.loop.time() - UNREAD_LIMIT_S:
                     return False
-                slowest._make_room()
+                slowest._give_up_slot()
             self._is_admitted = True
         return self._is_admitted
 
     def _every(self) -> "set[BoundedProtocol]":
         return cast("set[BoundedProtocol]", self.connections)
 
-    def _make_room(self) -> None:
+    def _give_up_slot(self) -> None:
         """Closes this connection so that another can be opened."""
         self.connections.discard(self)
         if self.n_unsent:

@@ -76,7 +76,7 @@ class Tools:
 
 
 def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
-    """The functions that the response to a body may call; None if there are none.
+    """The functions that the response to a body may call; None if it may call no function.
 
     Raises: UsageError for an invalid tool_choice, and for a chat template with an unknown syntax of
     calls.

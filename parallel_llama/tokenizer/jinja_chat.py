@@ -156,7 +156,7 @@ class JinjaChat:
         cut = next((each for each in _NONCHARACTERS if each not in taken), None)
         if cut is None:
             raise UsageError(
-                "the messages contain every noncharacter of Unicode; remove some of them"
+                "the messages contain every noncharacter of Unicode; remove at least one"
             )
         return cut
 

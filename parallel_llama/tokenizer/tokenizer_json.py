@@ -190,7 +190,7 @@ class TokenizersTokenizer(Tokenizer):
 
     @cached_property
     def _anchor(self) -> str:
-        """A special token after which text gets no leading space; "" if there is none."""
+        """A special token after which text gets no leading space; "" if no such token is found."""
         vocabulary = self.vocabulary
         for text, id in sorted(vocabulary.special_ids.items(), key=lambda pair: pair[1])[:_N_TRIED]:
             first, *others = self._encoded(f"{text} a", special=True)

@@ -9,7 +9,7 @@ from launch.bench.gpu_steps import Setting
 
 PARTS = {
     "kernels": ("products", "products with few bits", "norms and gates", "attention"),
-    "parity": ("transformers", "ranks", "recorded", "in company"),
+    "parity": ("transformers", "ranks", "recorded", "in any batch"),
 }
 
 

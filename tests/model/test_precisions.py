@@ -104,7 +104,7 @@ def test_every_number_of_ranks_gives_the_same_logits(precision):
 
 
 @EACH
-def test_a_decoded_row_is_the_same_in_any_company(precision):
+def test_a_decoded_row_is_the_same_in_any_batch(precision):
     runner = runner_of(Solo(), precision)
     prompts = [TOKENS[:length] for length in (15, 4, 9, 1, 12)]
 

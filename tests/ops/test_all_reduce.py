@@ -135,7 +135,7 @@ def test_a_rank_that_stops_within_a_program_is_named_after_the_timeout():
         pool.run(many_turns)  # so that all kernels are compiled
         waited_s, message = pool.outcomes(fault, 1, signal.SIGSTOP, lost=[1])[0]
         assert 1.5 <= waited_s < SOON_S
-        assert message.startswith("rank 1 of 2 is late: nothing heard of it for 1.5 s")
+        assert message.startswith("rank 1 of 2 is late: no progress for 1.5 s")
         assert message.endswith("it is stopped by a signal or a debugger")
     finally:
         pool.end()

@@ -146,7 +146,7 @@ def test_scores_far_beyond_a_cap_become_the_cap(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_result_is_the_same_to_the_last_bit_in_any_company(dtype: torch.dtype) -> None:
+def test_a_result_is_the_same_to_the_last_bit_in_any_batch(dtype: torch.dtype) -> None:
     k, v = make_cache(dtype, 64)
     q = make_queries(dtype, 5, 64)
     attention = kernel(dtype, 64, 5, 64)

@@ -40,7 +40,7 @@ def test_two_parts_of_a_row_are_both_multiplied(kernel):
 
 
 @has_tiles
-def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(kernel):
+def test_a_row_is_the_same_in_any_batch_and_on_any_number_of_threads(kernel):
     x, weight = torch.randn(450, 96), torch.randn(100, 96).to(torch.bfloat16)
     alone = torch.cat([kernel(row[None], weight) for row in x[:5]])
     before = torch.get_num_threads()

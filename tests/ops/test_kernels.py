@@ -88,7 +88,7 @@ def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(kernel, dty
 
 
 @pytest.mark.usefixtures("n_threads")
-def test_a_row_has_the_same_product_to_the_last_bit_in_any_company(kernel, dtype):
+def test_a_row_has_the_same_product_to_the_last_bit_in_any_batch(kernel, dtype):
     linear = linear_for(kernel, dtype, this_machine())
     x, weight = torch.randn(MAX_ROWS, 201, dtype=dtype), torch.randn(61, 201, dtype=dtype)
     alone = torch.cat([linear(row[None], weight) for row in x])

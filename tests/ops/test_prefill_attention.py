@@ -206,7 +206,7 @@ def check_cuts(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype", "vector_bytes", "head_dim", "n_group", "scores"),
+    ("dtype", "cache_dtype", "vector_bytes", "head_dim", "heads_per_kv", "scores"),
     [
         (torch.float32, torch.float32, 64, 64, 3, PLAIN),
         (torch.float32, torch.float32, 32, 80, 1, CAPPED),
@@ -287,7 +287,7 @@ def tiles(head_dim: int, scores: Scores = PLAIN) -> PrefillAttentionAMXKernel:
 
 @has_tiles
 @pytest.mark.parametrize("scores", [PLAIN, CAPPED], ids=str)
-@pytest.mark.parametrize(("head_dim", "n_group"), [(32, 1), (64, 3), (96, 71)])
+@pytest.mark.parametrize(("head_dim", "heads_per_kv"), [(32, 1), (64, 3), (96, 71)])
 def test_tiles_attend_by_definition(head_dim: int, heads_per_kv: int, scores: Scores) -> None:
     """With queries and weights in one part alone, the error would be a hundred times as large."""
     for n, start, window in [*CHUNKS, *WINDOWS]:

@@ -216,7 +216,7 @@ def test_a_product_is_that_of_torch_for_any_shape(form, machine):
 
 @needs_kernels
 @FORMS
-def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(form):
+def test_a_row_is_the_same_in_any_batch_and_on_any_number_of_threads(form):
     kernel, weight, x = (
         kernel_for(form, this_machine()),
         a_matrix(form, 70, 128),

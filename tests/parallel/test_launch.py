@@ -504,7 +504,7 @@ def test_where_one_rank_cannot_connect_all_hear_of_it_at_once(meet, lost):
 
 
 @pytest.mark.parametrize(
-    ("colors", "told"),
+    ("colors", "difference"),
     [
         (["a", "a", "a"], ""),
         (["a", "b"], "rank 1 of 2 has b and rank 0 has a"),
@@ -513,15 +513,15 @@ def test_where_one_rank_cannot_connect_all_hear_of_it_at_once(meet, lost):
         (["a" * 64, "b" * 64], "rank 1 of 2 differs from rank 0"),
     ],
 )
-def test_the_odd_rank_is_named(colors, told):
+def test_the_odd_rank_is_named(colors, difference):
     infos = [
         RankInfo(rank, len(colors), {} if color is None else {"color": color}, "here", rank, "")
         for rank, color in enumerate(colors)
     ]
-    if not told:
+    if not difference:
         require_same(infos)
         return
-    with pytest.raises(RankError, match=f"color: {re.escape(told)}"):
+    with pytest.raises(RankError, match=f"color: {re.escape(difference)}"):
         require_same(infos)
 
 

@@ -44,7 +44,7 @@ class Canary:
                 self._answered.wait_for(lambda: self._is_over, _PAUSE_S)
 
     def check(self) -> None:
-        """Waits for two more answers, one of them requested after this call; all must be equal."""
+        """Waits for two more answers, the last requested after this call; all must be equal."""
         with self._answered:
             wanted = self.n_answers + 2
             assert self._answered.wait_for(lambda: self.n_answers >= wanted, PATIENCE_S)

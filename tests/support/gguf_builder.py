@@ -86,7 +86,7 @@ def string(text: str | bytes) -> bytes:
 
 
 def value(item: Any) -> bytes:
-    """A field's type number and value: bool, int (uint32), float, str, or a list of one of them."""
+    """A field's type number and value: bool, int (uint32), float, str, or a list of one type."""
     if isinstance(item, list):
         items = [value(one) for one in item]
         kind = items[0][:4] if items else struct.pack("<I", STRING)

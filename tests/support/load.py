@@ -1,4 +1,4 @@
-"""Many concurrent clients with known answers, some of which disconnect early.
+"""Many concurrent clients with known answers; some clients disconnect early.
 
 PYTHONPATH=.:tests/support python -m load MODEL [--requests 100000] [--connections 64]
 """

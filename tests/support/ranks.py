@@ -29,8 +29,8 @@ SILENCE_S = 200.0  # a rank without an answer for this long fails the test
 SOON_S = 60.0  # generous, for a busy machine; it is not a limit of a rank
 _GRACE_S = 20.0  # for the other ranks, after one rank has raised
 _MAX_POOLS = 4
-# A fork server imports these once, and every rank is forked from it. It calls no function of them,
-# so that no thread holds a lock during a fork.
+# A fork server imports these modules once, and every rank is forked from it. The fork server calls
+# no function of the modules, so that no thread holds a lock during a fork.
 _SLOW_TO_IMPORT = ["torch", "transformers.models.llama.modeling_llama"]
 
 
@@ -87,7 +87,7 @@ class Ranks:
         return results
 
     def _can_talk(self) -> bool:
-        return self.alive and not any(isinstance(out, _Raised) for out in self.outcomes(_meet))
+        return self.alive and not any(isinstance(out, _Raised) for out in self.outcomes(_barrier))
 
     def outcomes(
         self, function: Callable[..., Any], *args: Any, lost: Collection[int] = ()
@@ -187,7 +187,7 @@ def call_late_after(comm: Communicator, limit_s: float) -> None:
         comm._group.set_timeout(timedelta(seconds=limit_s))
 
 
-def _meet(comm: Communicator) -> None:
+def _barrier(comm: Communicator) -> None:
     comm.barrier()
 
 

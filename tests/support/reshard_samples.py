@@ -130,7 +130,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+            for name in file.keys():  # noqa: SIM118 (not a dictionary)
                 assert name not in tensors
                 tensors[name] = file.get_tensor(name)
     return tensors

@@ -151,7 +151,7 @@ class StandIn:
                 pieces = _events(["Half an "], end=False, last=error)
             case ["count"]:
                 numbers = [f"{number} " for number in range(10_000)]
-                pieces = _events(["Numbers, *all* of them:\n\n", *numbers], pause=0.02)
+                pieces = _events(["*All* numbers:\n\n", *numbers], pause=0.02)
             case _:
                 text = ANSWERS.get(body["messages"][-1]["content"], f"Answer {len(self.requests)}.")
                 pieces = _events([text[at : at + 7] for at in range(0, len(text), 7)])

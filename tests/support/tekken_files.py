@@ -23,7 +23,7 @@ def tekken_file() -> dict[str, Any]:
 
 
 def write_tekken(folder: Path, version: int, **changes: Any) -> Path:
-    """A tekken.json of 1,000 special tokens, of which named ones are listed, and 1,000 others."""
+    """A tekken.json of 1,000 special tokens, the named ones listed, and 1,000 other tokens."""
     whole = tekken_file()
     listed = [
         {"rank": id, "token_str": text, "is_control": True} for id, text in enumerate(SPECIALS)

@@ -122,7 +122,7 @@ def _assigned() -> str:
 
 
 def random_ids(vocab_size: int, n_sequences: int, seed: int = 0) -> Iterator[list[int]]:
-    """Sequences of token ids, half of them from the low ids of single bytes."""
+    """Sequences of token ids; half of the sequences have only the low ids of single bytes."""
     draw = random.Random(seed)
     for _ in range(n_sequences):
         bound = 300 if draw.random() < 0.5 else vocab_size

@@ -79,7 +79,7 @@ class Whole:
 
 
 class Ranks:
-    """Rank 0 of several ranks, which repeats each call on all of them."""
+    """Rank 0 of several ranks, which repeats each call on all ranks."""
 
     def __init__(self, whole: Whole) -> None:
         self.whole = whole

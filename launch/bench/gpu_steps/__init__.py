@@ -1,4 +1,4 @@
-"""The steps of the GPU benchmark, each of which runs in its own process.
+"""The steps of the GPU benchmark. Each step runs in its own process.
 
 A step is a module with a generator `rows(setting)`. Rows that it has yielded are kept when the step
 fails or reaches its time limit.

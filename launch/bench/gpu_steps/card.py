@@ -1,4 +1,4 @@
-"""Versions of the card and libraries, and the rates of which other figures are fractions.
+"""Versions of the card and libraries, and the peak rates that other figures are compared with.
 
 The rate of copies counts bytes read and bytes written.
 """

@@ -1,4 +1,4 @@
-"""Models with random weights on the device, and steps of them at any length.
+"""Models with random weights on the device, and their steps at any sequence length.
 
 The time of a step does not depend on the content of the cache, so decode steps need no prefill.
 """

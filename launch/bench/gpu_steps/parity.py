@@ -142,14 +142,14 @@ def _recorded(name: str, args: ModelArgs, setting: Setting) -> Rows:
         yield Row(name, note="bit for bit as launched")
 
 
-def in_company(setting: Setting) -> Rows:
+def in_any_batch(setting: Setting) -> Rows:
     """Checks that the logits of a text do not depend on the other texts of its batch."""
     for kind, args in _kinds(setting).items():
-        name = f"in company{kind}"
-        yield from attempt(name, lambda a=(name, args): _in_company(*a, setting))
+        name = f"in any batch{kind}"
+        yield from attempt(name, lambda a=(name, args): _in_any_batch(*a, setting))
 
 
-def _in_company(name: str, args: ModelArgs, setting: Setting) -> Rows:
+def _in_any_batch(name: str, args: ModelArgs, setting: Setting) -> Rows:
     runner = load(args, ours(args), setting, "float32")
     found = []
     for n_texts in (
@@ -174,7 +174,7 @@ PARTS = {
     "transformers": against_transformers,
     "ranks": over_ranks,
     "recorded": recorded,
-    "in company": in_company,
+    "in any batch": in_any_batch,
 }
 
 

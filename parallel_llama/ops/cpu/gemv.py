@@ -222,24 +222,24 @@ def _multiply(
     first, last = thread.part_of(m)
     stretch = (last - first) // n_tile
 
-    def multiply(column: Value, n_columns: int, n_group: int) -> None:
+    def multiply(column: Value, n_columns: int, group_rows: int) -> None:
         """All rows of x by one row of each stretch of the weight."""
         numbers = [column + stretch * number for number in range(n_columns)]
         columns = [weight + number * k for number in numbers]
         # Each group of several rows prefetches a share of the next tile: these numbers per vector.
-        n_asking = larger((n + (n_group - 2)) // n_group, n.like(1))
+        n_asking = larger((n + (group_rows - 2)) // group_rows, n.like(1))
         share = (n_asking - 1 + lanes.width) // n_asking
 
         def multiply_group(first_row: Value, n_rows: int) -> None:
             rows, results = zip(*(row(first_row + i) for i in range(n_rows)), strict=True)
-            start = k + k * share // lanes.width * (first_row // n_group)
+            start = k + k * share // lanes.width * (first_row // group_rows)
             prefetched = (start, share) if n_rows > 1 else None
             products = iter(_products(lanes, of_weight, rows, columns, k, prefetched))
             for result in results:
                 for number in numbers:
                     result[number] = next(products)
 
-        in_groups(0, n, n_group, multiply_group)
+        in_groups(0, n, group_rows, multiply_group)
 
     with loop(b, first, first + stretch) as column:
         multiply(column, n_tile, _ROWS)

@@ -265,7 +265,7 @@ def smaller(one: Value, other: Operand) -> Value:
 
 
 def larger(x: Value, y: Value) -> Value:
-    """The larger of two numbers; `y` if one of them is NaN."""
+    """The larger of two numbers; `y` if x or y is NaN."""
     return where(y < x, x, y)
 
 
@@ -356,7 +356,7 @@ def repeat(b: ir.IRBuilder) -> Iterator[Callable[[Value], None]]:
 
 
 def in_groups(start: Operand, stop: Value, size: int, build: Callable[[Value, int], None]) -> None:
-    """Emits `build(first, n)` for all numbers from start to before stop, n of them at a time.
+    """Emits `build(first, n)` for all numbers from start to before stop, n numbers at a time.
 
     n is `size`; the remainder, at most 7, is split into 4, 2 and 1.
     """

@@ -112,7 +112,7 @@ class KVRows:
         return self.lanes.splat(scale.to(self.lanes.vector.element))
 
     def _scale_for(self, source: Value) -> Value:
-        """The scale for a row of these D numbers; NaN if one of them is not finite."""
+        """The scale for a row of these D numbers; NaN if a number is not finite."""
         lanes, b = self.lanes, source.b
         largest, nan_or_0 = Variable(lanes.constant(b, 0)), Variable(lanes.constant(b, 0))
         with loop(b, 0, self.head_dim, lanes.width) as i:

@@ -63,7 +63,7 @@ def to_bfloat16(numbers: Value) -> Value:
 
 def from_e4m3(stored: Value, vector: ir.VectorType) -> Value:
     """Converts bytes of finite e4m3 numbers to a vector of a wider type."""
-    # The bits move to those of a float16, which has the same value but for the exponent's bias.
+    # Shifted by 7, the bits are a float16 of the same value, except for the exponent's bias.
     bits = (stored.resized(ir.VectorType(I16, vector.count)) << 7) & ~(1 << 14)
     return bits.bits_as(ir.VectorType(F16, vector.count)).to(vector) * _E4M3_IN_F16
 

@@ -1,8 +1,8 @@
 """Products of a few rows with one weight, or each row with one of several weights.
 
-A program computes some outputs of MAX_ROWS rows, over all inputs or a part of them; a second launch
-adds the parts. The tile always has MAX_ROWS rows, and the split depends only on the weight's shape,
-so a row's reduction order depends neither on the batch nor on its route.
+A program computes some outputs of MAX_ROWS rows, over all or some inputs; a second launch adds the
+sums over some inputs. The tile always has MAX_ROWS rows, and the split depends only on the weight's
+shape, so a row's reduction order depends neither on the batch nor on its route.
 
 A routed program finds its weight and rows in `starts` on the device, so that the host need not
 synchronise: the grid has as many programs as any routes of this many rows can need, and programs

@@ -54,7 +54,7 @@ def add_keys(top, total, sums, q, k, v, is_visible, factor, cap, CAPPED: tl.cons
 
 @triton.jit
 def merge_states(top, total, sums, top2, total2, sums2):
-    """The merged state of two sets of keys, at most one of them empty.
+    """The merged state of two sets of keys; at most one set is empty.
 
     Shapes: tops and totals [...], sums [..., SIZE].
     """
