@@ -13,7 +13,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Unpack
 
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.input_processor import InputProcessor
@@ -29,9 +31,6 @@ from parallel_llama.memory import bytes_passed_over
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.request import Completion, Request, SamplingParams, with_outputs
 from parallel_llama.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -103,7 +102,7 @@ class LLM:
         on_bytes: Callable[[int], None] = lambda _: None,
         on_wait: Callable[[Sequence[int]], None] = lambda _: None,
         on_graph: Callable[[int], None] = lambda _: None,
-        **settings: "Unpack[Settings]",
+        **settings: Unpack[Settings],
     ) -> None:
         started = time.monotonic()
         if tensor_parallel_size is not None and settings.get("tp_size") is None:
