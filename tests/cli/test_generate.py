@@ -91,7 +91,7 @@ WRONG: list[tuple[tuple[str, ...], Sequence[str]]] = [
     (("--regex", ""), ["--regex ''", "at least one character"]),
     (("--grammar", "nowhere.lark"), ["--grammar 'nowhere.lark'", "no such file"]),
     (("--grammar", "EMPTY"), ["--grammar", "empty"]),
-    (("--regex", "a", "--json-schema", "{}"), ["--json-schema and --regex", "one of them"]),
+    (("--regex", "a", "--json-schema", "{}"), ["--json-schema and --regex", "give only one"]),
     (("--kv-cache-bytes", "lots"), ["--kv-cache-bytes 'lots'", "2GB, 512MiB"]),
     (("--kv-cache-bytes", "0"), ["--kv-cache-bytes '0'", "2GB, 512MiB"]),
     (("--kv-cache-bytes", "2GG"), ["--kv-cache-bytes '2GG'", "2GB, 512MiB"]),
@@ -350,7 +350,7 @@ def test_an_interrupted_run_and_its_resumption_are_one_run(
     assert f"seed {seed}" in err
     assert run(*argv, "--output", str(whole), "--seed", seed)[0] == 0
     code, out, err = run(*argv, "--output", str(broken))
-    assert code == 2 and "go on with --resume" in err
+    assert code == 2 and "continue with --resume" in err
     code, out, err = run(*argv, "--output", str(broken), "--seed", "5", "--resume")
     assert code == 2 and f"a different seed ({seed} then, 5 now)" in err
 
@@ -496,7 +496,7 @@ def test_log_probabilities_are_shown_with_their_texts(run: Run) -> None:
         assert isinstance(each["text"], str) and len(each["top_texts"]) == len(each["top"])
     assert [each["text"] for each in line["prompt_logprobs"][1:]] == ["H", "i"]
     _, out, _ = run(*argv)
-    rows = out.split("instead\n")[1].splitlines()
+    rows = out.split("alternatives\n")[1].splitlines()
     assert len(rows) == 3 and rows[2] == "" and spelled
     for row, each in zip(rows, line["logprobs"], strict=False):
         assert row.split()[0] == f"{each['logprob']:.3f}"

@@ -218,7 +218,7 @@ def test_all_that_kernels_are_built_with_is_in_their_key():
         for node in ast.walk(ast.parse(kernel.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module.startswith(package.name)
     }
-    assert package / "dtypes.py" in imported and package / "ops" / "scores.py" in imported
+    assert package / "dtypes.py" in imported and package / "ops" / "attention.py" in imported
     assert all(path.is_file() for path in imported)
     assert kernels | imported <= set(jit._sources())
     # A change of a GPU kernel must not recompile the kernels of the CPU.

@@ -485,7 +485,7 @@ def test_a_request_that_its_client_leaves_is_cancelled_and_not_refused(tiny):
     connection.close()
     while tiny.get("/status")["n_running"]:
         pass
-    line = logged(tiny, before, "request_id: ")
+    line = logged(tiny, before, "cancelled request_id")
     assert "cancelled request_id=this-one status=499 path=/v1/completions" in line
 
 

@@ -66,7 +66,7 @@ def test_an_answer_of_too_many_log_probabilities_is_refused_before_it_is_compute
     fields = {**HONEST, "prompt": "x" * 8000, "echo": True, "logprobs": 5, "n": 16}
     status, _, body = served.send("POST", "/v1/completions", fields)
     assert status == 400 and b"8001 prompt tokens x 6 log-probabilities x n=16 make 768096" in body
-    assert b"262144 are the most; shorten the prompts, or lower logprobs or n" in body
+    assert b"over the limit of 262144; shorten the prompts, or lower logprobs or n" in body
 
 
 async def medians(served: Served, path: str, body: Any) -> tuple[float, float]:

@@ -538,7 +538,7 @@ def test_what_the_protocol_refuses_is_in_the_log_with_its_reason(caplog):
     with caplog.at_level("INFO", "parallel_llama"):
         _, headers, _ = asked(GET + header(2) * MAX_HEADERS + b"\r\n")
     (record,) = caplog.records
-    assert record.getMessage() == "refused" and record.told == {
+    assert record.getMessage() == "refused" and record.fields == {
         "request_id": headers["x-request-id"], "status": 431, "code": "headers_too_large",
     }  # fmt: skip
 

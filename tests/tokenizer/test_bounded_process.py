@@ -178,10 +178,10 @@ def test_a_process_opens_no_socket_and_no_file_for_writing(process: BoundedProce
 
 PARENT = f"""
 import sys
-from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request
+from parallel_llama.tokenizer.bounded_process import BoundedProcess, JobRequest
 process = BoundedProcess("sandbox_templates", 128 << 20)
 def ask(template):
-    return process.ask(Request(1.0, 0.0, {{"template": template, "context": {{}}}}))
+    return process.ask(JobRequest(1.0, 0.0, {{"template": template, "context": {{}}}}))
 ask("ready")
 print(process._child._process.pid, flush=True)
 if sys.argv[1] == "working":

@@ -191,7 +191,7 @@ def _samples(setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
                             f"{_name(dtype)}{stored}",
                             {
                                 "ranges": ranges,
-                                "groups": group,
+                                "heads_per_kv": group,
                                 "head_dim": head_dim,
                                 "dtype": dtype,
                                 "cache_dtype": cache,
@@ -260,9 +260,9 @@ def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
     ops, heads, out = CUDAOps(), sample.heads, torch.empty_like(sample.q)
     # A rehearsal has no card for flash attention.
     backend = SDPBackend.MATH if setting.is_rehearsal else SDPBackend.FLASH_ATTENTION
-    is_even = len(set(sample.groups)) == 1
-    group_of = [i for i, n in enumerate(sample.groups) for _ in range(n)]
-    of_heads = torch.tensor(group_of, device=setting.device)
+    is_even = len(set(sample.heads_per_kv)) == 1
+    kv_head_of = [i for i, n in enumerate(sample.heads_per_kv) for _ in range(n)]
+    of_heads = torch.tensor(kv_head_of, device=setting.device)
 
     def paged() -> Tensor:
         ops.paged_attention(sample.q, sample.k, sample.v, sample.queries, heads, out)
