@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from heapq import heappop, heappush
@@ -59,9 +60,9 @@ class FairThreads:
 
         Raises: TimeoutError.
         """
-        async with asyncio.timeout(wait_s):
-            while self._large.size >= MAX_LARGE_WAITING:
-                await self._large.next_end()
+        deadline_s = time.monotonic() + wait_s
+        while self._large.size >= MAX_LARGE_WAITING:
+            await self._large.next_end(deadline_s - time.monotonic())
 
 
 def yield_cores() -> None:
@@ -101,11 +102,16 @@ class _Lane:
                 self._ended.set_result(None)
                 self._ended = None
 
-    async def next_end(self) -> None:
-        """Waits until some work has ended or left the queue."""
+    async def next_end(self, wait_s: float) -> None:
+        """Waits until some work has ended or left the queue.
+
+        Raises: TimeoutError.
+        """
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._ended)
+        ended, _ = await asyncio.wait((self._ended,), timeout=max(0.0, wait_s))
+        if not ended:
+            raise TimeoutError
 
     async def _run(self, work: Callable[[], T], size: int, client: str, wait_s: float | None) -> T:
         loop = asyncio.get_running_loop()
