@@ -96,21 +96,17 @@ class GrammarCompiler:
         """Compiles a grammar in the separate process; why that failed, or "" if it did not."""
         fields = {"kind": grammar.kind, "text": grammar.text}
         request = JobRequest(grammar_check.CPU_LIMIT_S, 0.0, fields)
-        try:
+        for _ in range(2):
             try:
-                reply = self._checker.ask(request)
+                return str(self._checker.ask(request)["problem"])
             except OutOfTime:
-                raise
-            except Stopped:  # again in a new process: earlier grammars may have left it no memory
-                reply = self._checker.ask(request)
-        except OutOfTime:
-            return f"compiling it takes more than {grammar_check.CPU_LIMIT_S:g} s; simplify it"
-        except Stopped:
-            return (
-                f"compiling it takes more than {grammar_check.MAX_EXTRA_BYTES >> 20} MiB of "
-                "memory, or crashes the process that checks it; simplify it"
-            )
-        return str(reply["problem"])
+                return f"compiling it takes more than {grammar_check.CPU_LIMIT_S:g} s; simplify it"
+            except Stopped:  # earlier grammars may have left no memory; a new process has it all
+                continue
+        return (
+            f"compiling it takes more than {grammar_check.MAX_EXTRA_BYTES >> 20} MiB of memory, or "
+            "crashes the process that checks it; simplify it"
+        )
 
     def _keep(self, grammar: Grammar, start: LLMatcher) -> None:
         self._compiled[grammar] = start
