@@ -51,7 +51,7 @@ _BLOCK_BYTES = 1 << 13  # values that all queries of a KV head use before the ne
 # The distance, in blocks of keys or values, from the block that is read to the one prefetched.
 _AHEAD = 2
 # Of a result: the largest score, and the sum of exp(score - largest).
-_SHARE_FIELDS = 2
+_PARTIAL_FIELDS = 2
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _Arguments(Generic[T]):
     scores: Numbers[T]
     scores_stride: Integer[T]
     results: Numbers[T]
-    shares: Numbers[T]
+    partials: Numbers[T]
 
 
 class DecodeAttentionKernel:
@@ -165,14 +165,14 @@ class DecodeAttentionKernel:
         scores = torch.empty(n_threads * self.heads_per_kv * stride, dtype=self.dtype)
         n_results = n_items * self.heads_per_kv
         results = torch.empty(n_results, self.head_dim, dtype=self.dtype)
-        shares = torch.empty(n_results, _SHARE_FIELDS, dtype=self.dtype)
+        partials = torch.empty(n_results, _PARTIAL_FIELDS, dtype=self.dtype)
         arguments = _Arguments(
             taken=batch.taken.data_ptr(), done=batch.done.data_ptr(),
             n_parts=batch.n_parts.data_ptr(), n_kv_heads=n_kv_heads, parts=batch.parts.data_ptr(),
             slot_ranges=batch.slot_ranges.data_ptr(), q=q.data_ptr(), q_stride=q.stride(0),
             k=k.data_ptr(), k_stride=k.stride(0), v=v.data_ptr(), v_stride=v.stride(0),
             out=out.data_ptr(), out_stride=out.stride(0), scores=scores.data_ptr(),
-            scores_stride=stride, results=results.data_ptr(), shares=shares.data_ptr(),
+            scores_stride=stride, results=results.data_ptr(), partials=partials.data_ptr(),
         )  # fmt: skip
         run(self._program, n_threads, arguments)
 
@@ -196,7 +196,7 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
             out[row] = the row's results, merged as in `prefill_attention`
     """
     n_kv_heads, stride = args.n_kv_heads, args.scores_stride
-    results, shares = args.results, args.shares
+    results, partials = args.results, args.partials
     lanes, heads_per_kv, group_size = (
         shape.lanes,
         shape.heads_per_kv,
@@ -224,8 +224,8 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
         with _blocks(*seen, lanes.width, start) as block:
             _score(shape, scaled, args.k + head * args.k_stride, own, stride, block, spare)
         with loop(b, 0, heads_per_kv) as query:
-            share = shares + (item * heads_per_kv + query) * _SHARE_FIELDS
-            _weigh(lanes, own + query * stride, start + n_keys, share)
+            own_partial = partials + (item * heads_per_kv + query) * _PARTIAL_FIELDS
+            _weigh(lanes, own + query * stride, start + n_keys, own_partial)
         own_out = args.out + row * args.out_stride
         result = where(count > 1, results + item * group_size, own_out + group)
         with loop(b, 0, group_size, lanes.width) as i:
@@ -234,7 +234,7 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
             values = args.v + head * args.v_stride
             _add_values(shape, result, values, own, stride, block, spare)
         with when(count < 2), loop(b, 0, heads_per_kv) as query:
-            total = shares[(item * heads_per_kv + query) * _SHARE_FIELDS + 1]
+            total = partials[(item * heads_per_kv + query) * _PARTIAL_FIELDS + 1]
             _divide(shape, result + query * shape.head_dim, total)
         with when(count > 1):
             first_part, n_queries = part - number, n_kv_heads * heads_per_kv
@@ -243,7 +243,7 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
                 args.done[first_part] = count.like(0)
                 with loop(b, 0, n_queries) as query:
                     at = first_part * n_queries + query
-                    own_results = results + at * shape.head_dim, shares + at * _SHARE_FIELDS
+                    own_results = results + at * shape.head_dim, partials + at * _PARTIAL_FIELDS
                     own_query = own_out + query * shape.head_dim
                     _merge(shape, own_query, *own_results, count, n_queries)
 
@@ -361,10 +361,10 @@ def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
-def _weigh(lanes: Lanes, row: Value, n: Value, share: Value) -> None:
+def _weigh(lanes: Lanes, row: Value, n: Value, own_partial: Value) -> None:
     """row = exp(row - max(row)) for n numbers, where a vector may follow them.
 
-    Stores the maximum and the sum of the results at `share`.
+    Stores the maximum and the sum of the results at `own_partial`.
     """
     b = row.b
     lanes.store(row + n, lanes.constant(b, -math.inf))  # exp makes it 0
@@ -377,7 +377,7 @@ def _weigh(lanes: Lanes, row: Value, n: Value, share: Value) -> None:
         term = exp(lanes, lanes.load(row + t) - lanes.splat(maximum))
         lanes.store(row + t, term)
         total.value += term
-    share[0], share[1] = maximum, lanes.reduce(add, total.value)
+    own_partial[0], own_partial[1] = maximum, lanes.reduce(add, total.value)
 
 
 def _divide(shape: _Shape, result: Value, total: Value) -> None:
@@ -387,31 +387,33 @@ def _divide(shape: _Shape, result: Value, total: Value) -> None:
         shape.lanes.store(result + i, shape.lanes.load(result + i) * inverse)
 
 
-def _merge(shape: _Shape, out: Value, results: Value, shares: Value, n: Value, step: Value) -> None:
+def _merge(
+    shape: _Shape, out: Value, results: Value, partials: Value, n: Value, step: Value
+) -> None:
     """out = the merged results of a query's n parts.
 
-    The results of a query are `step` results apart. Overwrites shares with the factors of the
+    The results of a query are `step` results apart. Overwrites partials with the factors of the
     results before a part, and of the part's result.
     """
     lanes, b = shape.lanes, out.b
 
-    def share_at(part: Value) -> Value:
-        return shares + part * step * _SHARE_FIELDS
+    def partial_at(part: Value) -> Value:
+        return partials + part * step * _PARTIAL_FIELDS
 
-    largest, total = (Variable(lanes.splat(shares[i])) for i in range(_SHARE_FIELDS))
+    largest, total = (Variable(lanes.splat(partials[i])) for i in range(_PARTIAL_FIELDS))
     with loop(b, 1, n) as part:
-        share, before = share_at(part), largest.value
-        own = lanes.splat(share[0])
+        own_partial, before = partial_at(part), largest.value
+        own = lanes.splat(own_partial[0])
         largest.value = larger(own, before)
         factors = exp(lanes, before - largest.value), exp(lanes, own - largest.value)
-        total.value = fma(lanes.splat(share[1]), factors[1], total.value * factors[0])
+        total.value = fma(lanes.splat(own_partial[1]), factors[1], total.value * factors[0])
         for number, factor in enumerate(factors):
-            share[number] = lanes.reduce(larger, factor)  # all lanes have the same
+            own_partial[number] = lanes.reduce(larger, factor)  # all lanes have the same
     inverse = 1 / total.value
     with loop(b, 0, shape.head_dim, lanes.width) as i:
         value = Variable(lanes.load(results + i))
         with loop(b, 1, n) as part:
-            before, factor = (lanes.splat(share_at(part)[i]) for i in range(_SHARE_FIELDS))
+            before, factor = (lanes.splat(partial_at(part)[i]) for i in range(_PARTIAL_FIELDS))
             own = lanes.load(results + part * step * shape.head_dim + i)
             value.value = fma(own, factor, value.value * before)
         lanes.store(out + i, value.value * inverse)
@@ -447,8 +449,10 @@ def _add_values(
             with loop(b, 0, n_keys) as t:
                 offset = start + t * head_dim
                 parts = [lanes.load(values + offset + i) for i in range(0, part, lanes.width)]
-                shares = [lanes.splat(own[stride * g + t]) for g in range(n_rows)]
-                for total, (share, value) in zip(sums, product(shares, parts), strict=True):
-                    total.value = fma(share, value, total.value)
+                probabilities = [lanes.splat(own[stride * g + t]) for g in range(n_rows)]
+                for total, (probability, value) in zip(
+                    sums, product(probabilities, parts), strict=True
+                ):
+                    total.value = fma(probability, value, total.value)
             for total, address in zip(sums, addresses, strict=True):
                 lanes.store(address, total.value)

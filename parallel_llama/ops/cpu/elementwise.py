@@ -232,7 +232,7 @@ def _silu(lanes: Lanes, x: Value) -> Value:
 @dataclass(slots=True, kw_only=True)
 class _WeightedSumArguments(Generic[T]):
     parts: Numbers[T]
-    shares: Numbers[T]
+    routing_weights: Numbers[T]
     y: Numbers[T]
     n_tokens: Integer[T]
     n: Integer[T]
@@ -240,9 +240,9 @@ class _WeightedSumArguments(Generic[T]):
 
 
 class WeightedSumKernel:
-    """y[t] = sum of parts[t * n + i] * shares[t, i] over i: the outputs of a token's experts.
+    """y[t] = sum of parts[t * n + i] * routing_weights[t, i] over i: a token's experts.
 
-    Shapes: parts [T * n, dim] and shares [T, n], contiguous; the result [T, dim].
+    Shapes: parts [T * n, dim] and routing_weights [T, n], contiguous; the result [T, dim].
     """
 
     def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
@@ -251,15 +251,19 @@ class WeightedSumKernel:
             _WeightedSumArguments[float], partial(_weighted_sum, lanes), numbers=lanes.pointer
         )
 
-    def __call__(self, parts: Tensor, shares: Tensor, run: Launcher = at_once) -> Tensor:
-        n_tokens, n = shares.shape
-        assert parts.is_contiguous() and shares.is_contiguous() and parts.dtype == shares.dtype
+    def __call__(self, parts: Tensor, routing_weights: Tensor, run: Launcher = at_once) -> Tensor:
+        n_tokens, n = routing_weights.shape
+        assert (
+            parts.is_contiguous()
+            and routing_weights.is_contiguous()
+            and parts.dtype == routing_weights.dtype
+        )
         assert len(parts) == n_tokens * n
         dim = parts.shape[1]
         y = parts.new_empty(n_tokens, dim)
         arguments = _WeightedSumArguments(
-            parts=parts.data_ptr(), shares=shares.data_ptr(), y=y.data_ptr(), n_tokens=n_tokens,
-            n=n, dim=dim,
+            parts=parts.data_ptr(), routing_weights=routing_weights.data_ptr(), y=y.data_ptr(),
+            n_tokens=n_tokens, n=n, dim=dim,
         )  # fmt: skip
         run(self._program, threads_for(parts.numel()), arguments)
         return y
@@ -275,17 +279,17 @@ def _weighted_sum(
 ) -> None:
     """
     for token in this thread's tokens:
-        y[token] = sum of parts[token * n + i] * shares[token, i]
+        y[token] = sum of parts[token * n + i] * routing_weights[token, i]
     """
     n, dim = args.n, args.dim
     with loop(b, *thread.part_of(args.n_tokens)) as token:
-        own, own_shares = args.parts + token * n * dim, args.shares + token * n
+        own, own_weights = args.parts + token * n * dim, args.routing_weights + token * n
         with loop(b, 0, dim, lanes.width) as i:
             mask = lanes.first(dim - i)
             total = Variable(lanes.constant(b, 0))
             with loop(b, 0, n) as part:
                 value = lanes.load(own + part * dim + i, mask)
-                total.value = fma(value, lanes.splat(own_shares[part]), total.value)
+                total.value = fma(value, lanes.splat(own_weights[part]), total.value)
             lanes.store(args.y + token * dim + i, total.value, mask)
 
 

@@ -373,12 +373,12 @@ def _store(
     for number, total in enumerate(softmax.totals):
         lanes.store(block.scores + number * lanes.width, 1 / total.value)
     with loop(b, 0, shape.n_columns, lanes.width) as first:
-        share = lanes.load(block.scores + first)
+        scale = lanes.load(block.scores + first)
         each = range(lanes.width)
         rows = [columns.row(out, stride, first + lane, shape.head_dim) for lane in each]
         with loop(b, 0, shape.head_dim, lanes.width) as i:
             own = block.sums + i * shape.n_columns + first
-            numbers = [lanes.load(own + n * shape.n_columns) * share for n in each]
+            numbers = [lanes.load(own + n * shape.n_columns) * scale for n in each]
             for row, of_row in zip(rows, transposed(numbers), strict=True):
                 lanes.store(row + i, of_row, shape.mask(i))
 

@@ -27,7 +27,7 @@ from parallel_llama.ops.dispatch import Dispatch
 @dataclass(slots=True, kw_only=True)
 class _RouteArguments(Generic[T]):
     scores: Numbers[T]
-    shares: Numbers[T]
+    routing_weights: Numbers[T]
     experts: Integers[T]
     n: Integer[T]
     n_experts: Integer[T]
@@ -68,14 +68,14 @@ class RouteKernel:
     ) -> tuple[Tensor, Tensor]:
         n, n_experts = scores.shape
         assert scores.is_contiguous() and n_active <= n_experts
-        shares = scores.new_empty(n, n_active)
+        routing_weights = scores.new_empty(n, n_active)
         experts = scores.new_empty(n, n_active, dtype=torch.int64)
         arguments = _RouteArguments(
-            scores=scores.data_ptr(), shares=shares.data_ptr(), experts=experts.data_ptr(), n=n,
-            n_experts=n_experts, n_active=n_active, normed=normed,
+            scores=scores.data_ptr(), routing_weights=routing_weights.data_ptr(),
+            experts=experts.data_ptr(), n=n, n_experts=n_experts, n_active=n_active, normed=normed,
         )  # fmt: skip
         run(self._program, threads_for(n * n_experts * n_active), arguments)
-        return shares, experts
+        return routing_weights, experts
 
 
 class RoutesKernel:
@@ -117,24 +117,24 @@ def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _RouteArguments[
         total = sum(exp(scores[row] - max(scores[row])))
         for i in n_active:
             experts[row, i] = argmax(scores[row]), which is then excluded
-            shares[row, i] = exp(that score - max(scores[row])) / total
-        shares[row] /= sum(shares[row]) if normed
+            routing_weights[row, i] = exp(that score - max(scores[row])) / total
+        routing_weights[row] /= sum(routing_weights[row]) if normed
     """
     n_experts, n_active = args.n_experts, args.n_active
     with loop(b, *thread.part_of(args.n)) as row:
-        own, own_shares = args.scores + row * n_experts, args.shares + row * n_active
+        own, own_weights = args.scores + row * n_experts, args.routing_weights + row * n_active
         best, total = _softmax(lanes, own, n_experts)
         kept = Variable(own[0].like(0))
         with loop(b, 0, n_active) as place:
             number, score = _argmax(own, n_experts)
             (args.experts + row * n_active)[place] = number
             own[number] = score.like(nan)  # comparisons with NaN are false
-            share = _first(exp(lanes, lanes.splat(score - best))) / total
-            own_shares[place] = share
-            kept.value += share
+            weight = _first(exp(lanes, lanes.splat(score - best))) / total
+            own_weights[place] = weight
+            kept.value += weight
         divisor = where(args.normed > 0, kept.value, kept.value.like(1))
         with loop(b, 0, n_active) as place:
-            own_shares[place] = own_shares[place] / divisor
+            own_weights[place] = own_weights[place] / divisor
 
 
 def _softmax(lanes: Lanes, scores: Value, n: Value) -> tuple[Value, Value]:

@@ -25,13 +25,13 @@ def lookup(tokens: Tensor, weight: Tensor, first: int, dtype: torch.dtype) -> Te
     return rows
 
 
-def weighted_sum(parts: Tensor, shares: Tensor) -> Tensor:
+def weighted_sum(parts: Tensor, routing_weights: Tensor) -> Tensor:
     """`TorchOps.weighted_sum`, in the same order. Shapes: [T * n, dim], [T, n] -> [T, dim]."""
-    (n, n_parts), dim = shares.shape, parts.shape[1]
-    assert parts.is_contiguous() and shares.is_contiguous() and len(parts) == n * n_parts
+    (n, n_parts), dim = routing_weights.shape, parts.shape[1]
+    assert parts.is_contiguous() and routing_weights.is_contiguous() and len(parts) == n * n_parts
     y = parts.new_empty(n, dim)
     grid = (triton.cdiv(dim, _SIZE), n)
-    launch(_weighted, grid, parts, shares, y, dim, N_PARTS=n_parts, SIZE=_SIZE)
+    launch(_weighted, grid, parts, routing_weights, y, dim, N_PARTS=n_parts, SIZE=_SIZE)
     return y
 
 
@@ -95,14 +95,14 @@ def _lookup(tokens, weight, rows, first, n_rows, stride, dim, SIZE: tl.constexpr
 
 
 @triton.jit
-def _weighted(parts, shares, y, dim, N_PARTS: tl.constexpr, SIZE: tl.constexpr):
+def _weighted(parts, routing_weights, y, dim, N_PARTS: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros((SIZE,), tl.float32)
     for part in tl.static_range(N_PARTS):
         at = row * N_PARTS + part
         own = tl.load(parts + at * dim + columns, columns < dim, 0).to(tl.float32)
-        total += own * tl.load(shares + at)
+        total += own * tl.load(routing_weights + at)
     tl.store(y + row * dim + columns, total.to(y.dtype.element_ty), columns < dim)
 
 

@@ -15,20 +15,20 @@ _TILE = 64  # pairs per program, and per iteration
 
 
 def route(scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tensor]:
-    """`TorchOps.route` from the router's scores; the shares are in float32.
+    """`TorchOps.route` from the router's scores; the routing_weights are in float32.
 
-    Shapes: scores [T, n_experts] -> shares [T, n_active], experts [T, n_active].
+    Shapes: scores [T, n_experts] -> routing_weights [T, n_active], experts [T, n_active].
     """
     n, n_experts = scores.shape
     assert scores.stride(1) == 1 and n_active <= n_experts
-    shares = scores.new_empty(n, n_active, dtype=torch.float32)
+    routing_weights = scores.new_empty(n, n_active, dtype=torch.float32)
     experts = scores.new_empty(n, n_active, dtype=torch.int64)
     launch(
-        _route, (n,), scores, shares, experts, scores.stride(0), n_experts,
+        _route, (n,), scores, routing_weights, experts, scores.stride(0), n_experts,
         N_ACTIVE=n_active, NORMED=normed, EXPERTS=tile(n_experts), PLACES=tile(n_active),
         num_warps=warps(n_experts),
     )  # fmt: skip
-    return shares, experts
+    return routing_weights, experts
 
 
 def expert_dispatch(experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
@@ -48,7 +48,7 @@ def expert_dispatch(experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
 
 @triton.jit
 def _route(
-    scores, shares, experts, stride, n_experts,
+    scores, routing_weights, experts, stride, n_experts,
     N_ACTIVE: tl.constexpr, NORMED: tl.constexpr, EXPERTS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -69,7 +69,7 @@ def _route(
         kept = tl.div_rn(kept, tl.zeros_like(kept) + tl.sum(kept, 0))
     at = row * N_ACTIVE + places
     tl.store(experts + at, best, places < N_ACTIVE)
-    tl.store(shares + at, kept, places < N_ACTIVE)
+    tl.store(routing_weights + at, kept, places < N_ACTIVE)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["order", "pairs"])
