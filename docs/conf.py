@@ -44,7 +44,7 @@ def add_messages(_: Sphinx, page: str, source: list[str]) -> None:
         source[0] += messages.as_markdown()
 
 
-# A section whose text begins beside its name, as in `Raises: UsageError if ..`.
+# A section with text in the line of its name, as in `Raises: UsageError if ..`.
 SECTION = re.compile(r"((?:Returns|Raises|Collective|Shapes|Units|Source|, )+): (?=\S)")
 SPECIAL_TOKEN = re.compile(r"(?<!`)<\|\w+\|>(?!`)")  # reStructuredText has another meaning of |
 

@@ -53,7 +53,7 @@ def agreements(
 def differences(
     runs: Sequence[Measurement], reference: Sequence[Measurement]
 ) -> Iterator[Difference]:
-    """One difference for each prompt of each round whose new tokens are not all equal."""
+    """Yields a difference for each round and prompt with unequal new tokens."""
     for number, (run, other) in enumerate(zip(runs, reference, strict=True), 1):
         for prompt, (drawn, expected) in enumerate(zip(run.tokens, other.tokens, strict=True)):
             pairs = zip(expected, drawn, strict=True)

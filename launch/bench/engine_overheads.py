@@ -3,7 +3,7 @@
     python -m launch.bench.engine_overheads [--model smollm2] [--repeat 5] [--threads 2]
 
 It prints three tables of medians over interleaved rounds. The first is the time to the first token
-of a prompt whose beginning is in the prefix cache, divided by that of a cold prompt. The second is
+with the prompt's beginning in the prefix cache, divided by the time without. The second is
 the speed with drafts divided by the speed without, on texts that repeat their prompt and on texts
 that do not, with the number of equal greedy tokens. The third is the time of each part of a step,
 with one request and with 16.

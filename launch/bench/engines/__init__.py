@@ -1,8 +1,8 @@
 """The runtimes of the comparison, by the names of --engines, and whether each can run here.
 
 Each module of this package has `VERSIONS` of the packages that determine its speed, and a function
-`load(setup)` that returns a `Loaded`. A module whose engine needs its own file format also has
-`convert(source, target, form)`. Only the process of the engine imports its module.
+`load(setup)` that returns a `Loaded`. If an engine needs a file format of its own, its module
+also has `convert(source, target, form)`. Only the process of the engine imports its module.
 """
 
 import subprocess
@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 Layout = Literal["hf", "meta", "gguf"]
 
-# Formats of float32 weights, whose greedy tokens must be equal.
+# Formats of float32 weights. Engines must agree on their greedy tokens.
 EXACT = "float32", "F32"
 
 # Formats of llama.cpp that our engine uses as stored.
@@ -32,7 +32,7 @@ class Runtime:
         remedy: how to install its packages.
         forms: formats of weights by the engine's names, the default first.
         makes: the suffix of the files that its module converts, if it needs conversion.
-        shares: another engine whose files it loads.
+        shares: another engine; this one loads the files of that one.
         under_torchrun: several ranks are started by torchrun, and not by the engine.
         python: the Python that runs it, if it is known; otherwise the flag `python_flag` gives it.
         cooldown_s: how long it keeps cores busy after an answer.

@@ -96,7 +96,7 @@ class LlamaCpp:
         return float(total) / (len(tokens) - 1)
 
     def _logits(self, entries: Iterable[Entry]) -> Iterator[tuple[int, np.ndarray]]:
-        """The sequence and the logits of every entry whose logits are needed, in order."""
+        """Yields the sequence and the logits of the entries that need logits, in order."""
         left = list(entries)
         while left:
             now, left = left[: self.n_batch], left[self.n_batch :]
