@@ -15,7 +15,13 @@ from typing import Literal
 
 from parallel_llama.dtypes import ITEM_BYTES, KVFormat, MatrixFormat, Precision
 from parallel_llama.families.model_args import ModelArgs, kv_groups
-from parallel_llama.families.weights import Axis, layer_parameters, outer_parameters
+from parallel_llama.families.weights import (
+    Axis,
+    Param,
+    cut_by_outputs,
+    layer_parameters,
+    outer_parameters,
+)
 from parallel_llama.plan import Shard
 
 # Sliding-window layers get at least this fraction of the blocks that full-attention layers get.
@@ -36,20 +42,25 @@ CPU_FRACTION, CUDA_FRACTION = 0.5, 0.9
 # Default upper bound on the CPU, where other programs need memory too.
 MAX_CPU_BYTES = 2 << 30
 
-# What weights are counted by: units of an axis, channels of single experts, or ranks.
-Counted = Axis | Literal["expert ffn", "rank"]
+# What weights are counted by: units of an axis, channels or outputs of each expert, or ranks.
+Counted = Axis | Literal["expert ffn", "expert outputs", "rank"]
 
 
-def values_by_form(args: ModelArgs, precision: Precision) -> dict[MatrixFormat, Counter[Counted]]:
-    """Number of weight values per format and per unit of what they are counted by."""
+def values_by_form(
+    args: ModelArgs, precision: Precision, *, exact: bool = False
+) -> dict[MatrixFormat, Counter[Counted]]:
+    """Number of weight values per format and per unit of what they are counted by.
+
+    `exact` is that of the plan.
+    """
     values: defaultdict[MatrixFormat, Counter[Counted]] = defaultdict(Counter)
     # All layers are equal, unless their files store matrices in formats of their own.
     layers = range(1 if precision.stored is None else args.n_layers)
     in_layers = chain.from_iterable(layer_parameters(args, layer) for layer in layers)
     for params, times in ((outer_parameters(args), 1), (in_layers, args.n_layers // len(layers))):
-        for param in params:
+        for param in map(cut_by_outputs, params) if exact else params:
             if not param.expert:  # all experts are equal, so only expert 0 is counted
-                counted = param.axis or "rank" if param.expert is None else "expert ffn"
+                counted = _counted(param)
                 form = precision.form_of(param.kind, param.name)
                 values[form][counted] += param.values_per_unit * times
     return dict(values)
@@ -74,10 +85,13 @@ def bytes_passed_over(
     n_bytes = precision.form_of("outer", "tok_embeddings.weight").n_bytes(embedding)
     if args.n_experts:
         unmet = (1 - args.n_active_experts / args.n_experts) ** batch
-        for form, values in values_by_form(args, precision).items():
+        is_exact = shard is not None and shard.exact is not None
+        for form, values in values_by_form(args, precision, exact=is_exact).items():
             of_experts = values["expert ffn"] * args.ffn_dim * args.n_experts
             if shard is not None:
-                of_experts = _n_values(shard, {"expert ffn": values["expert ffn"]})
+                of_experts = _n_values(
+                    shard, {each: values[each] for each in ("expert ffn", "expert outputs")}
+                )
             n_bytes += form.n_bytes(round(of_experts * unmet))
     return n_bytes
 
@@ -94,6 +108,9 @@ def working_bytes(
     q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
     attention = 2 * q_and_kv + shard.n_local_heads * args.head_dim  # rotated copies, and the output
     feed_forward = 4 * len(shard.ffn)  # outputs of w1 and w3, input and output of the activation
+    if shard.exact is not None:  # the gathered inputs of wo and w2
+        attention += args.n_heads * args.head_dim
+        feed_forward += args.ffn_dim
     if args.n_experts:
         feed_forward = args.n_active_experts * (feed_forward + 2 * args.dim)
     per_token = 4 * args.dim + max(attention, feed_forward)  # residual stream, its norm, the sums
@@ -180,6 +197,12 @@ def blocks_held(
     return min(n_blocks, n_kept + (n_live - 2 + block_size) // block_size + 1)
 
 
+def _counted(param: Param) -> Counted:
+    if param.expert is None:
+        return param.axis or "rank"
+    return "expert outputs" if param.axis == "outputs" else "expert ffn"
+
+
 def _n_values(shard: Shard, per_unit: Mapping[Counted, int]) -> int:
     """Number of weight values that a rank holds."""
     units: Mapping[Counted, int] = {
@@ -187,7 +210,9 @@ def _n_values(shard: Shard, per_unit: Mapping[Counted, int]) -> int:
         "kv_heads": len(shard.kv_heads),
         "ffn": len(shard.ffn),
         "vocab": len(shard.vocab),
+        "outputs": len(shard.outputs),
         "expert ffn": len(shard.experts) * len(shard.ffn),
+        "expert outputs": len(shard.experts) * len(shard.outputs),
         "rank": 1,
     }
     return sum(n * units[counted] for counted, n in per_unit.items())

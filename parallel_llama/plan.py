@@ -27,7 +27,7 @@ from typing import Literal
 
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.families.weights import Axis, Param
+from parallel_llama.families.weights import Axis, Param, cut_by_outputs
 
 # Heads are cut between KV heads while the busiest rank does at most this multiple of the mean work.
 # Otherwise they are cut between query heads, and two ranks may hold the same KV head.
@@ -37,6 +37,9 @@ MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
 # at least this many channels. With fewer, a matrix product takes about as long as its call, so the
 # experts are distributed instead. Both ways exchange the same data between ranks.
 MIN_EXPERT_CHANNELS = 256
+
+# Tokens whose exponentials are summed on one rank, in the log-sum-exp of the vocabulary.
+VOCAB_TILE = 128
 
 # How the KV cache is sharded: by head (a head may be replicated) or by token.
 KVSplit = Literal["heads", "sequence"]
@@ -54,11 +57,27 @@ class HeadRun:
 
 
 @dataclass(frozen=True)
+class ExactCut:
+    """What every rank holds of the axes that exact sums gather, in rank order.
+
+    Args:
+        heads: query heads.
+        ffn: feed-forward channels.
+        outputs: outputs of wo and w2.
+    """
+
+    heads: tuple[range, ...]
+    ffn: tuple[range, ...]
+    outputs: tuple[range, ...]
+
+
+@dataclass(frozen=True)
 class Shard:
     """The shard of one rank: global half-open ranges of heads, ffn channels and vocabulary rows.
 
     In a mixture of experts `ffn` are the channels of each of `experts`. With a KV cache sharded by
-    token, `runs` cover all query heads, for the tokens of this rank.
+    token, `runs` cover all query heads, for the tokens of this rank. With an `exact` cut wo and w2
+    are sharded by outputs: every rank gathers their inputs, so that no sum is cut.
     """
 
     rank: int
@@ -69,6 +88,7 @@ class Shard:
     runs: tuple[HeadRun, ...]
     experts: range = range(0)
     peers: tuple[range, ...] = ()  # every rank's query heads, if sharded by token
+    exact: ExactCut | None = None
 
     @property
     def n_local_heads(self) -> int:
@@ -83,6 +103,15 @@ class Shard:
     def n_local_kv_heads(self) -> int:
         return len(self.kv_heads)
 
+    @property
+    def outputs(self) -> range:
+        """This rank's outputs of wo and w2, with an exact cut."""
+        return range(0) if self.exact is None else self.exact.outputs[self.rank]
+
+    def cut(self, param: Param) -> Param:
+        """The weight with the axis along which this plan shards it."""
+        return param if self.exact is None else cut_by_outputs(param)
+
     def extent(self, axis: Axis) -> range:
         """The range of this rank along an axis, in heads, channels or rows."""
         extent: range = getattr(self, axis)  # axes are named like the fields
@@ -93,7 +122,10 @@ class Shard:
         return param.expert is None or param.expert in self.experts
 
     def rows_of(self, param: Param) -> range:
-        """The rows (or columns) of a weight on this rank; all if the weight is replicated."""
+        """The rows (or columns) of a weight on this rank; all if the weight is replicated.
+
+        With an exact cut `param` is a result of `cut`.
+        """
         if param.axis is None:
             return range(param.shape[param.dim])
         if not self.holds(param):
@@ -235,6 +267,7 @@ def make_plan(
     quant_group_size: int = 1,
     ranks_per_expert: int | None = None,
     kv_split: KVSplit = "heads",
+    exact: bool = False,
 ) -> ShardPlan:
     """The shard plan of a model on `tp_size` ranks.
 
@@ -245,15 +278,20 @@ def make_plan(
             requires.
         kv_split: 'sequence' shards the KV cache by token where sharding by head would replicate KV
             heads.
+        exact: shard wo and w2 by outputs, every expert over all ranks, and the vocabulary between
+            tiles, so that no sum is cut and results do not depend on the number of ranks.
 
-    Raises: UsageError if tp_size is not 1 to n_heads, or `memory` is not one positive number per
-    rank.
+    Raises: UsageError if tp_size is not 1 to n_heads, `memory` is not one positive number per rank,
+    or `exact` is combined with a setting that cuts sums.
     """
     if not 1 <= tp_size <= args.n_heads:
         raise UsageError(
             f"n_heads={args.n_heads} and tp_size={tp_size}: a rank needs at least one query head; "
             f"use 1 to {args.n_heads} ranks"
         )
+    if exact:
+        _require_whole_sums(tp_size, ranks_per_expert, kv_split)
+        ranks_per_expert = tp_size
     weights = _weights(tp_size, memory)
     cut, heads, balance = _cut_heads(args, weights)
     expert_ranks = _expert_ranks(args, tp_size, ranks_per_expert)
@@ -264,7 +302,8 @@ def make_plan(
         for ranks in expert_ranks
         for channels in _cut_units(args.ffn_dim, unit, weights[ranks.start : ranks.stop])
     ]
-    vocab = _cut_units(args.vocab_size, unit_size(args.vocab_size, args.n_heads), weights)
+    vocab_unit = VOCAB_TILE if exact else unit_size(args.vocab_size, args.n_heads)
+    vocab = _cut_units(args.vocab_size, vocab_unit, weights)
     group_size = args.n_heads // args.n_kv_heads
     shards = tuple(
         Shard(
@@ -278,10 +317,27 @@ def make_plan(
         )
         for rank, own in enumerate(heads)
     )
+    if exact:
+        outputs = _cut_units(args.dim, unit_size(args.dim, args.n_heads), weights)
+        whole = ExactCut(tuple(heads), tuple(ffn), tuple(outputs))
+        shards = tuple(replace(shard, exact=whole) for shard in shards)
     if kv_split == "sequence":
         shards = _spread(args, shards)
     placement = _placement(args, expert_ranks, ranks_per_expert) if args.n_experts else None
     return ShardPlan(shards, cut, balance, placement)
+
+
+def _require_whole_sums(tp_size: int, ranks_per_expert: int | None, kv_split: KVSplit) -> None:
+    if kv_split == "sequence":
+        raise UsageError(
+            "exact sums and kv_split='sequence' cannot be combined: the parts of a softmax would "
+            "depend on the number of ranks; drop one"
+        )
+    if ranks_per_expert not in (None, tp_size):
+        raise UsageError(
+            f"exact sums and ranks_per_expert={ranks_per_expert} of {tp_size} ranks cannot be "
+            "combined: every rank needs a part of every expert; drop one"
+        )
 
 
 def _spread(args: ModelArgs, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:

@@ -163,7 +163,7 @@ class MetaFolder(Checkpoint):
             same = set(shapes) == {param.shape}
             return Split(0, [range(param.shape[0])] * len(shapes)) if same else None
         # Llama 1 and 2 cut the embeddings along dim 1, Llama 3 along dim 0.
-        for dim in (0, 1) if param.name == "tok_embeddings.weight" else (param.dim,):
+        for dim in (0, 1) if param.name == "tok_embeddings.weight" else (param.file_dim,):
             if _joined(shapes, dim) == param.shape:
                 return Split(dim, consecutive([shape[dim] for shape in shapes]))
         ranges = self._kv_ranges(param) if param.axis == "kv_heads" else []

@@ -98,7 +98,8 @@ class NativeFolder(TensorFiles):
         super().__init__(files, args, empty)
 
     def _slices_of(self, args: ModelArgs) -> Mapping[str, StoredSlice]:
-        parts = [part for param in parameters(args) for part in self._parts(param)]
+        self._in_file = {param.name: param for param in parameters(args)}
+        parts = [part for name in self._in_file for part in self._parts(name)]
         self._dtype_of = {part.param.name: part.dtype for part in parts}
         return {part.param.name: whole(part.param.name, part.shape) for part in parts}
 
@@ -106,38 +107,56 @@ class NativeFolder(TensorFiles):
         dtype = self._dtype_of[name]
         return STORED if dtype is None else (dtype,)
 
-    def _parts(self, param: Param) -> list[Part]:
-        return parts_of(param, self._units, self._quant_format(param))
+    def _parts(self, name: str) -> list[Part]:
+        return parts_of(self._in_file[name], self._units, self._quant_format(name))
 
-    def _quant_format(self, param: Param) -> QuantFormat | None:
-        form = self._formats.get(param.name)
+    def _quant_format(self, name: str) -> QuantFormat | None:
+        form = self._formats.get(name)
         return form if isinstance(form, QuantFormat) else None
 
     def _stored(self, param: Param, rows: range) -> Tensor:
-        form = self._quant_format(param)
+        form = self._quant_format(param.name)
         if form is None:
-            (part,) = self._parts(param)
-            return self._values(part, rows)
+            (part,) = self._parts(param.name)
+            return self._values(part, rows, param.dim)
         return decoded(param, rows, partial(self._groups, param, form=form))
 
     def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
-        return self._groups(param, rows, form) if self._quant_format(param) == form else None
+        return self._groups(param, rows, form) if self._quant_format(param.name) == form else None
 
     def _groups(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix:
         """A slice of a quantised weight; slices of columns must be whole groups."""
-        parts = (self._values(part, part.rows(rows)) for part in self._parts(param))
+        parts = (self._values(part, rows, param.dim) for part in self._parts(param.name))
         integers, scales, *mins = parts
         if form.n_bits == 4:
             integers = unpacked(integers, form)
         return QuantMatrix(form, integers.view(torch.int8), scales, mins[0] if mins else None)
 
-    def _values(self, part: Part, rows: range) -> Tensor:
-        """Rows or columns of a tensor."""
+    def _values(self, part: Part, rows: range, dim: int) -> Tensor:
+        """Rows (dim 0) or columns (dim 1) of a tensor, for those of the weight."""
         if is_unit_major(part.param):
-            return self._columns(part, rows)
+            return self._rows(part, rows) if dim == 0 else self._columns(part, part.rows(rows))
         file, tensor = self._held(part.param)
         stored_slice = self._slices[part.param.name]
         return file.values(tensor.offset, dtype_of(tensor.dtype), part.param, stored_slice, rows)
+
+    def _rows(self, part: Part, rows: range) -> Tensor:
+        """Rows of a tensor in unit-major order, of every unit."""
+        file, tensor = self._held(part.param)
+        (n_rows, n_columns), dtype = part.param.shape, dtype_of(tensor.dtype)
+        if not rows:
+            return torch.empty((0, n_columns), dtype=dtype)
+        n_units, n_left = divmod(n_columns, part.unit)
+
+        def read(offset: int, units: range, n_bytes: int) -> Tensor:
+            """These rows of consecutive units with `n_bytes` in a row."""
+            wanted = range(rows.start * n_bytes, rows.stop * n_bytes)
+            return file.matrix(offset, n_rows * n_bytes, units, wanted).view(-1).view(dtype)
+
+        whole = read(tensor.offset, range(n_units), part.unit * dtype.itemsize)
+        offset = tensor.offset + n_units * part.unit * n_rows * dtype.itemsize
+        last = read(offset, range(bool(n_left)), n_left * dtype.itemsize)
+        return from_unit_major(torch.cat((whole, last)), len(rows), part.unit)
 
     def _columns(self, part: Part, rows: range) -> Tensor:
         """Columns of a tensor in unit-major order; reads the units that overlap them."""

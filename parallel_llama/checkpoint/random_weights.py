@@ -1,11 +1,12 @@
 """Random weights for the shape of a model, with the same values for every number of ranks.
 
 Values are drawn in fixed chunks of rows (or columns, for weights cut by columns), each with a key
-of its own, so a rank draws little more than its own shard and never a whole tensor. Values differ
-between kinds of devices.
+of its own, so a rank draws little more than its own shard; a weight that is cut by outputs for
+exact sums is drawn whole. Values differ between kinds of devices.
 """
 
 import hashlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,15 +37,19 @@ class RandomCheckpoint(Checkpoint):
         """Nothing to compare: random weights fit every model."""
 
     def _stored(self, param: Param, rows: range) -> Tensor:
+        dim = param.file_dim
+        if dim != param.dim:
+            whole = self._stored(replace(param, axis=None, dim=dim), range(param.shape[dim]))
+            return whole.narrow(param.dim, rows.start, len(rows)).clone()
         out = torch.empty(sliced_shape(param, rows), dtype=self._dtype, device=self._device)
         for number in range(rows.start // CHUNK, -(-rows.stop // CHUNK)):
             start = number * CHUNK
-            chunk = range(start, min(start + CHUNK, param.shape[param.dim]))
+            chunk = range(start, min(start + CHUNK, param.shape[dim]))
             wanted = range(max(rows.start, chunk.start), min(rows.stop, chunk.stop))
             if wanted:
                 drawn = self._drawn(param, number, chunk)
-                target = out.narrow(param.dim, wanted.start - rows.start, len(wanted))
-                target.copy_(drawn.narrow(param.dim, wanted.start - chunk.start, len(wanted)))
+                target = out.narrow(dim, wanted.start - rows.start, len(wanted))
+                target.copy_(drawn.narrow(dim, wanted.start - chunk.start, len(wanted)))
         return out
 
     def _drawn(self, param: Param, number: int, chunk: range) -> Tensor:

@@ -85,7 +85,7 @@ def load(
     NaN or Inf, or too large for its dtype.
     """
     checkpoint.check(args)
-    for param in filter(shard.holds, parameters(args)):
+    for param in map(shard.cut, filter(shard.holds, parameters(args))):
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, QuantFormat):
             whole = _quantised(checkpoint, param, shard, form, on_bytes)

@@ -25,7 +25,7 @@ class Flag(Generic[Value]):
 
     Args:
         parse: converts the text to a value; raises ValueError with what is allowed. None for a
-            switch, given as --name or --noname.
+            switch, given as --name or --no-name, which is off unless it has a `default_text`.
         repeatable: whether the value is the list of all given values.
         aliases: names of the flag in other programs.
         subject: heading of the flag in the help; "" for the verb's own heading.
@@ -53,7 +53,7 @@ class Flag(Generic[Value]):
     def initial(self) -> Any:
         if self.repeatable:
             return []
-        return False if self.parse is None else self.default
+        return False if self.parse is None and not self.default_text else self.default
 
 
 JSON: Flag[bool] = Flag("json", "print only JSON to stdout", subject="output")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
 from parallel_llama.cli.model import (
+    EXACT,
     KV_SPLIT,
     MODEL,
     NPROC,
@@ -71,7 +72,9 @@ def prepare(flags: Flags) -> Job:
     inputs, n_ranks = check_model(flags)
     if slice_of is not None:
         rank, n_shards = slice_of
-        make_plan(inputs.args, n_shards, kv_split=flags[KV_SPLIT]).alone(rank)
+        make_plan(inputs.args, n_shards, kv_split=flags[KV_SPLIT], exact=bool(flags[EXACT])).alone(
+            rank
+        )
     n_tokens, batch = flags[PROMPT_TOKENS], flags[BATCH]
     # Random ids: the time of a token does not depend on its id.
     draw = random.Random(0)

@@ -65,6 +65,12 @@ KV_SPLIT: Flag[KVSplit] = Flag(
     "copies of a head",
     one_of("heads", "sequence"), "WHAT", default=LLMConfig.kv_split, subject="context and KV cache",
 )  # fmt: skip
+EXACT: Flag[bool | None] = Flag(
+    "exact",
+    "the same bits on any number of ranks: ranks exchange inputs instead of partial sums; --no-exact "
+    "is the faster way where exact sums are the default",
+    default_text="on where it costs little: the CPU ranks of one host", subject="ranks",
+)  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
     "first tokens that remain visible with a sliding window of the model's window or context "
@@ -98,14 +104,14 @@ TIMEOUT: Flag[float | None] = Flag(
     subject="ranks",
 )  # fmt: skip
 RANKS: tuple[Flag[Any], ...] = (
-    NPROC, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, DEVICE, MAX_SEQ_LEN,
+    NPROC, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, EXACT, DEVICE, MAX_SEQ_LEN,
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT)
 # Flags with the names of LLMConfig's fields.
 _SETTINGS: tuple[Flag[Any], ...] = (
     MODEL, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
-    KV_CACHE_DTYPE, KV_SPLIT, ATTENTION_SINKS, BLOCK_SIZE,
+    KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE,
 )  # fmt: skip
 
 
@@ -145,7 +151,7 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
         files.require_weights()
     args = load_model_args(files, _count_vocab)
     n_ranks = rank_count(flags[NPROC])
-    make_plan(args, n_ranks, kv_split=flags[KV_SPLIT])
+    make_plan(args, n_ranks, kv_split=flags[KV_SPLIT], exact=bool(flags[EXACT]))
     inputs = InputProcessor(
         files,
         args,

@@ -27,6 +27,7 @@ class Settings(TypedDict, total=False):
     kv_cache_bytes: int | None
     kv_cache_dtype: str
     kv_split: KVSplit
+    exact: bool | None
     attention_sinks: int
     block_size: int
     max_drafts: int
@@ -57,6 +58,8 @@ class LLMConfig:
         kv_cache_dtype: bfloat16, int8 or fp8; auto for `dtype`.
         kv_split: what ranks shard in the KV cache: heads; or sequence, which shards tokens where
             several ranks would hold the same head.
+        exact: the same bits on any number of ranks: ranks exchange inputs of wo and w2 and cut no
+            sum. By default where `setup.exact_by_default` says so; False is the faster way.
         attention_sinks: number of first tokens that stay visible beside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache.
@@ -79,6 +82,7 @@ class LLMConfig:
     kv_cache_bytes: int | None = None
     kv_cache_dtype: str = "auto"
     kv_split: KVSplit = "heads"
+    exact: bool | None = None
     attention_sinks: int = 0
     block_size: int = 16
     max_drafts: int = 8

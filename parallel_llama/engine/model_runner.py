@@ -104,7 +104,17 @@ class ModelRunner:
             scores = Scores(args.attention_scale, args.attention_soft_cap)
             cache_dtype = dtype if kv_format is None else kv_dtype(kv_format)
             forms = matrix_forms(precision)
-            ops = choose_ops(dtype, device, args.head_dim, heads_per_kv, scores, cache_dtype, forms)
+            is_exact = shard.exact is not None
+            ops = choose_ops(
+                dtype,
+                device,
+                args.head_dim,
+                heads_per_kv,
+                scores,
+                cache_dtype,
+                forms,
+                exact=is_exact,
+            )
         model = Transformer(args, shard, Backend(comm, ops, dtype))
         loader = WeightLoader(model, args, shard)
         own = partial(use_device, device)

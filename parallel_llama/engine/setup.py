@@ -60,9 +60,14 @@ class ModelSetup:
         stored = stored_formats(files, self.args) if is_stored else None
         self.precision = make_precision(self.args, self.dtype, self.kind, self.quant, stored)
         played, n_shards = slice_of or (0, self.size)
+        self.exact = bool(config.exact)
         quant_group_size = self.precision.quant_group_size
         plan = make_plan(
-            self.args, n_shards, quant_group_size=quant_group_size, kv_split=config.kv_split
+            self.args,
+            n_shards,
+            quant_group_size=quant_group_size,
+            kv_split=config.kv_split,
+            exact=self.exact,
         )
         self.plan = plan if slice_of is None else plan.alone(played)
         self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
@@ -81,7 +86,7 @@ class ModelSetup:
             ],
             step_tokens,
         )
-        values = values_by_form(self.args, self.precision)
+        values = values_by_form(self.args, self.precision, exact=self.exact)
         self.weight_bytes = tuple(weight_bytes(shard, values) for shard in self.plan.shards)
         drawn_on = torch.device("cpu") if slice_of is None else self.device
         self.checkpoint = _open_weights(files, self.args, config, drawn_on)

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from parallel_llama.dtypes import Kind
 from parallel_llama.families.model_args import ModelArgs
 
-Axis = Literal["heads", "kv_heads", "ffn", "vocab"]
+Axis = Literal["heads", "kv_heads", "ffn", "vocab", "outputs"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,13 @@ class Param:
     expert: int | None = None
 
     @property
+    def file_dim(self) -> int:
+        """The dimension along which files shard the weight, which are cut by inputs if ranks are
+        cut by outputs.
+        """
+        return 1 if self.axis == "outputs" else self.dim
+
+    @property
     def values_per_unit(self) -> int:
         """Values per unit of the sharded axis; all values of a replicated weight."""
         n_units = self.shape[self.dim] // self.unit if self.axis else 1
@@ -43,6 +50,17 @@ class Param:
         if len(self.shape) == 1 or self.name.endswith(".gate.weight"):  # routers stay exact
             return "vector"
         return "matrix" if self.name.startswith("layers.") else "outer"
+
+
+def cut_by_outputs(param: Param) -> Param:
+    """The weight with its outputs sharded where otherwise its inputs are; for exact sums.
+
+    >>> param = Param("layers.0.attention.wo.weight", (576, 512), "heads", 1, 64)
+    >>> cut = cut_by_outputs(param)
+    >>> cut.axis, cut.dim, cut.unit
+    ('outputs', 0, 1)
+    """
+    return replace(param, axis="outputs", dim=0, unit=1) if param.dim else param
 
 
 def outer_parameters(args: ModelArgs) -> Iterator[Param]:

@@ -20,6 +20,7 @@ from parallel_llama.model.layers import (
     Backend,
     ColumnParallelLinear,
     RMSNorm,
+    RowCut,
     RowParallelLinear,
     concat_outputs,
 )
@@ -54,7 +55,9 @@ class Attention:
             ColumnParallelLinear(args.dim, rows, backend, bias=args.attention_bias)
             for rows in (q_rows, kv_rows, kv_rows)
         )
-        self.wo = RowParallelLinear(q_rows, args.dim, backend, bias=args.has_wo_bias)
+        self.wo = RowParallelLinear(
+            RowCut.of_heads(shard, args.head_dim), args.dim, backend, bias=args.has_wo_bias
+        )
         self.q_norm, self.k_norm = (
             RMSNorm(args.head_dim, args.norm_eps, backend, args.norm_offset)
             if args.qk_norm

@@ -10,7 +10,7 @@ layer holds rows of A and computes a partial sum of Y. torch stores A transposed
 Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.ops import TorchOps, formats
 from parallel_llama.ops.formats import DenseWeight, MixedWeight, Weight
 from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.plan import Shard
 
 
 @dataclass(frozen=True)
@@ -71,33 +72,101 @@ def concat_outputs(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
     return whole
 
 
+@dataclass(frozen=True)
+class RowCut:
+    """How a row-parallel layer is sharded: by inputs, or by outputs for exact sums.
+
+    Args:
+        inputs: This rank's number of inputs.
+        all_inputs: The number of inputs of each rank, if sharded by outputs.
+        all_outputs: Likewise of outputs.
+        rank: This rank.
+    """
+
+    inputs: int
+    all_inputs: tuple[int, ...] = ()
+    all_outputs: tuple[int, ...] = ()
+    rank: int = 0
+
+    @classmethod
+    def of_heads(cls, shard: Shard, head_dim: int) -> "RowCut":
+        """That of wo."""
+        every = () if shard.exact is None else shard.exact.heads
+        return cls._of(shard, len(shard.heads) * head_dim, [len(r) * head_dim for r in every])
+
+    @classmethod
+    def of_channels(cls, shard: Shard) -> "RowCut":
+        """That of w2, also of an expert's."""
+        every = () if shard.exact is None else shard.exact.ffn
+        return cls._of(shard, len(shard.ffn), [len(channels) for channels in every])
+
+    @classmethod
+    def _of(cls, shard: Shard, inputs: int, every: Sequence[int]) -> "RowCut":
+        outputs = () if shard.exact is None else shard.exact.outputs
+        return cls(inputs, tuple(every), tuple(map(len, outputs)), shard.rank)
+
+    def shape(self, out_features: int) -> tuple[int, int]:
+        """The shape of this rank's shard of the weight, [out, in]."""
+        if not self.all_outputs:
+            return out_features, self.inputs
+        return self.all_outputs[self.rank], sum(self.all_inputs)
+
+    def whole_inputs(self, x: Tensor, ops: TorchOps, comm: Communicator) -> Tensor:
+        """The inputs that this rank's shard of the weight needs.
+
+        Shapes: [T, inputs] local -> the same, or with exact sums [T, all inputs] replicated.
+        Collective: with exact sums, one gather_columns.
+        """
+        return ops.gather_columns(x, self.all_inputs, comm) if self.all_outputs else x
+
+    def complete(self, y: Tensor, ops: TorchOps, comm: Communicator) -> Tensor:
+        """All outputs on every rank.
+
+        Shapes: [T, out_features] partial, or with exact sums [T, outputs] local -> [T,
+        out_features] replicated.
+        Collective: one all_reduce, or with exact sums one gather_columns.
+        """
+        if self.all_outputs:
+            return ops.gather_columns(y, self.all_outputs, comm)
+        return ops.all_reduce(y, comm)
+
+
 class RowParallelLinear:
     """Y = X A + b with this rank's rows of A: input local, output summed over the ranks.
 
-    Shapes: x [T, len(columns)] local; the result [T, out_features] replicated.
-    Collective: one all_reduce.
+    With exact sums the rank has columns of A instead, and ranks exchange inputs and outputs.
+
+    Shapes: x [T, cut.inputs] local; the result [T, out_features] replicated.
+    Collective: one all_reduce; with exact sums two gather_columns.
     """
 
-    def __init__(self, columns: range, out_features: int, backend: Backend, *, bias: bool) -> None:
-        self.comm, self.ops = backend.comm, backend.ops
-        self.weight: Weight = backend.empty_weight(out_features, len(columns))
+    def __init__(self, cut: RowCut, out_features: int, backend: Backend, *, bias: bool) -> None:
+        self.cut, self.comm, self.ops = cut, backend.comm, backend.ops
+        self.weight: Weight = backend.empty_weight(*cut.shape(out_features))
         self.bias = backend.empty_weight(out_features) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return row_parallel_sum((self, x))
 
+    def apply(self, x: Tensor) -> Tensor:
+        """The product before `RowCut.complete`. Shapes: x [T, cut.inputs] local.
+
+        Collective: with exact sums, one gather_columns.
+        """
+        return self.weight.apply(self.cut.whole_inputs(x, self.ops, self.comm), self.ops)
+
 
 def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
     """The sum of the outputs of several row-parallel layers, with one all_reduce.
 
-    Shapes: each term's x [T, len(columns)] local; the result [T, out_features] replicated.
-    Collective: one all_reduce.
+    Shapes: each term's x [T, cut.inputs] local; the result [T, out_features] replicated.
+    Collective: one all_reduce; with exact sums one gather_columns, and one for each term.
     """
-    first = terms[0][0]
-    y = first.weight.apply(terms[0][1], first.ops)  # [T, out_features] partial
+    first, x = terms[0]
+    y = first.apply(x)  # [T, out_features] partial, or [T, outputs] local
     for layer, x in terms[1:]:
-        y = first.ops.add_(y, layer.weight.apply(x, layer.ops))
-    y = first.ops.all_reduce(y, first.comm)  # [T, out_features] replicated
+        y = first.ops.add_(y, layer.apply(x))
+    y = first.cut.complete(y, first.ops, first.comm)  # [T, out_features] replicated
     for layer, _ in terms:
         if layer.bias is not None:  # after the all_reduce, so that the bias counts once
             y = first.ops.add_(y, layer.bias.values)

@@ -13,7 +13,7 @@ Source: Mixtral, arXiv 2401.04088; sparsely-gated mixtures, arXiv 1701.06538.
 from torch import Tensor
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.model.layers import Backend, activation_of
+from parallel_llama.model.layers import Backend, RowCut, activation_of
 from parallel_llama.ops.formats import Weight, concat_outputs, grouped_linear
 from parallel_llama.plan import Shard
 
@@ -31,9 +31,9 @@ class Expert:
     `fuse` concatenates w1 and w3 once they are loaded.
     """
 
-    def __init__(self, dim: int, n_channels: int, backend: Backend) -> None:
-        self.w1, self.w3 = (Matrix(backend, n_channels, dim) for _ in range(2))
-        self.w2 = Matrix(backend, dim, n_channels)
+    def __init__(self, dim: int, cut: RowCut, backend: Backend) -> None:
+        self.w1, self.w3 = (Matrix(backend, cut.inputs, dim) for _ in range(2))
+        self.w2 = Matrix(backend, *cut.shape(dim))
 
     def fuse(self) -> None:
         self.w13 = concat_outputs([self.w1.weight, self.w3.weight])
@@ -46,7 +46,7 @@ class MixtureOfExperts:
     no other token.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: one all_reduce.
+    Collective: one all_reduce; with exact sums two gather_columns.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
@@ -54,9 +54,8 @@ class MixtureOfExperts:
         self.activation = activation_of(args, backend.ops)
         self.n_active, self.normed = args.n_active_experts, args.normed_experts
         self.gate = Matrix(backend, args.n_experts, args.dim)
-        self.experts = {
-            number: Expert(args.dim, len(shard.ffn), backend) for number in shard.experts
-        }
+        self.cut = RowCut.of_channels(shard)
+        self.experts = {number: Expert(args.dim, self.cut, backend) for number in shard.experts}
 
     def fuse(self) -> None:
         """Collects the weights of the experts. Each expert was fused when it was loaded."""
@@ -70,5 +69,7 @@ class MixtureOfExperts:
         to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
         h = grouped_linear(x, self.w13, to_experts, self.ops)
         h = self.activation(h)  # [T * n_active, channels] local, by expert
+        h = self.cut.whole_inputs(h, self.ops, self.comm)
         parts = grouped_linear(h, self.w2, back, self.ops)  # [T * n_active, dim] partial, by token
-        return self.ops.all_reduce(self.ops.weighted_sum(parts, routing_weights), self.comm)
+        y = self.ops.weighted_sum(parts, routing_weights)
+        return self.cut.complete(y, self.ops, self.comm)

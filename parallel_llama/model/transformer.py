@@ -20,6 +20,7 @@ from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (
     Backend,
     ColumnParallelLinear,
+    RowCut,
     RowParallelLinear,
     VocabParallelEmbedding,
     activation_of,
@@ -47,7 +48,7 @@ class FeedForward:
         self.w3 = (
             ColumnParallelLinear(args.dim, shard.ffn, backend, bias=bias) if args.gated else None
         )
-        self.w2 = RowParallelLinear(shard.ffn, args.dim, backend, bias=bias)
+        self.w2 = RowParallelLinear(RowCut.of_channels(shard), args.dim, backend, bias=bias)
 
     def fuse(self) -> None:
         self.w13 = self.w1 if self.w3 is None else concat_outputs(self.w1, self.w3)

@@ -55,6 +55,8 @@ def choose_ops(
     scores: Scores = PLAIN,
     cache_dtype: torch.dtype | None = None,
     matrices: Collection[torch.dtype | QuantFormat] = (),
+    *,
+    exact: bool = False,
 ) -> TorchOps:
     """The fastest operators for a model.
 
@@ -66,9 +68,10 @@ def choose_ops(
         scores: The score function of its attention.
         cache_dtype: The dtype of its KV cache; None for `dtype`.
         matrices: The dtypes and formats of its matrices, beside `dtype`.
+        exact: Whether a row's bits must not depend on the number of rows or on the machine's speed.
     """
     if computes(dtype, device):
-        return CPUOps(dtype, head_dim, heads_per_kv, scores, cache_dtype, matrices)
+        return CPUOps(dtype, head_dim, heads_per_kv, scores, cache_dtype, matrices, exact=exact)
     if device.type == "cuda" and dtype in _CUDA_DTYPES and find_spec("triton") is not None:
         from parallel_llama.ops.cuda_ops import CUDAOps
 

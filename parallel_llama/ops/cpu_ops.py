@@ -3,13 +3,13 @@
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.ops.attention import PLAIN, DecodeBatch, QueryChunk, Scores
-from parallel_llama.ops.cpu.all_reduce import make_all_reduce
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
 from parallel_llama.ops.cpu.elementwise import (
     make_add,
@@ -19,6 +19,7 @@ from parallel_llama.ops.cpu.elementwise import (
     make_weighted_sum,
 )
 from parallel_llama.ops.cpu.embedding import make_lookup, make_quant_embedding
+from parallel_llama.ops.cpu.exchange import make_all_reduce, make_gather_columns
 from parallel_llama.ops.cpu.gemm import make_gemm
 from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, make_gemm_amx
 from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
@@ -50,6 +51,7 @@ class CPUOps(TorchOps):
         scores: The score function of attention.
         cache_dtype: The dtype of the KV cache; None for `dtype`.
         matrices: The dtypes and formats of matrices, beside `dtype`.
+        exact: Not to use AMX tiles, which sum in an order of their own and are chosen by timing.
     """
 
     def __init__(
@@ -60,10 +62,13 @@ class CPUOps(TorchOps):
         scores: Scores = PLAIN,
         cache_dtype: torch.dtype | None = None,
         matrices: Collection[torch.dtype | QuantFormat] = (),
+        *,
+        exact: bool = False,
     ) -> None:
         super().__init__(scores)
         self._dtype, self._head_dim, self._heads_per_kv = dtype, head_dim, heads_per_kv
         self._cache_dtype = cache_dtype or dtype
+        self._has_tiles = not exact
         self._matrices = {dtype, *matrices}
         self._tables: dict[tuple[int, ...], array[int]] = {}
         self.panel_rows = this_machine().lanes(torch.float32).width
@@ -83,7 +88,7 @@ class CPUOps(TorchOps):
             make_lookup(self._dtype, form)
             if has_experts:
                 make_routed_gemv(self._dtype, form)
-        if torch.bfloat16 in self._matrices:
+        if torch.bfloat16 in self._matrices and self._has_tiles:
             make_gemm_amx()
         for kernel in (make_norm, make_silu_and_mul, make_add, make_largest):
             kernel(self._dtype)
@@ -127,7 +132,8 @@ class CPUOps(TorchOps):
         return y if bias is None else self.add_(y, bias)
 
     def _linear_of_many(self, x: Tensor, weight: Tensor) -> Tensor:
-        tiles = make_gemm_amx() if GemmAMXKernel.takes(weight) else None
+        has_tiles = self._has_tiles and GemmAMXKernel.takes(weight)
+        tiles = make_gemm_amx() if has_tiles else None
         if tiles is not None and x.dtype == torch.float32:
             return tiles(x, weight, self._run)
         return make_gemm(self._dtype, weight.dtype)(x, weight, self._run)
@@ -176,12 +182,29 @@ class CPUOps(TorchOps):
     def all_reduce(self, x: Tensor, comm: Communicator) -> Tensor:
         if self._recording is None or comm.size == 1:
             return super().all_reduce(x, comm)
-        exchange = comm.exchange_of(x) if isinstance(comm, SharedMemory) else None
+        exchange = comm.sum_exchange(x) if isinstance(comm, SharedMemory) else None
         if exchange is None:
             self._recording.host_call(self._recording.deferred(x, comm.all_reduce))
         else:
             make_all_reduce(self._dtype)(x, exchange, self._recording)
         return x
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int], comm: Communicator) -> Tensor:
+        if self._recording is None or comm.size == 1:
+            return super().gather_columns(x, widths, comm)
+        whole = x.new_empty(len(x), sum(widths))
+        exchange = comm.column_exchange(whole, widths) if isinstance(comm, SharedMemory) else None
+        if exchange is None:
+            own = self._recording.borrowed(x)
+            self._recording.host_call(
+                self._recording.deferred(
+                    whole, lambda whole: whole.copy_(comm.gather_columns(own, widths))
+                )
+            )
+        else:
+            starts = self._table(list(accumulate(widths, initial=0)))
+            make_gather_columns(self._dtype)(x, whole, starts, exchange, self._recording)
+        return whole
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return make_silu_and_mul(self._dtype)(x, self._run)
@@ -204,9 +227,9 @@ class CPUOps(TorchOps):
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
         return make_largest(x.dtype)(x, first, self._run)
 
-    def _table(self, addresses: Sequence[int]) -> "array[int]":
-        """The addresses as an array that a kernel can read, also when it is replayed."""
-        return self._tables.setdefault(tuple(addresses), array("q", addresses))
+    def _table(self, numbers: Sequence[int]) -> "array[int]":
+        """The numbers as an array that a kernel can read, also when it is replayed."""
+        return self._tables.setdefault(tuple(numbers), array("q", numbers))
 
     def _unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if rows.dtype == dtype:
@@ -224,7 +247,7 @@ class CPUOps(TorchOps):
     def _chunk_attention(
         self, cache_dtype: torch.dtype
     ) -> PrefillAttentionKernel | PrefillAttentionAMXKernel:
-        if self._dtype == torch.float32 and cache_dtype == torch.bfloat16:
+        if self._has_tiles and self._dtype == torch.float32 and cache_dtype == torch.bfloat16:
             tiles = make_prefill_attention_amx(self._head_dim, self._scores)
             if tiles is not None:
                 return tiles

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_llama.plan import VOCAB_TILE
+
 # Tokens per tile: a part of the noise's definition, not a setting.
-TILE = 128
+TILE = VOCAB_TILE
 
 # The increment and the multipliers of SplitMix64.
 GAMMA = 0x9E3779B97F4A7C15

@@ -50,15 +50,17 @@ class TorchOps:
     def lookup(
         self, tokens: Tensor, weight: Tensor, first: int = 0, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The rows of a weight for some tokens, row 0 for token `first`; zeros for other tokens.
+        """The rows of a weight for some tokens, row 0 for token `first`; -0.0 for other tokens,
+        which changes no number that it is added to.
+
         Shapes: tokens [T] int64, weight [n, dim] -> [T, dim], in `dtype` if that is given.
         """
         own = tokens - first
         elsewhere = (own < 0) | (own >= len(weight))
         if not len(weight):  # a tiny vocabulary may leave a rank without rows
-            return weight.new_zeros((len(tokens), weight.shape[1]), dtype=dtype)
+            return weight.new_full((len(tokens), weight.shape[1]), -0.0, dtype=dtype)
         rows = F.embedding(own.masked_fill(elsewhere, 0), weight)
-        return rows.to(dtype or weight.dtype).masked_fill_(elsewhere[:, None], 0)
+        return rows.to(dtype or weight.dtype).masked_fill_(elsewhere[:, None], -0.0)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Y = X A + b, the weight in torch's order; it may have 16 bits where x has more.
@@ -84,11 +86,11 @@ class TorchOps:
         """
         if not n_outputs:  # a tiny vocabulary may leave a rank without rows
             shape_of_rows = len(tokens), shape.n_inputs
-            return torch.zeros(shape_of_rows, dtype=torch.float32, device=tokens.device)
+            return torch.full(shape_of_rows, -0.0, dtype=torch.float32, device=tokens.device)
         own = tokens - first
         elsewhere = (own < 0) | (own >= n_outputs)
         rows = shape.unpack_rows(panels, own.masked_fill(elsewhere, 0)).values()
-        return rows.masked_fill_(elsewhere[:, None], 0)
+        return rows.masked_fill_(elsewhere[:, None], -0.0)
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
         """Y = X A, each row with one of several A; zeros for rows that no weight computes.
@@ -239,6 +241,10 @@ class TorchOps:
     def all_reduce(self, x: Tensor, comm: Communicator) -> Tensor:
         """`comm.all_reduce` between two operators, in place."""
         return comm.all_reduce(x)
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int], comm: Communicator) -> Tensor:
+        """`comm.gather_columns` between two operators."""
+        return comm.gather_columns(x, widths)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean(x)) / std(x) * weight + bias.

@@ -4,7 +4,7 @@ Models and engines reach other ranks only through a `Communicator`. Several rank
 through a `process_group` of torch or, on one host, through `shared_memory`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +59,16 @@ class Communicator(Protocol):
         """The x of every rank. Shapes: x is equal on all ranks; the result is [size, *x.shape]."""
         ...
 
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """The columns of every rank side by side; rank r has widths[r] of them.
+
+        Shapes: x [T, widths[rank]] local; the result [T, sum(widths)] replicated.
+        """
+        own = x.new_empty(len(x), max(widths))  # padded for ranks with fewer columns
+        own[:, : x.shape[1]] = x
+        parts = self.all_gather(own)
+        return torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], 1)
+
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         """Copies the x of rank src into x on every rank and returns x.
 
@@ -98,6 +108,9 @@ class Solo(Communicator):
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.detach()[None].clone()
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        return x if len(widths) == 1 else super().gather_columns(x, widths)
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:  # noqa: ARG002
         return x
@@ -168,6 +181,9 @@ class ByDevice(Communicator):
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._route(x).all_gather(x)
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        return self._route(x).gather_columns(x, widths)
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         return self._route(x).broadcast(x, src, no_timeout=no_timeout)

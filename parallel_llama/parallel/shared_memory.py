@@ -21,7 +21,7 @@ Plain loads and stores suffice: x86-64 keeps stores in order, loads in order, an
 later store (total store order), so a rank that sees the count sees the data. Other processors do
 not guarantee this order; they use the slower communicator.
 
-A kernel may run a turn of `all_reduce` as well; `Exchange` holds what it needs.
+A kernel may run a turn of `all_reduce` or `gather_columns` as well; `Exchange` holds what it needs.
 """
 
 import functools
@@ -81,8 +81,8 @@ _DTYPES = (
 )
 _HALVES = (torch.float16, torch.bfloat16)
 _SUMMED = _DTYPES[1:]
-_KINDS = ("barrier", "all_reduce", "all_gather", "broadcast")
-_BARRIER, _ALL_REDUCE, _ALL_GATHER, _BROADCAST = range(4)
+_KINDS = ("barrier", "all_reduce", "all_gather", "broadcast", "gather_columns")
+_BARRIER, _ALL_REDUCE, _ALL_GATHER, _BROADCAST, _GATHER_COLUMNS = range(5)
 _NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
 # Cached views of slots: a decode step uses a few, and every prefill length adds one.
@@ -150,7 +150,7 @@ class SharedMemory(Communicator):
             raise TypeError(f"all_reduce of {x.dtype}; use one of {', '.join(map(str, _SUMMED))}")
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        for piece, slots in self._exchanges(x.view(-1)):
+        for piece, slots in self._exchanges(_pieces(x.view(-1))):
             slots[self.rank].copy_(piece)
             self._rendezvous(_ALL_REDUCE, piece)
             if self.size > 2 and piece.nbytes >= SHARED_SUM_BYTES:
@@ -164,7 +164,7 @@ class SharedMemory(Communicator):
         if x.numel() == 0:
             return gathered
         parts = torch.split(_as_bytes(gathered).view(self.size, -1), SLOT_BYTES, dim=1)
-        exchanges = self._exchanges(_as_bytes(x.contiguous()))
+        exchanges = self._exchanges(_pieces(_as_bytes(x.contiguous())))
         for (piece, slots), part in zip(exchanges, parts, strict=True):
             slots[self.rank].copy_(piece)
             self._rendezvous(_ALL_GATHER, piece)
@@ -172,11 +172,21 @@ class SharedMemory(Communicator):
                 row.copy_(slot)
         return gathered
 
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        whole = x.new_empty(len(x), sum(widths))
+        at_once = max(1, SLOT_BYTES // (whole.shape[1] * x.itemsize))  # rows
+        pieces = whole.split(at_once) if whole.numel() else ()
+        for (piece, slots), own in zip(self._exchanges(pieces), x.split(at_once), strict=False):
+            slots[self.rank][: own.numel()].view(own.shape).copy_(own)
+            self._rendezvous(_GATHER_COLUMNS, piece)
+            _put_columns(slots, widths, piece)
+        return whole
+
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
         is_exempt = self._is_running if no_timeout and self.rank != src else _never_exempt
-        for piece, slots in self._exchanges(_as_bytes(x)):
+        for piece, slots in self._exchanges(_pieces(_as_bytes(x))):
             if self.rank == src:
                 slots[src].copy_(piece)
             self._rendezvous(_BROADCAST, piece, is_exempt)
@@ -191,7 +201,7 @@ class SharedMemory(Communicator):
             before, counts[rank] = counts[rank], self._cells[rank * LINE + _KEEPALIVES]
             return counts[rank] != before
 
-        for piece, _ in self._exchanges(_NOTHING):
+        for piece, _ in self._exchanges((_NOTHING,)):
             self._rendezvous(_BARRIER, piece, sent_keepalive, self._timeouts.start_s)
 
     def keepalive(self) -> None:
@@ -209,25 +219,37 @@ class SharedMemory(Communicator):
         self._busy = True
         self._comm.close()
 
-    def exchange_of(self, x: Tensor) -> "Exchange | None":
+    def sum_exchange(self, x: Tensor) -> "Exchange | None":
         """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
         if x.nbytes >= SHARED_SUM_BYTES or not x.numel():
             return None
-        slots = self._address + _header_bytes(self.size)
-        own = self.rank, self.size, _signature(_ALL_REDUCE, x), self._spins
-        return Exchange(self._address, slots, *own, self._finish)
+        return self._exchange(_ALL_REDUCE, x, lambda slots, x: _sum(slots, x.view(-1)))
 
-    def _finish(self, x: Tensor) -> None:
-        """Completes a turn of all_reduce that a kernel has published."""
-        self._busy = True
-        signature = _signature(_ALL_REDUCE, x)
-        self._await_all(signature, 0, _never_exempt, self._timeouts.step_s)
-        _sum(self._slots(x), x.view(-1))
-        self._cells[self._own + EXCHANGE] += 1
-        self._busy = False
+    def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> "Exchange | None":
+        """What a kernel needs to gather columns into tensors like `whole`; None as above."""
+        if whole.nbytes > SLOT_BYTES or not whole.numel():
+            return None
+        return self._exchange(
+            _GATHER_COLUMNS, whole, lambda slots, whole: _put_columns(slots, widths, whole)
+        )
 
-    def _exchanges(self, flat: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yields each piece of a tensor with a view of every rank's slot like that piece.
+    def _exchange(
+        self, kind: int, x: Tensor, complete: Callable[[list[Tensor], Tensor], None]
+    ) -> "Exchange":
+        slots, signature = self._address + _header_bytes(self.size), _signature(kind, x)
+
+        def finish(x: Tensor) -> None:
+            self._busy = True
+            self._await_all(signature, 0, _never_exempt, self._timeouts.step_s)
+            complete(self._slots(x), x)
+            self._cells[self._own + EXCHANGE] += 1
+            self._busy = False
+
+        own = self.rank, self.size, signature, self._spins
+        return Exchange(self._address, slots, *own, finish)
+
+    def _exchanges(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yields each piece of a tensor with a view of every rank's slot, as long and flat.
 
         After an exception inside a turn, this rank cannot use the group any more.
         """
@@ -237,7 +259,7 @@ class SharedMemory(Communicator):
                 "it cannot take part in another"
             )
         self._busy = True
-        for piece in torch.split(flat, SLOT_BYTES // flat.itemsize) if flat.numel() else ():
+        for piece in pieces:
             yield piece, self._slots(piece)
             self._cells[self._own + EXCHANGE] += 1
         self._busy = False
@@ -356,13 +378,13 @@ class SharedMemory(Communicator):
 
 @dataclass(frozen=True)
 class Exchange:
-    """A turn of all_reduce for a kernel in this rank's process.
+    """A turn of all_reduce or gather_columns for a kernel in this rank's process.
 
     Args:
         header: the address of rank 0's line.
         slots: the address of rank 0's first slot.
         n_looks: after so many polls, or if a signature differs, the kernel calls `finish`.
-        finish: completes the turn.
+        finish: completes the turn with the kernel's result, whose own part is published.
     """
 
     header: int
@@ -376,6 +398,18 @@ class Exchange:
 
 def _signature(kind: int, piece: Tensor) -> int:
     return (kind << 60) | (_DTYPES.index(piece.dtype) << 52) | piece.numel()
+
+
+def _pieces(flat: Tensor) -> Sequence[Tensor]:
+    """Consecutive pieces that fit into a slot."""
+    return flat.split(SLOT_BYTES // flat.itemsize) if flat.numel() else ()
+
+
+def _put_columns(slots: Sequence[Tensor], widths: Sequence[int], whole: Tensor) -> None:
+    """Copies the columns of each rank, [T, width] in its slot, side by side."""
+    n_rows = len(whole)
+    for slot, columns, width in zip(slots, whole.split(list(widths), 1), widths, strict=True):
+        columns.copy_(slot[: n_rows * width].view(n_rows, width))
 
 
 def _sum(slots: Sequence[Tensor], out: Tensor) -> None:
@@ -396,7 +430,8 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _described(signature: int) -> str:
-    kind, dtype = _KINDS[signature >> 60 & 3], _DTYPES[(signature >> 52 & 255) % len(_DTYPES)]
+    kind = _KINDS[(signature >> 60 & 7) % len(_KINDS)]
+    dtype = _DTYPES[(signature >> 52 & 255) % len(_DTYPES)]
     n_values = signature & ((1 << 52) - 1)
     return kind if kind == "barrier" else f"{kind} of {n_values} values of {dtype}"
 

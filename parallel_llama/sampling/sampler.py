@@ -6,15 +6,14 @@ gathered bytes, so all decide alike.
 
 A token is the argmax of logits / temperature + Gumbel noise over the tokens that the filters keep.
 The noise depends on (seed, choice, position, token id) alone, so a token depends neither on the
-rest of the batch, nor on the shards, nor on the number of candidates. Between tp sizes only the
-rounding of sums over ranks differs: log-probabilities agree to about 1e-14, and a nucleus may
-differ if its sum is within rounding of top_p.
+rest of the batch, nor on the shards, nor on the number of candidates. Log-probabilities and the
+mass of a nucleus are sums over tiles of the vocabulary, in order, whichever ranks hold them; where
+a shard ends inside a tile, which exact sums exclude, they agree to about 1e-14.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,18 +21,18 @@ import torch
 from torch import Tensor
 
 from parallel_llama.errors import NumericalError
-from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
+from parallel_llama.ops.filters import Filters, merge_top_k
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
 from parallel_llama.sampling.draw import NoTokenLeft, SampledToken, SamplingRow, filters_of
 from parallel_llama.sampling.logits_processors import adjust
 from parallel_llama.sampling.scoring import (
-    N_LOCAL,
-    chunks,
     gather_logits,
+    log_sum_exp,
     new_block,
     put_top_k,
     score_tokens,
+    vocabs_of,
 )
 from parallel_llama.sampling.tiles import Tiles, column
 
@@ -44,9 +43,8 @@ MAX_CANDIDATES = 1024
 
 # Columns of the head exchange after N_LOCAL, one float64 row per token and rank.
 _LARGEST = 1  # the rank's largest logit
-_MASS = 2  # filtered rows: sum of exp((logit - the rank's largest logit) / temperature)
-_SCORE, _TOKEN = 3, 4  # plain rows: the rank's largest logit / temperature + noise, and its token
-_N_FIXED = 5
+_SCORE, _TOKEN = 2, 3  # plain rows: the rank's largest logit / temperature + noise, and its token
+_N_FIXED = 4
 
 
 def sample(
@@ -70,8 +68,8 @@ def sample(
 
     Raises: on all ranks, NumericalError if a row has NaN or +inf, or only -inf, and NoTokenLeft if
     masks and bans alone caused that.
-    Collective: one all_gather; another if candidates do not suffice for a row's filters, and one
-    for log-probabilities.
+    Collective: one all_gather; one more if a row has filters, one if candidates do not suffice for
+    them, and two for log-probabilities.
     """
     if not draws:
         return []
@@ -139,7 +137,8 @@ def _pick(
 ) -> Tensor:
     """Sample tokens of any kind.
 
-    Collective: one all_gather, and another if candidates do not suffice for a row's filters.
+    Collective: one all_gather; another if a row has filters, and a third if candidates do not
+    suffice for them.
     """
     head = _Head(comm.all_gather(_local_block(adjusted, vocab, draws, ways)).cpu())
     _require_tokens(head.largest.tolist(), draws)
@@ -150,10 +149,32 @@ def _pick(
         blocks = head.blocks[:, ways.plain]
         winner = blocks[:, :, _SCORE].argmax(0)
         picked[ways.plain] = blocks[winner, torch.arange(len(ways.plain)), _TOKEN].long()
-    if uncovered := _pick_filtered(picked, head, ways.filtered, draws):
-        full = gather_logits(adjusted[uncovered], head.vocabs, comm).cpu()
-        _pick_from_full(picked, full, uncovered, draws)
+    if ways.filtered:
+        mass = _mass(adjusted[ways.filtered], vocab, draws, ways.filtered, head, comm)
+        left = _pick_filtered(picked, head, ways.filtered, draws, mass)
+        if left:
+            uncovered = [ways.filtered[each] for each in left]
+            full = gather_logits(adjusted[uncovered], head.vocabs, comm).cpu()
+            _pick_from_full(picked, full, uncovered, draws, mass[left])
     return picked
+
+
+def _mass(
+    logits: Tensor,
+    vocab: range,
+    draws: Sequence[SamplingRow],
+    rows: list[int],
+    head: "_Head",
+    comm: Communicator,
+) -> Tensor:
+    """The sum of exp((logit - the row's largest) / temperature) of the whole vocabulary, for rows.
+
+    Shapes: logits [len(rows), V_local] local; returns [len(rows), 1] float64 replicated.
+    Collective: one all_gather.
+    """
+    temperatures = column([draws[row].params.temperature for row in rows])[:, 0]
+    lse = log_sum_exp(logits, vocab, head.vocabs, comm, temperatures).cpu()
+    return (lse - head.largest[rows] / temperatures).exp()[:, None]
 
 
 @dataclass(frozen=True)
@@ -184,36 +205,29 @@ class _Head:
 
     def __init__(self, blocks: Tensor) -> None:
         self.blocks = blocks
-        borders = accumulate((int(each) for each in blocks[:, 0, N_LOCAL]), initial=0)
-        self.vocabs = [range(start, stop) for start, stop in pairwise(borders)]
+        self.vocabs = vocabs_of(blocks)
         self.vocab_size = self.vocabs[-1].stop
         self.largest = blocks[:, :, _LARGEST].amax(0)  # NaN if a rank has one
         self.values, self.tokens = merge_top_k(blocks, _N_FIXED)
 
 
 def _pick_filtered(
-    picked: Tensor, head: _Head, rows: list[int], draws: Sequence[SamplingRow]
+    picked: Tensor, head: _Head, rows: list[int], draws: Sequence[SamplingRow], mass: Tensor
 ) -> list[int]:
-    """Sample the filtered rows whose candidates suffice. Returns: the other rows."""
-    if not rows:
-        return []
+    """Sample the filtered rows whose candidates suffice. Returns: the indices of the others."""
     filters = filters_of([draws[row] for row in rows])
     n_candidates = min(head.values.shape[1], head.vocab_size)
     values, tokens = head.values[rows, :n_candidates], head.tokens[rows, :n_candidates]
-    blocks = head.blocks[:, rows]
-    mass = mass_of(blocks[:, :, _MASS], blocks[:, :, _LARGEST], filters.sampling_keys.temperatures)
-    left = _pick_decided(picked, rows, filters, values, tokens, mass, head.vocab_size)
-    return [rows[each] for each in left]
+    return _pick_decided(picked, rows, filters, values, tokens, mass, head.vocab_size)
 
 
 def _pick_from_full(
-    picked: Tensor, full: Tensor, rows: list[int], draws: Sequence[SamplingRow]
+    picked: Tensor, full: Tensor, rows: list[int], draws: Sequence[SamplingRow], mass: Tensor
 ) -> None:
     """Sample rows from their whole logits. Shapes: full [len(rows), vocab_size]."""
     vocab_size = full.shape[1]
     filters = filters_of([draws[row] for row in rows])
     tiles = Tiles.of(full, range(vocab_size))
-    mass = _mass(tiles, filters.sampling_keys.temperatures[:, None])
     # Sorting a whole row takes much longer than finding its 1024 largest logits.
     for k in (MAX_CANDIDATES, 8 * MAX_CANDIDATES, vocab_size):
         values, tokens = tiles.top_k(min(k, vocab_size))
@@ -265,7 +279,6 @@ def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], way
     """This rank's part of the head exchange. Shapes: [n, _N_FIXED + 2 K] float64 local."""
     k = max(map(_n_candidates, draws))
     block = new_block(len(draws), _N_FIXED, k, vocab, logits.device)
-    block[:, _MASS] = 0
     if not len(vocab):
         return block
     tiles = Tiles.of(logits, vocab)
@@ -277,23 +290,7 @@ def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], way
     for rows, n_largest in ((ways.greedy, 1), (ways.filtered, k)):
         if rows:
             put_top_k(block, rows, _N_FIXED, *tiles.rows(rows).top_k(n_largest))
-    if rows := ways.filtered:
-        temperature = column([draws[row].params.temperature for row in rows])
-        block[rows, _MASS] = _mass(tiles.rows(rows), temperature)[:, 0]
     return block
-
-
-def _mass(tiles: Tiles, temperature: Tensor) -> Tensor:
-    """The sum of exp((logit - its row's largest) / temperature). Shapes: [n, 1] twice, float64."""
-    # A row of -inf alone has no mass; -inf minus itself would be NaN.
-    largest = tiles.largest.amax(1, keepdim=True).double()
-    largest.clamp_(min=-torch.finfo(torch.float64).max)
-    temperature = temperature.to(largest.device)
-    mass = torch.empty_like(largest)
-    for rows, x in chunks(tiles.flat()):
-        weight = (x.double() - largest[rows]).div_(temperature[rows]).exp_()
-        mass[rows] = weight.sum(1, keepdim=True)
-    return mass
 
 
 def _n_candidates(draw: SamplingRow) -> int:

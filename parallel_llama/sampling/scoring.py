@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.ops.filters import merge_top_k
+from parallel_llama.ops.gumbel import TILE
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
 from parallel_llama.sampling.tiles import Tiles
@@ -19,10 +21,9 @@ _CHUNK = 1 << 16
 # An exchange is one float64 row per token and rank: fixed columns, K values and K token ids.
 N_LOCAL = 0  # the first column: the size of the rank's vocabulary shard
 
-# The other fixed columns of the exchange for scores.
-_LSE = 1  # log-sum-exp of the rank's logits
-_TARGET = 2  # the target's logit, -inf if another rank holds it
-_N_FIXED = 3
+# The other fixed column of the exchange for scores.
+_TARGET = 1  # the target's logit, -inf if another rank holds it
+_N_FIXED = 2
 
 
 def score(logits: Tensor, vocab: range, targets: Tensor, comm: Communicator) -> Tensor:
@@ -31,12 +32,12 @@ def score(logits: Tensor, vocab: range, targets: Tensor, comm: Communicator) -> 
     Shapes: logits [n, V_local] local; targets [n] int64 replicated; returns [n] float64 replicated.
     Raises: NumericalError if a row has NaN or +inf, or only -inf; UsageError for a target outside
     the vocabulary.
-    Collective: one all_gather.
+    Collective: two all_gathers.
     """
     if not len(targets):
         return torch.empty(0, dtype=torch.float64, device=logits.device)
     blocks = _exchange(logits, vocab, targets, 0, comm)
-    return blocks[:, :, _TARGET].amax(0) - _log_sum_exp(blocks)
+    return blocks[:, :, _TARGET].amax(0) - _finite_lse(logits, vocab, blocks, comm)
 
 
 def score_tokens(
@@ -47,13 +48,13 @@ def score_tokens(
     `n_top` is the number of alternatives of each row.
 
     Shapes and Raises: as in `score`.
-    Collective: one all_gather.
+    Collective: two all_gathers.
     """
     if not len(targets):
         return []
     k = max(n_top) + 1 if any(n_top) else 0  # one more, since the target may be among them
     blocks = _exchange(logits, vocab, targets, k, comm)
-    lse = _log_sum_exp(blocks)
+    lse = _finite_lse(logits, vocab, blocks, comm)
     logprobs = (blocks[:, :, _TARGET].amax(0) - lse).tolist()
     values, tokens = merge_top_k(blocks, _N_FIXED)
     top_logprobs, top_tokens = (values - lse[:, None]).tolist(), tokens.tolist()
@@ -111,10 +112,8 @@ def _exchange(logits: Tensor, vocab: range, targets: Tensor, k: int, comm: Commu
     """The numbers of all ranks. Shapes: [tp_size, n, _N_FIXED + 2 k] float64."""
     assert logits.shape == (len(targets), len(vocab))
     block = new_block(len(targets), _N_FIXED, k, vocab, logits.device)
-    for rows, x in chunks(logits):
-        block[rows, _LSE] = x.double().logsumexp(-1)
-        if k and len(vocab):
-            put_top_k(block, rows, _N_FIXED, *Tiles.of(x, vocab).top_k(k))
+    for rows, x in chunks(logits) if k and len(vocab) else ():
+        put_top_k(block, rows, _N_FIXED, *Tiles.of(x, vocab).top_k(k))
     own = ((targets >= vocab.start) & (targets < vocab.stop)).nonzero()[:, 0]
     block[own, _TARGET] = logits[own, targets[own] - vocab.start].double()
     blocks = comm.all_gather(block)
@@ -130,9 +129,41 @@ def _check_targets(targets: Tensor, vocab_size: int) -> None:
             )
 
 
-def _log_sum_exp(blocks: Tensor) -> Tensor:
-    """Shapes: [tp_size, n, ...] -> [n]."""
-    lse = blocks[:, :, _LSE].logsumexp(0)
+def vocabs_of(blocks: Tensor) -> list[range]:
+    """The shard of the vocabulary of each rank, from an exchange [tp_size, n, ..]."""
+    borders = accumulate((int(each) for each in blocks[:, 0, N_LOCAL]), initial=0)
+    return [range(start, stop) for start, stop in pairwise(borders)]
+
+
+def log_sum_exp(
+    logits: Tensor,
+    vocab: range,
+    vocabs: Sequence[range],
+    comm: Communicator,
+    temperatures: Tensor | None = None,
+) -> Tensor:
+    """The log-sum-exp of the logits of all ranks, divided by the row's temperature if given.
+
+    Tiles of the vocabulary are summed first, then all tiles in order, so the bits do not depend on
+    the shards if these end between tiles.
+
+    Shapes: logits [n, V_local] local; temperatures [n]; returns [n] float64 replicated.
+    Collective: one all_gather.
+    """
+    spans = [range(each.start // TILE, -(-each.stop // TILE)) for each in vocabs]
+    own = range(vocab.start // TILE, -(-vocab.stop // TILE))
+    of_tiles = torch.empty((len(logits), len(own)), dtype=torch.float64, device=logits.device)
+    for rows, x in chunks(logits) if own else ():
+        tiles = Tiles.of(x, vocab).logits.double()
+        if temperatures is not None:
+            tiles = tiles / temperatures[rows, None, None].to(tiles.device)
+        of_tiles[rows] = tiles.logsumexp(-1)
+    return gather_logits(of_tiles, spans, comm).logsumexp(-1)
+
+
+def _finite_lse(logits: Tensor, vocab: range, blocks: Tensor, comm: Communicator) -> Tensor:
+    """The log-sum-exp of each row. Shapes: blocks [tp_size, n, ...] -> [n]."""
+    lse = log_sum_exp(logits, vocab, vocabs_of(blocks), comm)
     for row, value in enumerate(lse.tolist()):
         if not math.isfinite(value):
             raise NumericalError(

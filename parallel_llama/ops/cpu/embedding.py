@@ -43,7 +43,7 @@ class _LookupArguments(Generic[T]):
 
 
 class LookupKernel:
-    """y[t] = weight[tokens[t] - first], or zeros if the weight has no such row.
+    """y[t] = weight[tokens[t] - first], or -0.0 if the weight has no such row.
 
     The weight may have 16 bits where the result is float32.
 
@@ -89,7 +89,7 @@ def _lookup(
 ) -> None:
     """
     for t in this thread's tokens:
-        y[t] = weight[tokens[t] - first] if that row exists else 0
+        y[t] = weight[tokens[t] - first] if that row exists else -0.0
     """
     dim = args.dim
     with loop(b, *thread.part_of(args.n)) as t:
@@ -97,7 +97,7 @@ def _lookup(
         is_there = (row > -1) & (row < args.m)
         with loop(b, 0, dim, lanes.width) as i:
             mask = lanes.first(dim - i)
-            lanes.store(y + i, lanes.constant(b, 0), mask)
+            lanes.store(y + i, lanes.constant(b, -0.0), mask)
             with when(is_there):
                 lanes.store(y + i, of_weight.load(args.weight + row * dim + i, mask), mask)
 
@@ -117,7 +117,7 @@ class _GroupLookupArguments(Generic[T]):
 
 
 class QuantEmbeddingKernel:
-    """y[t] = A[tokens[t] - first], or zeros if A has no such row, with A quantised and in panels.
+    """y[t] = A[tokens[t] - first], or -0.0 if A has no such row, with A quantised and in panels.
 
     Shapes: tokens [n] int64; panels [n_panels, n_bytes] uint8 with `n_outputs` rows; the result
     [n, in] float32.
@@ -171,7 +171,7 @@ def _quant_embedding(
         lane = (row % width).resized(I32)
         with loop(b, 0, n_groups) as index:
             target = y + index * QUANT_GROUP_SIZE
-            whole.store(target, whole.constant(b, 0))
+            whole.store(target, whole.constant(b, -0.0))
             with when(is_there):
                 group = reader.group_at(index, args.shape.n_before)
                 for part in range(reader.form.n_parts):

@@ -90,7 +90,7 @@ def _lookup(tokens, weight, rows, first, n_rows, stride, dim, SIZE: tl.constexpr
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     own = tl.load(tokens + place) - first
     n_own = tl.where((own >= 0) & (own < n_rows), dim, 0)
-    row = tl.load(weight + own * stride + columns, columns < n_own, 0)
+    row = tl.load(weight + own * stride + columns, columns < n_own, -0.0)
     tl.store(rows + place * dim + columns, row.to(rows.dtype.element_ty), columns < dim)
 
 
