@@ -19,7 +19,7 @@ each group of ranks holds some experts, and each rank of the group some of their
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -325,6 +325,22 @@ def make_plan(
         shards = _spread(args, shards)
     placement = _placement(args, expert_ranks, ranks_per_expert) if args.n_experts else None
     return ShardPlan(shards, cut, balance, placement)
+
+
+def exact_by_default(
+    args: ModelArgs, tp_size: int, device: str, dtypes: Collection[str], kv_split: KVSplit
+) -> bool:
+    """Whether sums are exact where nobody says: on the CPU, where they cost a few per cent.
+
+    Not with a setting that cuts sums; not with 16-bit numbers, which AMX tiles sum in another
+    order; and not where the experts of a model are better distributed than split.
+
+    Args:
+        dtypes: of the weights and of the KV cache.
+    """
+    is_plain = kv_split == "heads" and "bfloat16" not in dtypes
+    is_split = not args.n_experts or args.ffn_dim // tp_size >= MIN_EXPERT_CHANNELS
+    return device == "cpu" and is_plain and (tp_size == 1 or is_split)
 
 
 def _require_whole_sums(tp_size: int, ranks_per_expert: int | None, kv_split: KVSplit) -> None:

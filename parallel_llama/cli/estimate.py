@@ -24,7 +24,7 @@ from parallel_llama.memory import (
 )
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.plan import KVSplit, Shard, ShardPlan, make_plan
+from parallel_llama.plan import KVSplit, Shard, ShardPlan, exact_by_default, make_plan
 
 # The default of --block-size.
 BLOCK_TOKENS: int = BLOCK_SIZE.initial
@@ -41,10 +41,18 @@ class Workload:
     batch: int
     kv_split: KVSplit = "heads"
     device: DeviceKind = "cpu"
+    exact: bool | None = None
 
     @property
     def step_tokens(self) -> int:
         return STEP_TOKENS[self.device]
+
+    def is_exact(self, tp_size: int) -> bool:
+        """Whether the sums over ranks are exact."""
+        if self.exact is not None:
+            return self.exact
+        dtypes = self.precision.dtype, self.kv.dtype
+        return exact_by_default(self.args, tp_size, self.device, dtypes, self.kv_split)
 
     def working(self, shard: Shard) -> int:
         """Memory of a rank besides weights and KV cache: process or libraries, and a step."""
@@ -104,6 +112,7 @@ class PlanRequest:
     kv_split: KVSplit
     max_seq_len: int
     batch: int
+    exact: bool | None = None
     tp_size: int = 1
     memory: int | tuple[int, ...] | None = None
 
@@ -118,6 +127,7 @@ class PlanRequest:
             self.batch,
             self.kv_split,
             self.device,
+            self.exact,
         )
 
     def estimate(self) -> "Estimate":
@@ -269,10 +279,16 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
     """
     each = [memory] * tp_size if isinstance(memory, int) else memory
     quant_group_size = work.precision.quant_group_size
+    exact = work.is_exact(tp_size)
     plan = make_plan(
-        work.args, tp_size, each, quant_group_size=quant_group_size, kv_split=work.kv_split
+        work.args,
+        tp_size,
+        each,
+        quant_group_size=quant_group_size,
+        kv_split=work.kv_split,
+        exact=exact,
     )
-    values = values_by_form(work.args, work.precision)
+    values = values_by_form(work.args, work.precision, exact=exact)
     kv: dict[int, KVEstimate] = {}  # by the number of KV heads
 
     def rank(shard: Shard) -> RankEstimate:

@@ -67,9 +67,9 @@ KV_SPLIT: Flag[KVSplit] = Flag(
 )  # fmt: skip
 EXACT: Flag[bool | None] = Flag(
     "exact",
-    "the same bits on any number of ranks: ranks exchange inputs instead of partial sums; --no-exact "
-    "is the faster way where exact sums are the default",
-    default_text="on where it costs little: the CPU ranks of one host", subject="ranks",
+    "the same bits on any number of ranks: ranks exchange inputs instead of partial sums; "
+    "--no-exact is the faster way",
+    default_text="on the CPU ranks of one host, but not in bfloat16", subject="ranks",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",

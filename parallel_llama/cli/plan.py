@@ -20,6 +20,7 @@ from parallel_llama.cli.estimate import (
 from parallel_llama.cli.model import (
     DEVICE,
     DTYPE,
+    EXACT,
     KV_CACHE_DTYPE,
     KV_SPLIT,
     MAX_SEQ_LEN,
@@ -94,6 +95,7 @@ def prepare(flags: Flags) -> Job:
         flags[KV_SPLIT],
         context_length(args, flags[MAX_SEQ_LEN]),
         flags[BATCH],
+        flags[EXACT],
         first,
         memory,
     )
@@ -220,6 +222,7 @@ def _object(found: Estimate) -> dict[str, Any]:
                 "ffn": _pair(rank.shard.ffn),
                 "experts": _pair(rank.shard.experts),
                 "vocab": _pair(rank.shard.vocab),
+                "outputs": _pair(rank.shard.outputs),
                 "weight_bytes": rank.weights,
                 "kv_bytes_per_token": rank.kv_per_token,
                 "working_bytes": rank.working,
@@ -228,6 +231,7 @@ def _object(found: Estimate) -> dict[str, Any]:
             }
             for rank in found.ranks
         ],
+        "exact": found.plan.shards[0].exact is not None,
         "imbalance": found.plan.balance,
         "fits": found.fits,
         "cut": found.plan.cut,
@@ -549,7 +553,7 @@ VERB = Verb(
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        MODEL, NPROC, MEMORY, GPUS, MAX_SEQ_LEN, BATCH, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT,
+        MODEL, NPROC, MEMORY, GPUS, MAX_SEQ_LEN, BATCH, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, EXACT,
         DEVICE, JSON,
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",

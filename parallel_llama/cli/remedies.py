@@ -97,7 +97,8 @@ def _lossless(asked: PlanRequest) -> list[Change]:
 
 
 def _splits(asked: PlanRequest) -> list[Change]:
-    return [{"kv_split": "sequence"}] if asked.kv_split == "heads" else []
+    is_free = asked.kv_split == "heads" and not asked.exact
+    return [{"kv_split": "sequence"}] if is_free else []
 
 
 def _is_wider(asked: PlanRequest, dtype: str) -> bool:

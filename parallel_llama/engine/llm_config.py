@@ -58,8 +58,9 @@ class LLMConfig:
         kv_cache_dtype: bfloat16, int8 or fp8; auto for `dtype`.
         kv_split: what ranks shard in the KV cache: heads; or sequence, which shards tokens where
             several ranks would hold the same head.
-        exact: the same bits on any number of ranks: ranks exchange inputs of wo and w2 and cut no
-            sum. By default where `setup.exact_by_default` says so; False is the faster way.
+        exact: the same bits on any number of ranks: ranks exchange the inputs of wo and w2 instead
+            of partial sums. By default on the CPU ranks of one host, but not with bfloat16 or
+            kv_split='sequence', nor where experts are distributed; False is the faster way.
         attention_sinks: number of first tokens that stay visible beside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache.

@@ -26,7 +26,7 @@ from parallel_llama.parallel.current_device import own_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world
-from parallel_llama.plan import make_plan
+from parallel_llama.plan import exact_by_default, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,15 @@ class ModelSetup:
         is_stored = has_files and self.quant == "stored"
         stored = stored_formats(files, self.args) if is_stored else None
         self.precision = make_precision(self.args, self.dtype, self.kind, self.quant, stored)
+        self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
         played, n_shards = slice_of or (0, self.size)
-        self.exact = bool(config.exact)
         quant_group_size = self.precision.quant_group_size
+        dtypes = self.precision.dtype, self.kv_format.dtype
+        self.exact = config.exact
+        if self.exact is None:
+            self.exact = n_local_ranks == self.size and exact_by_default(
+                self.args, n_shards, self.kind, dtypes, config.kv_split
+            )
         plan = make_plan(
             self.args,
             n_shards,
@@ -70,7 +76,6 @@ class ModelSetup:
             exact=self.exact,
         )
         self.plan = plan if slice_of is None else plan.alone(played)
-        self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
         step_tokens = STEP_TOKENS[self.kind]
         self.cache_size = CacheSize(
             self.args,

@@ -174,12 +174,15 @@ class SharedMemory(Communicator):
 
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         whole = x.new_empty(len(x), sum(widths))
-        at_once = max(1, SLOT_BYTES // (whole.shape[1] * x.itemsize))  # rows
-        pieces = whole.split(at_once) if whole.numel() else ()
-        for (piece, slots), own in zip(self._exchanges(pieces), x.split(at_once), strict=False):
+        if not whole.numel():
+            return whole
+        at_once = max(1, SLOT_BYTES // (max(widths) * x.itemsize))  # rows
+        pieces = whole[:, : max(widths)].split(at_once)
+        rows = zip(whole.split(at_once), x.split(at_once), strict=True)
+        for (piece, slots), (out, own) in zip(self._exchanges(pieces), rows, strict=True):
             slots[self.rank][: own.numel()].view(own.shape).copy_(own)
             self._rendezvous(_GATHER_COLUMNS, piece)
-            _put_columns(slots, widths, piece)
+            _put_columns(slots, widths, out)
         return whole
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
@@ -227,21 +230,26 @@ class SharedMemory(Communicator):
 
     def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> "Exchange | None":
         """What a kernel needs to gather columns into tensors like `whole`; None as above."""
-        if whole.nbytes > SLOT_BYTES or not whole.numel():
+        n_most = len(whole) * max(widths)
+        if n_most * whole.itemsize > SLOT_BYTES or not whole.numel():
             return None
         return self._exchange(
-            _GATHER_COLUMNS, whole, lambda slots, whole: _put_columns(slots, widths, whole)
+            _GATHER_COLUMNS,
+            whole[:, : max(widths)],
+            lambda slots, whole: _put_columns(slots, widths, whole),
         )
 
     def _exchange(
-        self, kind: int, x: Tensor, complete: Callable[[list[Tensor], Tensor], None]
+        self, kind: int, piece: Tensor, complete: Callable[[list[Tensor], Tensor], None]
     ) -> "Exchange":
-        slots, signature = self._address + _header_bytes(self.size), _signature(kind, x)
+        """A turn in which each rank fills at most as much of its slot as `piece` has values."""
+        slots, signature = self._address + _header_bytes(self.size), _signature(kind, piece)
+        dtype, n_values = piece.dtype, piece.numel()
 
         def finish(x: Tensor) -> None:
             self._busy = True
             self._await_all(signature, 0, _never_exempt, self._timeouts.step_s)
-            complete(self._slots(x), x)
+            complete(self._slots(dtype, n_values), x)
             self._cells[self._own + EXCHANGE] += 1
             self._busy = False
 
@@ -260,7 +268,7 @@ class SharedMemory(Communicator):
             )
         self._busy = True
         for piece in pieces:
-            yield piece, self._slots(piece)
+            yield piece, self._slots(piece.dtype, piece.numel())
             self._cells[self._own + EXCHANGE] += 1
         self._busy = False
 
@@ -279,9 +287,10 @@ class SharedMemory(Communicator):
             if rank != self.rank:
                 piece[start:stop].copy_(slots[rank][start:stop])
 
-    def _slots(self, piece: Tensor) -> list[Tensor]:
+    def _slots(self, dtype: torch.dtype, n_values: int) -> list[Tensor]:
+        """A view of the first values of every rank's slot."""
         parity = self._cells[self._own + EXCHANGE] & 1
-        key = (parity, piece.dtype, piece.numel())
+        key = (parity, dtype, n_values)
         slots = self._views.get(key)
         if slots is None:
             if len(self._views) >= _MAX_VIEWS:
@@ -291,8 +300,8 @@ class SharedMemory(Communicator):
                 slots = [
                     torch.frombuffer(
                         self._memory,
-                        dtype=piece.dtype,
-                        count=piece.numel(),
+                        dtype=dtype,
+                        count=n_values,
                         offset=_header_bytes(self.size) + (2 * rank + parity) * SLOT_BYTES,
                     )
                     for rank in range(self.size)

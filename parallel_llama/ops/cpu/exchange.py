@@ -98,7 +98,7 @@ class GatherColumnsKernel:
     def __call__(
         self, x: Tensor, whole: Tensor, starts: "array[int]", turn: Exchange, recording: Recording
     ) -> None:
-        assert x.is_contiguous() and whole.is_contiguous() and whole.nbytes <= SLOT_BYTES
+        assert x.is_contiguous() and whole.is_contiguous() and x.nbytes <= SLOT_BYTES
         arguments = _ColumnArguments(
             x=x.data_ptr(), n_rows=len(x), whole=whole.data_ptr(), n_columns=whole.shape[1],
             starts=starts.buffer_info()[0], turn=_turn_arguments(turn, whole, recording),
