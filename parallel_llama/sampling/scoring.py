@@ -108,7 +108,7 @@ def chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _exchange(logits: Tensor, vocab: range, targets: Tensor, k: int, comm: Communicator) -> Tensor:
-    """The numbers of all ranks. Shapes: [tp_size, n, _N_FIXED + 2 k] float64."""
+    """The blocks of all ranks. Shapes: [tp_size, n, _N_FIXED + 2 k] float64."""
     assert logits.shape == (len(targets), len(vocab))
     block = new_block(len(targets), _N_FIXED, k, vocab, logits.device)
     for rows, x in chunks(logits):
