@@ -125,7 +125,7 @@ def _gguf_features_of_3(fields: Fields, _names: Collection[str]) -> dict[str, An
 
 
 def _gguf_window(fields: Fields, arch: str, usual: int, full: Iterable[int]) -> dict[str, Any]:
-    """The window and the layers without it; nothing if it hides no key, as in config.json."""
+    """The window and the layers without it; empty if all keys are inside, as for config.json."""
     window, full_layers = fields.integer(f"{arch}.{_WINDOW_IN_GGUF}", usual), tuple(full)
     if not window or (not full_layers and window >= fields.integer(f"{arch}.context_length")):
         return {}

@@ -1,4 +1,4 @@
-"""The arguments of a model, from any file format, which are validated when they are created."""
+"""The arguments of a model, from any file format; validated when created."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from parallel_llama.dtypes import DTYPES
 from parallel_llama.errors import UsageError, shown
 
-# The largest sizes accepted, far above any model's, so that a damaged file cannot take terabytes.
+# The largest sizes accepted, far above any model's: a damaged file must not claim terabytes.
 MAX_SIZES = {
     "dim": 1 << 20, "n_layers": 1 << 12, "n_heads": 1 << 14, "n_kv_heads": 1 << 14,
     "head_dim": 1 << 14, "ffn_dim": 1 << 24, "vocab_size": 1 << 24, "max_seq_len": 1 << 30,
@@ -275,7 +275,7 @@ def context_length(args: ModelArgs, wanted: int | None = None) -> int:
 
 
 def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
-    """The model with attention sinks beside a sliding window, for sequences without an end.
+    """The model with attention sinks and a sliding window, for sequences of any length.
 
     The window is the model's own, or `max_seq_len` less the sinks for a model without one.
 
