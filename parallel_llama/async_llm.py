@@ -50,7 +50,7 @@ class RequestHandle:
             self._commands.put(_Cancel(self))
 
     def timeout_s(self) -> float | None:
-        """Seconds from now after which the request ends with what it has."""
+        """Seconds until the request times out, with the tokens it has."""
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def put(self, output: StepOutput | Exception) -> None:
@@ -120,7 +120,7 @@ class AsyncLLM:
         """Submit one prompt, which is checked before this returns.
 
         Args:
-            timeout_s: seconds from now after which the request ends with what it has.
+            timeout_s: seconds until the request times out, with the tokens it has.
 
         Raises: UsageError for a prompt or parameters that cannot run; RuntimeError after the engine
         has ended.

@@ -16,8 +16,8 @@ DTYPES: tuple[DTypeName, ...] = get_args(DTypeName)
 # Bytes per value.
 ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
-# The kinds of weights that may have different formats: matrices of layers, the embedding and the
-# head, and vectors, which have the dtype of computation.
+# Weights by the formats they may have: a layer's matrices; "outer", the embedding and the head; and
+# vectors, in the dtype of computation.
 Kind = Literal["matrix", "outer", "vector"]
 
 # Names of dtypes in safetensors files; GGUF has the last three.

@@ -211,7 +211,7 @@ class LLM:
         Concurrent calls share the batch: each step advances all calls.
 
         Args:
-            interrupted: asked before each step; once it returns true, all requests end. They also
+            interrupted: called before each step; once it returns true, all requests end. They also
                 end when the caller stops iterating.
 
         Raises: UsageError, before any request runs, if one can never fit into the cache.

@@ -1,8 +1,8 @@
 """Which blocks of the paged KV cache are free, in use, or kept for prefix caching.
 
-A block is `block_size` consecutive slots. It is free; or used by one or more owners; or cached,
-which means that it has no owner and is kept because a prefix key finds its contents. The pool never
-looks at keys or values, so it is the same on every rank.
+A block is `block_size` consecutive slots. It is free; or used by one or more owners; or cached:
+without an owner, but kept so that a prefix key can find its contents. The pool never looks at keys
+or values, so it is the same on every rank.
 
 Attention reads consecutive blocks of a sequence in place. So the free blocks after a new sequence
 are promised to it, as far as it may grow, and other sequences start elsewhere if they can. This is

@@ -55,7 +55,7 @@ SCORE_ROWS = 128
 
 @dataclass(eq=False)
 class _SequenceState:
-    """The engine's state of a sequence, beside its tokens."""
+    """What the engine stores for a sequence."""
 
     output: SequenceOutput
     allowed: bytes | None  # the mask of the request's allowed_token_ids
@@ -69,7 +69,7 @@ class Engine:
 
     All ranks construct it alike and call `step` equally often; `submit`, `cancel` and `send_rpc`
     are for rank 0. As many requests run at once as the KV cache holds, short prompts first; a long
-    prompt runs in chunks, beside the decode steps of other requests.
+    prompt runs in chunks, in steps that also decode other requests.
 
     Args:
         tokenizer: None for a model without a tokenizer, and on ranks above 0.
@@ -297,7 +297,7 @@ class Engine:
     # Callbacks of the scheduler
 
     def _context(self, request: Request) -> bytes:
-        """What cached blocks depend on beside tokens, as bytes."""
+        """What cached blocks depend on besides tokens."""
         salt = (request.params.cache_salt or "").encode()
         return struct.pack("<q", base_len(self.runner.args, len(request.prompt))) + salt
 
@@ -319,8 +319,8 @@ class Engine:
     ) -> tuple[list[int], list[tuple[SequenceOutput, int, int]]]:
         """The rows of the batch that are sampled, and those that score the next prompt token.
 
-        Returns: row numbers; and for each row to score the output of the request's first sequence,
-            the row number, and the next prompt token.
+        Returns: row numbers; and for each row to score (output of the request's first sequence, row
+            number, next prompt token).
         """
         drawing: list[int] = []
         scoring = []

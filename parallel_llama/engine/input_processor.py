@@ -44,8 +44,8 @@ class InputProcessor:
     """The text side of one model: its tokenizer, chat template, sampling defaults and limits.
 
     `max_seq_len` lowers the model's context. `seed` is for requests without a seed; None draws a
-    new one whenever requests are made. With `attention_sinks`, as many first tokens are always
-    visible, and sequences may be longer than the context.
+    new one whenever requests are made. With `attention_sinks`, that many first tokens stay visible,
+    and sequences may be longer than the context.
 
     Raises: UsageError if `max_seq_len` is beyond the model's context, or the model does not support
     attention sinks.

@@ -40,7 +40,7 @@ class Capacity:
     """The size of the KV cache, the same on every rank.
 
     `n_blocks` are the blocks of each KV group. `windows` is the number of keys that a token sees in
-    each KV group, None for all, beside the first `n_sinks` tokens of a sequence. `n_bytes` is the
+    each KV group, None for all, besides the first `n_sinks` tokens of a sequence. `n_bytes` is the
     size on the rank with the largest cache.
     """
 

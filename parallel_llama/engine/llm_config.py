@@ -57,7 +57,7 @@ class LLMConfig:
         kv_cache_dtype: bfloat16, int8 or fp8; auto for `dtype`.
         kv_split: how the KV cache is sharded: by heads; or by sequence (tokens) where several ranks
             would hold the same head.
-        attention_sinks: number of first tokens that stay visible beside a sliding window. With
+        attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache.
         max_drafts: most draft tokens that are guessed from earlier text and verified in one step;

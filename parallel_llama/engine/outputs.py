@@ -24,11 +24,11 @@ REASONS: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", NO_TOKEN: "n
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step produced for one sequence of a request: tokens, new text, perhaps the end.
+    """What one step produced for one sequence: tokens, new text, the completion if it ended.
 
-    `text` and the completion's text are filled on rank 0 alone. `logprobs` has one entry for each
-    token if the request asks for log-probabilities. A sequence that is cancelled or times out ends
-    without a token.
+    Only rank 0 has `text` and the completion's text. `logprobs` has one entry for each token if the
+    request asks for log-probabilities. A sequence that is cancelled or times out ends without a
+    token.
     """
 
     ticket: int

@@ -123,7 +123,7 @@ class Scheduler:
     """Schedules requests step by step: `schedule`, then `commit` for each sequence that ran.
 
     Each KV group has a pool, all with blocks of one size, and a window: the number of keys that a
-    token sees, None for all. `context` returns what a request's cached blocks depend on beside its
+    token sees, None for all. `context` returns what a request's cached blocks depend on besides its
     tokens; `draft` returns draft tokens of a sequence, at most a given number.
     """
 

@@ -42,7 +42,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 def _scale(fields: Fields) -> float:
     scalar = fields.number(_SCALAR, 256)
     if scalar <= 0:
-        raise UsageError(f"{_SCALAR}={scalar:g}: use a number above 0, as 256")
+        raise UsageError(f"{_SCALAR}={scalar:g}: use a number above 0, such as 256")
     return float(scalar**-0.5)
 
 

@@ -28,7 +28,7 @@ HostRotations = npt.NDArray[np.complexfloating]
 def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
     """Radians per position of each rotary pair, and the factor on cos and sin.
 
-    `n_tokens` is the length of the sequence, which matters for dynamic scaling alone.
+    `n_tokens` is the length of the sequence, used only for dynamic scaling.
 
     Shapes: [head_dim / 2] float64.
     """

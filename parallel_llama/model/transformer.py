@@ -85,7 +85,7 @@ class TransformerBlock:
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
-        """Changes x. With `rows` the result has these rows alone, [n, dim]."""
+        """Changes x. With `rows` the result has only these rows, [n, dim]."""
         assert self.ffn_norm is not None
         o = self.attention(self.attention_norm(x), batch, caches, rows)
         if self.post_attention_norm is not None:

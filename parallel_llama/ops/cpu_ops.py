@@ -49,7 +49,7 @@ class CPUOps(TorchOps):
         heads_per_kv: The numbers of query heads that share a KV head.
         scores: The score function of attention.
         cache_dtype: The dtype of the KV cache; None for `dtype`.
-        matrices: The dtypes and formats of matrices, beside `dtype`.
+        matrices: Other dtypes and formats of matrices than `dtype`.
     """
 
     def __init__(

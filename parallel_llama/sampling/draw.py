@@ -92,7 +92,7 @@ class SamplingRow:
 
     @property
     def takes_best(self) -> bool:
-        """Whether the token is the argmax over the vocabulary, of unchanged logits with noise."""
+        """Whether the token is the argmax of the model's logits, or of these with noise."""
         return not self.params.is_filtered and not self.is_adjusted
 
     def __str__(self) -> str:

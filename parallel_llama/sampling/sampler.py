@@ -285,7 +285,7 @@ def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], way
 
 def _mass(tiles: Tiles, temperature: Tensor) -> Tensor:
     """The sum of exp((logit - its row's largest) / temperature). Shapes: [n, 1] twice, float64."""
-    # A row of -inf alone gets a mass of 0; -inf - -inf would be NaN.
+    # A row with only -inf gets a mass of 0; -inf - -inf would be NaN.
     largest = tiles.largest.amax(1, keepdim=True).double()
     largest.clamp_(min=-torch.finfo(torch.float64).max)
     temperature = temperature.to(largest.device)

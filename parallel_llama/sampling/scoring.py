@@ -83,7 +83,7 @@ def gather_logits(logits: Tensor, vocabs: Sequence[range], comm: Communicator) -
 
 
 def new_block(n: int, n_fixed: int, k: int, vocab: range, device: torch.device) -> Tensor:
-    """A rank's part of an exchange with N_LOCAL alone filled in. Shapes: [n, n_fixed + 2 k]."""
+    """A rank's part of an exchange, with only N_LOCAL filled in. Shapes: [n, n_fixed + 2 k]."""
     block = torch.full((n, n_fixed + 2 * k), -math.inf, dtype=torch.float64, device=device)
     block[:, N_LOCAL] = len(vocab)
     block[:, n_fixed + k :] = -1

@@ -47,7 +47,7 @@ MAX_ROWS = 32
 _ROWS = 6
 
 # Inputs that are summed in the lanes of a vector before the lanes are added up. `gemm` sums in the
-# same order, and its panels of so many inputs fit the L2 cache.
+# same order, and its panels of this many inputs fit the L2 cache.
 SUMMED_INPUTS = 1024
 
 Row = Callable[[Value], tuple[Value, Value]]  # the addresses of a row of x and of the result
@@ -255,7 +255,7 @@ def _products(
     k: Value,
     prefetched: tuple[Value, Value] | None,
 ) -> list[Value]:
-    """row @ column for each row with each column, of k numbers each, computed together.
+    """row @ column for each pair of a row and a column, of k numbers each.
 
     Args:
         prefetched: where prefetching starts, counted from the start of each column, and by how many

@@ -4,7 +4,7 @@ Kernels run on torch's copy of GNU OpenMP: a second pool of threads would compet
 operations for the cores.
 
 Machine code is cached in the user's cache folder. The process runs what it finds there, so it only
-accepts files that this user alone can have written: the folder and the file belong to the user, and
+accepts files that no other user can have written: the folder and the file belong to the user, and
 nobody else may write to them. A file starts with the digest of its key and content; a file that is
 damaged, cut short or renamed is compiled again. Without such a folder, every kernel is compiled.
 

@@ -25,7 +25,7 @@ _TILE_BYTES = 1 << 14  # of a tile of keys
 _SUM_BYTES = 1 << 14  # of a tile of queries, limited by registers
 _MAX_SPLITS = tl.constexpr(64)  # per query
 _AT_ONCE = tl.constexpr(8)  # splits that are loaded together
-# Numbers beside the sums of a split: the largest score, the total, and padding for alignment.
+# More numbers per split than its sums: the largest score, the total, padding for alignment.
 _BESIDE = tl.constexpr(4)
 
 
