@@ -1,6 +1,6 @@
 """The engine that every rank runs: many requests share one model and one KV cache.
 
-Every rank runs the same scheduler over the same requests. Rank 0 alone receives requests, turns
+Every rank runs the same scheduler over the same requests. Only rank 0 receives requests, turns
 tokens into text and decides when sequences end; it broadcasts its messages, token ids and
 decisions, so ranks cannot diverge. The engine does not know files, flags or terminals.
 
@@ -245,7 +245,7 @@ class Engine:
         self._in_flight = None
         self._states: dict[Sequence, _SequenceState] = {}
         self._unfinished: dict[int, list[Sequence]] = {}  # by ticket; the scheduler's own lists
-        # On rank 0 alone: what the other ranks have not been sent, and when requests time out.
+        # On rank 0 only: what is not yet sent to the other ranks, and when requests time out.
         self._incoming: deque[tuple[int, Request]] = deque()
         self._outgoing: list[tuple[int, FinishReason]] = []
         self._matchers: dict[int, list[Matcher]] = {}

@@ -8,10 +8,10 @@ A sequence holds blocks in each KV group (layers that share a block table), and 
 enough blocks in every group.
 
 Prompts with the least work left go first, so that a short prompt behind long ones has its first
-token soon; long prompts wait while a short request runs, for at most MAX_HELD_STEPS. The oldest
+token soon; long prompts wait while a short request runs, at most MAX_HELD_STEPS steps. The oldest
 unfinished sequence always makes progress: half of a step's prompt tokens are kept for it; younger
-sequences are preempted for it; those admitted before it while it waits take at most as many blocks
-as the cache has; and `add` refuses a request that does not fit into the pools alone.
+sequences are preempted for it; while it waits, those that pass it take in all at most as many
+blocks as the cache has; and `add` refuses a request that does not fit into empty pools.
 """
 
 from bisect import bisect_left, insort
@@ -163,7 +163,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def check_fits(self, request: Request) -> None:
-        """Raises: UsageError if a request does not fit into a pool, even alone."""
+        """Raises: UsageError if a request does not fit into an empty pool."""
         for kv_group in self.kv_groups:
             needed, n_blocks = kv_group.n_held(_most_tokens(request)), kv_group.pool.n_blocks
             if needed > n_blocks:

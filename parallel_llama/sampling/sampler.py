@@ -297,7 +297,7 @@ def _mass(tiles: Tiles, temperature: Tensor) -> Tensor:
 
 
 def _n_candidates(draw: SamplingRow) -> int:
-    """Candidates per rank for a row, which depend on its parameters alone."""
+    """Candidates per rank for a row; depends only on its parameters."""
     params = draw.params
     if params.is_filtered:
         return min(params.top_k or N_CANDIDATES, MAX_CANDIDATES)

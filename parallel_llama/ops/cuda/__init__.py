@@ -1,7 +1,7 @@
 """Triton kernels for a model on a CUDA device.
 
 A step of a few rows reads every weight once, so launches and host synchronisations must be few.
-Grids are computed from shapes alone, and no kernel synchronises.
+Grids depend only on shapes, and no kernel synchronises.
 
 A row's bits do not depend on the other rows of the batch. Sums are in float32. Tile sizes are
 powers of two, with masks.

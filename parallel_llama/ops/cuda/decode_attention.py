@@ -79,7 +79,7 @@ def decode_attention(
 def _tile(widest: int, head_dim: int, itemsize: int, is_packed: bool) -> tuple[int, int, int]:
     """Heads, keys and numbers per tile, as many as fit into registers.
 
-    They depend on the model alone, since the order of sums depends on them.
+    They depend only on the model, since they determine the order of sums.
     """
     size = tile(max(head_dim, 16))
     group = min(tile(max(widest, 16)), max(_SUM_BYTES // (size * itemsize), 16))
