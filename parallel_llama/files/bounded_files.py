@@ -149,7 +149,7 @@ def read_private(path: Path, max_bytes: int) -> bytes:
         data, status = read_bounded(file, path, max_bytes), os.fstat(file.fileno())
     if status.st_uid == os.geteuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UsageError(
-            f"{path} has the mode {stat.filemode(status.st_mode)}, which lets others read it; "
+            f"{path} has the mode {stat.filemode(status.st_mode)}, so others can read it; "
             f"run: chmod 600 {path}"
         )
     return data
