@@ -66,13 +66,13 @@ def check_counts(counts: Counts) -> None:
     assert 40 < counts.cancelled < 120 and counts.preempted > 0
 
 
-def test_a_crowd_gets_what_each_gets_alone(model: Path) -> None:
+def test_a_crowd_gets_what_each_gets_alone(model):
     llm = LLM(str(model), dtype="float64", kv_cache_bytes=100_000, block_size=4)
     check_counts(soaked(llm, 400))
     llm.close()
 
 
-def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model: Path) -> None:
+def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     program = str(ROOT / "tests" / "support" / "llm_program.py")
     command = [sys.executable, "-m", *torchrun, program, "soak", str(model), "400"]
@@ -86,7 +86,7 @@ def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model: Path) -> None:
 # One.
 
 
-def test_progress_adds_up_to_the_completion(llm: LLM) -> None:
+def test_progress_adds_up_to_the_completion(llm):
     (alone,) = llm.generate(["Hello"], PARAMS)
 
     async def talk(engine: AsyncLLM) -> None:
@@ -100,7 +100,7 @@ def test_progress_adds_up_to_the_completion(llm: LLM) -> None:
     run(llm, talk)
 
 
-def test_completions_come_in_order_with_their_choices(llm: LLM) -> None:
+def test_completions_come_in_order_with_their_choices(llm):
     params = SamplingParams(max_tokens=8, temperature=1.5, seed=1, n=3)
     prompts = ["Hello", [5, 6, 7], [{"role": "user", "content": "Good day"}]]
     alone = llm.generate(prompts, params)
@@ -111,7 +111,7 @@ def test_completions_come_in_order_with_their_choices(llm: LLM) -> None:
     run(llm, talk)
 
 
-def test_requests_without_a_seed_draw_differently(llm: LLM) -> None:
+def test_requests_without_a_seed_draw_differently(llm):
     """Each is another line of the same run."""
     params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
 
@@ -122,7 +122,7 @@ def test_requests_without_a_seed_draw_differently(llm: LLM) -> None:
     run(llm, talk)
 
 
-def test_an_answer_that_is_cancelled_tells_of_its_end(llm: LLM) -> None:
+def test_an_answer_that_is_cancelled_tells_of_its_end(llm):
     async def talk(engine: AsyncLLM) -> None:
         answer = await engine.submit("Hello", LONG)
         answer.cancel()
@@ -135,7 +135,7 @@ def test_an_answer_that_is_cancelled_tells_of_its_end(llm: LLM) -> None:
     run(llm, talk)
 
 
-def test_a_reader_whose_task_is_cancelled_takes_its_request_along(llm: LLM) -> None:
+def test_a_reader_whose_task_is_cancelled_takes_its_request_along(llm):
     async def talk(engine: AsyncLLM) -> None:
         answer = await engine.submit("Hello", LONG)
         task = asyncio.create_task(answer.completions())
@@ -151,7 +151,7 @@ def test_a_reader_whose_task_is_cancelled_takes_its_request_along(llm: LLM) -> N
     run(llm, talk)
 
 
-def test_a_call_that_is_cancelled_or_fails_takes_all_its_requests_along(llm: LLM) -> None:
+def test_a_call_that_is_cancelled_or_fails_takes_all_its_requests_along(llm):
     async def talk(engine: AsyncLLM) -> None:
         task = asyncio.create_task(engine.generate(["Hello", "you"], LONG))
         while engine.statistics().n_running < 2:
@@ -169,7 +169,7 @@ def test_a_call_that_is_cancelled_or_fails_takes_all_its_requests_along(llm: LLM
     run(llm, talk)
 
 
-def test_a_late_answer_ends_with_what_it_has(llm: LLM) -> None:
+def test_a_late_answer_ends_with_what_it_has(llm):
     async def talk(engine: AsyncLLM) -> None:
         over = await engine.submit("Hello", LONG, timeout_s=0)
         late = await engine.submit("Hello", LONG, timeout_s=1)
@@ -182,9 +182,7 @@ def test_a_late_answer_ends_with_what_it_has(llm: LLM) -> None:
     run(llm, talk)
 
 
-def test_the_time_in_which_a_prompt_becomes_tokens_counts(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_in_which_a_prompt_becomes_tokens_counts(llm, monkeypatch):
     original = llm.input_processor.request
 
     def request(*args: object) -> object:
@@ -215,9 +213,7 @@ def slow_down(llm: LLM) -> None:
 # The event loop and the thread.
 
 
-def test_prompts_become_tokens_outside_the_event_loop(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_become_tokens_outside_the_event_loop(llm, monkeypatch):
     seen = []
     original = llm.input_processor.request
     monkeypatch.setattr(
@@ -233,7 +229,7 @@ def test_prompts_become_tokens_outside_the_event_loop(
     assert len(set(seen)) == 1 and threading.get_ident() not in seen
 
 
-def test_an_engine_without_requests_does_nothing(llm: LLM) -> None:
+def test_an_engine_without_requests_does_nothing(llm):
     """It waits without a step, also after a late cancellation."""
 
     async def talk(engine: AsyncLLM) -> None:
@@ -255,7 +251,7 @@ def test_an_engine_without_requests_does_nothing(llm: LLM) -> None:
     run(llm, talk)
 
 
-def test_statistics_are_those_of_the_moment(llm: LLM) -> None:
+def test_statistics_are_those_of_the_moment(llm):
     async def talk(engine: AsyncLLM) -> None:
         before = engine.statistics()
         (n_blocks,) = llm.engine.capacity.n_blocks
@@ -272,7 +268,7 @@ def test_statistics_are_those_of_the_moment(llm: LLM) -> None:
     run(llm, talk)
 
 
-def test_closing_ends_what_is_running(llm: LLM) -> None:
+def test_closing_ends_what_is_running(llm):
     """Everyone hears of it, whether already running or just submitted; the LLM goes on."""
     before = llm.generate(["Hello"], PARAMS)
 
@@ -294,7 +290,7 @@ def test_closing_ends_what_is_running(llm: LLM) -> None:
     assert llm.generate(["Hello"], PARAMS) == before
 
 
-def test_who_submits_while_it_closes_is_refused(llm: LLM) -> None:
+def test_who_submits_while_it_closes_is_refused(llm):
     """The message of a prompt that was still being tokenised came behind the last one."""
 
     async def serve() -> None:
@@ -309,7 +305,7 @@ def test_who_submits_while_it_closes_is_refused(llm: LLM) -> None:
     asyncio.run(serve())
 
 
-def test_a_loop_that_ends_early_ends_the_thread(llm: LLM) -> None:
+def test_a_loop_that_ends_early_ends_the_thread(llm):
     """Without `close`: the model runs for nobody no longer than a step or two."""
     before = llm.generate(["Hello"], PARAMS)
     slow_down(llm)
@@ -330,7 +326,7 @@ def test_a_loop_that_ends_early_ends_the_thread(llm: LLM) -> None:
 # Errors.
 
 
-def test_what_cannot_be_done_is_refused_at_once(llm: LLM) -> None:
+def test_what_cannot_be_done_is_refused_at_once(llm):
     async def talk(engine: AsyncLLM) -> None:
         for prompt, params in (("", PARAMS), ([999], PARAMS), ([5] * 600, PARAMS)):
             with pytest.raises(UsageError):
@@ -342,9 +338,7 @@ def test_what_cannot_be_done_is_refused_at_once(llm: LLM) -> None:
     run(llm, talk)
 
 
-def test_what_the_engine_refuses_reaches_who_asked(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_engine_refuses_reaches_who_asked(llm, monkeypatch):
     async def talk(engine: AsyncLLM) -> None:
         original = llm.engine.submit
 
@@ -362,7 +356,7 @@ def test_what_the_engine_refuses_reaches_who_asked(
     run(llm, talk)
 
 
-def test_numbers_that_are_none_reach_all_and_the_next_gets_on(llm: LLM) -> None:
+def test_numbers_that_are_none_reach_all_and_the_next_gets_on(llm):
     (before,) = llm.generate(["Hello"], PARAMS)
     weight = llm.engine.runner.model.norm.weight.values
     kept = weight.clone()
@@ -381,9 +375,7 @@ def test_numbers_that_are_none_reach_all_and_the_next_gets_on(llm: LLM) -> None:
     run(llm, talk)
 
 
-def test_an_error_of_the_engine_reaches_everyone_who_waits(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_engine_reaches_everyone_who_waits(llm, monkeypatch):
     """Running, just submitted, and those who come later; nobody hangs."""
 
     async def serve() -> list[Completion]:

@@ -72,7 +72,7 @@ def problems_of(folder: Path, against: Path | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_whole_folder_is_found_whole(folders: dict[str, Path], check: Check, name: str) -> None:
+def test_a_whole_folder_is_found_whole(folders, check, name):
     code, report = check(folders[name])
     n_tensors = 21
     n_files = len(list(folders[name].iterdir())) - 1
@@ -91,9 +91,7 @@ def test_a_whole_folder_is_found_whole(folders: dict[str, Path], check: Check, n
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_without_a_manifest_is_checked_for_structure(
-    copy: Copy, check: Check, name: str
-) -> None:
+def test_a_folder_without_a_manifest_is_checked_for_structure(copy, check, name):
     folder = copy(name)
     (folder / "manifest.json").unlink()
     code, report = check(folder)
@@ -162,9 +160,7 @@ def assert_named(found: list[str], path: Path, at: int, locations: dict[str, ran
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(
-    copy: Copy, check: Check, name: str
-) -> None:
+def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(copy, check, name):
     folder, random_source = copy(name), random.Random(name)
     paths = sorted(p for p in folder.iterdir() if p.suffix in (".pth", ".safetensors"))
     locations = {path: tensor_locations(path) for path in paths}
@@ -180,9 +176,7 @@ def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit_of_anything_else_is_found_in_its_file(
-    copy: Copy, check: Check, name: str
-) -> None:
+def test_a_flipped_bit_of_anything_else_is_found_in_its_file(copy, check, name):
     """Headers, the zip's own records, JSON files, the index, the manifest."""
     folder, random_source = copy(name), random.Random(name)
     spots = [spot for path in sorted(folder.iterdir()) for spot in outside_tensors(path)]
@@ -209,7 +203,7 @@ def outside_tensors(path: Path) -> Iterator[tuple[Path, range]]:
         yield path, range(at, path.stat().st_size)
 
 
-def test_a_zip_directory_that_contradicts_itself_is_damage(copy: Copy) -> None:
+def test_a_zip_directory_that_contradicts_itself_is_damage(copy):
     """zipfile raises for it even when it is only asked whether this is a zip file."""
     folder = copy("meta of 2")
     path = folder / "consolidated.01.pth"
@@ -221,7 +215,7 @@ def test_a_zip_directory_that_contradicts_itself_is_damage(copy: Copy) -> None:
     assert "consolidated.01.pth: damaged zip archive" in problems_of(folder)[0]
 
 
-def test_damage_in_two_places_is_named_twice(copy: Copy) -> None:
+def test_damage_in_two_places_is_named_twice(copy):
     folder = copy("meta of 2")
     for path in (folder / "consolidated.00.pth", folder / "consolidated.01.pth"):
         location = tensor_locations(path)["layers.1.feed_forward.w2.weight"]
@@ -237,7 +231,7 @@ def test_damage_in_two_places_is_named_twice(copy: Copy) -> None:
 # Files.
 
 
-def test_missing_cut_and_grown_files_are_named(copy: Copy) -> None:
+def test_missing_cut_and_grown_files_are_named(copy):
     folder = copy("hf of 2 files")
     first, second = sorted(folder.glob("*.safetensors"))
     first.unlink()
@@ -250,7 +244,7 @@ def test_missing_cut_and_grown_files_are_named(copy: Copy) -> None:
     assert "config.json: too long" in found
 
 
-def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy: Copy, check: Check) -> None:
+def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy, check):
     folder = copy("hf")
     (folder / "LICENSE").write_text("yes")
     code, report = check(folder)
@@ -263,7 +257,7 @@ def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy: Copy, che
         (folder / name).unlink()
 
 
-def test_a_stranger_in_a_subfolder_is_seen_too(copy: Copy, check: Check) -> None:
+def test_a_stranger_in_a_subfolder_is_seen_too(copy, check):
     folder = copy("hf")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
@@ -272,14 +266,14 @@ def test_a_stranger_in_a_subfolder_is_seen_too(copy: Copy, check: Check) -> None
     assert "additional_chat_templates/tools.jinja: not in" in report["problems"][0]
 
 
-def test_a_link_out_of_the_folder_is_refused(copy: Copy, tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_refused(copy, tmp_path):
     folder = copy("hf")
     (folder / "config.json").rename(tmp_path / "config.json")
     (folder / "config.json").symlink_to(tmp_path / "config.json")
     assert "leads out of the folder" in problems_of(folder)[0]
 
 
-def test_a_pipe_in_place_of_a_file_does_not_hang(copy: Copy) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_hang(copy):
     folder = copy("hf")
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
@@ -289,14 +283,14 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(copy: Copy) -> None:
 @pytest.mark.parametrize(
     "name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors"]
 )
-def test_an_index_that_leads_out_of_the_folder_is_a_problem(copy: Copy, name: str) -> None:
+def test_an_index_that_leads_out_of_the_folder_is_a_problem(copy, name):
     folder = copy("hf of 2 files")
     (folder / "manifest.json").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     assert "is outside the folder" in problems_of(folder)[0]
 
 
-def test_a_manifest_that_says_another_hash_for_a_tensor_is_not_believed(copy: Copy) -> None:
+def test_a_manifest_that_says_another_hash_for_a_tensor_is_not_believed(copy):
     """All files are as listed, so only reading the tensors can tell."""
     folder = copy("meta of 2")
     manifest = read_manifest(folder)
@@ -314,7 +308,7 @@ def checklist(folder: Path, names: list[str]) -> None:
     (folder / "checklist.chk").write_text("\n".join(lines) + "\n")
 
 
-def test_metas_checklist_is_checked(copy: Copy) -> None:
+def test_metas_checklist_is_checked(copy):
     folder = copy("meta of 2")
     (folder / "manifest.json").unlink()
     checklist(folder, ["params.json", "consolidated.00.pth", "consolidated.01.pth"])
@@ -329,7 +323,7 @@ def test_metas_checklist_is_checked(copy: Copy) -> None:
     "line",
     ["x", "0" * 32 + "  ../a", "0" * 32 + "  none.pth", "0" * 32, "\udcff", "0" * 32 + "  .."],
 )
-def test_a_broken_checklist_is_a_problem(copy: Copy, line: str) -> None:
+def test_a_broken_checklist_is_a_problem(copy, line):
     folder = copy("meta of 2")
     (folder / "manifest.json").unlink()
     (folder / "checklist.chk").write_bytes(line.encode("utf-8", "surrogateescape"))
@@ -377,9 +371,7 @@ HEADERS: dict[str, object] = {
 
 @pytest.mark.parametrize("name", HEADERS)
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_forged_safetensors_header_is_a_problem(
-    copy: Copy, name: str, has_manifest: bool
-) -> None:
+def test_a_forged_safetensors_header_is_a_problem(copy, name, has_manifest):
     folder, header = copy("hf"), HEADERS[name]
     text = header if isinstance(header, str | bytes) else json.dumps(header)
     raw = text.encode() if isinstance(text, str) else text
@@ -390,7 +382,7 @@ def test_a_forged_safetensors_header_is_a_problem(
 
 
 @pytest.mark.parametrize("raw", [b"", b"1234567", struct.pack("<Q", 2**64 - 1), b"\0" * 8])
-def test_a_safetensors_file_that_is_none_is_a_problem(copy: Copy, raw: bytes) -> None:
+def test_a_safetensors_file_that_is_none_is_a_problem(copy, raw):
     folder = copy("hf")
     (folder / "manifest.json").unlink()
     (folder / "model.safetensors").write_bytes(raw)
@@ -446,7 +438,7 @@ TORCH: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_forged_torch_file_is_a_problem(copy: Copy, name: str, has_manifest: bool) -> None:
+def test_a_forged_torch_file_is_a_problem(copy, name, has_manifest):
     folder = copy("meta of 2")
     TORCH[name](folder / "consolidated.01.pth")
     if not has_manifest:
@@ -479,7 +471,7 @@ INDICES: dict[str, object] = {
 
 @pytest.mark.parametrize("name", INDICES)
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_forged_index_is_a_problem(copy: Copy, name: str, has_manifest: bool) -> None:
+def test_a_forged_index_is_a_problem(copy, name, has_manifest):
     folder, index = copy("hf of 2 files"), INDICES[name]
     text = index if isinstance(index, str | bytes) else json.dumps(index)
     raw = text.encode() if isinstance(text, str) else text
@@ -490,7 +482,7 @@ def test_a_forged_index_is_a_problem(copy: Copy, name: str, has_manifest: bool) 
 
 
 @pytest.mark.parametrize("name", BROKEN_GGUF)
-def test_a_broken_gguf_file_is_a_problem(tmp_path: Path, name: str) -> None:
+def test_a_broken_gguf_file_is_a_problem(tmp_path, name):
     content, _ = BROKEN_GGUF[name]
     path = tmp_path / "m.gguf"
     path.write_bytes(content if isinstance(content, bytes) else content.to_bytes())
@@ -498,9 +490,7 @@ def test_a_broken_gguf_file_is_a_problem(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [RecursionError, MemoryError, KeyError, struct.error])
-def test_what_no_reader_foresaw_is_a_problem_too(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
+def test_what_no_reader_foresaw_is_a_problem_too(folders, monkeypatch, error):
     def fails(*_: object) -> None:
         raise error("unforeseen")
 
@@ -515,13 +505,7 @@ def test_what_no_reader_foresaw_is_a_problem_too(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("has_manifests", [True, False])
-def test_layouts_of_one_model_are_the_same(
-    folders: dict[str, Path],
-    copy: Copy,
-    check: Check,
-    name: str,
-    has_manifests: bool,
-) -> None:
+def test_layouts_of_one_model_are_the_same(folders, copy, check, name, has_manifests):
     other = NAMES[NAMES.index(name) - 1]
     one, two = (folders[n] if has_manifests else copy(n) for n in (name, other))
     if not has_manifests:
@@ -543,7 +527,7 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 WQ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def test_tensors_that_differ_are_named(copy: Copy, folders: dict[str, Path], check: Check) -> None:
+def test_tensors_that_differ_are_named(copy, folders, check):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[WQ][3, 5] += 1
         tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
@@ -559,7 +543,7 @@ def test_tensors_that_differ_are_named(copy: Copy, folders: dict[str, Path], che
     assert (code, len(report["problems"])) == (1, 2)
 
 
-def test_shapes_and_arguments_that_differ_are_named(copy: Copy, folders: dict[str, Path]) -> None:
+def test_shapes_and_arguments_that_differ_are_named(copy, folders):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in ("lm_head.weight", "model.embed_tokens.weight"):
             tensors[name] = tensors[name][:100].clone()
@@ -575,7 +559,7 @@ def test_shapes_and_arguments_that_differ_are_named(copy: Copy, folders: dict[st
     ]
 
 
-def test_layers_that_one_model_lacks_are_named(copy: Copy, folders: dict[str, Path]) -> None:
+def test_layers_that_one_model_lacks_are_named(copy, folders):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if ".layers.1." in name]:
             del tensors[name]
@@ -589,7 +573,7 @@ def test_layers_that_one_model_lacks_are_named(copy: Copy, folders: dict[str, Pa
     assert len(found) == 1 + 9
 
 
-def test_a_tied_head_is_the_embeddings(copy: Copy) -> None:
+def test_a_tied_head_is_the_embeddings(copy):
     """Meta's files have both, also where a HF folder has one for the two."""
 
     def tie(tensors: dict[str, torch.Tensor]) -> None:
@@ -609,9 +593,7 @@ def test_a_tied_head_is_the_embeddings(copy: Copy) -> None:
     assert problems_of(both, one) == []
 
 
-def test_damage_of_the_other_model_is_said_to_be_there(
-    copy: Copy, folders: dict[str, Path]
-) -> None:
+def test_damage_of_the_other_model_is_said_to_be_there(copy, folders):
     folder = copy("meta of 2")
     flipped(folder / "consolidated.00.pth", 8 * 100_000)
     found = problems_of(folders["hf"], folder)
@@ -641,7 +623,7 @@ def write_whole_gguf(path: Path, args: ModelArgs, weights: dict[str, torch.Tenso
     writer.close()
 
 
-def test_a_gguf_file_is_compared_too(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_gguf_file_is_compared_too(folders, tmp_path):
     def narrow(tensors: dict[str, torch.Tensor]) -> None:
         tensors.update({name: tensor.float() for name, tensor in tensors.items()})
 
@@ -670,21 +652,13 @@ def test_a_gguf_file_is_compared_too(folders: dict[str, Path], tmp_path: Path) -
         ([".", "--agains", "x"], "did you mean"),
     ],
 )
-def test_wrong_use_ends_with_2_and_damage_with_1(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    argv: list[str],
-    reason: str | None,
-) -> None:
+def test_wrong_use_ends_with_2_and_damage_with_1(tmp_path, monkeypatch, capsys, argv, reason):
     monkeypatch.chdir(tmp_path)
     assert main(["verify", *argv]) == (1 if reason is None else 2)
     assert (reason or "") in capsys.readouterr().err
 
 
-def test_people_get_a_line_for_each_problem_and_one_at_the_end(
-    copy: Copy, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_people_get_a_line_for_each_problem_and_one_at_the_end(copy, capsys):
     folder = copy("hf")
     assert main(["verify", str(folder)]) == 0
     assert "whole (3 files, 21 tensors, " in capsys.readouterr().out
@@ -710,9 +684,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ANSWER = ["--prompt", "x", "--max-tokens", "1", "--verify"]
 
 
-def test_a_whole_model_answers_after_verification(
-    chat_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_model_answers_after_verification(chat_folder, capfd):
     assert main(["generate", "--model", str(chat_folder), *ANSWER, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["tokens"]
 
@@ -723,9 +695,7 @@ def test_a_whole_model_answers_after_verification(
     ["model.safetensors", "config.json", "tokenizer.json", "manifest.json", "header", "missing"],
 )
 @pytest.mark.parametrize("nproc", ["1", "2"])
-def test_a_damaged_model_does_not_answer(
-    chat_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, nproc: str
-) -> None:
+def test_a_damaged_model_does_not_answer(chat_folder, tmp_path, capfd, file, nproc):
     """Two ranks check different files, so damage that only one rank finds must end both."""
     folder = shutil.copytree(chat_folder, tmp_path / "model")
     path = folder / ("model.safetensors" if file in ("header", "missing") else file)
@@ -742,9 +712,7 @@ def test_a_damaged_model_does_not_answer(
 
 
 @pytest.mark.parametrize("verb", ["generate", "score"])
-def test_a_model_without_a_manifest_cannot_be_verified(
-    chat_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
+def test_a_model_without_a_manifest_cannot_be_verified(chat_folder, tmp_path, capsys, verb):
     folder = shutil.copytree(chat_folder, tmp_path / "model")
     (folder / "manifest.json").unlink()
     asked = ["--prompt", "x"] if verb == "generate" else ["--tokens-file", "ids.json"]
@@ -755,7 +723,7 @@ def test_a_model_without_a_manifest_cannot_be_verified(
     assert "has no manifest.json to verify against" in capsys.readouterr().err
 
 
-def test_random_weights_cannot_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_weights_cannot_be_verified(capsys):
     argv = ["generate", "--model", "llama-2-7b", "--random-weights", "1", *ANSWER]
     assert main(argv) == 2
     assert "--verify and --random-weights" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def hold(err: str, says: Sequence[str]) -> None:
         assert words in messages[0]
 
 
-def test_the_good_model_runs(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_good_model_runs(good, capsys):
     """Every refusal below is of something done to this folder."""
     assert main(["generate", "--model", str(good), *TEXT, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["n_prompt_tokens"] == 3
@@ -109,14 +109,12 @@ FLAGS: list[tuple[tuple[str, ...], Sequence[str]]] = [
 
 
 @pytest.mark.parametrize(("flags", "says"), FLAGS, ids=lambda case: " ".join(case)[:30])
-def test_a_wrong_flag_is_named(
-    good: Path, refused: Refused, flags: tuple[str, ...], says: Sequence[str]
-) -> None:
+def test_a_wrong_flag_is_named(good, refused, flags, says):
     refused("generate", "--model", str(good), "--prompt", "Hi", *flags, says=says)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is of a host without a card")
-def test_cuda_without_a_card_is_wrong_use(good: Path, refused: Refused) -> None:
+def test_cuda_without_a_card_is_wrong_use(good, refused):
     says = ["device=cuda: torch sees no CUDA device here"]
     refused("generate", "--model", str(good), "--prompt", "Hi", "--device", "cuda", says=says)
 
@@ -134,9 +132,7 @@ LINES: list[tuple[str, Sequence[str]]] = [
 
 
 @pytest.mark.parametrize(("text", "says"), LINES, ids=[text[:24] for text, _ in LINES])
-def test_a_wrong_line_of_a_prompts_file_is_named(
-    good: Path, tmp_path: Path, refused: Refused, text: str, says: Sequence[str]
-) -> None:
+def test_a_wrong_line_of_a_prompts_file_is_named(good, tmp_path, refused, text, says):
     file = tmp_path / "prompts.jsonl"
     file.write_text(text)
     refused("generate", "--model", str(good), "--prompts", str(file), says=says)
@@ -150,17 +146,13 @@ SCORED: list[tuple[str, Sequence[str]]] = [
 
 
 @pytest.mark.parametrize(("text", "says"), SCORED, ids=[text[:24] for text, _ in SCORED])
-def test_a_sequence_that_cannot_be_scored_is_refused(
-    good: Path, tmp_path: Path, refused: Refused, text: str, says: Sequence[str]
-) -> None:
+def test_a_sequence_that_cannot_be_scored_is_refused(good, tmp_path, refused, text, says):
     file = tmp_path / "tokens.json"
     file.write_text(text)
     refused("score", "--model", str(good), "--tokens-file", str(file), says=says)
 
 
-def test_a_stride_that_leaves_tokens_without_context_is_refused(
-    good: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_a_stride_that_leaves_tokens_without_context_is_refused(good, tmp_path, refused):
     file = tmp_path / "tokens.json"
     file.write_text("[1, 2]")
     given = ("score", "--model", str(good), "--tokens-file", str(file), "--stride")
@@ -168,9 +160,7 @@ def test_a_stride_that_leaves_tokens_without_context_is_refused(
     refused(*given, "0", says=["--stride", "1"])
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_opened(
-    folder: Path, refused: Refused
-) -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_opened(folder, refused):
     (folder / "model.safetensors").write_bytes(b"")
     refused("generate", "--model", str(folder), "--prompt", "x" * 600, says=["601 tokens", "512"])
 
@@ -290,9 +280,7 @@ DAMAGES: list[tuple[Callable[[Path], None], Sequence[str]]] = [
 @pytest.mark.parametrize(
     ("damage", "says"), DAMAGES, ids=lambda case: getattr(case, "__name__", "")
 )
-def test_a_damaged_folder_is_refused_before_a_weight_is_read(
-    folder: Path, refused: Refused, damage: Callable[[Path], None], says: Sequence[str]
-) -> None:
+def test_a_damaged_folder_is_refused_before_a_weight_is_read(folder, refused, damage, says):
     damage(folder)
     refused("generate", "--model", str(folder), *TEXT, says=says)
 
@@ -305,23 +293,19 @@ TEMPLATES: list[tuple[str, Sequence[str]]] = [
 
 
 @pytest.mark.parametrize(("template", "says"), TEMPLATES)
-def test_a_damaged_chat_template_is_refused(
-    folder: Path, refused: Refused, template: str, says: Sequence[str]
-) -> None:
+def test_a_damaged_chat_template_is_refused(folder, refused, template, says):
     edit_json(folder / "tokenizer_config.json", chat_template=template)
     refused("generate", "--model", str(folder), "--chat", *TEXT, says=says)
 
 
 @pytest.mark.parametrize("verb", ["chat", "generate"])
-def test_a_model_without_a_template_cannot_chat(folder: Path, refused: Refused, verb: str) -> None:
+def test_a_model_without_a_template_cannot_chat(folder, refused, verb):
     edit_json(folder / "tokenizer_config.json", chat_template=None)
     flags = () if verb == "chat" else ("--chat", *TEXT)
     refused(verb, "--model", str(folder), *flags, says=["no chat template", "chat model"])
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(
-    folder: Path, refused: Refused
-) -> None:
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(folder, refused):
     """An id beyond the embeddings ends as a message, not as an index error in a rank."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["H"] = 5000
@@ -339,26 +323,24 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(
         (str(ROOT / "tests"), ["config.json", "params.json"]),
     ],
 )
-def test_a_model_that_is_none_is_refused(refused: Refused, model: str, says: Sequence[str]) -> None:
+def test_a_model_that_is_none_is_refused(refused, model, says):
     refused("generate", "--model", model, *TEXT, says=says)
 
 
-def test_a_shape_has_no_tokenizer(refused: Refused) -> None:
+def test_a_shape_has_no_tokenizer(refused):
     model = ("--model", "llama-3.2-1b", "--random-weights", "1")
     refused("generate", *model, *TEXT, says=["without a tokenizer", "token ids"])
 
 
 @pytest.mark.parametrize("share", [0.3, 0.9])
-def test_a_truncated_gguf_file_is_refused(tmp_path: Path, refused: Refused, share: float) -> None:
+def test_a_truncated_gguf_file_is_refused(tmp_path, refused, share):
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_builder.GGUF().to_bytes())
     cut(path, share)
     refused("generate", "--model", str(path), *TEXT, says=["model.gguf"])
 
 
-def test_a_gguf_file_without_most_of_its_tensors_is_refused(
-    tmp_path: Path, refused: Refused
-) -> None:
+def test_a_gguf_file_without_most_of_its_tensors_is_refused(tmp_path, refused):
     path, prompts = tmp_path / "model.gguf", tmp_path / "prompts.jsonl"
     path.write_bytes(gguf_builder.GGUF().to_bytes())
     prompts.write_text('{"tokens": [2, 3]}')
@@ -383,17 +365,17 @@ def meta_argv(meta: Path) -> tuple[str, ...]:
     return ("generate", "--model", str(meta), "--prompts", prompts, "--max-tokens", "2")
 
 
-def test_the_meta_folder_runs(meta: Path) -> None:
+def test_the_meta_folder_runs(meta):
     assert main(meta_argv(meta)) == 0
 
 
-def test_a_truncated_pth_file_is_refused(meta: Path, refused: Refused) -> None:
+def test_a_truncated_pth_file_is_refused(meta, refused):
     cut(meta / "consolidated.01.pth", 0.8)
     says = ["consolidated.01.pth", "truncated or damaged", "fetch it again"]
     refused(*meta_argv(meta), says=says)
 
 
-def test_a_missing_pth_file_is_refused(meta: Path, refused: Refused) -> None:
+def test_a_missing_pth_file_is_refused(meta, refused):
     (meta / "consolidated.00.pth").unlink()
     refused(*meta_argv(meta), says=["missing consolidated.00.pth", "fetch"])
 
@@ -408,17 +390,13 @@ def put_in_row_0(folder: Path, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_no_number_is_found_while_reading(
-    folder: Path, refused: Refused, value: float
-) -> None:
+def test_a_weight_that_is_no_number_is_found_while_reading(folder, refused, value):
     put_in_row_0(folder, value)
     says = ["tok_embeddings.weight: 1 of", "NaN or Inf", "fetch them again"]
     refused("generate", "--model", str(folder), *TEXT, code=1, says=says)
 
 
-def test_a_weight_that_does_not_fit_the_dtype_is_found_while_reading(
-    folder: Path, refused: Refused
-) -> None:
+def test_a_weight_that_does_not_fit_the_dtype_is_found_while_reading(folder, refused):
     put_in_row_0(folder, 1e6)
     argv = ("generate", "--model", str(folder), *TEXT, "--dtype", "float16")
     refused(*argv, code=1, says=["1e+06", "float16", "use bfloat16 or float32"])
@@ -434,9 +412,7 @@ def test_a_weight_that_does_not_fit_the_dtype_is_found_while_reading(
         "model.layers.1.input_layernorm.weight",
     ],
 )
-def test_a_weight_that_is_too_large_to_compute_with_ends_with_1(
-    folder: Path, refused: Refused, name: str, nproc: str
-) -> None:
+def test_a_weight_that_is_too_large_to_compute_with_ends_with_1(folder, refused, name, nproc):
     """Squares of its row are infinite in float32; the norm made zeros of it, and token 0."""
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
@@ -447,9 +423,7 @@ def test_a_weight_that_is_too_large_to_compute_with_ends_with_1(
     refused(*argv, code=1, says=["the largest of its logits is", "the weights are damaged or"])
 
 
-def test_a_file_that_shrinks_while_it_is_read_ends_with_1(
-    folder: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_shrinks_while_it_is_read_ends_with_1(folder, refused, monkeypatch):
     from parallel_llama.checkpoint.hf_folder import HFFolder
 
     check = HFFolder.check
@@ -472,14 +446,7 @@ def test_a_file_that_shrinks_while_it_is_read_ends_with_1(
         ("0", None, ["WORLD_SIZE=None"]),
     ],
 )
-def test_an_environment_that_disagrees_is_refused(
-    good: Path,
-    refused: Refused,
-    monkeypatch: pytest.MonkeyPatch,
-    rank: str,
-    size: str | None,
-    says: Sequence[str],
-) -> None:
+def test_an_environment_that_disagrees_is_refused(good, refused, monkeypatch, rank, size, says):
     monkeypatch.setenv("RANK", rank)
     if size is not None:
         monkeypatch.setenv("WORLD_SIZE", size)
@@ -505,9 +472,7 @@ def on_two_ranks(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["missing", "truncated", "misshapen", "nan", "tokenizer", "rope"],
 )
-def test_two_ranks_say_it_once_and_end_with_the_same_code(
-    folder: Path, damage: Callable[[Path], None], code: int, says: Sequence[str]
-) -> None:
+def test_two_ranks_say_it_once_and_end_with_the_same_code(folder, damage, code, says):
     """Structural damage that a rank found used to end with 1, as if weights had been read."""
     damage(folder)
     done = on_two_ranks(folder)
@@ -516,9 +481,7 @@ def test_two_ranks_say_it_once_and_end_with_the_same_code(
 
 
 @pytest.mark.parametrize("text", ["Hello, world", "42", "None", "--looks-like-a-flag", '{"a": 1}'])
-def test_a_prompt_arrives_as_text(
-    good: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_a_prompt_arrives_as_text(good, capsys, text):
     """Nothing on the way takes it for Python, JSON or a flag: its tokens are the text's."""
     tokens = load_tokenizer(good).encode(text)
     assert len(tokens) == 1 + len(text)
@@ -527,8 +490,6 @@ def test_a_prompt_arrives_as_text(
         assert json.loads(capsys.readouterr().out)["n_prompt_tokens"] == len(tokens)
 
 
-def test_a_header_that_claims_more_than_memory_costs_nothing(
-    folder: Path, refused: Refused
-) -> None:
+def test_a_header_that_claims_more_than_memory_costs_nothing(folder, refused):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
     refused("generate", "--model", str(folder), *TEXT, says=[str(1 << 62), "at most"])

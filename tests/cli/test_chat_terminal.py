@@ -100,9 +100,7 @@ def open_chat(model: Path) -> Iterator[Open]:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(
-    open_chat: Open, nproc: int, tmp_path: Path
-) -> None:
+def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(open_chat, nproc, tmp_path):
     """Two within a second ended the program, lost the talk, and left no echo on the terminal."""
     chat = open_chat(nproc)
     chat.type("Hello\n")
@@ -121,7 +119,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(
     assert [each["role"] for each in json.loads(line)["messages"]] == ["user", "assistant"]
 
 
-def test_a_setting_and_another_try(open_chat: Open) -> None:
+def test_a_setting_and_another_try(open_chat):
     chat = open_chat(1)
     chat.type("/retry\n")
     chat.wait_for("no message yet")
@@ -139,9 +137,7 @@ def test_a_setting_and_another_try(open_chat: Open) -> None:
 
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(
-    open_chat: Open, nproc: int, number: int
-) -> None:
+def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(open_chat, nproc, number):
     chat = open_chat(nproc)
     time.sleep(PAUSE_S)
     os.kill(chat.process.pid, number)

@@ -68,9 +68,7 @@ def completions(output: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_run_that_is_killed_again_and_again_ends_whole(
-    model: Path, prompts: Path, tmp_path: Path, nproc: int
-) -> None:
+def test_a_run_that_is_killed_again_and_again_ends_whole(model, prompts, tmp_path, nproc):
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     assert main(["generate", *flags(model, prompts, whole)]) == 0
     chance = random.Random(nproc)
@@ -96,7 +94,7 @@ def test_a_run_that_is_killed_again_and_again_ends_whole(
     assert not (tmp_path / "broken.jsonl.run").exists()
 
 
-def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(prompts: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(prompts, tmp_path):
     output = tmp_path / "answers.jsonl"
     lines = prompts.read_text().splitlines()
     lines[-1] = json.dumps({"prompt": "on and", "max_tokens": 60_000})  # nobody waits for it

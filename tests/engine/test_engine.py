@@ -92,10 +92,7 @@ def test_tokens_are_the_same_at_every_world_size_where_keys_and_values_are_narro
 
 
 def run_mixes(
-    comm: Communicator,
-    seeds: range,
-    args: ModelArgs = ARGS,
-    kv_format: KVFormat | None = None,
+    comm: Communicator, seeds: range, args: ModelArgs = ARGS, kv_format: KVFormat | None = None
 ) -> list[list[str]]:
     runner = make_runner(comm, args, kv_format)
     found = []
@@ -116,7 +113,7 @@ def test_a_request_gets_in_any_mix_what_it_gets_alone(seeds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FAMILIES)
-def test_a_request_of_any_family_gets_in_any_mix_what_it_gets_alone(name: str) -> None:
+def test_a_request_of_any_family_gets_in_any_mix_what_it_gets_alone(name):
     args = OF_FAMILIES[name]
     assert not any(run_mixes(Solo(), range(3), args))
     assert not any(run_on_threads(3, run_mixes, range(3, 4), args)[0])

@@ -5,7 +5,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,7 +108,7 @@ def test_a_limit_of_the_address_space_is_heeded():
         lambda: bytearray(1 << 60),
     ],
 )
-def test_memory_that_cannot_be_had_says_what_to_lower(take: Callable[[], object]):
+def test_memory_that_cannot_be_had_says_what_to_lower(take):
     told = pytest.raises(OutOfMemory, match=r"no memory for the cache.*; lower it")
     with told, MemoryFor("the cache", "lower it"):
         take()
@@ -122,7 +122,7 @@ def test_memory_that_cannot_be_had_says_what_to_lower(take: Callable[[], object]
         RankError("rank 1 has died: it was out of memory"),
     ],
 )
-def test_what_is_no_lack_of_memory_stays_what_it_is(error: Exception):
+def test_what_is_no_lack_of_memory_stays_what_it_is(error):
     with pytest.raises(type(error)) as caught, MemoryFor("the cache", "lower it"):
         raise error
     assert caught.value is error

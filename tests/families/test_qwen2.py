@@ -26,9 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return write_hf(TINY, tmp_path / "source")
 
 
-def test_a_gguf_file_computes_what_transformers_does_at_every_tp_size(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_gguf_file_computes_what_transformers_does_at_every_tp_size(folder, tmp_path):
     path = convert(folder, tmp_path / "tiny.gguf")
     expected = loaded_logits(tmp_path, TOKENS, gguf_file=path.name)
     for tp_size in range(1, 9):
@@ -36,9 +34,7 @@ def test_a_gguf_file_computes_what_transformers_does_at_every_tp_size(
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-def test_a_gguf_file_is_resharded_into_the_folder_that_it_came_from(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_gguf_file_is_resharded_into_the_folder_that_it_came_from(folder, tmp_path):
     path = convert(folder, tmp_path / "tiny.gguf")
     for layout in ("hf", "meta", "native"):
         reshard(find_model(str(path)), tmp_path / layout, layout=layout, n_parts=3)
@@ -60,7 +56,7 @@ def edit(folder: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_a_window_counts_only_where_it_is_switched_on(folder: Path) -> None:
+def test_a_window_counts_only_where_it_is_switched_on(folder):
     edit(folder, sliding_window=16, layer_types=None)
     assert load_model_args(find_model(str(folder))).sliding_window is None
     edit(folder, use_sliding_window=True, max_window_layers=1)
@@ -68,7 +64,7 @@ def test_a_window_counts_only_where_it_is_switched_on(folder: Path) -> None:
     assert (args.sliding_window, args.full_layers) == (16, (0,))
 
 
-def test_a_class_and_a_type_of_two_families_are_refused(folder: Path) -> None:
+def test_a_class_and_a_type_of_two_families_are_refused(folder):
     edit(folder, model_type="llama")
     with pytest.raises(UsageError, match=r"Qwen2ForCausalLM.*model_type='llama'"):
         load_model_args(find_model(str(folder)))

@@ -27,24 +27,24 @@ def args_with(folder: Path, **values: Any) -> ModelArgs:
     return load_model_args(find_model(str(folder)))
 
 
-def test_experts_have_a_width_and_a_number_of_their_own(folder: Path) -> None:
+def test_experts_have_a_width_and_a_number_of_their_own(folder):
     args = args_with(folder)
     assert (args.ffn_dim, args.n_experts, args.n_active_experts) == (18, 11, 3)
     assert args.normed_experts and args.qk_norm
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_the_number_of_experts_has_two_names(folder: Path, key: str) -> None:
+def test_the_number_of_experts_has_two_names(folder, key):
     """Qwen's own files have the first, and transformers 5 writes the second."""
     stated = {"num_experts": None, "num_local_experts": None, key: 11}
     assert args_with(folder, **stated).n_experts == 11
 
 
-def test_shares_that_are_not_stated_to_sum_to_1_do_not(folder: Path) -> None:
+def test_shares_that_are_not_stated_to_sum_to_1_do_not(folder):
     assert not args_with(folder, norm_topk_prob=None).normed_experts
 
 
 @pytest.mark.parametrize(("key", "value"), [("decoder_sparse_step", 2), ("mlp_only_layers", [1])])
-def test_layers_without_experts_are_refused(folder: Path, key: str, value: Any) -> None:
+def test_layers_without_experts_are_refused(folder, key, value):
     with pytest.raises(UsageError, match=f"{key}=.*experts in every layer"):
         args_with(folder, **{key: value})

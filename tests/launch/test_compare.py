@@ -275,10 +275,7 @@ def test_a_share_is_of_what_the_machine_gave_around_that_very_run():
 def test_a_start_is_timed_to_the_first_token_and_one_that_fails_is_not_tried_again():
     log = []
     rounds = Rounds()
-    starts = {
-        "a": lambda: FakeWorker("a", log),
-        "b": lambda: FakeWorker("b", log, fails_at=0),
-    }
+    starts = {"a": lambda: FakeWorker("a", log), "b": lambda: FakeWorker("b", log, fails_at=0)}
     for _ in range(2):
         with ExitStack() as stack:
             start_all(rounds, starts, [[0]], 1, 0.0, stack)

@@ -25,12 +25,7 @@ from parallel_llama.parallel import communicators
 from parallel_llama.parallel.failures import RankError, Report, read_report, report_error
 from parallel_llama.parallel.handshake import RankInfo, require_same
 from parallel_llama.parallel.launch import MAX_RANKS, run_ranks, threads_per_rank
-from parallel_llama.parallel.rank_env import (
-    is_started_as_rank,
-    local_world,
-    rank_env,
-    world,
-)
+from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, rank_env, world
 
 pytestmark = pytest.mark.slow
 

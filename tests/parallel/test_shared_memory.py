@@ -172,8 +172,7 @@ def spins(comm: Communicator, cores: list[set[int]]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("cores", "spinning"),
-    [([{0, 1}, {0, 1}], True), ([{0}, {700}], True), ([{3}, {3}], False)],
+    ("cores", "spinning"), [([{0, 1}, {0, 1}], True), ([{0}, {700}], True), ([{3}, {3}], False)]
 )
 def test_ranks_spin_only_where_each_has_a_core(ranks, cores, spinning):
     """Two ranks pinned to a core each see one core, and still have two together."""

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -143,7 +142,7 @@ def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o620, 0o601])
-def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path, mode: int):
+def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path, mode):
     path = tmp_path / "keys"
     path.write_text(KEYS[0])
     path.chmod(mode)
@@ -155,7 +154,7 @@ def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path, mode: in
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_keys_of_another_owner_is_theirs_to_protect(tmp_path: Path):
+def test_a_file_of_keys_of_another_owner_is_theirs_to_protect(tmp_path):
     path = tmp_path / "keys"
     path.write_text(KEYS[0])
     path.chmod(0o644)
@@ -176,7 +175,7 @@ def test_a_file_of_keys_of_another_owner_is_theirs_to_protect(tmp_path: Path):
         ("sk-of-one-person\n" * 1025, "has 1025 keys"),
     ],
 )
-def test_what_is_no_file_of_keys_is_refused(tmp_path: Path, text: str, says: str):
+def test_what_is_no_file_of_keys_is_refused(tmp_path, text, says):
     path = tmp_path / "keys"
     path.write_text(text)
     path.chmod(0o600)

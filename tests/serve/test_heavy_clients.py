@@ -39,10 +39,7 @@ HEAVY = {
         "/v1/completions",
         lambda n: {**HONEST, "structured_outputs": {"regex": slow_pattern(n)}},
     ),
-    "long prompt": (
-        "/v1/completions",
-        lambda n: {**HONEST, "prompt": f"{n:04}" + "x" * 6000},
-    ),
+    "long prompt": ("/v1/completions", lambda n: {**HONEST, "prompt": f"{n:04}" + "x" * 6000}),
     "large answer": (
         "/v1/completions",
         lambda n: {**HONEST, "prompt": f"{n:04}" + "x" * 2000, "echo": True, "logprobs": 5, "n": 5},

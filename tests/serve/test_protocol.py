@@ -194,10 +194,7 @@ def test_what_is_no_http_is_refused_in_the_same_form(data):
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (
-            POST + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-            "is chunked",
-        ),
+        (POST + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "is chunked"),
         (POST + b"transfer-encoding: gzip\r\n\r\n", "is chunked"),
         (POST.replace(b"1.1", b"1.0") + b"transfer-encoding: chunked\r\n\r\n", "or HTTP/1.0"),
         (b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n", "CONNECT"),
