@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 from parity_steps import use_torch_operators
 from ranks import Pools
+from tiny_folder import write_chat_folder
 
 # Without a GPU, Triton kernels run in its interpreter. The variable must be set before Triton is
 # imported, which transformers does.
@@ -53,6 +54,12 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
         monkeypatch.setattr(tempfile, "tempdir", None)
         yield
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model of random weights, which no test changes."""
+    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture(scope="session")

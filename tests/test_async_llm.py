@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from commands import ROOT, run_python
 from llm_program import Counts, soaked, until_idle
-from tiny_folder import write_chat_folder
 
 from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams
 from parallel_llama.async_llm import RequestHandle
@@ -22,15 +20,9 @@ from parallel_llama.request import Grammar
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 LIMIT_S = 120  # for what takes a moment: a busy machine is no failure, and a hang is one
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture
@@ -75,9 +67,8 @@ def test_a_crowd_gets_what_each_gets_alone(model):
 def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     program = str(ROOT / "tests" / "support" / "llm_program.py")
-    command = [sys.executable, "-m", *torchrun, program, "soak", str(model), "400"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    done = run_python("-m", *torchrun, program, "soak", str(model), "400", env=env)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     check_counts(msgspec.json.decode(lines["0"], type=Counts))

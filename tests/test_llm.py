@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -20,9 +18,9 @@ import msgspec
 import psutil
 import pytest
 import torch
+from commands import ROOT, run_python
 from llm_program import PARAMS, fail_once
 from parity_steps import full_logits
-from tiny_folder import write_chat_folder
 
 import parallel_llama
 from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
@@ -43,15 +41,9 @@ from parallel_llama.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 SUPPORT = str(ROOT / "tests" / "support")
 TOKENS = [5, 17, 3, 200, 42, 42, 9]
 CACHE_BYTES = 4 << 20
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +65,8 @@ def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(model, llm, 
     """It fails, is refused, leaves streams early and lets one wait: nobody hangs or goes away."""
     torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}")
     program = str(Path(SUPPORT) / "llm_program.py")
-    command = [sys.executable, "-m", *torchrun, program, "script", str(model)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
+    done = run_python("-m", *torchrun, program, "script", str(model), env=env)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     completions = msgspec.json.decode(line.removeprefix("0 "), type=list[Completion])
@@ -106,13 +97,7 @@ def test_a_plain_start_loads_what_it_uses_and_holds_what_plan_says(model):
         print(*sys.modules)
         print(status)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(model)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
+    done = run_python("-c", program, str(model))
     assert done.returncode == 0, done.stderr
     modules, _, status = done.stdout.partition("\n")
     assert UNWANTED.isdisjoint(modules.split())
@@ -326,16 +311,9 @@ def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model):
             os.kill(os.getpid(), 9)
     """
     for way, code in (("forgets", 0), ("killed", -9)):
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(model), way],
-            capture_output=True,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), SUPPORT]),
-            },
-            timeout=120,
-        )
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), SUPPORT])
+        env = {**os.environ, "PYTHONPATH": paths}
+        done = run_python("-c", program, str(model), way, env=env)
         assert done.returncode == code, done.stderr
         (pid,) = map(int, done.stdout.split())
         deadline = time.monotonic() + 60

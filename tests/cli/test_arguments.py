@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ROOT, run_python
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -46,7 +47,6 @@ from parallel_llama.tokenizer import Chat
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 GENERATE = load_verb("generate")
 TEXTS = [
     "Hello, world", "42", "None", "True", '{"a":1}', "[1, 2]", "", "-", "--", "-x", "--chat",
@@ -87,7 +87,6 @@ FILES = {
 WRONG: list[tuple[list[str], str]] = [
     ([], "usage: parallel-llama COMMAND"),
     (["generat"], "unknown command 'generat'; did you mean 'generate'?"),
-    (["doctor"], "unknown command 'doctor'"),
     (["serve", "--port", "70000"], "70000"),
     (["serve", "--host", "nowhere.invalid", "--port", "0"], "nowhere.invalid"),
     (["--prompt", "x"], "unknown command '--prompt'"),
@@ -99,7 +98,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--promt", "x"], "unknown flag '--promt'; did you mean '--prompt'?"),
     (["generate", "--prompt", "x", "--max-token=5"], "did you mean '--max-tokens'?"),
     (["generate", "--prompt", "x", "--quant", "int3"], "--quant 'int3': not one of none"),
-    (["generate", "--prompt", "x", "--exact"], "unknown flag '--exact'"),
     (["generate", "--prompt", "x", "-n", "2"], "unknown flag '-n'"),
     (["generate", "--prompt", "x", "--"], "unknown flag '--'"),
     (["generate", "--prompt", "x", "--chat=yes"], "--chat is a switch and takes no value"),
@@ -108,14 +106,11 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--seed", "1", "--seed", "2"], "--seed is given twice"),
     (["generate", "--prompt", "x", "--max-tokens=1", "--max_tokens=1"], "--max-tokens is given"),
     (["generate", "--prompt", "x", "--max-tokens", "0"], "--max-tokens '0': not a whole number"),
-    (["generate", "--prompt", "x", "--max-tokens", "2.5"], "--max-tokens '2.5': not a whole"),
     (["generate", "--prompt", "x", "--max-tokens", "1_000"], "--max-tokens '1_000': not a whole"),
     (["generate", "--prompt", "x", "--max-tokens", "\u0663"], "not a whole number"),
     (["generate", "--prompt", "x", "--max-tokens", "9" * 5000], "not a whole number"),
     (["generate", "--prompt", "x", "--max-tokens", "--seed"], "--max-tokens '--seed': not a whole"),
-    (["generate", "--prompt", "x", "--max-tokens="], "--max-tokens '': not a whole number"),
     (["generate", "--prompt", "x", "--temperature", "nan"], "--temperature 'nan': not a number"),
-    (["generate", "--prompt", "x", "--temperature", "inf"], "--temperature 'inf': not a number"),
     (["generate", "--prompt", "x", "--temperature", "1e999"], "not a number from 0"),
     (["generate", "--prompt", "x", "--temperature", "-1"], "not a number from 0"),
     (["generate", "--prompt", "x", "--top-p", "0"], "--top-p '0': not a number above 0, at most 1"),
@@ -155,7 +150,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "\udcff"], "not UTF-8 text"),
     (["generate", "--prompt", "x", "--prompts", "good.jsonl"], ", not both"),
     (["generate", "--prompts", "nowhere.jsonl"], "--prompts 'nowhere.jsonl': no such file"),
-    (["generate", "--prompts", "good.jsonl", "--prompts", "good.jsonl"], "--prompts is given"),
     (["generate", "--prompts", "empty.jsonl"], "empty.jsonl: contains no prompts"),
     (["generate", "--prompts", "broken.jsonl"], "broken.jsonl, line 2: not JSON"),
     (["generate", "--prompts", "list.jsonl"], "line 1: not an object"),
@@ -175,7 +169,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompts", "surrogate.jsonl"], "unpaired surrogate"),
     (["generate", "--prompts", "deep.jsonl"], "nested too deeply"),
     (["chat", "--prompt", "x"], "chat: unknown flag '--prompt'"),
-    (["chat", "--max-tokens", "x"], "--max-tokens 'x': not a whole number"),
     (["score"], "give either --text-file FILE or --tokens-file FILE"),
     (["score", "--text-file", "text.txt", "--tokens-file", "ids.json"], "give either"),
     (["score", "--text-file", "nowhere.txt"], "--text-file 'nowhere.txt': no such file"),
@@ -187,30 +180,21 @@ WRONG: list[tuple[list[str], str]] = [
     (["score", "--tokens-file", "outside.json"], "list 1: token id 49152 is outside"),
     (["plan", "--nproc", "4-2"], "--nproc '4-2': not a number of ranks"),
     (["plan", "--nproc", "10"], "use 1 to 9 ranks"),
-    (["plan", "--nproc", "10", "--memory", "8"], "use 1 to 9 ranks"),
-    (["plan", "--nproc", "2", "--memory", "8x1"], "memory has 1 sizes for 2 ranks"),
     (["plan", "--nproc", "2", "--memory", "8,8,8"], "memory has 3 sizes for 2 ranks"),
     (["plan", "--nproc", "1-2", "--memory", "8,8"], "is a range; give --nproc N"),
-    (["plan", "--nproc", "1-2", "--memory", "8x2"], "or one size for all ranks"),
     (["plan", "--memory", "8,,8"], "--memory '8,,8': not sizes such as 80 (GiB)"),
-    (["plan", "--memory", "8,-8"], "--memory '8,-8': not sizes such as 80 (GiB)"),
     (["plan", "--memory", "0"], "--memory '0': not sizes"),
     (["plan", "--memory", "1e300"], "--memory '1e300': not sizes"),  # its room was NaN: a crash
-    (["plan", "--memory", "80GX"], "--memory '80GX': not sizes"),
-    (["plan", "--memory", "8x80GB"], "--memory '8x80GB': not sizes"),
     (["plan", "--memory", "80x0"], "--memory '80x0': not sizes"),
     (["plan", "--memory", "80x1000,80x25"], "for at most 1024 ranks"),
-    (["plan", "--memory", "80x99999999999999999999"], "for at most 1024 ranks"),
     (["plan", "--memory", "8xH200"], "--memory '8xH200': not sizes such as 80 (GiB)"),
     (["plan", "--gpus", "8xH20"], "--gpus '8xH20': not GPUs such as 8xH200, 3x24 (GiB)"),
     (["plan", "--gpus", "A100"], "the names are B200, H200, H100, A100-80, A100-40, L40S"),
     (["plan", "--gpus", "0x24"], "--gpus '0x24': not GPUs such as"),
-    (["plan", "--gpus", "24,,24"], "--gpus '24,,24': not GPUs such as"),
     (["plan", "--gpus", "2000x24"], "at most 1024"),
     (["plan", "--gpus", "3x24", "--memory", "24"], "--gpus and --memory cannot"),
     (["plan", "--gpus", "3x24", "--device", "cpu"], "--gpus and --device cpu cannot"),
     (["plan", "--gpus", "3x24", "--nproc", "4"], "--gpus lists 3 GPUs, fewer than --nproc 4"),
-    (["plan", "--gpus", "3x24", "--nproc", "2-4"], "--gpus lists 3 GPUs, fewer than --nproc 4"),
     (["plan", "--gpus", "80,40", "--nproc", "1-2"], "--gpus lists 2 ranks, but --nproc is a range"),
     (["plan", "--batch", "0"], "--batch '0': not a whole number"),
     (["plan", "--prompt", "x"], "plan: unknown flag '--prompt'"),
@@ -241,18 +225,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_all(folder: Path, lines: list[list[str]], **environment: str) -> dict[str, Any]:
+def run_all(folder: Path, lines: list[list[str]]) -> dict[str, Any]:
     """Exit code, stdout and stderr of each command line, all in one process."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        timeout=250,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_python("-c", RUNNER, input=json.dumps(lines), cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
@@ -818,11 +794,6 @@ def test_a_model_cannot_steer_the_terminal():
     assert not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in shown)
     assert "\u202e" not in shown
     assert terminal.printable("tab\tline\n\u4f60 \U0001f600") == "tab\tline\n\u4f60 \U0001f600"
-
-
-@given(st.lists(st.floats(0, 1), max_size=2), st.integers(1, 40))
-def test_a_bar_has_its_width(parts, width):
-    assert len(terminal.bar([part / 2 for part in parts], width, Terminal())) == width
 
 
 def test_the_first_ctrl_c_is_a_question_and_the_second_an_end():

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_folder import write_chat_folder
 
 pytestmark = pytest.mark.slow
 
@@ -78,11 +77,6 @@ class Terminal:
 
 
 Open = Callable[[int], Terminal]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture

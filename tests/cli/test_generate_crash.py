@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_folder import write_chat_folder, write_endless_folder
+from tiny_folder import write_endless_folder
 
 from parallel_llama.cli.main import main
 
@@ -18,11 +18,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 N_PROMPTS = 40
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture

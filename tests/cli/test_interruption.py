@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import ROOT, run_python
 from tiny_folder import write_endless_folder
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 ENDLESS = ("--prompt=Hello", "--max-tokens=60000")  # minutes of it, where nobody interrupts
 LIMIT_S = 200  # for what takes a second or two: a busy machine is no failure, and a hang is one
 
@@ -212,10 +212,9 @@ def test_ctrl_c_in_a_reshard_says_how_to_go_on(tmp_path):
 def test_tests_in_the_background_of_a_shell_hear_ctrl_c_too():
     """Some two dozen failed there, where the system ignores it."""
     program = "import conftest, signal; print(signal.getsignal(signal.SIGINT).__name__)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
+    done = run_python(
+        "-c",
+        program,
         cwd=ROOT / "tests",
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support")},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),

@@ -11,7 +11,6 @@ import pytest
 
 from parallel_llama.cli.chat import Conversation
 from parallel_llama.cli.generate import Results
-from parallel_llama.cli.main import main
 from parallel_llama.cli.prompts import Line, Prompt, read_lines
 from parallel_llama.cli.results import ResultFile
 from parallel_llama.cli.terminal import StatusLine
@@ -303,8 +302,3 @@ def test_ctrl_c_stops_an_answer_however_often_it_is_pressed(monkeypatch, capsys,
     talked = talk(monkeypatch, "1\n2\n/continue\n", model)
     assert [turn["content"] for turn in talked.turns] == ["1", "answer ", "2", "answer answer "]
     assert capsys.readouterr().err.count("stopped; /continue continues") == 3
-
-
-def test_a_model_without_a_tokenizer_cannot_chat(capsys):
-    assert main(["chat", "--model", "llama-3.2-1b", "--random-weights", "1"]) == 2
-    assert "tokenizer" in capsys.readouterr().err

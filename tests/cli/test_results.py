@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel_llama.cli.results import Key, ResultFile, check_path, run_of
-from parallel_llama.errors import UsageError, WriteError
+from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.request import Completion, Request, SamplingParams
 
@@ -64,15 +64,6 @@ def test_a_finished_run_leaves_nothing_but_its_lines(path):
     write(path, [(2, 0), (0, 0), (1, 0)], requests())
     assert keys_in(path) == [(2, 0), (0, 0), (1, 0)]
     assert os.listdir(path.parent) == [path.name]  # noqa: PTH208
-
-
-def test_a_finished_file_is_not_overwritten(path):
-    """The same command again wiped out hours of answers, without a word."""
-    write(path, [(0, 0), (1, 0), (2, 0)], requests())
-    said = refusal(path, requests(), resume=False)
-    assert "contains results; continue with --resume" in said
-    assert "remove the file" in said
-    assert len(keys_in(path)) == 3
 
 
 def test_what_is_there_is_not_run_again(path):
@@ -127,12 +118,6 @@ def test_every_line_is_in_the_file_once_it_is_written(path):
         file.write(completion(n_lines))
         assert len(keys_in(path)) == n_lines
     file.close()
-
-
-def test_an_unfinished_file_is_not_overwritten(path):
-    write(path, [(0, 0)], requests())
-    said = refusal(path, requests(), resume=False)
-    assert "contains an unfinished run; continue with --resume" in said and "remove" in said
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -221,13 +206,6 @@ def test_what_is_no_regular_file_is_written_and_left_alone():
     assert file.done == {(0, 0)} and not Path("/dev/null.run").exists()
     with pytest.raises(UsageError, match="not a regular file"):
         ResultFile(Path("/dev/null"), requests(), RUN, resume=True)
-
-
-def test_a_full_disk_is_told_as_such():
-    file = ResultFile(Path("/dev/full"), requests(), RUN, resume=False)
-    file.open()
-    with pytest.raises(WriteError, match=r"/dev/full: No space left on device; 0 completions"):
-        file.write(completion(0))
 
 
 def test_paths_that_cannot_be_written_are_refused(tmp_path):

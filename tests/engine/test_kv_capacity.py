@@ -2,8 +2,6 @@
 
 import mmap
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import run_python
 from mixes import ARGS
 from thread_ranks import run_on_threads
 
@@ -140,9 +139,7 @@ raise SystemExit(main(
     "score --model llama-3.2-1b --random-weights 1 --tokens-file /dev/stdin --device cpu".split()
 ))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], input="[1, 2]", capture_output=True, text=True
-    )
+    done = run_python("-c", program, input="[1, 2]")
     said = [line for line in done.stderr.splitlines() if "memory" in line]
     assert (done.returncode, done.stderr.count("Traceback"), len(said)) == (1, 0, 1), done.stderr
     assert said[0].startswith("parallel-llama: there is no memory for the weights")

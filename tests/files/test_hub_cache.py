@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import snapshot_download
-from tiny_folder import write_chat_folder
 
 from parallel_llama.cli.main import main
 from parallel_llama.errors import UnreadableFile, UsageError
@@ -19,11 +18,6 @@ from parallel_llama.files.model_files import find_model
 NAME = "some-org/Some.Model_1"
 MAIN, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_folder import write_chat_folder
 
 from parallel_llama.files.model_files import TOKENIZER_FILES, find_model, fingerprint
 
@@ -21,11 +20,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 GENERATE = ("generate", "--prompt", "Hello", "--max-tokens", "4", "--json")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture

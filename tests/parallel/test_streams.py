@@ -5,16 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_folder import write_chat_folder
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 def shell(model: Path, command: str, redirection: str) -> "subprocess.CompletedProcess[str]":

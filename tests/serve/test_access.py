@@ -6,12 +6,11 @@ import logging
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from unittest.mock import MagicMock
 
 import pytest
+from commands import run_command
 from served import Served
 from starlette.routing import Route
 from tiny_folder import write_chat_folder
@@ -184,13 +183,10 @@ def test_what_is_no_file_of_keys_is_refused(tmp_path, text, says):
     assert "sk-" not in str(refused.value).replace(str(path), "")
 
 
-def test_a_host_beyond_this_machine_without_keys_is_warned_of(tiny_folder):
+def test_a_host_beyond_this_machine_without_keys_is_warned_of(model):
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "parallel_llama", "serve", f"--model={tiny_folder}"]
-        done = subprocess.run(
-            [*command, "--host=0.0.0.0", f"--port={port}"], capture_output=True, text=True
-        )
+        done = run_command("serve", f"--model={model}", "--host=0.0.0.0", f"--port={port}")
     assert "--host 0.0.0.0 without --api-key-file: anyone who can reach" in done.stderr
     assert done.returncode == 2
 

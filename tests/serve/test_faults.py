@@ -4,8 +4,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import ROOT, Served
+from commands import run_command
+from served import Served
 from tiny_folder import write_endless_folder
 
 pytestmark = pytest.mark.slow
@@ -176,10 +175,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_at_once(folder, tmp_path)
     for path in folder.iterdir():
         data = path.read_bytes()
         (damaged / path.name).write_bytes(data[:-64] if path.suffix == ".safetensors" else data)
-    done = subprocess.run(
-        [sys.executable, "-m", "parallel_llama", "serve", "--port=0", "--model", str(damaged)],
-        capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S,
-    )  # fmt: skip
+    done = run_command("serve", "--port=0", "--model", str(damaged))
     assert done.returncode in (1, 2) and "safetensors" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -10,7 +10,6 @@ import psutil
 import pytest
 from load import load, overload, resident_bytes
 from served import Served
-from tiny_folder import write_chat_folder
 
 pytestmark = pytest.mark.slow
 
@@ -18,14 +17,9 @@ MAX_GROWTH_BYTES = 4 << 20  # of 1500 answers: a leak of 3 kB a request is more
 LONG = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": False}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "tiny")
-
-
 @pytest.fixture
-def tiny(folder: Path) -> Iterator[Served]:
-    with Served("--model", str(folder), "--nproc=2") as served:
+def tiny(model: Path) -> Iterator[Served]:
+    with Served("--model", str(model), "--nproc=2") as served:
         yield served
 
 
@@ -49,8 +43,8 @@ def test_thousands_of_answers_beside_others_are_those_given_alone(tiny):
     assert (status["n_running"], status["n_waiting"], status["kv"]["tokens_used"]) == (0, 0, 0)
 
 
-def test_ten_times_what_a_server_takes_is_answered_all_the_same(folder):
-    with Served("--model", str(folder), "--nproc=2", "--max-requests=8") as served:
+def test_ten_times_what_a_server_takes_is_answered_all_the_same(model):
+    with Served("--model", str(model), "--nproc=2", "--max-requests=8") as served:
         served.post("/v1/completions", **LONG)
         met = asyncio.run(overload(served, LONG, 80, 5.0))
         assert met.n_without_reply == 0 and set(met.statuses) == {200, 429}
