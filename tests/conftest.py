@@ -1,5 +1,7 @@
 """Fixtures and options of all tests, and the tests that `launch/test.sh --fast` leaves out."""
 
+import asyncio
+import inspect
 import os
 import signal
 import tempfile
@@ -45,6 +47,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow_files.add(item.path)
     # Run files without slow tests last: a long file that starts last would run on one core alone.
     items.sort(key=lambda item: item.path not in slow_files)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine function, for 200 seconds at most."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {
+        name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters
+    }
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 200))
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)
