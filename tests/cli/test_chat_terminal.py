@@ -113,22 +113,6 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(open_chat, n
     assert [each["role"] for each in json.loads(line)["messages"]] == ["user", "assistant"]
 
 
-def test_a_setting_and_another_try(open_chat):
-    chat = open_chat(1)
-    chat.type("/retry\n")
-    chat.wait_for("no message yet")
-    chat.type("/set temperature 1.5\n")
-    chat.wait_for("temperature 1.5")
-    chat.type("/set temprature 1\n")
-    chat.wait_for("not a setting: 'temprature 1'")
-    chat.type("Hello\n")
-    chat.wait_for("tokens")
-    chat.type("/retry\n")
-    chat.wait_for("tokens")
-    chat.type("/exit\n")
-    assert chat.end() == 0
-
-
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(open_chat, nproc, number):

@@ -138,24 +138,6 @@ def test_ctrl_c_pressed_twice_is_no_reason_for_a_traceback(start):
     assert code == 130
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_and_ends_the_others(start, rank):
-    command = start(3)
-    command.wait_for_text()
-    command.ranks[rank].kill()
-    code, _, err = command.end()
-    assert code == 1
-    assert f"[rank {rank}] died of SIGKILL" in err
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_no_rank_outlives_the_parent(start, number, code):
-    command = start(2)
-    command.wait_for_text()
-    os.kill(command.process.pid, number)
-    assert command.end()[0] == code
-
-
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_reader_that_has_enough_ends_the_command_without_a_word(start, nproc):
     command = start(nproc)
@@ -176,14 +158,6 @@ def test_ranks_listen_on_loopback_alone(start):
     listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert {each.laddr.ip for each in sockets} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-
-
-def test_two_commands_at_once_do_not_meet(model):
-    flags = ("--prompt=Hello", "--max-tokens=20", "--json")
-    both = [Command(model, 2, *flags) for _ in range(2)]
-    answers = [command.end()[:2] for command in both]
-    assert answers[0] == answers[1] and answers[0][0] == 0
-    assert len(answers[0][1].splitlines()) == 1
 
 
 def test_ctrl_c_in_a_reshard_says_how_to_go_on(tmp_path):

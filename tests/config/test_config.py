@@ -464,23 +464,6 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
     assert not (args.tied_embeddings or args.attention_bias or args.mlp_bias)
 
 
-def test_the_config_of_smollm2_is_read():
-    """Its own keys, is_llama_config and transformers.js_config, are harmless."""
-    values = {
-        **HF,
-        "is_llama_config": True,
-        "rope_interleaved": False,
-        "rope_scaling": None,
-        "rope_theta": 100000,
-        "tie_word_embeddings": True,
-        "transformers.js_config": {"dtype": "q4"},
-        "torch_dtype": "bfloat16",
-        "pad_token_id": 2,
-    }
-    args = from_hf(values)
-    assert (args.rope_theta, args.tied_embeddings, args.dtype) == (1e5, True, "bfloat16")
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mixes import ARGS, differences, make_engine, make_runner, random_mix, run_mix
+from mixes import ARGS, make_runner, run_mixes
 from parity_steps import BLOCK_SIZE, full_logits, load_runner
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TINY_MODELS, write_hf
@@ -68,25 +68,12 @@ def test_logits_of_processes_equal_transformers(ranks, tmp_path):
 MQA = replace(ARGS, n_kv_heads=1)
 
 
-def mixed(comm: Communicator, seeds: range) -> list[list[str]]:
-    """Where a request got anything else in a mix than alone on one rank."""
-    runner = make_runner(comm, MQA, kv_split="sequence")
-    assert comm.size == runner.plan.kv_parts
-    found = []
-    for seed in seeds:
-        mix = random_mix(seed)
-        engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
-        outcomes = run_mix(engine, mix)
-        found += differences(mix, outcomes, MQA) if comm.rank == 0 else []
-    return found
-
-
 @pytest.mark.parametrize(("tp_size", "seeds"), [(2, range(10)), (5, range(10, 14))])
 def test_a_request_gets_in_any_mix_what_it_gets_alone_on_one_rank(
     tp_size, seeds
 ):
     """Preempted, from the prefix cache, in chunks and with guesses, as anywhere."""
-    assert not run_on_threads(tp_size, mixed, seeds)[0]
+    assert not run_on_threads(tp_size, run_mixes, seeds, MQA, None, "sequence")[0]
 
 
 def int8_logits(comm: Communicator, kv_split: KVSplit) -> Tensor:

@@ -965,15 +965,6 @@ def test_an_answer_that_was_cut_off_goes_on_in_its_place(page, server):
     expect(answer.locator("pre code")).to_have_text("def f():\n    return 7\n")
 
 
-def test_an_answer_that_the_reader_stopped_can_go_on(page):
-    ask(page, "count")
-    expect(page.locator(".answer .body")).to_contain_text("0 1 2")
-    page.keyboard.press("Escape")
-    page.get_by_role("button", name="Continue").click()
-    expect(page.locator(".answer .body")).to_contain_text("return 7")
-    expect(page.locator(".answer .body")).to_contain_text("0 1 2")
-
-
 def test_no_answer_goes_on_where_the_context_is_full(page):
     ask_and_wait(page, "full")
     expect(page.locator(".measures")).to_contain_text("cut off: the context is full")
@@ -1013,11 +1004,6 @@ def test_a_long_question_is_folded(page, server, text):
     expect(page.get_by_label("Edit your question")).to_have_value(text.strip())
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="Show more")).to_be_visible()
-
-
-def test_a_question_that_is_not_long_is_not_folded(page):
-    ask_and_wait(page, "line\n" * 10)
-    expect(page.locator(".unfold")).to_be_hidden()
 
 
 def test_a_question_that_cannot_fit_is_said_before_it_is_sent(page, server):
