@@ -200,7 +200,7 @@ def test_arguments_of_no_model_are_refused(changed, message):
         ({"kind": "yarn", "original_max_seq_len": 8, "attention_factor": 0.0}, "attention_factor"),
         (
             {"kind": "llama3", "original_max_seq_len": 8, "low_freq_factor": 4.0},
-            "the high one must be the larger",
+            "must be the larger",
         ),
         ({"kind": "factors", "factors": (1.0, math.inf)}, r"factors\[1\]=inf"),
     ],
@@ -303,69 +303,22 @@ def test_a_config_that_is_no_json_object_is_damage(text):
 
 # config.json
 
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+_YARN_OF_64 = {**_YARN, "original_max_position_embeddings": 64}
+_MSCALES = {"beta_fast": 2.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "llama3 without its trained context": {
-        "rope_type": "llama3",
-        "rope_theta": 500.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn with a factor of null": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": None,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn with mscales": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 2.0,
-        "beta_slow": 0.5,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-        "truncate": False,
-    },
-    "yarn with one mscale": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "mscale": 3.0,
-    },
-    "yarn with an attention factor": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "attention_factor": 1.7,
-    },
-    "yarn with a truncate of null": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "truncate": None,
-    },
+    "llama3": {**_LLAMA3, "rope_theta": 500000.0, "original_max_position_embeddings": 64},
+    "llama3 without its trained context": {**_LLAMA3, "rope_theta": 500.0},
+    "yarn": _YARN_OF_64,
+    "yarn with a factor of null": {**_YARN, "factor": None, "original_max_position_embeddings": 32},
+    "yarn with mscales": {**_YARN_OF_64, **_MSCALES, "truncate": False},
+    "yarn with one mscale": {**_YARN_OF_64, "mscale": 3.0},
+    "yarn with an attention factor": {**_YARN_OF_64, "attention_factor": 1.7},
+    "yarn with a truncate of null": {**_YARN_OF_64, "truncate": None},
 }
 
 
@@ -491,10 +444,7 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
             )
             for scalar in (0, -4)
         ),
-        (
-            {"model_type": "palm", "architectures": None, "hidden_size": 0},
-            "dim=0: use a whole number from 1",
-        ),
+        ({"model_type": "palm", "architectures": None, "hidden_size": 0}, "dim=0: use"),
         ({"head_dim": 7}, "head_dim=7"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; supported: silu"),
         ({"attention_bias": "no"}, "neither true nor false"),
@@ -531,31 +481,16 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
                 ("awq", {"group_size": 256}, "group_size=256 .*32, 64, 128 are"),
                 ("gptq", {"desc_act": True}, "desc_act=true"),
                 ("awq", {"zero_point": False}, "zero_point=false"),
-                (
-                    "gptq",
-                    {"checkpoint_format": "marlin"},
-                    "the format 'marlin' .*; gptq, gptq_v2 is",
-                ),
+                ("gptq", {"checkpoint_format": "marlin"}, "'marlin' .*; gptq, gptq_v2 is"),
                 ("gptq", {"is_marlin_format": True}, "the format 'marlin'"),
                 ("awq", {"version": "gemv"}, "the format 'gemv' .*; gemm is"),
-                (
-                    "awq",
-                    {"version": "GEMM", "format": "marlin"},
-                    "names the formats 'gemm', 'marlin'",
-                ),
+                ("awq", {"version": "GEMM", "format": "marlin"}, "formats 'gemm', 'marlin'"),
                 ("awq", {"version": None, "backend": "llm-awq"}, "the format 'llm-awq'"),
-                (
-                    "gptq",
-                    {"format": "gptq", "checkpoint_format": "gptq_v2"},
-                    "names the formats 'gptq', 'g",
-                ),
+                ("gptq", {"format": "gptq", "checkpoint_format": "gptq_v2"}, "formats 'gptq', 'g"),
                 ("awq", {"bits": "4"}, "bits='4' is not a whole number"),
             )
         ),
-        (
-            {"sliding_window": 128},
-            "sliding_window=128 is not supported below .*=256 in 'llama'; .*remove it",
-        ),
+        ({"sliding_window": 128}, "sliding_window=128 .*=256 in 'llama'; .*remove it"),
         ({"sliding_window": 128, "use_sliding_window": False}, "sliding_window=128"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
         ({"layer_types": ["full_attention"] * 3}, "3 layers and num_hidden_layers=2"),
@@ -853,21 +788,7 @@ def test_random_damage_to_a_gguf_file_is_refused_in_our_own_words():
     assert 100 < refused < 300
 
 
-WRONG: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    10**400,
-    1.5,
-    math.nan,
-    -math.inf,
-    "x",
-    [],
-    [[]],
-    {},
-    {"a": 1},
-]
+WRONG = [None, True, -1, 0, 10**400, 1.5, math.nan, -math.inf, "x", [], [[]], {}, {"a": 1}]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:8])
