@@ -386,14 +386,14 @@ def _streamed(pieces: list[str], stops: list[str]) -> tuple[str, str]:
 SHORT_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 
-@settings(max_examples=500, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True, deadline=None)
 @given(SHORT_STOPS, st.lists(st.text("abc", max_size=6), max_size=8))
 def test_any_split_of_the_text_gives_what_a_search_of_the_whole_gives(stops, pieces):
     """Two letters, so that overlaps, suffixes and stop strings inside stop strings abound."""
     assert _streamed(pieces, stops) == _whole("".join(pieces), stops)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True, deadline=None)
 @given(SHORT_STOPS, st.text("abc", max_size=20))
 def test_exactly_the_longest_beginning_of_a_stop_string_is_held_back(stops, text):
     """Held back too little shows half a stop string; too much stutters."""

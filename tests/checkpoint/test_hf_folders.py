@@ -147,6 +147,7 @@ def as_bin(folder: Path, n_files: int = 1) -> dict[str, torch.Tensor]:
     return dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_files", [1, 3])
 @pytest.mark.parametrize("name", ["9/3", "9/3 tied", "10/2 all biases, tied"])
 def test_torchs_own_files_are_read(tmp_path, name, n_files):
@@ -233,6 +234,7 @@ def test_numbers_of_another_byte_order_are_refused(folder):
     assert "byte order" in refusal(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_files", [1, 2])
 def test_torchs_own_files_are_verified_and_resharded(folder, tmp_path, capsys, n_files):
     before = write_hf(TINY_MODELS["9/3"], tmp_path / "before")

@@ -173,6 +173,7 @@ def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(copy, che
     assert check(folder)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_flipped_bit_of_anything_else_is_found_in_its_file(copy, check, name):
     """Headers, the zip's own records, JSON files, the index, the manifest."""

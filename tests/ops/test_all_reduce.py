@@ -126,6 +126,7 @@ def test_a_rank_that_dies_within_a_program_is_named_by_all_others(size, rank):
                 assert message.startswith(f"rank {rank} of {size} has died")
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_within_a_program_is_named_after_the_timeout():
     with Ranks(2, shared_memory=True) as pool:
         pool.run(many_turns)  # so that all kernels are compiled
@@ -147,6 +148,7 @@ def go_different_ways(comm: Communicator) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_ranks_whose_programs_differ_are_told_so():
     with Ranks(2, shared_memory=True) as pool:
         first, second = pool.run(go_different_ways)
@@ -182,6 +184,7 @@ def interrupt_the_wait(comm: Communicator) -> tuple[float, str]:
     raise AssertionError("a group that is out of step went on")
 
 
+@pytest.mark.slow
 def test_a_program_that_waits_can_be_interrupted_and_the_group_is_not_used_after_it():
     with Ranks(2, shared_memory=True) as pool:
         waited_s, message = pool.run(interrupt_the_wait)[0]

@@ -81,6 +81,7 @@ def spm_fields(path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_smollm2_equals_transformers_on_random_text():
     oracle = smollm2_of_transformers()
     ours = real_tokenizer(SMOLLM2)
