@@ -104,7 +104,7 @@ def test_a_gguf_file_says_what_config_json_says(name, tmp_path):
         assert getattr(told, field.name) == expected, field.name
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gemma", "falcon 40B"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2", "gemma", "falcon 40B"])
 def test_a_gguf_file_becomes_the_folder_that_it_came_from(name, tmp_path):
     folder = rounded(write_hf(MODELS[name], tmp_path / "hf", seed=2))
     path = convert(folder, tmp_path / "tiny.gguf")

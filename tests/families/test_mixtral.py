@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny_models import TINY_MODELS, write_hf
 
 from parallel_llama.checkpoint import load, open_checkpoint
@@ -59,19 +58,6 @@ def test_a_dense_model_that_names_experts_is_refused(folder, tmp_path):
     dense = edited(folder, tmp_path / "x", architectures=["LlamaForCausalLM"], model_type="llama")
     with pytest.raises(UsageError, match="num_local_experts=5"):
         args_of(dense)
-
-
-@pytest.mark.parametrize(
-    ("by_way_of", "n_parts"), [("native", 3), ("meta", 1), ("meta", 4), ("meta", 7), ("hf", 5)]
-)
-def test_resharded_and_back_it_is_the_same_bit_for_bit(folder, tmp_path, by_way_of, n_parts):
-    reshard(find_model(str(folder)), tmp_path / "there", layout=by_way_of, n_parts=n_parts)
-    assert args_of(tmp_path / "there") == args_of(folder)
-    reshard(find_model(str(tmp_path / "there")), tmp_path / "back", layout="hf", n_parts=1)
-    stored = load_file(folder / "model.safetensors")
-    back = load_file(tmp_path / "back" / "model.safetensors")
-    assert back.keys() == stored.keys()
-    assert all(torch.equal(back[name], weight) for name, weight in stored.items())
 
 
 def test_metas_own_program_has_no_experts_and_the_writer_says_so(folder, tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""What the config.json of a Qwen 3 with experts may say; for its logits see test_parity."""
+"""What the config.json of a Qwen may say; for its logits see test_parity and test_families_gguf."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,16 @@ from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 
-TINY = TINY_MODELS["8/2 qwen3_moe"]
+
+@pytest.fixture
+def dense(tmp_path):
+    return write_hf(TINY_MODELS["8/2 qwen2"], tmp_path)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_hf(TINY, tmp_path)
+def folder(tmp_path):
+    """A Qwen 3 with experts."""
+    return write_hf(TINY_MODELS["8/2 qwen3_moe"], tmp_path)
 
 
 def args_with(folder: Path, **values: Any) -> ModelArgs:
@@ -25,6 +29,18 @@ def args_with(folder: Path, **values: Any) -> ModelArgs:
     config = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
     return load_model_args(find_model(str(folder)))
+
+
+def test_a_window_counts_only_where_it_is_switched_on(dense):
+    window = {"sliding_window": 16, "layer_types": None}
+    assert args_with(dense, **window).sliding_window is None
+    args = args_with(dense, use_sliding_window=True, max_window_layers=1)
+    assert (args.sliding_window, args.full_layers) == (16, (0,))
+
+
+def test_a_class_and_a_type_of_two_families_are_refused(dense):
+    with pytest.raises(UsageError, match=r"Qwen2ForCausalLM.*model_type='llama'"):
+        args_with(dense, model_type="llama")
 
 
 def test_experts_have_a_width_and_a_number_of_their_own(folder):
