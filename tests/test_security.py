@@ -32,7 +32,7 @@ def test_a_limit_is_the_constant(limit, value, constant):
 def test_a_flaw_of_others_has_its_test(row):
     path, name = row[3].strip("`").split("::")
     tree = ast.parse((ROOT / path).read_text())
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert name in {node.name for node in tree.body if hasattr(node, "name")}
 
 
 def test_forty_flaws_and_more_are_listed_each_once():

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from fairscale.nn.model_parallel import layers as fairscale_layers
-from fairscale_alone import fairscale_alone
+from meta_oracle import fairscale_alone
 from ranks import Pools
 from torch import Tensor
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fairscale_alone import fairscale_alone
-from meta_oracle import meta_logits
+from meta_oracle import fairscale_alone, meta_logits
 from parity_steps import (
     load_runner,
     logits_alone_and_together,

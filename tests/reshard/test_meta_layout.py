@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_samples import TINY, meta_shards, weights_of, write_meta
-from fairscale_alone import fairscale_alone
-from meta_oracle import meta_logits
+from meta_oracle import fairscale_alone, meta_logits
 from reshard_samples import fill, hashes_of, read, write
 from tiny_models import META_SCALED_ROPE, TINY_MODELS, TinyModel, write_hf
 from torch import Tensor

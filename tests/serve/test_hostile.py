@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from canary import Canary
-from hostile_grammars import HOSTILE
-from hostile_templates import ENDLESS, ESCAPES, LARGE
+from hostile_inputs import ENDLESS, ESCAPES, GRAMMARS, LARGE
 from served import Served
 from tiny_folder import TEMPLATE, write_chat_folder
 
@@ -120,7 +119,7 @@ def test_hostile_templates_at_once_leave_the_server_as_it_was(trapped):
 
 def test_a_hostile_grammar_holds_nobody_up_but_who_asked(tiny):
     with Canary(tiny) as canary, streaming(tiny) as arrivals:
-        for kind, text in [*HOSTILE.values()][::2]:
+        for kind, text in [*GRAMMARS.values()][::2]:
             form = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[kind]
             fields = {"prompt": "a", "max_tokens": 20, "structured_outputs": {form: text}}
             with arrivals.go_on():

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bounded_schemas import check_completions
-from hostile_grammars import HOSTILE
+from hostile_inputs import GRAMMARS
 from tokenizer_data import (
     LLAMA3,
     MISTRAL_V1,
@@ -330,10 +330,10 @@ def test_a_token_named_by_its_id_is_never_drawn():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", GRAMMARS)
 def test_a_hostile_grammar_is_refused_or_costs_little(name):
     """CPU time of this process, which a grammar that hangs would hang; the check bounds its own."""
-    kind, text = HOSTILE[name]
+    kind, text = GRAMMARS[name]
     started = time.process_time()
     with suppress(UsageError, MatchError):
         draw(smollm2(kind, text), seed=0, most=30)
@@ -343,7 +343,7 @@ def test_a_hostile_grammar_is_refused_or_costs_little(name):
 @pytest.mark.slow
 def test_a_grammar_that_takes_too_long_is_refused_by_name():
     with pytest.raises(UsageError, match="takes more than 1 s; simplify it"):
-        smollm2(*HOSTILE["patternProperties"])
+        smollm2(*GRAMMARS["patternProperties"])
 
 
 @pytest.mark.parametrize(

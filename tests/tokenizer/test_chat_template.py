@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from gguf_builder import GGUF
-from hostile_templates import ENDLESS, ESCAPES, LARGE
+from hostile_inputs import ENDLESS, ESCAPES, LARGE
 from jinja2 import TemplateError
 from sentencepiece import SentencePieceProcessor
 from tokenizer_data import (
