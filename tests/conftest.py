@@ -29,6 +29,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Folders whose tests start processes, as the fixture `ranks` does.
+SLOW = {"cli", "parallel", "serve"}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torch-ops", action="store_true", help="run models on torch's operators")
 
@@ -41,8 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow_files = set()
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker("slow")  # it starts processes
+        if item.path.parent.name in SLOW or "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
         if item.get_closest_marker("slow"):
             slow_files.add(item.path)
     # Run files without slow tests last: a long file that starts last would run on one core alone.

@@ -257,16 +257,19 @@ async def test_who_submits_while_it_closes_is_refused(llm):
     await asyncio.wait_for(closing, LIMIT_S)
 
 
-async def test_a_loop_that_ends_early_ends_the_thread(llm):
+def test_a_loop_that_ends_early_ends_the_thread(llm):
     """Without `close`: the model runs for nobody no longer than a step or two."""
     before = llm.generate(["Hello"], PARAMS)
     slow_down(llm)
-    engines = []
-    engines.append(AsyncLLM(llm))
-    answer = await engines[0].submit("Hello", LONG)
-    await anext(aiter(answer))
-    engines[0]._thread.join(LIMIT_S)
-    assert not engines[0]._thread.is_alive()
+
+    async def forget() -> AsyncLLM:
+        engine = AsyncLLM(llm)
+        await anext(aiter(await engine.submit("Hello", LONG)))
+        return engine
+
+    engine = asyncio.run(forget())
+    engine._thread.join(LIMIT_S)
+    assert not engine._thread.is_alive()
     assert llm.engine.idle and llm.engine.times.n_steps < 390
     assert llm.generate(["Hello"], PARAMS) == before
 

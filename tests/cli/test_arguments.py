@@ -45,8 +45,6 @@ from parallel_llama.errors import UsageError
 from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.tokenizer import Chat
 
-pytestmark = pytest.mark.slow
-
 GENERATE = load_verb("generate")
 TEXTS = [
     "Hello, world", "42", "None", "True", '{"a":1}', "[1, 2]", "", "-", "--", "-x", "--chat",

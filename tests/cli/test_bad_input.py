@@ -25,8 +25,6 @@ from safetensors.torch import load_file, save_file
 
 from parallel_llama.cli.main import main
 
-pytestmark = pytest.mark.slow
-
 TEXT = ("--prompt", "Hi", "--max-tokens", "2")
 
 

@@ -12,8 +12,6 @@ from parallel_llama.cli import bench
 from parallel_llama.cli.main import main
 from parallel_llama.engine.machine import Interruptions
 
-pytestmark = pytest.mark.slow
-
 KEYS = {
     "prefill_tokens_per_s", "decode_tokens_per_s", "decode_ms_per_step", "time_to_first_token_s",
     "start_s", "weight_bytes_per_step", "read_bandwidth_share", "tp_size", "dtype", "quant",

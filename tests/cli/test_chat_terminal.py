@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
 PAUSE_S = 0.2  # Python's prompt is shown a moment before it listens to signals

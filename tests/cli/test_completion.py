@@ -15,8 +15,6 @@ from parallel_llama.cli import main as command_line
 from parallel_llama.cli.main import VERBS, load_verb
 from parallel_llama.cli.parsers import OneOf
 
-pytestmark = pytest.mark.slow
-
 LIMIT_S = 60
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "-i"],

@@ -25,9 +25,6 @@ from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, Grammar, Request, SamplingParams
 from parallel_llama.tokenizer import Chat
 
-pytestmark = pytest.mark.slow
-
-
 Run = Callable[..., tuple[int, str, str]]
 
 

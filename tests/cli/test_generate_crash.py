@@ -14,8 +14,6 @@ from tiny_folder import write_endless_folder
 
 from parallel_llama.cli.main import main
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 N_PROMPTS = 40
 

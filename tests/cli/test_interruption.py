@@ -16,8 +16,6 @@ import pytest
 from commands import ROOT, run_python
 from tiny_folder import write_endless_folder
 
-pytestmark = pytest.mark.slow
-
 ENDLESS = ("--prompt=Hello", "--max-tokens=60000")  # minutes of it, where nobody interrupts
 LIMIT_S = 200  # for what takes a second or two: a busy machine is no failure, and a hang is one
 

@@ -24,8 +24,6 @@ from parallel_llama.request import (
 )
 from parallel_llama.tokenizer import Chat
 
-pytestmark = pytest.mark.slow
-
 
 @dataclass
 class Step:

@@ -22,8 +22,6 @@ from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 
-pytestmark = pytest.mark.slow
-
 Capture = pytest.CaptureFixture[str]
 
 

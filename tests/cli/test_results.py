@@ -16,8 +16,6 @@ from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.request import Completion, Request, SamplingParams
 
-pytestmark = pytest.mark.slow
-
 RUN = {"model": "m", "dtype": None, "set of prompts": "p"}
 
 

@@ -11,8 +11,6 @@ from parallel_llama.parallel.current_device import own_device, use_device
 from parallel_llama.parallel.device_choice import choose_device, count_cards
 from parallel_llama.parallel.rank_env import local_world
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("n_cards", "one_rank", "two_ranks"),

@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from parallel_llama.files.model_files import TOKENIZER_FILES, find_model, fingerprint
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 GENERATE = ("generate", "--prompt", "Hello", "--max-tokens", "4", "--json")
 

@@ -13,8 +13,6 @@ from parallel_llama.parallel.handshake import RankInfo, rendezvous, require_same
 from parallel_llama.parallel.process_group import _Heartbeats
 from parallel_llama.parallel.sealed_store import MAX_VALUE_BYTES, ForgedValue, SealedStore
 
-pytestmark = pytest.mark.slow
-
 
 def sealed(store: Store, secret: bytes = b"s", run: str = "a") -> SealedStore:
     return SealedStore(store, secret, run)

@@ -21,8 +21,6 @@ from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.peers import Peers
 from parallel_llama.parallel.shared_memory import SharedMemory, share
 
-pytestmark = pytest.mark.slow
-
 
 def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
     """One rank sends itself a signal during a run; returns the errors of the others."""

@@ -23,8 +23,6 @@ from parallel_llama.serve.access import OPEN, is_loopback, read_keys
 from parallel_llama.serve.app import make_app
 from parallel_llama.serve.bodies import MAX_BODY_BYTES
 
-pytestmark = pytest.mark.slow
-
 KEYS = ["sk-of-one-person", "sk-of-another-person"]
 APP = make_app(MagicMock())
 ROUTES = [route for route in APP.routes if isinstance(route, Route)]

@@ -16,8 +16,6 @@ from parallel_llama.serve.answer import Answer, Diverged, Stalled
 from parallel_llama.serve.asgi import unless_gone
 from parallel_llama.serve.wire import Output
 
-pytestmark = pytest.mark.slow
-
 TOKENS = tuple(range(100, 112))
 TEXTS = [f"<{token}>" if token % 3 else "" for token in TOKENS]  # some tokens show nothing
 

@@ -26,8 +26,6 @@ from parallel_llama.serve.wire import (
     to_engine,
 )
 
-pytestmark = pytest.mark.slow
-
 LOADED = Loaded("float32", "none", 1, 1000, 16, 1000, (RankFacts(0, 1),))
 STATISTICS = EngineStatistics(1, 0, 1, 0, 9, 1, 0, 0, StepTimes())
 

@@ -13,8 +13,6 @@ from parallel_llama.serve.fair_threads import LARGE_WORK, MAX_LARGE_WAITING, Fai
 from parallel_llama.serve.replies import CompletionChoice, CompletionReply
 from parallel_llama.serve.service import RequestContext, Service
 
-pytestmark = pytest.mark.slow
-
 LARGE = LARGE_WORK + 1
 
 

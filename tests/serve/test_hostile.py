@@ -15,8 +15,6 @@ from hostile_inputs import ENDLESS, ESCAPES, GRAMMARS, LARGE
 from served import Served
 from tiny_folder import TEMPLATE, write_chat_folder
 
-pytestmark = pytest.mark.slow
-
 TEMPLATES = {
     name: {**ENDLESS, **LARGE, **ESCAPES}[name]
     for name in (

@@ -11,8 +11,6 @@ import pytest
 from load import load, overload, resident_bytes
 from served import Served
 
-pytestmark = pytest.mark.slow
-
 MAX_GROWTH_BYTES = 4 << 20  # of 1000 answers: a leak of 4 kB a request is more
 LONG = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": False}
 

@@ -15,8 +15,6 @@ from stand_in_server import StandIn, stand_in_server
 
 from parallel_llama.serve import page_files
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 PAGE = Path(page_files.__file__).with_name("page")
 VENDOR = PAGE / "vendor"

@@ -12,8 +12,6 @@ from playwright import sync_api
 from playwright.sync_api import Page, expect
 from stand_in_server import MODEL, StandIn, stand_in_server
 
-pytestmark = pytest.mark.slow
-
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )

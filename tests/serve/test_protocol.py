@@ -23,8 +23,6 @@ from parallel_llama.serve.protocol import (
 )
 from parallel_llama.serve.server import abort_slow_readers
 
-pytestmark = pytest.mark.slow
-
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
 

@@ -17,8 +17,6 @@ from served import Served
 
 from parallel_llama.serve.wire import Frames, from_engine, to_engine
 
-pytestmark = pytest.mark.slow
-
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
