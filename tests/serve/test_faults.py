@@ -37,9 +37,9 @@ def tiny(folder: Path) -> Iterator[Served]:
 def restarting(folder: Path) -> Iterator[Served]:
     """A server that starts its ranks again after each death or hang.
 
-    The ranks wait for each other for 10 s; where they take longer to start, the server tries again.
+    The ranks wait for each other for 7 s; where they take longer to start, the server tries again.
     """
-    limits = "--timeout=10", "--restarts=20"
+    limits = "--timeout=7", "--restarts=20"
     with Served("--model", str(folder), "--nproc=2", *limits) as served:
         yield served
 
