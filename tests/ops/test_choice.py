@@ -4,6 +4,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import pytest
 import torch
 
 from parallel_llama.ops import CPUOps, TorchOps, choose_ops
@@ -30,6 +31,7 @@ def test_a_cuda_device_has_kernels_where_triton_is(monkeypatch):
     assert {chosen(dtype, CUDA) for dtype in (torch.float32, *HALVES)} == {TorchOps}
 
 
+@pytest.mark.slow
 def test_a_cpu_loads_no_triton():
     code = (
         "import sys, torch; from parallel_llama.ops import choose_ops;"
