@@ -77,8 +77,8 @@ def first_slots(keys: tuple[slice, ...], n: int) -> tuple[slice, ...]:
 @pytest.mark.parametrize("keys", [(slice(5, 14),), (slice(20, 24), slice(2, 6), slice(10, 11))])
 @pytest.mark.parametrize("scores", [Scores(), Scores(scale=0.9, soft_cap=1.5)], ids=str)
 def test_every_query_sees_its_own_past(
-    keys: tuple[slice, ...], n_rows: int, n_decoded: int, scores: Scores
-) -> None:
+    keys, n_rows, n_decoded, scores
+):
     slots = [slot for own in keys for slot in range(own.start, own.stop)]
     q = torch.randn(n_rows, 7, D, dtype=torch.float64)[:, 1:6]  # a part of a wider product
     cache = make_cache()

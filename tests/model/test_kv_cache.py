@@ -21,7 +21,7 @@ def make_cache() -> KVCache:
 
 
 @pytest.mark.parametrize("slots", [[slice(5, 14)], [slice(20, 24), slice(2, 6)]])
-def test_a_past_is_the_slots_of_some_heads_in_order_in_every_layer(slots: list[slice]):
+def test_a_past_is_the_slots_of_some_heads_in_order_in_every_layer(slots):
     cache = make_cache()
     cache.k.normal_()
     cache.v.normal_()
@@ -43,7 +43,7 @@ def test_a_past_sees_what_is_written_later():
 
 @pytest.mark.parametrize("name", KV_DTYPES)
 @pytest.mark.parametrize("tp_size", [1, 3])
-def test_a_cache_takes_the_bytes_that_the_plan_counts(name: str, tp_size: int):
+def test_a_cache_takes_the_bytes_that_the_plan_counts(name, tp_size):
     form = kv_format(name, "float32")
     for shard in make_plan(ARGS, tp_size).shards:
         cache = KVCache(ARGS, shard, 2, 10, 4, form=form, device=torch.device("cpu"))
