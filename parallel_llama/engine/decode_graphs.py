@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_llama.engine.kv_layout import KVLayout
 from parallel_llama.engine.step_buffer import Chunk, Paging, SamplingKey, StepBuffer, StepSize
 from parallel_llama.model.batch import Batch
 from parallel_llama.model.recorded_steps import Logits
@@ -47,10 +48,12 @@ class DecodeGraphs:
     `longest` is the length of the longest sequence.
     """
 
-    def __init__(self, paging: Paging, longest: int, device: torch.device) -> None:
-        self._paging, self._device = paging, device
+    def __init__(
+        self, layout: KVLayout, paging: Paging, longest: int, device: torch.device
+    ) -> None:
+        self._layout, self._paging, self._device = layout, paging, device
         # A token and its drafts are rows that share blocks, so this suffices for any batch.
-        self._blocks_of_row = paging.most_blocks(longest)
+        self._blocks_of_row = layout.most_blocks(longest)
         self._graphs: dict[int, _Graph] = {}
 
     def record(
@@ -99,7 +102,9 @@ class DecodeGraphs:
         if not room or not is_all:
             return None
         graph = self._graphs[room]
-        graph.buffer.fill(chunks, sampling_keys=sampling_keys, tokens=tokens)
+        graph.buffer.fill(
+            chunks, self._layout.steps(chunks), sampling_keys=sampling_keys, tokens=tokens
+        )
         graph.replay()
         return graph.logits.rows(slice(n_rows))
 
@@ -126,7 +131,7 @@ class DecodeGraphs:
         n_blocks = n_rows * self._blocks_of_row
         size = StepSize(n_rows, None, n_rows, 0, n_blocks, 1)
         buffer = StepBuffer(size, self._paging, self._device)
-        buffer.fill(())
+        buffer.fill((), self._layout.steps(()))
         logits, replay = recorder(lambda: step(buffer.batch()))
         return _Graph(buffer, logits, replay)
 

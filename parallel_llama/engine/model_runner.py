@@ -19,11 +19,11 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import MemoryFor
-from parallel_llama.engine.kv_sequence_shard import CachePart, mask_of
+from parallel_llama.engine.kv_layout import CachePart, KVLayout
 from parallel_llama.engine.step_buffer import Chunk, Paging, SamplingKey, StepBuffer, StepSize
 from parallel_llama.families.model_args import kv_groups
-from parallel_llama.model.batch import Batch, KVGroupBatch, QueryTile, SinkTile
-from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
+from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
+from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import Backend
 from parallel_llama.model.recorded_steps import (
     DecodeStep,
@@ -41,10 +41,8 @@ from parallel_llama.model.rope import (
 )
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import WeightLoader
-from parallel_llama.ops import DecodeBatch, DecodeRows, QueryChunk, Scores, TorchOps, choose_ops
-from parallel_llama.ops.attention import SeenKeys
+from parallel_llama.ops import Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
-from parallel_llama.ops.torch_ops import MAX_QUERIES
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.plan import ShardPlan
@@ -122,38 +120,42 @@ class ModelRunner:
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
         """Replace the KV caches by empty ones of `n_blocks` blocks, one for each KV group."""
         self.block_size, n_parts = block_size, self.shard.kv_parts
-        self._part = CachePart(self.comm.rank, n_parts, block_size) if n_parts > 1 else None
-        is_paged = self._is_paged()
+        part = CachePart(self.comm.rank, n_parts) if n_parts > 1 else None
+        is_paged = self._is_paged(part)
         self.caches = tuple(
             KVCache(
                 self.args,
                 self.shard,
                 len(kv_group.layers),
-                self._part.n_blocks(n) if self._part else n + is_paged,
+                part.n_blocks(n) if part else n + is_paged,
                 block_size,
                 form=self.kv_format,
                 device=self.device,
             )
             for kv_group, n in zip(self.kv_groups, n_blocks, strict=True)
         )
+        spare_slots = tuple(cache.n_slots - 1 for cache in self.caches)
+        n_sinks = self.args.attention_sinks
+        self._layout = KVLayout(self.kv_groups, block_size, spare_slots, n_sinks, part)
         self._steps = RecordedSteps(self.model, self.caches)
         self._no_rows = torch.empty(0, self.args.dim, dtype=self.dtype, device=self.device)
         self._paging = self._graphs = None
         if is_paged:
             whole = {each: each.whole() for each in set(self._rotary_of)}
             tables = tuple(whole[each] for each in self._rotary_of)
-            self._paging = Paging(self.kv_groups, tables, block_size, tuple(n_blocks))
+            windows = tuple(kv_group.window for kv_group in self.kv_groups)
+            self._paging = Paging(windows, tables, spare_slots, block_size)
             longest = self.args.max_seq_len
             if self.kv_groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
-            self._graphs = DecodeGraphs(self._paging, longest, self.device)
+            self._graphs = DecodeGraphs(self._layout, self._paging, longest, self.device)
 
-    def _is_paged(self) -> bool:
+    def _is_paged(self, part: CachePart | None) -> bool:
         """Whether operators read keys through block tables (paged attention).
 
         Not with a sequence-sharded cache, attention sinks, or rotations that depend on the length.
         """
-        is_plain = self._part is None and not self.args.attention_sinks
+        is_plain = part is None and not self.args.attention_sinks
         return self.model.ops.is_paged and is_plain and not base_len(self.args, 1)
 
     def record(
@@ -262,32 +264,21 @@ class ModelRunner:
         """Run these chunks by a recorded step; None if they are not a decode step."""
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
         is_wanted = self._steps.may_take(n_tokens) and _is_all(rows, n_tokens)
-        if not is_wanted or not all(map(self._is_decoded, chunks)):
+        if not is_wanted or self._layout.part is not None:
+            return None
+        if not all(
+            chunk.is_decoded and not self._layout.is_beyond_window(chunk) for chunk in chunks
+        ):
             return None
         rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
-        kv_groups = (
-            self._kv_group_rows(number, chunks, rotations[rotary])
-            for number, rotary in enumerate(self._rotary_of)
+        kv_groups = tuple(
+            KVGroupRows(slots, rotations[rotary], queries)
+            for rotary, (slots, queries) in zip(
+                self._rotary_of, self._layout.steps(chunks), strict=True
+            )
         )
         tokens = [token for chunk in chunks for token in chunk.tokens]
-        return self._steps.run(DecodeStep(tokens, tuple(kv_groups)))
-
-    def _is_decoded(self, chunk: Chunk) -> bool:
-        """Whether its tokens are separate queries that see slots of this rank's cache alone."""
-        is_here = self._paging is None and self._part is None
-        kv_groups = range(len(self.kv_groups) if self.args.attention_sinks else 0)
-        near = (self._before_sinks(number, chunk.positions) for number in kv_groups)
-        return is_here and chunk.is_decoded and all(each == chunk.positions for each in near)
-
-    def _kv_group_rows(
-        self, number: int, chunks: Sequence[Chunk], rotations: HostRotations
-    ) -> KVGroupRows:
-        slots: list[int] = []
-        decoded: dict[int, SeenKeys] = {}
-        for chunk in chunks:
-            decoded |= self._decoded(number, len(slots), chunk, chunk.positions)
-            slots += slots_of(chunk.tables[number], self.block_size, chunk.positions)
-        return KVGroupRows(slots, rotations, DecodeRows.of(decoded))
+        return self._steps.run(DecodeStep(tokens, kv_groups))
 
     def _rotary_tables(self) -> list[RotaryTables]:
         """The rotary tables of each KV group; groups with equal tables share them."""
@@ -331,119 +322,32 @@ class ModelRunner:
     ) -> Batch:
         """The batch for paged attention."""
         assert self._paging is not None
-        n_rows = None if rows is None else len(rows)
-        buffer = StepBuffer(StepSize.of(chunks, n_rows, self._paging), self._paging, self.device)
-        buffer.fill(chunks, rows or (), sampling_keys, tokens)
+        n_rows, kv_groups = None if rows is None else len(rows), self._layout.steps(chunks)
+        buffer = StepBuffer(StepSize.of(chunks, kv_groups, n_rows), self._paging, self.device)
+        buffer.fill(chunks, kv_groups, rows or (), sampling_keys, tokens)
         return buffer.batch()
 
     def _kv_group_batch(
         self, number: int, chunks: Sequence[Chunk], rotations: Tensor
     ) -> KVGroupBatch:
-        if self._part is not None:
-            return self._spread_batch(number, chunks, rotations, self._part)
-        slots: list[int] = []
-        prefilled: list[QueryChunk] = []
-        decoded: dict[int, SeenKeys] = {}
-        sink_tiles: list[SinkTile] = []
-        for chunk in chunks:
-            row, blocks = len(slots), chunk.tables[number]
-            slots += slots_of(blocks, self.block_size, chunk.positions)
-            near = self._before_sinks(number, chunk.positions)
-            sink_tiles += self._sink_tiles(number, row, chunk, near.stop)
-            if not near:
-                continue
-            if chunk.is_decoded:
-                decoded |= self._decoded(number, row, chunk, near)
-                continue
-            slices = slices_of(blocks, self.block_size, self._seen(number, near))
-            window = self.kv_groups[number].window
-            prefilled.append(QueryChunk.of(row, near, slices, window, self.device))
-        return KVGroupBatch(
-            slots=self._int64(slots),
-            rotations=rotations,
-            chunks=tuple(prefilled),
-            decode=DecodeBatch.of(decoded) if decoded else None,
-            sink_tiles=tuple(sink_tiles),
-        )
+        own, queries = self._layout.step(number, chunks)
+        slots = self._int64(own)
+        if self._layout.part is not None:
+            tiles = queries.tiles(self.dtype, self.device)
+            return KVGroupBatch(slots, rotations, tiles=tuple(tiles))
+        plan = self.model.ops.plan(queries, self.device) if queries.ranges else None
+        return KVGroupBatch(slots, rotations, plan, tuple(self._sink_tiles(number, chunks)))
 
-    def _decoded(
-        self, number: int, row: int, chunk: Chunk, positions: range
-    ) -> dict[int, SeenKeys]:
-        """The keys that tokens of a chunk see, by row; `row` is that of the chunk's first token."""
-        seen = self._seen(number, positions)
-        slices = slices_of(chunk.tables[number], self.block_size, seen)
-        if len(positions) == 1:
-            return {row + positions.start - chunk.start: (seen.start, slices)}
-        own = {at: self._seen(number, range(at, at + 1)) for at in positions}
-        return {
-            row + at - chunk.start: (keys.start, part_of(slices, _from(seen.start, keys)))
-            for at, keys in own.items()
-        }
-
-    def _spread_batch(
-        self, number: int, chunks: Sequence[Chunk], rotations: Tensor, part: CachePart
-    ) -> KVGroupBatch:
-        """The batch of a KV group whose cache is sharded by sequence."""
-        cache, window = self.caches[number], self.kv_groups[number].window
-        slots: list[int] = []
-        tiles: list[QueryTile] = []
-        for chunk in chunks:
-            row, blocks = len(slots), chunk.tables[number]
-            slots += part.slots_of(blocks, chunk.positions, spare=cache.n_slots - 1)
-            n_queries = 1 if chunk.is_decoded else MAX_QUERIES
-            for first in range(0, len(chunk.tokens), n_queries):
-                queries = chunk.positions[first : first + n_queries]
-                held, slices = part.kept(blocks, self._seen(number, queries))
-                if held:
-                    tiles.append(
-                        QueryTile(
-                            slice(row + first, row + first + len(queries)),
-                            tuple(cache.past(run.kv_heads, slices) for run in self.shard.runs),
-                            mask_of(queries, held, window, self.dtype, self.device),
-                        )
-                    )
-        return KVGroupBatch(self._int64(slots), rotations, tiles=tuple(tiles))
-
-    def _before_sinks(self, number: int, positions: range) -> range:
-        """The positions whose window starts at the sequence's start, or all without sinks."""
-        window = self.kv_groups[number].window
-        if not self.args.attention_sinks or window is None:
-            return positions
-        return range(positions.start, max(positions.start, min(positions.stop, window)))
-
-    def _sink_tiles(self, number: int, row: int, chunk: Chunk, first: int) -> Iterator[SinkTile]:
-        """The queries of a chunk from position `first` on; `row` is that of its first token."""
-        cache, blocks = self.caches[number], chunk.tables[number]
-        window, n_sinks = self.kv_groups[number].window, self.args.attention_sinks
-
-        def tile(queries: range, keys: range, mask: Tensor) -> QueryTile:
-            slots = slices_of(blocks, self.block_size, keys)
-            at = row + queries.start - chunk.start
-            pasts = tuple(cache.past(run.kv_heads, slots) for run in self.shard.runs)
-            return QueryTile(slice(at, at + len(queries)), pasts, mask)
-
-        n_queries = 1 if chunk.is_decoded else MAX_QUERIES
-        device = self.device
-        for start in range(first, chunk.positions.stop, n_queries):
-            queries = range(start, min(start + n_queries, chunk.positions.stop))
-            assert window is not None
-            seen = self._seen(number, queries)
-            sinks = range(min(n_sinks, queries.stop - window))
-            # A sink inside a query's window is seen there.
-            before = range(queries.start - window, queries.stop - window)
-            back_rotations = back_rotations_of(self.args, queries, n_sinks + window - 1)
-            yield SinkTile(
-                tile(queries, seen, mask_of(queries, [seen], window, self.dtype, device)),
-                tile(queries, sinks, mask_of(before, [sinks], None, self.dtype, device)),
-                back_rotations.to(
-                    device, torch.promote_types(self.dtype, torch.float32).to_complex()
-                ),
-            )
-
-    def _seen(self, number: int, queries: range) -> range:
-        """The positions that any of these consecutive queries sees in a KV group."""
-        window = self.kv_groups[number].window
-        return range(0 if window is None else max(queries.start - window + 1, 0), queries.stop)
+    def _sink_tiles(self, number: int, chunks: Sequence[Chunk]) -> Iterator[SinkTile]:
+        n_sinks, window = self.args.attention_sinks, self.kv_groups[number].window
+        if not n_sinks or window is None:
+            return
+        wide = torch.promote_types(self.dtype, torch.float32).to_complex()
+        of_both = self._layout.beyond_window(number, chunks)
+        tiles = (queries.tiles(self.dtype, self.device) for queries in of_both)
+        for near, sinks in zip(*tiles, strict=True):
+            back_rotations = back_rotations_of(self.args, near.positions, n_sinks + window - 1)
+            yield SinkTile(near, sinks, back_rotations.to(self.device, wide))
 
     def _int64(self, values: Sequence[object]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)
@@ -468,8 +372,3 @@ def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> HostRotations:
 def _is_all(rows: Sequence[int] | None, n_rows: int) -> bool:
     """Whether these are all of `n_rows` rows, in order."""
     return rows is None or list(rows) == list(range(n_rows))
-
-
-def _from(first: int, positions: range) -> range:
-    """Positions relative to `first`."""
-    return range(positions.start - first, positions.stop - first)

@@ -18,10 +18,7 @@ from parallel_llama.model.batch import Batch, KVGroupBatch
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.rope import HostRotations
 from parallel_llama.model.transformer import Transformer
-from parallel_llama.ops import CPUOps, DecodeRoom, DecodeRows, NotRecorded
-
-# The least room for keys of a row, and for ranges of slots per row.
-_LEAST_KEYS, _LEAST_RANGES = 1024, 8
+from parallel_llama.ops import CPUOps, DecodeRoom, NotRecorded, Queries
 
 # Steps with more rows are not recorded: their arithmetic outweighs the calls from Python, and a
 # recording would seldom be replayed.
@@ -58,7 +55,7 @@ class KVGroupRows:
 
     slots: list[int]
     rotations: HostRotations
-    decode: DecodeRows
+    queries: Queries
 
 
 @dataclass(frozen=True)
@@ -95,10 +92,12 @@ class RecordedSteps:
         """
         n_rows = len(step.tokens)
         recorded = self._recorded_steps.get(n_rows)
-        if recorded is None or not recorded.has_room_for(step):
+        if recorded is None or not recorded.fill(step):
             recorded = self._recorded_steps[n_rows] = self._recorded(step)
-        if recorded is not None:
-            recorded.run(step)
+            if recorded is None:
+                return None
+            recorded.fill(step)
+        recorded.run()
         return recorded
 
     @torch.inference_mode()
@@ -158,17 +157,16 @@ class RecordedStep:
         with torch.inference_mode():
             return Logits(self._model.finish_logits(self._scores.values))
 
-    def has_room_for(self, step: DecodeStep) -> bool:
-        pairs = zip(self._kv_groups, step.kv_groups, strict=True)
-        return all(kv_group.decode.has_room_for(rows.decode) for kv_group, rows in pairs)
-
-    def run(self, step: DecodeStep) -> None:
-        """Run the step through the model."""
+    def fill(self, step: DecodeStep) -> bool:
+        """Take a step in. Returns: False if there is no room for its keys."""
         # With numpy, since a call of torch touches so much code and data that it takes ten times as
         # long once a step's weights have evicted them from the caches.
         self._token_ids[:] = step.tokens
-        for kv_group, rows in zip(self._kv_groups, step.kv_groups, strict=True):
-            kv_group.fill(rows)
+        pairs = zip(self._kv_groups, step.kv_groups, strict=True)
+        return all(kv_group.fill(rows) for kv_group, rows in pairs)
+
+    def run(self) -> None:
+        """Run the step that was taken in through the model."""
         if self._model.has_embedding_scale:
             with torch.inference_mode():
                 self._x.copy_(self._model.embedded(self._tokens))
@@ -179,18 +177,13 @@ class _KVGroupRoom:
     """The part of a batch for one KV group at fixed addresses, with room for more keys."""
 
     def __init__(self, rows: KVGroupRows) -> None:
-        n_rows, n_ranges = rows.decode.n_rows, len(rows.decode.slot_ranges)
-        self.decode = DecodeRoom(
-            n_rows,
-            max(_LEAST_RANGES * n_rows, 2 * n_ranges),
-            max(_LEAST_KEYS, 2 * rows.decode.max_len),
-        )
-        self._slots = np.zeros(n_rows, dtype=np.int64)
+        self._room = DecodeRoom(rows.queries)
+        self._slots = np.zeros(len(rows.slots), dtype=np.int64)
         self._rotations = np.zeros_like(rows.rotations)
         slots, rotations = torch.from_numpy(self._slots), torch.from_numpy(self._rotations)
-        self.batch = KVGroupBatch(slots, rotations, decode=self.decode.batch)
+        self.batch = KVGroupBatch(slots, rotations, self._room.plan)
 
-    def fill(self, rows: KVGroupRows) -> None:
+    def fill(self, rows: KVGroupRows) -> bool:
         self._slots[:] = rows.slots
         self._rotations[:] = rows.rotations
-        self.decode.fill(rows.decode)
+        return self._room.fill(rows.queries)

@@ -197,8 +197,8 @@ def test_many_rows_are_run_by_operators():
 
 def test_a_context_may_outgrow_the_room_that_a_program_has(monkeypatch):
     """Keys, and ranges of slots: each block is a range of its own here."""
-    monkeypatch.setattr("parallel_llama.model.recorded_steps._LEAST_KEYS", 2)
-    monkeypatch.setattr("parallel_llama.model.recorded_steps._LEAST_RANGES", 1)
+    monkeypatch.setattr("parallel_llama.ops.cpu.attention_plan._LEAST_KEYS", 2)
+    monkeypatch.setattr("parallel_llama.ops.cpu.attention_plan._LEAST_RANGES", 1)
     assert decode_steps(make_runner(Solo()), 3, 40, 1) == 40
 
 
