@@ -17,23 +17,24 @@ from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
-from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.kv_layout import CachePart, KVLayout
+from parallel_llama.engine.recorded_steps import (
+    CUDAGraphs,
+    KernelCalls,
+    Logits,
+    RecordedSteps,
+    Recorder,
+    is_all,
+    record_cuda_graph,
+    rotations_of,
+)
 from parallel_llama.engine.step_buffer import Chunk, Paging, SamplingKey, StepBuffer, StepSize
 from parallel_llama.families.model_args import kv_groups
 from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import Backend
-from parallel_llama.model.recorded_steps import (
-    DecodeStep,
-    KVGroupRows,
-    Logits,
-    RecordedStep,
-    RecordedSteps,
-)
 from parallel_llama.model.rope import (
-    HostRotations,
     RotaryTables,
     back_rotations_of,
     base_len,
@@ -137,9 +138,10 @@ class ModelRunner:
         spare_slots = tuple(cache.n_slots - 1 for cache in self.caches)
         n_sinks = self.args.attention_sinks
         self._layout = KVLayout(self.kv_groups, block_size, spare_slots, n_sinks, part)
-        self._steps = RecordedSteps(self.model, self.caches)
         self._no_rows = torch.empty(0, self.args.dim, dtype=self.dtype, device=self.device)
-        self._paging = self._graphs = None
+        self._steps: RecordedSteps
+        self._steps = KernelCalls(self.model, self.caches, self._layout, self._rotary_of)
+        self._paging = None
         if is_paged:
             whole = {each: each.whole() for each in set(self._rotary_of)}
             tables = tuple(whole[each] for each in self._rotary_of)
@@ -148,7 +150,7 @@ class ModelRunner:
             longest = self.args.max_seq_len
             if self.kv_groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
-            self._graphs = DecodeGraphs(self._layout, self._paging, longest, self.device)
+            self._steps = CUDAGraphs(self._layout, self._paging, longest, self.device)
 
     def _is_paged(self, part: CachePart | None) -> bool:
         """Whether operators read keys through block tables (paged attention).
@@ -163,18 +165,16 @@ class ModelRunner:
         recorder: Recorder = record_cuda_graph,
         on_graph: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Capture the decode steps as CUDA graphs, if the operators support it.
+        """Record the decode steps that must be recorded before the first step.
 
-        Collective: those of `DecodeGraphs.record`.
+        Collective: those of `RecordedSteps.prepare`.
         """
-        if self._graphs is not None:
-            with torch.inference_mode():
-                self._graphs.record(self._logits, self.comm, recorder, on_graph)
+        with torch.inference_mode():
+            self._steps.prepare(self._logits, self.comm, recorder, on_graph)
 
     def close(self) -> None:
         """Drop what holds the communicator; the runner must not be used afterwards."""
-        if self._graphs is not None:
-            self._graphs.close()
+        self._steps.close()
 
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
         """Run the chunks through the model, concatenated in one batch.
@@ -184,12 +184,11 @@ class ModelRunner:
         Collective: those of `Transformer.forward`.
         """
         with _MEMORY:
-            program = self._recorded_step(chunks, rows)
+            hidden = self._steps.hidden(chunks, rows)
+            if hidden is not None:
+                return hidden
             with torch.inference_mode():
-                if program is not None:
-                    return program.hidden.clone()
-                batch = self.batch(chunks, rows)
-                return self.model(batch, self.caches)
+                return self.model(self.batch(chunks, rows), self.caches)
 
     def step(
         self,
@@ -229,9 +228,8 @@ class ModelRunner:
         Shapes: tokens [T] int64.
         Collective: those of `Transformer.forward`.
         """
-        assert self._paging is not None and self._graphs is not None
         with _MEMORY:
-            logits = self._graphs(chunks, range(len(tokens)), sampling_keys, tokens)
+            logits = self._steps.logits(chunks, range(len(tokens)), sampling_keys, tokens)
             return logits or self._logits(self._paged_batch(chunks, None, sampling_keys, tokens))
 
     @torch.inference_mode()
@@ -243,12 +241,11 @@ class ModelRunner:
         self, chunks: Sequence[Chunk], rows: Sequence[int], sampling_keys: Sequence[SamplingKey]
     ) -> Logits:
         """The logits of these rows, by a recorded step if one fits."""
-        program = self._recorded_step(chunks, rows)
-        if program is not None:
-            return program.logits
+        logits = self._steps.logits(chunks, rows, sampling_keys)
+        if logits is not None:
+            return logits
         with torch.inference_mode():
-            logits = self._graphs(chunks, rows, sampling_keys) if self._graphs else None
-            return logits or self._logits(self.batch(chunks, rows, sampling_keys))
+            return self._logits(self.batch(chunks, rows, sampling_keys))
 
     def _logits(self, batch: Batch) -> Logits:
         """The logits of the batch's rows, and the tokens drawn from them if the batch has noise."""
@@ -257,28 +254,6 @@ class ModelRunner:
             return Logits(logits)
         drawn = self.model.ops.draw(logits, batch.sampling_keys, self.shard.vocab.start)
         return Logits(logits, drawn=drawn)
-
-    def _recorded_step(
-        self, chunks: Sequence[Chunk], rows: Sequence[int] | None
-    ) -> RecordedStep | None:
-        """Run these chunks by a recorded step; None if they are not a decode step."""
-        n_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        is_wanted = self._steps.may_take(n_tokens) and _is_all(rows, n_tokens)
-        if not is_wanted or self._layout.part is not None:
-            return None
-        if not all(
-            chunk.is_decoded and not self._layout.is_beyond_window(chunk) for chunk in chunks
-        ):
-            return None
-        rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
-        kv_groups = tuple(
-            KVGroupRows(slots, rotations[rotary], queries)
-            for rotary, (slots, queries) in zip(
-                self._rotary_of, self._layout.steps(chunks), strict=True
-            )
-        )
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        return self._steps.run(DecodeStep(tokens, kv_groups))
 
     def _rotary_tables(self) -> list[RotaryTables]:
         """The rotary tables of each KV group; groups with equal tables share them."""
@@ -299,18 +274,15 @@ class ModelRunner:
         assert all(chunk.tokens for chunk in chunks)
         if self._paging is not None:
             return self._paged_batch(chunks, rows, sampling_keys)
-        rotations = {
-            each: torch.from_numpy(_rotations(each, chunks)).to(self.device)
-            for each in set(self._rotary_of)
-        }
+        rotations = rotations_of(self._rotary_of, chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
         return Batch(
             tokens=self._int64(tokens),
             kv_groups=tuple(
-                self._kv_group_batch(number, chunks, rotations[rotary])
-                for number, rotary in enumerate(self._rotary_of)
+                self._kv_group_batch(number, chunks, torch.from_numpy(own).to(self.device))
+                for number, own in enumerate(rotations)
             ),
-            rows=None if rows is None or _is_all(rows, len(tokens)) else self._int64(rows),
+            rows=None if rows is None or is_all(rows, len(tokens)) else self._int64(rows),
         )
 
     def _paged_batch(
@@ -362,13 +334,3 @@ def settle_cuda() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.set_float32_matmul_precision("highest")
-
-
-def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> HostRotations:
-    rows = [rotary.rows(chunk.positions, chunk.n_prompt) for chunk in chunks]
-    return rows[0] if len(rows) == 1 else np.concatenate(rows)
-
-
-def _is_all(rows: Sequence[int] | None, n_rows: int) -> bool:
-    """Whether these are all of `n_rows` rows, in order."""
-    return rows is None or list(rows) == list(range(n_rows))

@@ -24,8 +24,8 @@ from torch import Tensor
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
-from parallel_llama.model.recorded_steps import DecodeStep, Logits, RecordedStep
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
@@ -60,13 +60,15 @@ class Both:
         self.n_recorded = 0
         self.refuses = False
 
-    def may_take(self, n_rows: int) -> bool:
-        return not self.refuses and self.recorded_steps.may_take(n_rows)
+    def logits(self, *arguments: Any) -> Logits | None:
+        logits = None if self.refuses else self.recorded_steps.logits(*arguments)
+        self.n_recorded += logits is not None
+        return logits
 
-    def run(self, step: DecodeStep) -> RecordedStep | None:
-        recorded = self.recorded_steps.run(step)
-        self.n_recorded += recorded is not None
-        return recorded
+    def hidden(self, *arguments: Any) -> Tensor | None:
+        hidden = None if self.refuses else self.recorded_steps.hidden(*arguments)
+        self.n_recorded += hidden is not None
+        return hidden
 
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
         """In the place of `ModelRunner.forward`."""

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey
-from parallel_llama.model.recorded_steps import Logits
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import SamplingParams
