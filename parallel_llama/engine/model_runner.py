@@ -37,7 +37,6 @@ from parallel_llama.model.layers import Backend
 from parallel_llama.model.rope import (
     RotaryTables,
     back_rotations_of,
-    base_len,
     rotary_of_windows,
 )
 from parallel_llama.model.transformer import Transformer
@@ -46,7 +45,7 @@ from parallel_llama.ops import Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.current_device import use_device
-from parallel_llama.plan import ShardPlan
+from parallel_llama.plan import ShardPlan, why_unrecorded
 
 # Weights that are prefetched.
 _READ_AHEAD = 2
@@ -122,7 +121,8 @@ class ModelRunner:
         """Replace the KV caches by empty ones of `n_blocks` blocks, one for each KV group."""
         self.block_size, n_parts = block_size, self.shard.kv_parts
         part = CachePart(self.comm.rank, n_parts) if n_parts > 1 else None
-        is_paged = self._is_paged(part)
+        # Whether operators read keys through block tables (paged attention).
+        is_paged = self.model.ops.is_paged and not why_unrecorded(self.args, n_parts, "cuda")
         self.caches = tuple(
             KVCache(
                 self.args,
@@ -151,14 +151,6 @@ class ModelRunner:
             if self.kv_groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
             self._steps = CUDAGraphs(self._layout, self._paging, longest, self.device)
-
-    def _is_paged(self, part: CachePart | None) -> bool:
-        """Whether operators read keys through block tables (paged attention).
-
-        Not with a sequence-sharded cache, attention sinks, or rotations that depend on the length.
-        """
-        is_plain = part is None and not self.args.attention_sinks
-        return self.model.ops.is_paged and is_plain and not base_len(self.args, 1)
 
     def record(
         self,
