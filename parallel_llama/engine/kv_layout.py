@@ -45,64 +45,49 @@ class KVLayout:
 
     kv_groups: tuple[KVGroup, ...]
     block_size: int
-    spare_slots: Sequence[int] = ()
-    n_sinks: int = 0
-    part: CachePart | None = None
+    spare_slots: Sequence[int]
+    n_sinks: int
+    part: CachePart | None
 
     def steps(self, chunks: Sequence[Chunk]) -> list[KVGroupStep]:
         """A step in all KV groups."""
         return [self.step(number, chunks) for number in range(len(self.kv_groups))]
 
     def step(self, number: int, chunks: Sequence[Chunk]) -> KVGroupStep:
-        """A step in a KV group. Its queries are all but those of `beyond_window`."""
+        """A step in one KV group."""
         window, size = self.kv_groups[number].window, self.block_size
         slots: list[int] = []
-        ranges: list[QueryRange] = []
+        plain: list[QueryRange] = []
+        near: list[QueryRange] = []
+        far: list[QueryRange] = []
         for chunk in chunks:
             row, positions = len(slots), chunk.positions
             own = self._range(number, row, chunk, positions)
             slots += slots_of(own.blocks, size, after(own.first_key, positions))
-            if self.n_sinks and window is not None:
-                near = positions[: max(window - chunk.start, 0)]
-                if not near:
-                    continue
-                own = self._range(number, row, chunk, near)
-            ranges.append(own)
+            if not self.n_sinks or window is None or positions.stop <= window:
+                plain.append(own)
+                continue
+            n_plain = max(window - positions.start, 0)
+            if n_plain:
+                plain.append(self._range(number, row, chunk, positions[:n_plain]))
+            own = self._range(number, row + n_plain, chunk, positions[n_plain:])
+            # A sink inside of a query's window is seen there.
+            before = after(window, own.positions)
+            blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before.stop))
+            near.append(own)
+            far.append(own._replace(positions=before, first_key=0, blocks=blocks))
+        spare_slot, queries = self.spare_slots[number], Queries(plain, size, window)
         if self.part is not None:
-            spare = self.spare_slots[number]
-            slots = [spare if slot < 0 else slot for slot in slots]
-        return KVGroupStep(slots, Queries(ranges, size, window))
+            slots = [spare_slot if slot < 0 else slot for slot in slots]
+        if not near:
+            return KVGroupStep(slots, spare_slot, queries)
+        both = Queries(near, size, window), Queries(far, size, n_keys=self.n_sinks)
+        return KVGroupStep(slots, spare_slot, queries, both)
 
-    def beyond_window(self, number: int, chunks: Sequence[Chunk]) -> tuple[Queries, Queries]:
-        """The queries that attend to sinks outside of their window, with each kind of keys.
-
-        The sinks are attended to from a window's length before, since a sink inside of a query's
-        window is seen there.
-        """
-        window = self.kv_groups[number].window
-        assert window is not None
-        near: list[QueryRange] = []
-        far: list[QueryRange] = []
-        row = 0
-        for chunk in chunks:
-            n_before = max(window - chunk.start, 0)
-            positions = chunk.positions[n_before:]
-            if positions:
-                own = self._range(number, row + n_before, chunk, positions)
-                before = range(positions.start - window, positions.stop - window)
-                blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before.stop))
-                near.append(own)
-                far.append(own._replace(positions=before, first_key=0, blocks=blocks))
-            row += len(chunk.tokens)
-        size = self.block_size
-        return Queries(near, size, window), Queries(far, size, n_keys=self.n_sinks)
-
-    def is_beyond_window(self, chunk: Chunk) -> bool:
-        """Whether a token attends to sinks outside of its window, in any KV group."""
-        stop = chunk.positions.stop
-        return self.n_sinks > 0 and any(
-            kv_group.window is not None and stop > kv_group.window for kv_group in self.kv_groups
-        )
+    def reaches_sinks(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether a token attends to attention sinks outside of its window."""
+        windows = [each.window for each in self.kv_groups if self.n_sinks and each.window]
+        return any(chunk.positions.stop > window for chunk in chunks for window in windows)
 
     def most_blocks(self, longest: int) -> int:
         """The most blocks that a token of a sequence of `longest` tokens sees in all KV groups."""

@@ -4,7 +4,7 @@ The runner owns the model and the KV caches of one rank. It does not know reques
 conditions. Every rank calls it with the same chunks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -23,13 +23,12 @@ from parallel_llama.engine.recorded_steps import (
     CUDAGraphs,
     KernelCalls,
     Logits,
-    RecordedSteps,
     Recorder,
     is_all,
     record_cuda_graph,
     rotations_of,
 )
-from parallel_llama.engine.step_buffer import Chunk, Paging, SamplingKey, StepBuffer, StepSize
+from parallel_llama.engine.step_buffer import Chunk, SamplingKey, StepBuffer, StepSize
 from parallel_llama.families.model_args import kv_groups
 from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
@@ -139,34 +138,33 @@ class ModelRunner:
         n_sinks = self.args.attention_sinks
         self._layout = KVLayout(self.kv_groups, block_size, spare_slots, n_sinks, part)
         self._no_rows = torch.empty(0, self.args.dim, dtype=self.dtype, device=self.device)
-        self._steps: RecordedSteps
-        self._steps = KernelCalls(self.model, self.caches, self._layout, self._rotary_of)
-        self._paging = None
+        self._calls = KernelCalls(self.model, self.caches, self._layout, self._rotary_of)
+        self._rotations = self._graphs = None
         if is_paged:
             whole = {each: each.whole() for each in set(self._rotary_of)}
-            tables = tuple(whole[each] for each in self._rotary_of)
-            windows = tuple(kv_group.window for kv_group in self.kv_groups)
-            self._paging = Paging(windows, tables, spare_slots, block_size)
+            self._rotations = tuple(whole[each] for each in self._rotary_of)
             longest = self.args.max_seq_len
             if self.kv_groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
-            self._steps = CUDAGraphs(self._layout, self._paging, longest, self.device)
+            self._graphs = CUDAGraphs(self._layout, self._rotations, longest, self.device)
 
     def record(
         self,
         recorder: Recorder = record_cuda_graph,
         on_graph: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Record the decode steps that must be recorded before the first step.
+        """Capture the decode steps as CUDA graphs, if the operators support it.
 
-        Collective: those of `RecordedSteps.prepare`.
+        Collective: those of `CUDAGraphs.prepare`.
         """
-        with torch.inference_mode():
-            self._steps.prepare(self._logits, self.comm, recorder, on_graph)
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.prepare(self._logits, self.comm, recorder, on_graph)
 
     def close(self) -> None:
         """Drop what holds the communicator; the runner must not be used afterwards."""
-        self._steps.close()
+        if self._graphs is not None:
+            self._graphs.close()
 
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
         """Run the chunks through the model, concatenated in one batch.
@@ -176,7 +174,7 @@ class ModelRunner:
         Collective: those of `Transformer.forward`.
         """
         with _MEMORY:
-            hidden = self._steps.hidden(chunks, rows)
+            hidden = self._calls.hidden(chunks, rows)
             if hidden is not None:
                 return hidden
             with torch.inference_mode():
@@ -207,7 +205,7 @@ class ModelRunner:
     @property
     def draws_on_device(self) -> bool:
         """Whether a step also draws from its logits, so that `step_ahead` can be called."""
-        return self._paging is not None
+        return self._graphs is not None
 
     @torch.inference_mode()
     def step_ahead(
@@ -220,8 +218,9 @@ class ModelRunner:
         Shapes: tokens [T] int64.
         Collective: those of `Transformer.forward`.
         """
+        assert self._graphs is not None
         with _MEMORY:
-            logits = self._steps.logits(chunks, range(len(tokens)), sampling_keys, tokens)
+            logits = self._graphs.logits(chunks, range(len(tokens)), sampling_keys, tokens)
             return logits or self._logits(self._paged_batch(chunks, None, sampling_keys, tokens))
 
     @torch.inference_mode()
@@ -233,7 +232,10 @@ class ModelRunner:
         self, chunks: Sequence[Chunk], rows: Sequence[int], sampling_keys: Sequence[SamplingKey]
     ) -> Logits:
         """The logits of these rows, by a recorded step if one fits."""
-        logits = self._steps.logits(chunks, rows, sampling_keys)
+        if self._graphs is not None:
+            logits = self._graphs.logits(chunks, rows, sampling_keys)
+        else:
+            logits = self._calls.logits(chunks, rows)
         if logits is not None:
             return logits
         with torch.inference_mode():
@@ -264,7 +266,7 @@ class ModelRunner:
     ) -> Batch:
         """The batch of some chunks: tokens, slots, and the keys that each token sees."""
         assert all(chunk.tokens for chunk in chunks)
-        if self._paging is not None:
+        if self._graphs is not None:
             return self._paged_batch(chunks, rows, sampling_keys)
         rotations = rotations_of(self._rotary_of, chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
@@ -285,33 +287,31 @@ class ModelRunner:
         tokens: Tensor | None = None,
     ) -> Batch:
         """The batch for paged attention."""
-        assert self._paging is not None
+        assert self._rotations is not None
         n_rows, kv_groups = None if rows is None else len(rows), self._layout.steps(chunks)
-        buffer = StepBuffer(StepSize.of(chunks, kv_groups, n_rows), self._paging, self.device)
+        buffer = StepBuffer(StepSize.of(chunks, kv_groups, n_rows), self._rotations, self.device)
         buffer.fill(chunks, kv_groups, rows or (), sampling_keys, tokens)
         return buffer.batch()
 
     def _kv_group_batch(
         self, number: int, chunks: Sequence[Chunk], rotations: Tensor
     ) -> KVGroupBatch:
-        own, queries = self._layout.step(number, chunks)
+        own, _, queries, beyond_window = self._layout.step(number, chunks)
         slots = self._int64(own)
         if self._layout.part is not None:
             tiles = queries.tiles(self.dtype, self.device)
             return KVGroupBatch(slots, rotations, tiles=tuple(tiles))
         plan = self.model.ops.plan(queries, self.device) if queries.ranges else None
-        return KVGroupBatch(slots, rotations, plan, tuple(self._sink_tiles(number, chunks)))
-
-    def _sink_tiles(self, number: int, chunks: Sequence[Chunk]) -> Iterator[SinkTile]:
-        n_sinks, window = self.args.attention_sinks, self.kv_groups[number].window
-        if not n_sinks or window is None:
-            return
-        wide = torch.promote_types(self.dtype, torch.float32).to_complex()
-        of_both = self._layout.beyond_window(number, chunks)
-        tiles = (queries.tiles(self.dtype, self.device) for queries in of_both)
-        for near, sinks in zip(*tiles, strict=True):
-            back_rotations = back_rotations_of(self.args, near.positions, n_sinks + window - 1)
-            yield SinkTile(near, sinks, back_rotations.to(self.device, wide))
+        sink_tiles: list[SinkTile] = []
+        if beyond_window is not None:
+            latest = self.args.attention_sinks + (queries.window or 0) - 1
+            wide = torch.promote_types(self.dtype, torch.float32).to_complex()
+            near, far = (each.tiles(self.dtype, self.device) for each in beyond_window)
+            for window, sinks in zip(near, far, strict=True):
+                back_rotations = back_rotations_of(self.args, window.positions, latest)
+                back_rotations = back_rotations.to(self.device, wide)
+                sink_tiles.append(SinkTile(window, sinks, back_rotations))
+        return KVGroupBatch(slots, rotations, plan, tuple(sink_tiles))
 
     def _int64(self, values: Sequence[object]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)

@@ -12,7 +12,6 @@ Source: CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph.
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ from parallel_llama.engine.kv_layout import KVLayout
 from parallel_llama.engine.step_buffer import (
     Chunk,
     KVGroupStep,
-    Paging,
     SamplingKey,
     StepBuffer,
     StepSize,
@@ -90,49 +88,6 @@ def record_cuda_graph(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], 
     return logits, graph.replay
 
 
-class RecordedSteps(ABC):
-    """The recorded decode steps of a model over its KV caches."""
-
-    @abstractmethod
-    def prepare(
-        self,
-        step: Callable[[Batch], Logits],
-        comm: Communicator,
-        recorder: Recorder = record_cuda_graph,
-        on_rows: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        """Record what must be recorded before the first step.
-
-        `step` is not kept: it holds the model, which must be freed with its LLM. `on_rows` is
-        called with the number of rows before each recording.
-
-        Collective: all ranks call it.
-        """
-
-    @abstractmethod
-    def logits(
-        self,
-        chunks: Sequence[Chunk],
-        rows: Sequence[int],
-        sampling_keys: Sequence[SamplingKey] = (),
-        tokens: Tensor | None = None,
-    ) -> Logits | None:
-        """The logits of these rows, or None if no recording fits this step.
-
-        The next step overwrites them. `sampling_keys` and `tokens` are as in `StepBuffer.fill`.
-
-        Collective: those of `Transformer.__call__`.
-        """
-
-    @abstractmethod
-    def hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Tensor | None:
-        """The residual stream of these rows, or None if no recording keeps it for this step."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Drop the recordings: a communicator cannot be destroyed while a graph holds it."""
-
-
 @dataclass(frozen=True)
 class _Graph:
     """A captured step: its input buffer, its output logits, and its launch."""
@@ -142,16 +97,16 @@ class _Graph:
     replay: Callable[[], object]
 
 
-class CUDAGraphs(RecordedSteps):
+class CUDAGraphs:
     """The captured decode steps of a model, none before `prepare`.
 
     `longest` is the length of the longest sequence.
     """
 
     def __init__(
-        self, layout: KVLayout, paging: Paging, longest: int, device: torch.device
+        self, layout: KVLayout, rotations: Sequence[Tensor], longest: int, device: torch.device
     ) -> None:
-        self._layout, self._paging, self._device = layout, paging, device
+        self._layout, self._rotations, self._device = layout, rotations, device
         # A token and its drafts are rows that share blocks, so this suffices for any batch.
         self._blocks_of_row = layout.most_blocks(longest)
         self._graphs: dict[int, _Graph] = {}
@@ -160,12 +115,14 @@ class CUDAGraphs(RecordedSteps):
         self,
         step: Callable[[Batch], Logits],
         comm: Communicator,
-        recorder: Recorder = record_cuda_graph,
-        on_rows: Callable[[int], None] = lambda _: None,
+        recorder: Recorder,
+        on_rows: Callable[[int], None],
     ) -> None:
         """Capture `step` for each bucket, smallest first, until LIMIT_S have passed or one fails.
 
-        Capturing fails if an operator synchronises with the device, or memory is exhausted.
+        `step` is not kept: it holds the model, which must be freed with its LLM. `on_rows` is
+        called with the number of rows before each capture. Capturing fails if an operator
+        synchronises with the device, or memory is exhausted.
 
         Collective: a broadcast and an all_gather for each bucket, and its steps.
         """
@@ -189,6 +146,10 @@ class CUDAGraphs(RecordedSteps):
         sampling_keys: Sequence[SamplingKey] = (),
         tokens: Tensor | None = None,
     ) -> Logits | None:
+        """The logits of these rows, or None if no graph fits this step.
+
+        The next step overwrites them. `sampling_keys` and `tokens` are as in `StepBuffer.fill`.
+        """
         n_rows = len(rows)
         room = min((each for each in self._graphs if each >= n_rows), default=0)
         if not room or not is_decode_step(chunks, rows):
@@ -200,11 +161,8 @@ class CUDAGraphs(RecordedSteps):
         graph.replay()
         return graph.logits.rows(slice(n_rows))
 
-    def hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Tensor | None:
-        del chunks, rows
-        return None  # a graph has the logits alone
-
     def close(self) -> None:
+        """Drop the graphs: a communicator cannot be destroyed while a graph holds it."""
         self._graphs.clear()
 
     def _try(
@@ -212,7 +170,7 @@ class CUDAGraphs(RecordedSteps):
     ) -> _Graph | None:
         try:
             size = StepSize(n_rows, None, n_rows, 0, n_rows * self._blocks_of_row, 1)
-            buffer = StepBuffer(size, self._paging, self._device)
+            buffer = StepBuffer(size, self._rotations, self._device)
             buffer.fill((), self._layout.steps(()))
             return _Graph(buffer, *recorder(lambda: step(buffer.batch())))
         except RankError:
@@ -226,7 +184,7 @@ class CUDAGraphs(RecordedSteps):
             return None
 
 
-class KernelCalls(RecordedSteps):
+class KernelCalls:
     """The recorded kernel calls of a model on the CPU, for each number of rows.
 
     Args:
@@ -247,33 +205,21 @@ class KernelCalls(RecordedSteps):
         # By number of rows; None if an operator is not a kernel.
         self._steps: dict[int, _KernelCallStep | None] = {}
 
-    def prepare(
-        self,
-        step: Callable[[Batch], Logits],
-        comm: Communicator,
-        recorder: Recorder = record_cuda_graph,
-        on_rows: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        """Do nothing: a step is recorded when it first occurs."""
+    def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Logits | None:
+        """The logits of these rows, or None if the step must run operator by operator.
 
-    def logits(
-        self,
-        chunks: Sequence[Chunk],
-        rows: Sequence[int],
-        sampling_keys: Sequence[SamplingKey] = (),
-        tokens: Tensor | None = None,
-    ) -> Logits | None:
-        assert tokens is None and not sampling_keys
+        The next step may overwrite them.
+
+        Collective: those of `Transformer.__call__`.
+        """
         step = self._replayed(chunks, rows)
         return None if step is None else step.logits
 
     @torch.inference_mode()
     def hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Tensor | None:
+        """As `logits`, the residual stream of these rows. Shapes: [T, dim] replicated."""
         step = self._replayed(chunks, rows)
         return None if step is None else step.hidden.clone()
-
-    def close(self) -> None:
-        self._steps.clear()
 
     def _replayed(
         self, chunks: Sequence[Chunk], rows: Sequence[int] | None
@@ -285,40 +231,28 @@ class KernelCalls(RecordedSteps):
         tokens = [token for chunk in chunks for token in chunk.tokens]
         n_rows = len(tokens)
         step = self._steps.get(n_rows)
-        is_refused = step is None and n_rows in self._steps
-        if is_refused or n_rows > _MAX_ROWS or not is_decode_step(chunks, rows):
-            return None
-        if any(map(self._layout.is_beyond_window, chunks)):
+        is_refused = n_rows > _MAX_ROWS or (step is None and n_rows in self._steps)
+        if is_refused or not is_decode_step(chunks, rows) or self._layout.reaches_sinks(chunks):
             return None
         kv_groups = self._layout.steps(chunks)
         rotations = rotations_of(self._tables, chunks)
         if step is None or not step.fill(tokens, kv_groups, rotations):
-            step = self._steps[n_rows] = self._recorded(ops, kv_groups, rotations)
-            if step is None:
+            try:
+                with torch.inference_mode():
+                    step = _KernelCallStep(self._model, ops, self._caches, kv_groups, rotations)
+            except NotRecorded:
+                self._steps[n_rows] = None
                 return None
+            self._steps[n_rows] = step
             step.fill(tokens, kv_groups, rotations)
         step.replay()
         return step
-
-    @torch.inference_mode()
-    def _recorded(
-        self, ops: CPUOps, kv_groups: Sequence[KVGroupStep], rotations: Sequence[HostRotations]
-    ) -> "_KernelCallStep | None":
-        try:
-            return _KernelCallStep(self._model, ops, self._caches, kv_groups, rotations)
-        except NotRecorded:
-            return None
 
 
 class _KernelCallStep:
     """A recorded step, for steps with as many rows and at most as many keys as it has room.
 
-    Args:
-        model: The model.
-        ops: Its operators.
-        caches: One KV cache per KV group.
-        kv_groups: The first step in each KV group.
-        rotations: Its rotary embeddings in each KV group.
+    `kv_groups` and `rotations` are those of the first step.
 
     Shapes: `hidden` [T, dim], of the step that ran last.
     Raises: NotRecorded if an operator after the embedding is not a kernel.

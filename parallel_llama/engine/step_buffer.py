@@ -52,25 +52,20 @@ class Chunk:
 
 
 class KVGroupStep(NamedTuple):
-    """A step in the layers of one KV group: the slots of its tokens, and their queries."""
+    """A step in the layers of one KV group.
 
-    slots: list[int]
-    queries: Queries
-
-
-@dataclass(frozen=True)
-class Paging:
-    """What all steps share, for each KV group: its window, its rotary table, and a spare slot.
-
-    Padding tokens write to the spare slot.
-
-    Shapes: a table is [n_positions, 1, head_dim / 2] complex.
+    Args:
+        slots: The slot of each token.
+        spare_slot: A slot for tokens that are not kept.
+        queries: The queries, but for those of `beyond_window`.
+        beyond_window: The queries that attend to attention sinks outside of their window: with the
+            keys of the window, and with the sinks, which are attended to from one window before.
     """
 
-    windows: tuple[int | None, ...]
-    rotations: tuple[Tensor, ...]
-    spare_slots: tuple[int, ...]
-    block_size: int
+    slots: list[int]
+    spare_slot: int
+    queries: Queries
+    beyond_window: tuple[Queries, Queries] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class StepSize:
         """The exact size of a step."""
         tiled = [len(chunk.tokens) for chunk in chunks if not chunk.is_decoded]
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        n_blocks = sum(len(each.blocks) for _, own in kv_groups for each in own.ranges)
+        n_blocks = sum(len(each.blocks) for own in kv_groups for each in own.queries.ranges)
         n_decoded = n_tokens - sum(tiled)
         return cls(n_tokens, n_rows, n_decoded, len(tiled), n_blocks, max(tiled, default=0))
 
@@ -139,11 +134,17 @@ class StepBuffer:
     """The inputs of a step, filled on the host and copied to the device.
 
     It may be filled a second time before the device has finished the step, but not a third time.
+
+    Args:
+        size: Its capacity.
+        rotations: [n_positions, 1, head_dim / 2] complex, the rotary table of each KV group.
+        device: The device of the model.
     """
 
-    def __init__(self, size: StepSize, paging: Paging, device: torch.device) -> None:
-        self.size, self._paging = size, paging
-        n_kv_groups = len(paging.windows)
+    def __init__(self, size: StepSize, rotations: Sequence[Tensor], device: torch.device) -> None:
+        self.size, self._rotations = size, rotations
+        self._queries: Sequence[Queries] = ()
+        n_kv_groups = len(rotations)
         n_ints = n_kv_groups * (size.n_decoded + size.n_chunks) * _RANGE + size.n_blocks
         n_rows = (size.n_rows or 0) + 2 * size.n_results
         n_words = (2 + n_kv_groups) * size.n_tokens + n_rows + -(-n_ints // 2)
@@ -185,7 +186,7 @@ class StepBuffer:
             temperature for _, temperature in sampling_keys
         ]
         here.sampling_keys.temperatures[len(sampling_keys) :] = 0
-        n_blocks = 0
+        n_blocks, self._queries = 0, [own.queries for own in kv_groups]
         for number, kv_group in enumerate(kv_groups):
             n_blocks = self._fill_kv_group(here, number, kv_group, n_blocks)
         n_used = len(words) - (len(here.blocks) - n_blocks) // 2
@@ -195,7 +196,7 @@ class StepBuffer:
 
     def batch(self) -> Batch:
         """The batch, whose tensors are views of the device's buffer."""
-        there, tables = self._there, self._paging.rotations
+        there, tables = self._there, self._rotations
         rotations = {table: table.index_select(0, there.positions) for table in set(tables)}
         kv_groups = tuple(
             KVGroupBatch(slots, rotations[table], self._plan(number))
@@ -205,12 +206,12 @@ class StepBuffer:
         return Batch(there.tokens, kv_groups, rows, there.sampling_keys)
 
     def _plan(self, number: int) -> PagedPlan:
-        ranges, size, blocks = self._there.ranges[number], self.size, self._there.blocks
-        window, block_size = self._paging.windows[number], self._paging.block_size
-        parts = (ranges[: size.n_decoded], 1), (ranges[size.n_decoded :], size.max_queries)
+        ranges, n = self._there.ranges[number], self.size.n_decoded
+        queries, blocks = self._queries[number], self._there.blocks
+        parts = (ranges[:n], 1), (ranges[n:], self.size.max_queries)
         return PagedPlan(
             tuple(
-                PagedQueries(own, blocks, block_size, most, window)
+                PagedQueries(own, blocks, queries.block_size, most, queries.window)
                 for own, most in parts
                 if len(own)
             )
@@ -220,7 +221,7 @@ class StepBuffer:
         """Returns: the number of blocks so far; `n_blocks` are those of previous KV groups."""
         slots = here.slots[number].numpy()
         slots[: len(step.slots)] = step.slots
-        slots[len(step.slots) :] = self._paging.spare_slots[number]
+        slots[len(step.slots) :] = step.spare_slot
         decoded, tiled, n_blocks = PagedQueries.pack(step.queries, here.blocks.numpy(), n_blocks)
         ranges = here.ranges[number].numpy()
         ranges[: self.size.n_decoded] = 0

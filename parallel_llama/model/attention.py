@@ -23,7 +23,7 @@ from parallel_llama.model.layers import (
     concat_outputs,
 )
 from parallel_llama.model.sharded_attention import attend_to_all_parts, merge_lse
-from parallel_llama.ops import HeadMap, TorchOps
+from parallel_llama.ops import TorchOps
 from parallel_llama.ops.torch_ops import rotate_
 from parallel_llama.plan import Shard
 
@@ -83,39 +83,29 @@ class Attention:
         self.ops.rotate_and_store(qkv, own.rotations, own.slots, k, v)
         q = qkv[:, : self.n_local_heads]
         if self.shard.peers:
-            o = attend_to_all_parts(q, k, v, own.tiles, self.shard, self.ops, self.comm)
+            tiles, heads = own.tiles, cache.heads
+            o = attend_to_all_parts(q, k, v, tiles, heads, self.shard, self.ops, self.comm)
         else:
             o = q.new_empty(q.shape)  # [T, H, D] local
             if own.plan is not None:
                 self.ops.attention(q, k, v, own.plan, cache.heads, o)
-            if own.sink_tiles:
-                attend_with_sinks(q, k, v, own.sink_tiles, cache.heads, self.ops, o)
+            for tile in own.sink_tiles:
+                for run, kv in cache.heads.runs:
+                    at = tile.window.rows, run
+                    o[at] = _with_sinks(q[at], k[kv], v[kv], tile, self.ops)
         o = o.flatten(1)  # [T, H * D] local
         return o if rows is None else o[rows]
 
 
-def attend_with_sinks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Sequence[SinkTile],
-    heads: HeadMap,
-    ops: TorchOps,
-    out: Tensor,
-) -> None:
-    """Attention of queries to the window and to the attention sinks, into their rows of out.
-
-    Shapes: q, out [T, H, D] local; k, v [K, n_slots, W] local.
-    """
-    for tile in tiles:
-        for run in heads.runs:
-            at = tile.window.rows, slice(run.heads.start, run.heads.stop)
-            own = slice(run.kv_heads.start, run.kv_heads.stop)
-            turned = q[at].clone()
-            rotate_(turned, tile.back_rotations)
-            parts = (
-                ops.partial_attention(queries, k[own], v[own], seen)
-                for queries, seen in ((q[at], tile.window), (turned, tile.sinks))
-            )
-            both = [torch.cat((o, lse[..., None].to(o.dtype)), -1) for o, lse in parts]
-            out[at] = merge_lse(torch.stack(both))
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, tile: SinkTile, ops: TorchOps) -> Tensor:
+    """Attention to the window and to the sinks. Shapes: q [t, K * G, D], and so is the result."""
+    turned = q.clone()
+    rotate_(turned, tile.back_rotations)
+    parts = [
+        torch.cat((o, lse[..., None].to(o.dtype)), -1)
+        for o, lse in (
+            ops.partial_attention(queries, k, v, seen)
+            for queries, seen in ((q, tile.window), (turned, tile.sinks))
+        )
+    ]
+    return merge_lse(torch.stack(parts))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import QueryTile, TorchOps
+from parallel_llama.ops import HeadMap, QueryTile, TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Shard
 
@@ -26,6 +26,7 @@ def attend_to_all_parts(
     k: Tensor,
     v: Tensor,
     tiles: Sequence[QueryTile],
+    heads: HeadMap,
     shard: Shard,
     ops: TorchOps,
     comm: Communicator,
@@ -40,11 +41,9 @@ def attend_to_all_parts(
     found = torch.zeros((*q.shape[:2], q.shape[2] + 1), dtype=wide, device=q.device)
     found[..., -1] = -torch.inf
     for tile in tiles:
-        for run in shard.runs:
-            heads = slice(run.heads.start, run.heads.stop)
-            own = slice(run.kv_heads.start, run.kv_heads.stop)
-            o, lse = ops.partial_attention(q[tile.rows, heads], k[own], v[own], tile)
-            found[tile.rows, heads, :-1], found[tile.rows, heads, -1] = o, lse
+        for own, kv in heads.runs:
+            o, lse = ops.partial_attention(q[tile.rows, own], k[kv], v[kv], tile)
+            found[tile.rows, own, :-1], found[tile.rows, own, -1] = o, lse
     parts = comm.all_gather(found)  # [size, T, n_heads, D + 1]
     return merge_lse(parts[:, :, shard.heads.start : shard.heads.stop]).to(q.dtype)
 

@@ -62,20 +62,22 @@ class HeadMap:
         bounds: [K + 1] int32, on the model's device. Query heads bounds[i] to bounds[i + 1] share
             KV head i.
         widest: The largest number of query heads that share a KV head.
-        runs: Query heads and KV heads in order; the KV heads of a run have equally many query
-            heads, so that 5 query heads on 2 KV heads are two runs, 3 + 2.
+        runs: Query heads and their KV heads, equally many for each KV head: 5 query heads on 2 KV
+            heads are two runs, 3 + 2.
     """
 
     bounds: Tensor
     widest: int
-    runs: tuple[HeadRun, ...]
+    runs: tuple[tuple[slice, slice], ...]
 
     @classmethod
     def of(cls, runs: Sequence[HeadRun], device: torch.device) -> "HeadMap":
         """The map of a rank's shard: 5 query heads on 2 KV heads may be split into 3 and 2."""
         sizes = [len(run.heads) // len(run.kv_heads) for run in runs for _ in run.kv_heads]
         bounds = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
-        return cls(bounds, max(sizes), tuple(runs))
+        both = ((run.heads, run.kv_heads) for run in runs)
+        slices = ((slice(q.start, q.stop), slice(kv.start, kv.stop)) for q, kv in both)
+        return cls(bounds, max(sizes), tuple(slices))
 
 
 class QueryRange(NamedTuple):
@@ -96,6 +98,49 @@ class QueryRange(NamedTuple):
     first_key: int
     blocks: Sequence[int]
     is_decoded: bool
+
+
+@dataclass(frozen=True)
+class QueryChunk:
+    """Consecutive queries of one sequence, and the slots of the keys that they attend to.
+
+    Args:
+        rows: The queries' rows of the batch.
+        positions: The queries' positions in the sequence.
+        slots: [S] int64, the slots of the keys, from the first key that a query attends to up to
+            the last query's own.
+        taken: [1] int64, the number of work items that a kernel's threads have taken; 0 while no
+            kernel runs.
+        window: The sliding window, or None.
+    """
+
+    rows: slice
+    positions: range
+    slots: Tensor
+    taken: Tensor
+    window: int | None = None
+
+    @property
+    def first_key(self) -> int:
+        """The position of the first key."""
+        return self.positions.stop - len(self.slots)
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """Consecutive queries of one sequence, and those of their keys that are on this rank.
+
+    Args:
+        rows: The queries' rows of the batch.
+        positions: The queries' positions in the sequence.
+        slots: The slots of the keys.
+        mask: [len(positions), S], 0 where a query attends to a key and -inf elsewhere.
+    """
+
+    rows: slice
+    positions: range
+    slots: Sequence[slice]
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -135,15 +180,19 @@ class Queries:
                 found[row + number] = keys.start, part_of(slices, after(seen.start, keys))
         return found
 
-    def chunks(self, device: torch.device | None = None) -> "Iterator[QueryChunk]":
+    def chunks(self, device: torch.device | None = None) -> Iterator[QueryChunk]:
         """The queries that are computed together."""
         for row, positions, first_key, blocks, is_decoded in self.ranges:
             if not is_decoded:
                 seen = after(first_key, self.seen(positions))
-                slots = slices_of(blocks, self.block_size, seen)
-                yield QueryChunk.of(row, positions, slots, self.window, device)
+                slices = slices_of(blocks, self.block_size, seen)
+                each = [np.arange(own.start, own.stop, dtype=np.int64) for own in slices]
+                slots = torch.from_numpy(np.concatenate(each)).to(device=device)
+                taken = torch.zeros(1, dtype=torch.int64)
+                rows = slice(row, row + len(positions))
+                yield QueryChunk(rows, positions, slots, taken, self.window)
 
-    def tiles(self, dtype: torch.dtype, device: torch.device) -> "Iterator[QueryTile]":
+    def tiles(self, dtype: torch.dtype, device: torch.device) -> Iterator[QueryTile]:
         """The queries for `TorchOps.partial_attention`, without those whose keys are elsewhere."""
         for row, positions, first_key, blocks, is_decoded in self.ranges:
             size = 1 if is_decoded else MAX_QUERIES
@@ -152,7 +201,7 @@ class Queries:
                 held, slots = _held(blocks, self.block_size, first_key, self.seen(own))
                 if held:
                     rows = slice(row + first, row + first + len(own))
-                    mask = _mask(own, held, self.window, dtype, device)
+                    mask = causal_mask(own, held, self.window, dtype, device)
                     yield QueryTile(rows, own, tuple(slots), mask)
 
 
@@ -161,27 +210,11 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class QueryTile:
-    """Consecutive queries of one sequence, and those of their keys that are on this rank.
+class SlotPlan(Plan):
+    """Queries for torch: those that are computed together, and the keys of each of the others."""
 
-    Args:
-        rows: The queries' rows of the batch.
-        positions: The queries' positions in the sequence.
-        slots: The slots of the keys.
-        mask: [len(positions), S], 0 where a query attends to a key and -inf elsewhere.
-    """
-
-    rows: slice
-    positions: range
-    slots: Sequence[slice]
-    mask: Tensor
-
-
-@dataclass(frozen=True)
-class PagedPlan(Plan):
-    """Queries for kernels that read block tables."""
-
-    parts: "tuple[PagedQueries, ...]"
+    chunks: tuple[QueryChunk, ...]
+    decoded: Mapping[int, SeenKeys]
 
 
 @dataclass(frozen=True)
@@ -235,56 +268,10 @@ class PagedQueries:
 
 
 @dataclass(frozen=True)
-class QueryChunk:
-    """Consecutive queries of one sequence, and the slots of the keys that they attend to.
+class PagedPlan(Plan):
+    """Queries for kernels that read block tables."""
 
-    Args:
-        rows: The queries' rows of the batch.
-        positions: The queries' positions in the sequence.
-        slots: [S] int64, the slots of the keys, from the first key that a query attends to up to
-            the last query's own.
-        taken: [1] int64, the number of work items that a kernel's threads have taken; 0 while no
-            kernel runs.
-        window: The sliding window, or None.
-    """
-
-    rows: slice
-    positions: range
-    slots: Tensor
-    taken: Tensor
-    window: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        row: int,
-        positions: range,
-        slots: Sequence[slice],
-        window: int | None = None,
-        device: torch.device | None = None,
-    ) -> "QueryChunk":
-        """Build a chunk from its first row and the slots of its keys, in order."""
-        each = np.concatenate([np.arange(own.start, own.stop, dtype=np.int64) for own in slots])
-        return cls(
-            slice(row, row + len(positions)),
-            positions,
-            torch.from_numpy(each).to(device=device),
-            torch.zeros(1, dtype=torch.int64),
-            window,
-        )
-
-    @property
-    def first_key(self) -> int:
-        """The position of the first key."""
-        return self.positions.stop - len(self.slots)
-
-
-@dataclass(frozen=True)
-class SlotPlan(Plan):
-    """Queries for torch: those that are computed together, and the keys of each of the others."""
-
-    chunks: tuple[QueryChunk, ...]
-    decoded: Mapping[int, SeenKeys]
+    parts: tuple[PagedQueries, ...]
 
 
 def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[int]:
@@ -296,14 +283,8 @@ def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[i
     if len(positions) == 1:
         number, within = divmod(positions.start, block_size)
         return [blocks[number] * block_size + within]
-    return [
-        slot
-        for number in range(positions.start // block_size, -(-positions.stop // block_size))
-        for slot in range(
-            blocks[number] * block_size + max(positions.start - number * block_size, 0),
-            blocks[number] * block_size + min(positions.stop - number * block_size, block_size),
-        )
-    ]
+    slices = slices_of(blocks, block_size, positions)
+    return [slot for own in slices for slot in range(own.start, own.stop)]
 
 
 def slices_of(blocks: Sequence[int], block_size: int, positions: range) -> tuple[slice, ...]:
@@ -344,6 +325,26 @@ def part_of(slices: Sequence[slice], part: range) -> tuple[slice, ...]:
     return tuple(found)
 
 
+def after(first: int, positions: range) -> range:
+    """Positions relative to `first`."""
+    return range(positions.start - first, positions.stop - first)
+
+
+def causal_mask(
+    queries: range, keys: list[range], window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The mask that is added to the queries' scores, for keys at any positions.
+
+    Shapes: [len(queries), number of keys], 0 where the key is visible and -inf elsewhere.
+    """
+    at = torch.cat([torch.arange(part.start, part.stop, device=device) for part in keys])
+    query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    hidden = at > query
+    if window is not None:
+        hidden |= at <= query - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
 def _held(
     blocks: Sequence[int], block_size: int, first_key: int, positions: range
 ) -> tuple[list[range], list[slice]]:
@@ -367,23 +368,3 @@ def _held(
                 slots.append(slice(slot, slot + stop - start))
         start = stop
     return held, slots
-
-
-def _mask(
-    queries: range, keys: list[range], window: int | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The mask that is added to the queries' scores, for keys at any positions.
-
-    Shapes: [len(queries), number of keys], 0 where the key is visible and -inf elsewhere.
-    """
-    at = torch.cat([torch.arange(part.start, part.stop, device=device) for part in keys])
-    query = torch.arange(queries.start, queries.stop, device=device)[:, None]
-    hidden = at > query
-    if window is not None:
-        hidden |= at <= query - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-
-
-def after(first: int, positions: range) -> range:
-    """Positions relative to `first`."""
-    return range(positions.start - first, positions.stop - first)

@@ -200,12 +200,10 @@ class CPUOps(TorchOps):
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, heads: HeadMap, out: Tensor
     ) -> None:
         assert isinstance(plan, CPUPlan)
-        for run in heads.runs:
-            of_run = slice(run.heads.start, run.heads.stop)
-            own = slice(run.kv_heads.start, run.kv_heads.stop)
-            q_run, k_run, v_run, o_run = q[:, of_run], k[own], v[own], out[:, of_run]
+        for own, kv in heads.runs:
+            q_run, k_run, v_run, o_run = q[:, own], k[kv], v[kv], out[:, own]
             if plan.decode is not None:
-                decode = self._decode_attention(k.dtype, len(run.heads) // len(run.kv_heads))
+                decode = self._decode_attention(k.dtype, q_run.shape[1] // len(k_run))
                 decode(q_run, k_run, v_run, plan.decode, o_run, self._run)
             for chunk in plan.chunks:
                 self._prefill_attention(k.dtype)(q_run, k_run, v_run, chunk, o_run, self._run)

@@ -21,6 +21,7 @@ from parallel_llama.ops.attention import (
     QueryTile,
     Scores,
     SlotPlan,
+    causal_mask,
 )
 from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
@@ -312,10 +313,8 @@ class TorchOps:
                 self._paged_attention(q, k, v, part, heads, out)
             return
         assert isinstance(plan, SlotPlan)
-        for run in heads.runs:
-            of_run = slice(run.heads.start, run.heads.stop)
-            own = slice(run.kv_heads.start, run.kv_heads.stop)
-            q_run, k_run, v_run, o_run = q[:, of_run], k[own], v[own], out[:, of_run]
+        for own, kv in heads.runs:
+            q_run, k_run, v_run, o_run = q[:, own], k[kv], v[kv], out[:, own]
             for row, (_, slots) in plan.decoded.items():
                 # Copied, also where the slots are one slice.
                 keys, values = (
@@ -352,7 +351,7 @@ class TorchOps:
             first = 0 if window is None else queries.start - window + 1
             seen = range(max(first, chunk.first_key), queries.stop)
             at = slice(seen.start - chunk.first_key, seen.stop - chunk.first_key)
-            mask = _causal(queries, seen, window, q)
+            mask = causal_mask(queries, [seen], window, q.dtype, q.device)
             of_out[own] = self._attend(of_chunk[own], keys[:, :, at], values[:, :, at], mask)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -425,20 +424,12 @@ class TorchOps:
             slots = queries.slots_of(blocks, range(first - first_key, seen.stop - first_key))
             keys, values = (kv_rows.take(each, slots)[None] for each in (k, v))
             own = slice(row, row + n_queries)
-            mask = _causal(range(start, seen.stop), seen, window, q)
+            mask = causal_mask(range(start, seen.stop), [seen], window, q.dtype, q.device)
             for head, group in enumerate(groups):
                 of_head = slice(head, head + 1)
                 out[own, group] = self._attend(
                     q[own, group], keys[:, of_head], values[:, of_head], mask
                 )
-
-
-def _causal(queries: range, keys: range, window: int | None, like: Tensor) -> Tensor:
-    """0 where a query attends to a key, and -inf elsewhere. Shapes: [len(queries), len(keys)]."""
-    at, of = (torch.arange(each.start, each.stop, device=like.device) for each in (queries, keys))
-    behind = at[:, None] - of
-    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-    return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
 def rotate_(x: Tensor, rotations: Tensor) -> None:

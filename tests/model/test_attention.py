@@ -80,9 +80,8 @@ def test_parts_of_the_keys_give_the_attention_to_all_of_them(
         own = [block if number % 2 == rank else -1 for number, block in enumerate(blocks)]
         queries = Queries([QueryRange(0, positions, 0, own, is_decoded)], 2, window)
         for tile in queries.tiles(q.dtype, device):
-            for run in RUNS:
-                at = tile.rows, slice(run.heads.start, run.heads.stop)
-                kv = slice(run.kv_heads.start, run.kv_heads.stop)
+            for own_heads, kv in heads.runs:
+                at = tile.rows, own_heads
                 part[at][..., :-1], part[at][..., -1] = ops.partial_attention(
                     q[at], k[kv], v[kv], tile
                 )

@@ -56,17 +56,17 @@ class Both:
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner, self.recorded_steps = runner, runner._steps
+        self.runner, self.calls = runner, runner._calls
         self.n_recorded = 0
         self.refuses = False
 
     def logits(self, *arguments: Any) -> Logits | None:
-        logits = None if self.refuses else self.recorded_steps.logits(*arguments)
+        logits = None if self.refuses else self.calls.logits(*arguments)
         self.n_recorded += logits is not None
         return logits
 
     def hidden(self, *arguments: Any) -> Tensor | None:
-        hidden = None if self.refuses else self.recorded_steps.hidden(*arguments)
+        hidden = None if self.refuses else self.calls.hidden(*arguments)
         self.n_recorded += hidden is not None
         return hidden
 
@@ -105,7 +105,7 @@ class Both:
 def both_of(runner: ModelRunner) -> Both:
     """From here on, until it gets new caches, the runner does every step both ways."""
     both = Both(runner)
-    runner._steps, runner.forward, runner.step = both, both.forward, both.step
+    runner._calls, runner.forward, runner.step = both, both.forward, both.step
     return both
 
 

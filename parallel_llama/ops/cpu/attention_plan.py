@@ -27,39 +27,10 @@ _LEAST_KEYS, _LEAST_RANGES = 1024, 8
 
 
 @dataclass(frozen=True)
-class DecodeRows:
-    """A `DecodeBatch` in plain numbers: one tuple per row of `parts` and of `slot_ranges`."""
-
-    n_rows: int
-    parts: list[tuple[int, ...]]
-    slot_ranges: list[tuple[int, int]]
-    max_len: int
-
-    @classmethod
-    def of(cls, seen: Mapping[int, SeenKeys]) -> "DecodeRows":
-        """Build it from the keys of each row; every row has at least one key."""
-        lengths = {row: sum(s.stop - s.start for s in slices) for row, (_, slices) in seen.items()}
-        parts: list[tuple[int, ...]] = []
-        slot_ranges: list[tuple[int, int]] = []
-        # Longest rows first, so that no thread works on one alone at the end.
-        for row in sorted(seen, key=lengths.__getitem__, reverse=True):
-            at, slices = seen[row]
-            in_parts = _in_parts(slices, at % PART_KEYS, lengths[row])
-            for number, ranges in enumerate(in_parts):
-                first = len(slot_ranges)
-                slot_ranges += ranges
-                size = sum(stop - start for start, stop in ranges)
-                before = 0 if number else at % PART_KEYS
-                parts.append((row, size, first, len(slot_ranges), number, len(in_parts), before))
-        return cls(len(seen), parts, slot_ranges, max(lengths.values()))
-
-
-@dataclass(frozen=True)
 class DecodeBatch:
     """The decode rows of a batch: single queries, each with keys of its own.
 
     Args:
-        n_rows: The number of rows.
         parts: [room, PART_FIELDS] int64, grouped by row, rows with the most keys first. For each
             part: its row of the batch, its number of keys, the first and the last + 1 of its
             entries in `slot_ranges`, its number within the row, the row's number of parts, and how
@@ -73,7 +44,6 @@ class DecodeBatch:
             no kernel runs.
     """
 
-    n_rows: int
     parts: Tensor
     n_parts: Tensor
     slot_ranges: Tensor
@@ -83,16 +53,15 @@ class DecodeBatch:
 
     @classmethod
     def of(cls, seen: Mapping[int, SeenKeys]) -> "DecodeBatch":
-        """As `DecodeRows.of`."""
-        rows = DecodeRows.of(seen)
+        """Build it from the keys of each row; every row has at least one key."""
+        parts, slot_ranges, max_len = _parts_of(seen)
         return cls(
-            rows.n_rows,
-            _int64(rows.parts),
-            _int64([len(rows.parts)]),
-            _int64(rows.slot_ranges),
-            rows.max_len,
+            _int64(parts),
+            _int64([len(parts)]),
+            _int64(slot_ranges),
+            max_len,
             torch.zeros(1, dtype=torch.int64),
-            torch.zeros(len(rows.parts), dtype=torch.int64),
+            torch.zeros(len(parts), dtype=torch.int64),
         )
 
 
@@ -117,16 +86,16 @@ class DecodeRoom:
     """
 
     def __init__(self, queries: Queries) -> None:
-        rows = DecodeRows.of(queries.decoded())
-        n_rows, max_len = rows.n_rows, max(_LEAST_KEYS, 2 * rows.max_len)
-        n_ranges = max(_LEAST_RANGES * n_rows, 2 * len(rows.slot_ranges))
+        seen = queries.decoded()
+        _, slot_ranges, max_len = _parts_of(seen)
+        n_rows, max_len = len(seen), max(_LEAST_KEYS, 2 * max_len)
+        n_ranges = max(_LEAST_RANGES * n_rows, 2 * len(slot_ranges))
         n_parts = n_rows * (-(-max_len // PART_KEYS) + 1)  # a window begins and ends within parts
         self._max_len = max_len
         self._parts = np.zeros((n_parts, PART_FIELDS), dtype=np.int64)
         self._n_parts = np.zeros(1, dtype=np.int64)
         self._slot_ranges = np.zeros((n_ranges + n_parts, 2), dtype=np.int64)
         batch = DecodeBatch(
-            n_rows,
             torch.from_numpy(self._parts),
             torch.from_numpy(self._n_parts),
             torch.from_numpy(self._slot_ranges),
@@ -138,13 +107,33 @@ class DecodeRoom:
 
     def fill(self, queries: Queries) -> bool:
         """Replace the rows. Returns: False if there is no room for these keys."""
-        rows = DecodeRows.of(queries.decoded())
-        if rows.max_len > self._max_len or len(rows.slot_ranges) > len(self._slot_ranges):
+        parts, slot_ranges, max_len = _parts_of(queries.decoded())
+        if max_len > self._max_len or len(slot_ranges) > len(self._slot_ranges):
             return False
-        self._parts[: len(rows.parts)] = rows.parts
-        self._n_parts[0] = len(rows.parts)
-        self._slot_ranges[: len(rows.slot_ranges)] = rows.slot_ranges
+        self._parts[: len(parts)] = parts
+        self._n_parts[0] = len(parts)
+        self._slot_ranges[: len(slot_ranges)] = slot_ranges
         return True
+
+
+def _parts_of(
+    seen: Mapping[int, SeenKeys],
+) -> tuple[list[tuple[int, ...]], list[tuple[int, int]], int]:
+    """The rows of `DecodeBatch.parts` and of `slot_ranges`, and `max_len`."""
+    lengths = {row: sum(s.stop - s.start for s in slices) for row, (_, slices) in seen.items()}
+    parts: list[tuple[int, ...]] = []
+    slot_ranges: list[tuple[int, int]] = []
+    # Longest rows first, so that no thread works on one alone at the end.
+    for row in sorted(seen, key=lengths.__getitem__, reverse=True):
+        at, slices = seen[row]
+        in_parts = _in_parts(slices, at % PART_KEYS, lengths[row])
+        for number, ranges in enumerate(in_parts):
+            first = len(slot_ranges)
+            slot_ranges += ranges
+            size = sum(stop - start for start, stop in ranges)
+            before = 0 if number else at % PART_KEYS
+            parts.append((row, size, first, len(slot_ranges), number, len(in_parts), before))
+    return parts, slot_ranges, max(lengths.values())
 
 
 def _in_parts(slices: Sequence[slice], before: int, n_keys: int) -> list[list[tuple[int, int]]]:
