@@ -40,7 +40,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
-from parallel_llama.plan import ShardPlan
+from parallel_llama.plan import ShardPlan, why_unrecorded
 
 WIDTH = 80
 LABEL_WIDTH = 11
@@ -243,6 +243,7 @@ def _object(found: Estimate) -> dict[str, Any]:
         "one_rank_weight_bytes": found.work.weights,
         "batch": found.work.batch,
         "sliding_window": found.work.args.sliding_window,
+        "unrecorded_decode": _unrecorded(found),
         "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
     }
 
@@ -316,6 +317,7 @@ def _page(asked: PlanRequest, found: Estimate) -> list[str]:
         *_line("rest", _rest(found)),
         *_window(found),
         *_experts(plan),
+        *_decode(found),
         *_verdict(found),
         *_cache_flag(found),
     ]
@@ -343,6 +345,16 @@ def _experts(plan: ShardPlan) -> list[str]:
     if plan.placement is None:
         return []
     return _line("experts", f"{PLACEMENTS[plan.placement.kind]}: {plan.placement.reason}")
+
+
+def _unrecorded(found: Estimate) -> str | None:
+    return why_unrecorded(found.work.args, found.plan.kv_parts, found.work.device)
+
+
+def _decode(found: Estimate) -> list[str]:
+    """Why decode steps run operator by operator; empty if they do not."""
+    reason = _unrecorded(found)
+    return [] if reason is None else _line("decode", reason)
 
 
 def _copies(asked: PlanRequest, found: Estimate) -> str:
