@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops import (
-    DecodeBatch,
     Dispatch,
-    QueryChunk,
+    HeadMap,
+    Queries,
+    QueryRange,
     SamplingKeys,
     Scores,
     TorchOps,
@@ -22,14 +23,10 @@ from parallel_llama.ops import (
     kv_rows,
 )
 from parallel_llama.ops.gumbel import gumbel
+from parallel_llama.plan import HeadRun
 
 HEAD_DIM, HEADS_PER_KV, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-5,
-    torch.bfloat16: 3e-2,
-    torch.float16: 4e-3,
-}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SCORES = [Scores(), Scores(scale=0.7), Scores(scale=0.7, soft_cap=2.0), Scores(soft_cap=1.5)]
 CACHES = [None, torch.bfloat16, torch.int8, torch.float8_e4m3fn]  # None: the model's own dtype
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -80,7 +77,7 @@ def check(ours: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("n_rows", [0, 1, 7, 40])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear(backend: Backend, n_rows: int, has_bias: bool) -> None:
+def test_linear(backend, n_rows, has_bias):
     ops, dtype, device = backend
     x, weight, bias = (
         torch.randn(shape, dtype=dtype, device=device) for shape in ((n_rows, 37), (21, 37), (21,))
@@ -90,7 +87,7 @@ def test_linear(backend: Backend, n_rows: int, has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 1], [0, 0, 0], [40, 2, 7]])
-def test_routed_linear(backend: Backend, counts: list[int]) -> None:
+def test_routed_linear(backend, counts):
     """Rows of x are used several times, and some rows of y have no weight."""
     ops, dtype, device = backend
     x = torch.randn(9, 37, dtype=dtype, device=device)
@@ -109,7 +106,7 @@ def test_routed_linear(backend: Backend, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("own", [range(6), range(2, 5), range(3, 3)], ids=str)
 @pytest.mark.parametrize("n_tokens", [0, 1, 3, 50])
-def test_routes_of(backend: Backend, n_tokens: int, own: range) -> None:
+def test_routes_of(backend, n_tokens, own):
     """The tokens of each expert in order, and a row for each pair; pairs of other ranks last."""
     ops, _, device = backend
     experts = torch.rand(n_tokens, 6, device=device).topk(2).indices
@@ -130,7 +127,7 @@ def test_routes_of(backend: Backend, n_tokens: int, own: range) -> None:
 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("n_experts", "n_active"), [(1, 1), (4, 2), (7, 7), (130, 8)])
-def test_route(backend: Backend, n_experts: int, n_active: int, normed: bool) -> None:
+def test_route(backend, n_experts, n_active, normed):
     """The router is a unit matrix, so that its scores are x itself."""
     ops, dtype, device = backend
     x = torch.stack([torch.randperm(n_experts, device=device) for _ in range(3)]).to(dtype) / 16
@@ -145,7 +142,7 @@ def test_route(backend: Backend, n_experts: int, n_active: int, normed: bool) ->
 
 @pytest.mark.parametrize("tokens", [[], [7], [9, 2, 28, 27, 7, 0, 2**40, -(2**40)]], ids=len)
 @pytest.mark.parametrize("n_rows", [0, 21])
-def test_lookup(backend: Backend, tokens: list[int], n_rows: int) -> None:
+def test_lookup(backend, tokens, n_rows):
     """The weight has the tokens from 7 on; the others are zeros."""
     ops, dtype, device = backend
     for stored in {dtype, *([torch.bfloat16] if dtype == torch.float32 else [])}:
@@ -159,7 +156,7 @@ def test_lookup(backend: Backend, tokens: list[int], n_rows: int) -> None:
 
 @pytest.mark.parametrize("n_columns", [1, 5, 16, 101, 70_000])
 @pytest.mark.parametrize("n_rows", [0, 1, 5])
-def test_the_first_of_the_largest(backend: Backend, n_rows: int, n_columns: int) -> None:
+def test_the_first_of_the_largest(backend, n_rows, n_columns):
     ops, dtype, device = backend
     x = torch.randint(-40, 40, (n_rows, n_columns), device=device).to(dtype)
     expected = [[max(row), row.index(max(row)) + 9] for row in x.tolist()]
@@ -168,7 +165,7 @@ def test_the_first_of_the_largest(backend: Backend, n_rows: int, n_columns: int)
 
 @pytest.mark.parametrize("n_columns", [1, 101, 3000])
 @pytest.mark.parametrize("n_rows", [0, 1, 5])
-def test_draw(backend: Backend, n_rows: int, n_columns: int) -> None:
+def test_draw(backend, n_rows, n_columns):
     """The first row is greedy and has equal logits, of which the first counts."""
     ops, dtype, device = backend
     x = torch.randn(n_rows, n_columns, device=device).to(dtype)
@@ -184,7 +181,7 @@ def test_draw(backend: Backend, n_rows: int, n_columns: int) -> None:
         torch.testing.assert_close(score, scores.max(), rtol=1e-14, atol=1e-14)
 
 
-def test_the_largest_tells_of_what_is_no_number(backend: Backend) -> None:
+def test_the_largest_tells_of_what_is_no_number(backend):
     ops, dtype, device = backend
     x = torch.zeros(5, 101, dtype=dtype, device=device)
     x[0], x[1, 60], x[2, 3], x[3, 100] = -torch.inf, torch.nan, torch.inf, -torch.inf
@@ -196,7 +193,7 @@ def test_the_largest_tells_of_what_is_no_number(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("n_columns", [37, 1030])
-def test_weighted_sum(backend: Backend, n_columns: int) -> None:
+def test_weighted_sum(backend, n_columns):
     ops, dtype, device = backend
     parts = torch.randn(5 * 3, n_columns, dtype=dtype, device=device)
     routing_weights = torch.rand(5, 3, device=device).to(torch.promote_types(dtype, torch.float32))
@@ -206,9 +203,7 @@ def test_weighted_sum(backend: Backend, n_columns: int) -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(0, 96), (1, 2), (5, 130), (2, 3, 48)], ids=str)
-def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(
-    backend: Backend, shape: tuple[int, ...], offset: float
-) -> None:
+def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(backend, shape, offset):
     ops, dtype, device = backend
     x = (300 * torch.randn(shape, device=device)).to(dtype)
     weight, before = torch.randn(shape[-1], device=device).to(dtype), x.clone()
@@ -218,7 +213,7 @@ def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(
     assert torch.equal(x, before)
 
 
-def test_heads_are_normed_in_place_and_nothing_else_is(backend: Backend) -> None:
+def test_heads_are_normed_in_place_and_nothing_else_is(backend):
     ops, dtype, device = backend
     around = torch.full((3, 9, 40), 7.0, dtype=dtype, device=device)
     heads = around[:, 2:6].normal_()
@@ -231,7 +226,7 @@ def test_heads_are_normed_in_place_and_nothing_else_is(backend: Backend) -> None
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("n_rows", [0, 1, 5])
-def test_a_sum_is_kept_and_normed(backend: Backend, n_rows: int, offset: float) -> None:
+def test_a_sum_is_kept_and_normed(backend, n_rows, offset):
     """As by the two operators, to the last bit."""
     ops, dtype, device = backend
     x, y = torch.randn(2, n_rows, 96, device=device).to(dtype)
@@ -242,7 +237,7 @@ def test_a_sum_is_kept_and_normed(backend: Backend, n_rows: int, offset: float) 
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in multiply")
-def test_a_row_that_is_too_large_to_be_normed_becomes_nan(backend: Backend) -> None:
+def test_a_row_that_is_too_large_to_be_normed_becomes_nan(backend):
     """It became zeros, and the model went on to token 0 with exit code 0."""
     ops, dtype, device = backend
     x = torch.randn(3, 96, device=device).to(dtype)
@@ -252,7 +247,7 @@ def test_a_row_that_is_too_large_to_be_normed_becomes_nan(backend: Backend) -> N
 
 
 @pytest.mark.parametrize("shape", [(0, 58), (1, 2), (3, 58), (2, 2200)], ids=str)
-def test_gates(backend: Backend, shape: tuple[int, int]) -> None:
+def test_gates(backend, shape):
     """silu, gelu and its approximation, also of gates that are large or 0."""
     ops, dtype, device = backend
     x = (4 * torch.randn(shape, device=device)).to(dtype)
@@ -265,7 +260,7 @@ def test_gates(backend: Backend, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
-def test_rotate_and_store(backend: Backend, cache: torch.dtype | None) -> None:
+def test_rotate_and_store(backend, cache):
     """Pair i of a head is its values 2 i and 2 i + 1; nothing else is written."""
     ops, dtype, device = backend
     n, n_heads, stored = 4, N_KV_HEADS * HEADS_PER_KV, cache or dtype
@@ -324,62 +319,70 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], scores: Sco
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=str)
-@pytest.mark.parametrize("scores", SCORES, ids=str)
-def test_prefill_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
-    """Consecutive queries under a mask, and queries that attend to all keys."""
-    _, dtype, device = backend
-    ops = with_scores(backend, scores)
-    k, v = (some_rows(dtype, device, cache, 9) for _ in range(2))
-    q = torch.randn(5, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
-    mask = torch.full((5, 9), -torch.inf, dtype=dtype, device=device).triu(5)
-    o = ops.prefill_attention(q, k[None], v[None], mask)
-    for row in range(5):
-        check(o[row], by_definition(q[row], k, v, list(range(row + 5)), scores))
-    for n in (1, 5):
-        o = ops.prefill_attention(q[:n], k[None], v[None], None)
-        for row in range(n):
-            check(o[row], by_definition(q[row], k, v, list(range(9)), scores))
+def attended(
+    backend: Backend, scores: Scores, q: Tensor, k: Tensor, v: Tensor, queries: Queries
+) -> Tensor:
+    """The result of attention, with -7 in rows without a query."""
+    _, _, device = backend
+    ops, out = with_scores(backend, scores), torch.full_like(q, -7.0)
+    run = HeadRun(range(N_KV_HEADS * HEADS_PER_KV), range(N_KV_HEADS))
+    ops.attention(q, k, v, ops.plan(queries, device), HeadMap.of([run], device), out)
+    return out
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 @pytest.mark.parametrize("window", [None, 3, 30])
-def test_chunk_attention(
+def test_attention_of_queries_together(
     backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
 ) -> None:
     """Chunks at the start of a prompt and after it; other rows are not changed."""
     _, dtype, device = backend
-    ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
     q = torch.randn(20, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
+    slots = [60, *range(1, 52)]
     for start, n in ((0, 17), (40, 11), (9, 1)):
-        first = 0 if window is None else max(start - window + 1, 0)
-        keys = [slice(60, 61), slice(1, start + n - first)]
-        out = torch.full_like(q, -7.0)
-        chunk = QueryChunk.of(2, range(start, start + n), keys, window, device)
-        ops.chunk_attention(q, k, v, chunk, out)
-        slots = chunk.slots.tolist()
+        own = QueryRange(2, range(start, start + n), 0, slots[: start + n], False)
+        out = attended(backend, scores, q, k, v, Queries([own], 1, window))
         for row in range(n):
-            stop = start + row + 1 - first
-            seen = slots[:stop] if window is None else slots[max(stop - window, 0) : stop]
+            stop = start + row + 1
+            seen = slots[max(stop - (window or stop), 0) : stop]
             check(out[2 + row], by_definition(q[2 + row], k, v, seen, scores))
         assert (out[:2] == -7).all() and (out[2 + n :] == -7).all()
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
-def test_decode_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_of_queries_alone(
+    backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
+) -> None:
     """Queries with keys in one range of slots or several; other rows are not changed."""
+    _, dtype, device = backend
+    k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
+    q = torch.randn(5, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
+    slots = {0: [3], 1: [*range(40, 64), *range(9)], 3: [*range(5, 30)]}
+    ranges = [QueryRange(row, range(len(s) - 1, len(s)), 0, s, True) for row, s in slots.items()]
+    ranges[-1] = ranges[-1]._replace(positions=range(23, 25))  # a token and a draft
+    out = attended(backend, scores, q, k, v, Queries(ranges, 1, window))
+    for row, own in (*slots.items(), (4, slots[3]), (3, slots[3][:-1])):
+        if (row, own) != (3, slots[3]):
+            check(out[row], by_definition(q[row], k, v, own[-(window or 99) :], scores))
+    assert (out[2] == -7).all()
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_partial_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
+    """Its keys are in one range of slots or several; the scores give the log-sum-exp."""
     _, dtype, device = backend
     ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
-    q = torch.randn(4, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
-    out = torch.full_like(q, -7.0)
-    slots = {0: [slice(3, 4)], 1: [slice(40, 64), slice(0, 9)], 3: [slice(5, 30)]}
-    seen = {row: (0, own) for row, own in slots.items()}
-    ops.decode_attention(q, k, v, DecodeBatch.of(seen), out)
-    for row, own in slots.items():
-        seen = [slot for each in own for slot in range(each.start, each.stop)]
-        check(out[row], by_definition(q[row], k, v, seen, scores))
-    assert (out[2] == -7).all()
+    q = torch.randn(5, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
+    for slots in ([7], [1, 2, 3, 4, 5], [60, 61, 1, 2, 9]):
+        own = QueryRange(0, range(4, 9), 0, slots + [-1] * (9 - len(slots)), False)
+        (tile,) = Queries([own], 1).tiles(dtype, device)
+        o, lse = ops.partial_attention(q, k, v, tile)
+        assert lse.isfinite().all()
+        for row in range(5):
+            check(o[row], by_definition(q[row], k, v, slots, scores))

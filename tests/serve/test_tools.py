@@ -13,8 +13,6 @@ from parallel_llama.serve.tool_prompt import conversation
 from parallel_llama.serve.tools import tools_of
 from parallel_llama.structured.grammar_check import compile_grammar
 
-pytestmark = pytest.mark.slow
-
 RAIN = ToolFunction(
     name="rain",
     description="How much rain falls",

@@ -35,7 +35,7 @@ from parallel_llama.parallel.shared_memory import EXCHANGE, LINE, SIGNATURE, SLO
 
 
 @dataclass(slots=True, kw_only=True)
-class _TurnArguments(Generic[T]):
+class _ExchangeArguments(Generic[T]):
     header: Integers[T]
     slots: Numbers[T]
     rank: Integer[T]
@@ -49,7 +49,7 @@ class _TurnArguments(Generic[T]):
 class _SumArguments(Generic[T]):
     x: Numbers[T]
     n: Integer[T]
-    turn: _TurnArguments[T]
+    exchange: _ExchangeArguments[T]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class _ColumnArguments(Generic[T]):
     whole: Numbers[T]
     n_columns: Integer[T]
     starts: Integers[T]
-    turn: _TurnArguments[T]
+    exchange: _ExchangeArguments[T]
 
 
 class AllReduceKernel:
@@ -74,10 +74,10 @@ class AllReduceKernel:
             _SumArguments[float], partial(_all_reduce, lanes), numbers=lanes.pointer
         )
 
-    def __call__(self, x: Tensor, turn: Exchange, recording: Recording) -> None:
+    def __call__(self, x: Tensor, exchange: Exchange, recording: Recording) -> None:
         assert x.is_contiguous() and x.nbytes <= SLOT_BYTES
         arguments = _SumArguments(
-            x=x.data_ptr(), n=x.numel(), turn=_turn_arguments(turn, x, recording)
+            x=x.data_ptr(), n=x.numel(), exchange=_exchange_arguments(exchange, x, recording)
         )
         recording.run(self._program, 1, arguments)
 
@@ -96,12 +96,17 @@ class GatherColumnsKernel:
         )
 
     def __call__(
-        self, x: Tensor, whole: Tensor, starts: "array[int]", turn: Exchange, recording: Recording
+        self,
+        x: Tensor,
+        whole: Tensor,
+        starts: "array[int]",
+        exchange: Exchange,
+        recording: Recording,
     ) -> None:
         assert x.is_contiguous() and whole.is_contiguous() and x.nbytes <= SLOT_BYTES
         arguments = _ColumnArguments(
             x=x.data_ptr(), n_rows=len(x), whole=whole.data_ptr(), n_columns=whole.shape[1],
-            starts=starts.buffer_info()[0], turn=_turn_arguments(turn, whole, recording),
+            starts=starts.buffer_info()[0], exchange=_exchange_arguments(exchange, whole, recording),
         )  # fmt: skip
         recording.run(self._program, 1, arguments)
 
@@ -116,21 +121,26 @@ def make_gather_columns(dtype: torch.dtype) -> GatherColumnsKernel:
     return GatherColumnsKernel(dtype, this_machine())
 
 
-def _turn_arguments(turn: Exchange, result: Tensor, recording: Recording) -> _TurnArguments[float]:
-    return _TurnArguments(
-        header=turn.header, slots=turn.slots, rank=turn.rank, size=turn.size,
-        signature=turn.signature, n_looks=turn.n_looks,
-        exit=recording.exit(recording.deferred(result, turn.finish)),
+def _exchange_arguments(
+    exchange: Exchange, result: Tensor, recording: Recording
+) -> _ExchangeArguments[float]:
+    return _ExchangeArguments(
+        header=exchange.header, slots=exchange.slots, rank=exchange.rank, size=exchange.size,
+        signature=exchange.signature, n_looks=exchange.n_looks,
+        exit=recording.exit(recording.deferred(result, exchange.finish)),
     )  # fmt: skip
 
 
 def _all_reduce(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, args: _SumArguments[Value]) -> None:
     """x = sum of all slots."""
     x, n = args.x, args.n
-    with _exchange(lanes, x, n, args.turn) as (first, stride), loop(b, 0, n, lanes.width) as i:
+    with (
+        _exchanging(lanes, x, n, args.exchange) as (first, stride),
+        loop(b, 0, n, lanes.width) as i,
+    ):
         mask = lanes.first(n - i)
         total = Variable(lanes.load(first + i, mask))
-        with loop(b, 1, args.turn.size) as other:
+        with loop(b, 1, args.exchange.size) as other:
             total.value += lanes.load(first + other * stride + i, mask)
         lanes.store(x + i, total.value, mask)
 
@@ -143,11 +153,11 @@ def _gather_columns(
         whole[row, columns of rank] = the row in the rank's slot
     """
     starts, n_rows, n_bytes = args.starts, args.n_rows, lanes.stored.itemsize
-    rank = args.turn.rank
+    rank = args.exchange.rank
     n_own = (starts[rank + 1] - starts[rank]) * n_rows
     with (
-        _exchange(lanes, args.x, n_own, args.turn) as (first, stride),
-        loop(b, 0, args.turn.size) as other,
+        _exchanging(lanes, args.x, n_own, args.exchange) as (first, stride),
+        loop(b, 0, args.exchange.size) as other,
     ):
         width = starts[other + 1] - starts[other]
         slot, target = first + other * stride, args.whole + starts[other]
@@ -156,10 +166,10 @@ def _gather_columns(
 
 
 @contextmanager
-def _exchange(
-    lanes: Lanes, x: Value, n: Value, turn: _TurnArguments[Value]
+def _exchanging(
+    lanes: Lanes, x: Value, n: Value, exchange: _ExchangeArguments[Value]
 ) -> Iterator[tuple[Value, int]]:
-    """Emits a turn around the code that reads the slots. Yields: the first slot, and the stride.
+    """Emits an exchange around the code that reads the slots. Yields: the first slot, and the stride.
 
     copy x into this rank's slot, and publish it
     if all ranks publish their slots in time, with the same signature:
@@ -168,23 +178,23 @@ def _exchange(
     else:
         interrupt the replay, so that Python finishes the exchange
     """
-    own, n_bytes = turn.header + turn.rank * LINE, lanes.stored.itemsize
+    own, n_bytes = exchange.header + exchange.rank * LINE, lanes.stored.itemsize
     parity = own[EXCHANGE] & 1
     stride = 2 * (SLOT_BYTES // n_bytes)  # each rank has two slots
-    first = turn.slots + parity * (SLOT_BYTES // n_bytes)
-    copy(first + turn.rank * stride, x, n * n_bytes)
+    first = exchange.slots + parity * (SLOT_BYTES // n_bytes)
+    copy(first + exchange.rank * stride, x, n * n_bytes)
     phase = own[0] + 1
-    own[parity + SIGNATURE] = turn.signature
+    own[parity + SIGNATURE] = exchange.signature
     own.release(phase)
-    n_agreeing = _wait_for_ranks(phase, parity + SIGNATURE, turn)
-    with when(n_agreeing > turn.size - 1):
+    n_agreeing = _wait_for_ranks(phase, parity + SIGNATURE, exchange)
+    with when(n_agreeing > exchange.size - 1):
         yield first, stride
         own[EXCHANGE] += 1
-    with when(n_agreeing < turn.size):
-        turn.exit.take()
+    with when(n_agreeing < exchange.size):
+        exchange.exit.take()
 
 
-def _wait_for_ranks(phase: Value, signed: Value, args: _TurnArguments[Value]) -> Value:
+def _wait_for_ranks(phase: Value, signed: Value, args: _ExchangeArguments[Value]) -> Value:
     """Waits for other ranks. Returns: how many published this phase with this signature in time."""
     b, size, signature = phase.b, args.size, args.signature
     n_agreeing, n_arrived, n_left = (
