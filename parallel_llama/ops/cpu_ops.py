@@ -13,10 +13,11 @@ from parallel_llama.ops.attention import PLAIN, HeadMap, Plan, Queries, Scores
 from parallel_llama.ops.cpu.attention_plan import CPUPlan
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
 from parallel_llama.ops.cpu.elementwise import (
+    Activation,
+    make_activation,
     make_add,
     make_largest,
     make_norm,
-    make_silu_and_mul,
     make_weighted_sum,
 )
 from parallel_llama.ops.cpu.embedding import make_lookup, make_quant_embedding
@@ -91,7 +92,7 @@ class CPUOps(TorchOps):
                 make_routed_gemv(self._dtype, form)
         if torch.bfloat16 in self._matrices and self._has_tiles:
             make_gemm_amx()
-        for kernel in (make_norm, make_silu_and_mul, make_add, make_largest):
+        for kernel in (make_norm, make_add, make_largest):
             kernel(self._dtype)
         make_executor()
         if has_experts:
@@ -208,7 +209,14 @@ class CPUOps(TorchOps):
         return whole
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        return make_silu_and_mul(self._dtype)(x, self._run)
+        return make_activation(self._dtype, "silu")(x, self._run)
+
+    def gelu_and_mul(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        return make_activation(self._dtype, "gelu_tanh" if is_tanh else "gelu")(x, self._run)
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        kind: Activation = "gelu_tanh" if is_tanh else "gelu"
+        return make_activation(self._dtype, kind, gated=False)(x, self._run)
 
     def rotate_and_store(
         self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor

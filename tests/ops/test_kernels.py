@@ -1,12 +1,12 @@
 """Kernels give the results of torch, and a row's result does not depend on other rows."""
 
 from array import array
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
-from parallel_llama.ops.cpu.elementwise import NormKernel, SiluAndMulKernel
+from parallel_llama.ops.cpu.elementwise import ActivationKernel, NormKernel
 from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import MAX_ROWS, GemvKernel, RoutedGemvKernel
 from parallel_llama.ops.cpu.jit import CPUFeatures, openmp, this_machine
@@ -160,18 +160,31 @@ def test_a_norm_is_its_definition(machine, dtype):
             torch.testing.assert_close(norm(x, weight, 0.01, offset), expected, **CLOSE[dtype])
 
 
+DEFINITIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("kind", DEFINITIONS)
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_silu_and_mul_is_its_definition_even_where_exp_would_overflow(machine, dtype):
-    silu_and_mul = SiluAndMulKernel(dtype, machine)
+def test_an_activation_is_its_definition_even_where_exp_would_overflow(machine, dtype, kind):
+    gated = ActivationKernel(dtype, kind, machine, gated=True)
+    alone = ActivationKernel(dtype, kind, machine, gated=False)
     for n, channels in [(1, 64), (5, 33), (32, 7)]:
         both = 20 * torch.randn(n, 2 * channels, dtype=dtype)
         both[0, :3] = torch.tensor([-1e4, 1e4, 0])
         gate, up = both.double().chunk(2, dim=-1)
-        expected = torch.nn.functional.silu(gate) * up
-        torch.testing.assert_close(silu_and_mul(both), expected.to(dtype), **CLOSE[dtype])
-        assert silu_and_mul(both)[0, 0] == 0
+        expected = DEFINITIONS[kind](gate)
+        torch.testing.assert_close(gated(both), (expected * up).to(dtype), **CLOSE[dtype])
+        assert gated(both)[0, 0] == 0
+        gate = gate.to(dtype).contiguous()
+        torch.testing.assert_close(alone(gate), expected.to(dtype), **CLOSE[dtype])
+        # A number's bits do not depend on its place.
+        assert torch.equal(alone(gate[:, 3:].contiguous()), alone(gate)[:, 3:])
     both[:] = torch.nan
-    assert silu_and_mul(both).isnan().all()
+    assert gated(both).isnan().all()
 
 
 @pytest.mark.slow

@@ -1,14 +1,15 @@
-"""Kernels that process rows in one pass: add, norm, silu_and_mul, weighted_sum and largest.
+"""Kernels that process rows in one pass: add, norm, activation, weighted_sum and largest.
 
 For few rows, the overhead of torch's operations is larger than the work, and some of these kernels
 replace several of torch's operations.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import add
-from typing import Generic
+from typing import Generic, Literal
 
 import torch
 from llvmlite import ir
@@ -35,7 +36,9 @@ from parallel_llama.ops.cpu.jit import (
     this_machine,
     threads_for,
 )
-from parallel_llama.ops.cpu.vector_math import exp
+from parallel_llama.ops.cpu.vector_math import erfc, exp
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,31 +173,41 @@ def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _NormArguments[Va
 
 
 @dataclass(slots=True, kw_only=True)
-class _SiluAndMulArguments(Generic[T]):
+class _ActivationArguments(Generic[T]):
     both: Numbers[T]
     y: Numbers[T]
     n: Integer[T]
     channels: Integer[T]
 
 
-class SiluAndMulKernel:
-    """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
+class ActivationKernel:
+    """f(gate) * up, or f(x) if not gated.
 
-    Shapes: both [n, 2 * channels], contiguous, a row being gate and up; the result [n, channels].
-    Source: arXiv 2002.05202.
+    In one kernel also because torch's functions of a number depend on its place in the tensor.
+
+    Args:
+        kind: silu, gelu, or gelu_tanh for its tanh approximation.
+
+    Shapes: [n, 2 * channels], contiguous, a row being gate and up, or [n, channels]; the result
+    [n, channels].
+    Sources: SwiGLU and GEGLU, arXiv 2002.05202; GELU, arXiv 1606.08415.
     """
 
-    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
-        lanes = machine.lanes(dtype)
+    def __init__(
+        self, dtype: torch.dtype, kind: Activation, machine: CPUFeatures, *, gated: bool
+    ) -> None:
+        lanes, self._n_halves = machine.lanes(dtype), 2 if gated else 1
         self._program = CompiledKernel(
-            _SiluAndMulArguments[float], partial(_silu_and_mul, lanes), numbers=lanes.pointer
+            _ActivationArguments[float],
+            partial(_activate, lanes, kind, self._n_halves),
+            numbers=lanes.pointer,
         )
 
     def __call__(self, both: Tensor, run: Launcher = at_once) -> Tensor:
-        n, channels = len(both), both.shape[1] // 2
-        assert both.is_contiguous() and both.shape[1] % 2 == 0
+        n, channels = len(both), both.shape[1] // self._n_halves
+        assert both.is_contiguous() and both.shape[1] % self._n_halves == 0
         y = both.new_empty(n, channels)
-        arguments = _SiluAndMulArguments(
+        arguments = _ActivationArguments(
             both=both.data_ptr(), y=y.data_ptr(), n=n, channels=channels
         )
         run(self._program, threads_for(n * channels), arguments)
@@ -202,31 +215,63 @@ class SiluAndMulKernel:
 
 
 @cache
-def make_silu_and_mul(dtype: torch.dtype) -> SiluAndMulKernel:
-    return SiluAndMulKernel(dtype, this_machine())
+def make_activation(
+    dtype: torch.dtype, kind: Activation, *, gated: bool = True
+) -> ActivationKernel:
+    return ActivationKernel(dtype, kind, this_machine(), gated=gated)
 
 
-def _silu_and_mul(
-    lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _SiluAndMulArguments[Value]
+def _activate(
+    lanes: Lanes,
+    kind: Activation,
+    n_halves: int,
+    b: ir.IRBuilder,
+    thread: Thread,
+    args: _ActivationArguments[Value],
 ) -> None:
     """
     for row in this thread's rows:
-        y[row] = silu(both[row, :channels]) * both[row, channels:]
+        y[row] = f(both[row, :channels]), multiplied by both[row, channels:] if it is there
     """
     channels = args.channels
     with loop(b, *thread.part_of(args.n)) as row:
-        gates = args.both + row * channels * 2
+        gates = args.both + row * channels * n_halves
         ups, y = gates + channels, args.y + row * channels
         with loop(b, 0, channels, lanes.width) as i:
             mask = lanes.first(channels - i)
-            gate, up = lanes.load(gates + i, mask), lanes.load(ups + i, mask)
-            lanes.store(y + i, _silu(lanes, gate) * up, mask)
+            gate = lanes.load(gates + i, mask)
+            up = lanes.load(ups + i, mask) if n_halves > 1 else None
+            active = _ACTIVATIONS[kind](lanes, gate)
+            lanes.store(y + i, active if up is None else active * up, mask)
 
 
 def _silu(lanes: Lanes, x: Value) -> Value:
-    """x / (1 + exp(-x)), computed with exp(-|x|), which cannot overflow."""
+    return x * _sigmoid(lanes, x)
+
+
+def _gelu_tanh(lanes: Lanes, x: Value) -> Value:
+    """x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3); the factor is sigmoid(2 u)."""
+    cubic = x * fma(x * x, 0.044715, 1)
+    return x * _sigmoid(lanes, cubic * math.sqrt(8 / math.pi))
+
+
+def _gelu(lanes: Lanes, x: Value) -> Value:
+    """x Phi(x), with the smaller of Phi(x) and 1 - Phi(x) as erfc(|x| / sqrt(2)) / 2."""
+    tail = erfc(lanes, abs(x) * math.sqrt(0.5)) * 0.5
+    return x * where(x < 0, tail, 1 - tail)
+
+
+def _sigmoid(lanes: Lanes, x: Value) -> Value:
+    """1 / (1 + exp(-x)), computed with exp(-|x|), which cannot overflow."""
     e = exp(lanes, -abs(x))
-    return x * (where(x < 0, e, 1) / (e + 1))
+    return where(x < 0, e, 1) / (e + 1)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Lanes, Value], Value]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}
 
 
 @dataclass(slots=True, kw_only=True)

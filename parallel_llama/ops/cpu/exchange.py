@@ -106,7 +106,8 @@ class GatherColumnsKernel:
         assert x.is_contiguous() and whole.is_contiguous() and x.nbytes <= SLOT_BYTES
         arguments = _ColumnArguments(
             x=x.data_ptr(), n_rows=len(x), whole=whole.data_ptr(), n_columns=whole.shape[1],
-            starts=starts.buffer_info()[0], exchange=_exchange_arguments(exchange, whole, recording),
+            starts=starts.buffer_info()[0],
+            exchange=_exchange_arguments(exchange, whole, recording),
         )  # fmt: skip
         recording.run(self._program, 1, arguments)
 
@@ -169,7 +170,7 @@ def _gather_columns(
 def _exchanging(
     lanes: Lanes, x: Value, n: Value, exchange: _ExchangeArguments[Value]
 ) -> Iterator[tuple[Value, int]]:
-    """Emits an exchange around the code that reads the slots. Yields: the first slot, and the stride.
+    """Emits an exchange around the code that reads the slots. Yields: the first slot, the stride.
 
     copy x into this rank's slot, and publish it
     if all ranks publish their slots in time, with the same signature:

@@ -298,6 +298,8 @@ class _View:
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
+        if not self.shape.numel():
+            return torch.empty(self.shape, dtype=self.dtype)
         memory = ctypes.c_char * (self.shape.numel() * self.dtype.itemsize)
         return torch.frombuffer(memory.from_address(self.address), dtype=self.dtype).view(
             self.shape

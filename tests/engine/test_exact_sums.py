@@ -1,0 +1,215 @@
+"""Exact sums: the same bits on any number of ranks, in every family and format."""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from parity_steps import logits_in_pieces
+from ranks import Ranks
+from thread_ranks import run_on_threads
+from tiny_models import TINY_MODELS, TinyModel, write_hf
+from torch import Tensor
+
+from parallel_llama import LLM, SamplingParams
+from parallel_llama.checkpoint import open_checkpoint
+from parallel_llama.config import load_model_args
+from parallel_llama.dtypes import kv_format, make_precision
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.errors import UsageError
+from parallel_llama.families import parameters
+from parallel_llama.files.model_files import find_model
+from parallel_llama.memory import values_by_form, weight_bytes
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.plan import exact_by_default, make_plan
+from parallel_llama.sampling.scoring import log_sum_exp
+
+N_TOKENS = 48
+# Heads and channels in whole groups of 32 inputs, so that every format can hold it.
+WIDE = TinyModel(9, 3, 32, 288, ffn_dim=416, vocab_size=700)
+EXPERTS = TinyModel(
+    8, 2, 32, 256, ffn_dim=96, family="mixtral",
+    own={"num_local_experts": 5, "num_experts_per_tok": 2},
+)  # fmt: skip
+
+
+def logits_of(
+    comm: Communicator,
+    folder: Path,
+    dtype: str,
+    quant: str = "none",
+    kv_cache_dtype: str = "auto",
+    memory: Sequence[float] | None = None,
+    exact: bool = True,
+) -> str:
+    """A hash of a sequence's logits: prefilled at once, in random pieces, and token by token."""
+    files = find_model(str(folder))
+    args = load_model_args(files)
+    precision = make_precision(args, dtype, "cpu", quant, None)
+    plan = make_plan(args, comm.size, memory, precision.quant_group_size, exact=exact)
+    runner = ModelRunner.load(
+        args, open_checkpoint(files, args), plan, comm, precision=precision,
+        device=torch.device("cpu"), kv_format=kv_format(kv_cache_dtype, dtype),
+    )  # fmt: skip
+    values = values_by_form(args, precision, exact=exact)
+    held = sum(
+        getattr(*runner_place(runner, param.name)).values.nbytes
+        for param in parameters(args)
+        if quant == "none"
+    )
+    assert quant != "none" or held == weight_bytes(runner.shard, values)
+    rng = random.Random(1)
+    tokens = [rng.randrange(args.vocab_size) for _ in range(N_TOKENS)]
+    runner.reserve([1] * len(runner.kv_groups), N_TOKENS)
+    cuts = sorted(rng.sample(range(1, N_TOKENS), 3))
+    ways = [logits_in_pieces(runner, tokens, each) for each in ((), cuts)]
+    # Decoding, token by token, after the first half.
+    ways.append(logits_in_pieces(runner, tokens, range(N_TOKENS // 2, N_TOKENS)))
+    assert torch.equal(ways[0], ways[1]) and torch.equal(ways[0], ways[2])
+    return hashlib.sha256(ways[0].numpy().tobytes()).hexdigest()
+
+
+def runner_place(runner: ModelRunner, name: str) -> tuple[object, str]:
+    """The layer that holds a weight, and the attribute."""
+    part: object = runner.model
+    *path, leaf = name.split(".")
+    for each in path:
+        part = part[int(each)] if each.isdecimal() else getattr(part, each)  # type: ignore[index]
+    return part, leaf
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    tiny = {**TINY_MODELS, "wide": WIDE, "experts": EXPERTS}
+    return {
+        name: write_hf(model, tmp_path_factory.mktemp("hf"), seed)
+        for seed, (name, model) in enumerate(tiny.items())
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_every_family_has_the_same_bits_on_any_number_of_ranks(folders, name, dtype):
+    alone = logits_of(Solo(), folders[name], dtype)
+    for tp_size in (2, 3, 5, 7, 9):
+        if tp_size <= TINY_MODELS[name].n_heads:
+            on_ranks = run_on_threads(tp_size, logits_of, folders[name], dtype)
+            assert on_ranks == [alone] * tp_size, tp_size
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "bfloat16", "fp8"])
+@pytest.mark.parametrize("quant", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["wide", "experts"])
+def test_every_format_has_the_same_bits_on_any_number_of_ranks(
+    folders, name, quant, kv_cache_dtype
+):
+    alone = logits_of(Solo(), folders[name], "float32", quant, kv_cache_dtype)
+    for tp_size in (2, 3, 7):
+        on_ranks = run_on_threads(
+            tp_size, logits_of, folders[name], "float32", quant, kv_cache_dtype
+        )
+        assert on_ranks == [alone] * tp_size, tp_size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_weights_have_the_same_bits_on_any_number_of_ranks(folders, dtype):
+    """Without AMX tiles, which would be chosen by timing on each rank."""
+    alone = logits_of(Solo(), folders["wide"], dtype)
+    assert run_on_threads(3, logits_of, folders["wide"], dtype) == [alone] * 3
+
+
+@pytest.mark.parametrize("memory", [(1, 4, 2), (9, 1), (1, 1, 1, 1, 6)])
+def test_uneven_plans_have_the_same_bits(folders, memory):
+    alone = logits_of(Solo(), folders["wide"], "float32")
+    on_ranks = run_on_threads(len(memory), logits_of, folders["wide"], "float32", memory=memory)
+    assert on_ranks == [alone] * len(memory)
+
+
+def test_partial_sums_have_other_bits(folders):
+    """What the tests above would say if a sum were cut."""
+    alone = logits_of(Solo(), folders["wide"], "float32")
+    assert alone not in run_on_threads(3, logits_of, folders["wide"], "float32", exact=False)
+
+
+def tile_sums(comm: Communicator, logits: Tensor, vocabs: Sequence[range]) -> Tensor:
+    own = vocabs[comm.rank]
+    temperatures = torch.tensor([0.7, 1.3, 1.0], dtype=torch.float64)
+    return log_sum_exp(logits[:, own.start : own.stop], own, vocabs, comm, temperatures)
+
+
+def test_the_softmax_over_the_vocabulary_has_the_same_bits_wherever_shards_end():
+    torch.manual_seed(0)
+    logits = 20 * torch.randn(3, 1000)
+    logits[1, 128:256] = -torch.inf
+    whole = tile_sums(Solo(), logits, [range(1000)])
+    exact = logits.double() / torch.tensor([[0.7], [1.3], [1.0]], dtype=torch.float64)
+    torch.testing.assert_close(whole, exact.logsumexp(-1), rtol=1e-14, atol=0)
+    for borders in ((0, 128, 1000), (0, 0, 512, 640, 1000), (0, 896, 896, 1000)):
+        vocabs = [range(a, b) for a, b in pairwise(borders)]
+        for found in run_on_threads(len(vocabs), tile_sums, logits, vocabs):
+            assert torch.equal(found, whole)
+
+
+def test_settings_that_cut_sums_are_refused(folders):
+    args = load_model_args(find_model(str(folders["experts"])))
+    with pytest.raises(UsageError, match="drop one"):
+        make_plan(args, 3, kv_split="sequence", exact=True)
+    with pytest.raises(UsageError, match="drop one"):
+        make_plan(args, 4, ranks_per_expert=2, exact=True)
+
+
+def test_the_default_leaves_out_what_would_be_slow(folders):
+    args = load_model_args(find_model(str(folders["wide"])))
+    experts = load_model_args(find_model(str(folders["experts"])))
+    assert exact_by_default(args, 3, "cpu", ["float32"], "heads")
+    assert not exact_by_default(args, 3, "cuda", ["float32"], "heads")
+    assert not exact_by_default(args, 3, "cpu", ["float32", "bfloat16"], "heads")
+    assert not exact_by_default(args, 3, "cpu", ["float32"], "sequence")
+    assert not exact_by_default(experts, 3, "cpu", ["float32"], "heads")
+    assert exact_by_default(experts, 1, "cpu", ["float32"], "heads")
+
+
+def answers(tp_size: int, quant: str) -> str:
+    """A hash of tokens and log-probabilities, greedy and drawn, of prompts of several lengths."""
+    prompts = [
+        "The capital of France is",
+        "def add(a, b):\n" * 30,
+        [1, 2, 3],
+        "Once upon a time" * 9,
+    ]
+    greedy = SamplingParams(max_tokens=20, logprobs=3, prompt_logprobs=1)
+    drawn = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.8, seed=5, logprobs=1)
+    digest = hashlib.sha256()
+    with LLM("smollm2", tp_size=tp_size, quant=quant) as llm:
+        for params in (greedy, drawn):
+            for done in llm.generate(prompts, params):
+                digest.update(repr((done.tokens, done.logprobs, done.prompt_logprobs)).encode())
+    return digest.hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["none", "int8", "stored"])
+def test_smollm2_answers_with_the_same_bits_on_one_to_five_ranks(quant):
+    """By default, with real processes, recorded decode steps and shared memory."""
+    alone = answers(1, quant)
+    assert [answers(tp_size, quant) for tp_size in (2, 3, 5)] == [alone] * 3
+
+
+def gathered(comm: Communicator, widths: Sequence[int], n_rows: int) -> bool:
+    """Whether every rank's columns arrive in their place."""
+    parts = [
+        torch.arange(n_rows * width, dtype=torch.float32).view(n_rows, width) + 1000 * rank
+        for rank, width in enumerate(widths)
+    ]
+    return torch.equal(comm.gather_columns(parts[comm.rank], widths), torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_columns_of_unequal_ranks_are_gathered(ranks: type[Ranks], shared_memory):
+    """Also more than a slot of shared memory holds, no columns on a rank, and no rows."""
+    pool = ranks(3, shared_memory=shared_memory)
+    for widths, n_rows in (((3, 1, 2), 5), ((700, 0, 40), 1000), ((1, 2, 3), 0), ((0, 0, 1), 1)):
+        assert pool.run(gathered, widths, n_rows) == [True] * 3
