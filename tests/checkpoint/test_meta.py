@@ -127,7 +127,7 @@ def test_a_dtype_that_is_not_a_float_is_refused(tmp_path):
 
 def test_a_vocabulary_that_does_not_add_up_is_refused(tmp_path):
     shards = meta_shards(TINY, weights_of(TINY), 3, embedding_dim=1)
-    with pytest.raises(CheckpointError, match="does not add up to rows of 36"):
+    with pytest.raises(CheckpointError, match="do not form rows of 36"):
         meta_vocab_size(write_meta(tmp_path, shards[:2]))
 
 
