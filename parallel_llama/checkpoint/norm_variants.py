@@ -1,8 +1,8 @@
 """Replicated norms that differ between the files of a Meta folder.
 
 Meta's 70B files have them, because rounding differed between the ranks of its training. The model
-uses the copy of the first file. The others are kept in a small file beside the weights, so that the
-conversion is lossless and the same number of Meta files gets its own copies back.
+uses the copy of the first file. The other copies are kept in a small file beside the weights, so
+that a conversion to as many Meta files restores the copy of each file.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""From argv to an exit code, which `parallel.exit_code` documents."""
+"""Runs a command line; exit codes are those of `parallel.exit_code`."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.parallel.exit_code import DONE, WRONG_USE, exit_code
 
-# Each is a module of this package, and imported only when it is called.
+# Each is a module of this package, imported only when it is called.
 VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "completion")
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _give_up(reason: str) -> None:
-    from parallel_llama.parallel.communicators import give_up  # torch, for this alone
+    from parallel_llama.parallel.communicators import give_up  # imports torch
 
     give_up(reason)
 

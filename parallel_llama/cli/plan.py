@@ -1,4 +1,4 @@
-"""`plan`: how a model is sharded, how much memory it needs and how many ranks. Without torch."""
+"""`plan`: how a model is sharded, how much memory it needs, and how many ranks fit. No torch."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
-from parallel_llama.plan import ShardPlan
+from parallel_llama.plan import ShardPlan, why_unrecorded
 
 WIDTH = 80
 LABEL_WIDTH = 11
@@ -54,7 +54,7 @@ BAR_WIDTH = 18
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
-    default_text="1; with --memory or --gpus as many as listed, else the fewest that fit",
+    default_text="1; as many as --memory or --gpus list, or the fewest that fit one size",
     aliases=NPROC_ALIASES,
 )  # fmt: skip
 MEMORY: Flag[int | list[int] | None] = Flag(
@@ -126,7 +126,7 @@ def _memory(flags: Flags) -> int | tuple[int, ...] | None:
 
 
 def _some_of(gpus: list[int], nproc: list[int]) -> int | list[int]:
-    """The memory of those of the GPUs listed by --gpus that --nproc ranks use."""
+    """The memory of the GPUs in --gpus that --nproc ranks use."""
     if nproc[-1] > len(gpus):
         raise UsageError(
             f"--gpus lists {len(gpus)} GPUs, fewer than --nproc {nproc[-1]}; each rank needs its "
@@ -243,6 +243,7 @@ def _object(found: Estimate) -> dict[str, Any]:
         "one_rank_weight_bytes": found.work.weights,
         "batch": found.work.batch,
         "sliding_window": found.work.args.sliding_window,
+        "unrecorded_decode": _unrecorded(found),
         "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
     }
 
@@ -316,6 +317,7 @@ def _page(asked: PlanRequest, found: Estimate) -> list[str]:
         *_line("rest", _rest(found)),
         *_window(found),
         *_experts(plan),
+        *_decode(found),
         *_verdict(found),
         *_cache_flag(found),
     ]
@@ -343,6 +345,16 @@ def _experts(plan: ShardPlan) -> list[str]:
     if plan.placement is None:
         return []
     return _line("experts", f"{PLACEMENTS[plan.placement.kind]}: {plan.placement.reason}")
+
+
+def _unrecorded(found: Estimate) -> str | None:
+    return why_unrecorded(found.work.args, found.plan.kv_parts, found.work.device)
+
+
+def _decode(found: Estimate) -> list[str]:
+    """Why decode steps run operator by operator; empty if they do not."""
+    reason = _unrecorded(found)
+    return [] if reason is None else _line("decode", reason)
 
 
 def _copies(asked: PlanRequest, found: Estimate) -> str:
@@ -437,7 +449,7 @@ def _advice(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
     if fits is not False:
         return []
     if not remedies:
-        text = "give each rank more memory: no other format, number of ranks or of tokens fits"
+        text = "give each rank more memory: no other format or number of ranks or tokens fits"
         return _line("remedy", text)
     width = max(len(remedy.words) for remedy in remedies)
     rows = [(remedy.words, _numbers(remedy.found)) for remedy in remedies]
@@ -487,7 +499,7 @@ def _overview(comparison: Comparison) -> list[str]:
         *table(header, rows, sys.stdout),
         "",
         "balance    maximum work of a rank / its fair share",
-        "weights    of the rank with the most; KV/token likewise",
+        "weights    the most on any rank; KV/token likewise",
         "extra KV   replicated KV heads beyond one copy of each",
         *refused,
         *_conclusion(comparison),

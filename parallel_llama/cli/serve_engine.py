@@ -1,7 +1,7 @@
 """`python -m parallel_llama.cli.serve_engine FD LOG_FORMAT`: a server's engine.
 
-The server's front starts it. It reads its LLMConfig from stdin, as one line of JSON, starts the
-other ranks, and serves the front through the socket of that number until the front closes it.
+The HTTP front starts this process. The process reads its LLMConfig from stdin as one line of JSON,
+starts the other ranks, and serves the front through socket FD until the front closes it.
 """
 
 import socket

@@ -23,8 +23,8 @@ _IGNORED = {"max_batch_size"}
 _REFUSED = {
     "lora": "LoRA weights beside the model's; use the merged model",
     "quantization": "a quantised checkpoint; use the unquantised model, or a GGUF file of it",
-    "vision_encoder": "a model of images, and only text is supported",
-    "multimodal": "a model of images or sound, and only text is supported",
+    "vision_encoder": "an image model; only text is supported",
+    "multimodal": "an image or audio model; only text is supported",
 }
 
 # The trained context where params.json has none: that of 7B 0.1 to 0.3 and Mixtral 8x7B.
@@ -64,7 +64,7 @@ def args_from_mistral_params(values: Mapping[str, Any]) -> ModelArgs:
         ffn_dim=fields.integer("hidden_dim"),
         vocab_size=fields.integer("vocab_size"),
         norm_eps=fields.number("norm_eps", 1e-5),
-        # 7B 0.1, the only one with a window, was the last with the old base.
+        # 7B 0.1, the only model with a window, was the last with base 1e4.
         rope_theta=fields.number("rope_theta", 1e6 if window is None else 1e4),
         max_seq_len=max_seq_len,
         tied_embeddings=fields.flag("tied_embeddings", False),

@@ -1,7 +1,7 @@
 """`python -m parallel_llama.engine.rank_process`: a rank above 0, started by an LLM's Ranks.
 
 It reads its LLMConfig from stdin, as one line of JSON, and serves rank 0 until rank 0 closes. It
-ends when stdin ends: then the program that started it has ended.
+ends when stdin ends, which means that its parent has ended.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What an LLM's settings mean for a model: checked before ranks start or weights are read."""
+"""Applies an LLM's settings to a model, before ranks start or weights are read."""
 
 import logging
 from dataclasses import replace
@@ -26,7 +26,7 @@ from parallel_llama.parallel.current_device import own_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world
-from parallel_llama.plan import make_plan
+from parallel_llama.plan import make_plan, why_unrecorded
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class ModelSetup:
     """The plan, precision, device and checkpoint of a model on this rank.
 
-    `inputs` is the text side of the model, if the caller has made it.
+    `inputs` is the model's InputProcessor, if the caller has one.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used;
     DamagedWeights for files that differ from their manifest.
@@ -49,7 +49,7 @@ class ModelSetup:
             require_whole(where, part=slice(world()[0], None, self.size))
         self.inputs = inputs or _input_processor(config)
         self.args, files = self.inputs.args, self.inputs.files
-        # What the other ranks are sent: `inputs` may have been made with another context length.
+        # Sent to the other ranks: `inputs` may have another context length than `config`.
         self.config = replace(config, tp_size=self.size, max_seq_len=self.inputs.max_seq_len)
         local_rank, n_local_ranks = local_world(self.size)
         self.kind = _device_kind(config.device, n_local_ranks)
@@ -65,6 +65,9 @@ class ModelSetup:
             self.args, n_shards, quant_group_size=quant_group_size, kv_split=config.kv_split
         )
         self.plan = plan if slice_of is None else plan.alone(played)
+        unrecorded = why_unrecorded(self.args, self.plan.kv_parts, self.kind)
+        if unrecorded and world()[0] == 0:
+            logger.warning(unrecorded)
         self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
         step_tokens = STEP_TOKENS[self.kind]
         self.cache_size = CacheSize(
@@ -134,7 +137,7 @@ def _open_weights(
         checkpoint = open_checkpoint(files, args)
         checkpoint.check(args)
     except CheckpointError as error:
-        if config.verify:  # in a file that another rank verifies
+        if config.verify:  # damage that another rank verifies
             raise DamagedWeights(str(error)) from error
         raise
     return checkpoint

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import QuantFormat
-from parallel_llama.ops.attention import PLAIN, DecodeBatch, QueryChunk, Scores
+from parallel_llama.ops.attention import PLAIN, HeadMap, Plan, Queries, Scores
 from parallel_llama.ops.cpu.all_reduce import make_all_reduce
+from parallel_llama.ops.cpu.attention_plan import CPUPlan
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
 from parallel_llama.ops.cpu.elementwise import (
     make_add,
@@ -49,7 +50,7 @@ class CPUOps(TorchOps):
         heads_per_kv: The numbers of query heads that share a KV head.
         scores: The score function of attention.
         cache_dtype: The dtype of the KV cache; None for `dtype`.
-        matrices: The dtypes and formats of matrices, beside `dtype`.
+        matrices: Other dtypes and formats of matrices than `dtype`.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class CPUOps(TorchOps):
         self._arena = Arena()
 
     def compile(self, *, has_experts: bool = False) -> None:
-        """Compile the kernels, which are kept for all models."""
+        """Compile the kernels; all models share them."""
         for form in self._matrices:
             if isinstance(form, QuantFormat):
                 make_quant_gemm(form)
@@ -95,15 +96,15 @@ class CPUOps(TorchOps):
         self._rotary(self._cache_dtype)
         if self._cache_dtype != self._dtype:
             make_unpack(self._dtype, self._cache_dtype, self._head_dim)
-        self._chunk_attention(self._cache_dtype)
+        self._prefill_attention(self._cache_dtype)
         for heads_per_kv in self._heads_per_kv:
-            self._attention(self._cache_dtype, heads_per_kv)
+            self._decode_attention(self._cache_dtype, heads_per_kv)
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
         """Record the operators that are called inside instead of running them.
 
-        Raises: NotRecorded if an operator, or a call between operators, is torch's.
+        Raises: NotRecorded if torch computes an operator or anything between operators.
         """
         recording = Recording(self._arena)
         self._recording, self._run = recording, recording.run
@@ -143,7 +144,7 @@ class CPUOps(TorchOps):
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
-        # For any number of rows: a token's experts must depend neither on the batch nor on the
+        # One kernel for any number of rows: a token's experts must not depend on the batch or the
         # number of threads.
         scores = make_gemv(self._dtype, self._dtype)(x, gate, self._run)
         return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
@@ -191,21 +192,27 @@ class CPUOps(TorchOps):
     ) -> None:
         self._rotary(k.dtype)(qkv, rotations, slots, k, v, self._run)
 
-    def decode_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
-    ) -> None:
-        self._attention(k.dtype, q.shape[1] // len(k))(q, k, v, batch, out, self._run)
+    def plan(self, queries: Queries, device: torch.device) -> Plan:
+        assert device.type == "cpu"
+        return CPUPlan.of(queries)
 
-    def chunk_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, heads: HeadMap, out: Tensor
     ) -> None:
-        self._chunk_attention(k.dtype)(q, k, v, chunk, out, self._run)
+        assert isinstance(plan, CPUPlan)
+        for own, kv in heads.runs:
+            q_run, k_run, v_run, o_run = q[:, own], k[kv], v[kv], out[:, own]
+            if plan.decode is not None:
+                decode = self._decode_attention(k.dtype, q_run.shape[1] // len(k_run))
+                decode(q_run, k_run, v_run, plan.decode, o_run, self._run)
+            for chunk in plan.chunks:
+                self._prefill_attention(k.dtype)(q_run, k_run, v_run, chunk, o_run, self._run)
 
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
         return make_largest(x.dtype)(x, first, self._run)
 
     def _table(self, addresses: Sequence[int]) -> "array[int]":
-        """The addresses as an array that a kernel can read, also when it is replayed."""
+        """The addresses as an array that stays alive, so that replayed kernels can read it."""
         return self._tables.setdefault(tuple(addresses), array("q", addresses))
 
     def _unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -216,12 +223,14 @@ class CPUOps(TorchOps):
     def _rotary(self, cache_dtype: torch.dtype) -> RotaryKernel:
         return make_rotary(self._dtype, cache_dtype, self._head_dim)
 
-    def _attention(self, cache_dtype: torch.dtype, heads_per_kv: int) -> DecodeAttentionKernel:
+    def _decode_attention(
+        self, cache_dtype: torch.dtype, heads_per_kv: int
+    ) -> DecodeAttentionKernel:
         return make_decode_attention(
             self._dtype, cache_dtype, self._head_dim, heads_per_kv, self._scores
         )
 
-    def _chunk_attention(
+    def _prefill_attention(
         self, cache_dtype: torch.dtype
     ) -> PrefillAttentionKernel | PrefillAttentionAMXKernel:
         if self._dtype == torch.float32 and cache_dtype == torch.bfloat16:

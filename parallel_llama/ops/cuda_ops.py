@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.ops.attention import PLAIN, HeadMap, PagedQueries, Scores
+from parallel_llama.ops.attention import PLAIN, HeadMap, PagedPlan, Plan, Scores
 from parallel_llama.ops.cuda.chunk_attention import chunk_attention
 from parallel_llama.ops.cuda.decode_attention import decode_attention
 from parallel_llama.ops.cuda.elementwise import (
@@ -68,7 +68,7 @@ class CUDAOps(TorchOps):
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
-        # For any number of rows: a token's experts must not depend on the batch.
+        # One kernel for any number of rows: a token's experts must not depend on the batch.
         return route(linear(x, gate, None), n_active, normed=normed)
 
     def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
@@ -77,11 +77,11 @@ class CUDAOps(TorchOps):
         return expert_dispatch(experts, own)
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
-        """As in `TorchOps`. With few rows, each gives the bits of `linear`, without a host sync."""
+        """As in `TorchOps`. Few rows have the bits of `linear`, and need no host sync."""
         if not takes_routed(x, weights, dispatch):
             return super().routed_linear(x, weights, dispatch)
         places = tuple(weight.data_ptr() for weight in weights)
-        if places not in self._addresses:  # never while a CUDA graph records: the step ran before
+        if places not in self._addresses:  # not in a CUDA graph's capture: the step ran before
             self._addresses[places] = Addresses.of(places, weights[0].device)
         return routed_linear(x, weights, self._addresses[places], dispatch)
 
@@ -131,13 +131,13 @@ class CUDAOps(TorchOps):
         else:
             super().rotate_and_store(qkv, rotations, slots, k, v)
 
-    def paged_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, queries: PagedQueries, heads: HeadMap, out: Tensor
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, heads: HeadMap, out: Tensor
     ) -> None:
-        """As in `TorchOps`. If all ranges have one query, bits do not depend on the batch."""
-        if not can_store(q.shape[2], k.dtype):
-            super().paged_attention(q, k, v, queries, heads, out)
-        elif queries.max_queries == 1:
-            decode_attention(q, k, v, queries, heads, out, self._scores)
-        else:
-            chunk_attention(q, k, v, queries, heads, out, self._scores)
+        """As in `TorchOps`. The bits of queries that are computed alone depend on no others."""
+        if not isinstance(plan, PagedPlan) or not can_store(q.shape[2], k.dtype):
+            super().attention(q, k, v, plan, heads, out)
+            return
+        for part in plan.parts:
+            kernel = decode_attention if part.max_queries == 1 else chunk_attention
+            kernel(q, k, v, part, heads, out, self._scores)

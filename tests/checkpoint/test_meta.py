@@ -108,7 +108,7 @@ def test_structure_faults_name_the_file(tmp_path):
     text = str(caught.value)
     assert "missing: layers.1.attention.wq.bias (consolidated.01.pth);" in text
     assert "extra: 'layers.0.attention.wq.scale' (consolidated.00.pth);" in text
-    assert "misshapen: norm.weight is [36], [37] over the files, expected [36];" in text
+    assert "misshapen: norm.weight is [36], [37] in the files, expected [36];" in text
 
 
 def test_a_file_left_out_is_seen_from_the_shapes(tmp_path):

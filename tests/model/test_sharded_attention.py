@@ -69,9 +69,7 @@ MQA = replace(ARGS, n_kv_heads=1)
 
 
 @pytest.mark.parametrize(("tp_size", "seeds"), [(2, range(10)), (5, range(10, 14))])
-def test_a_request_gets_in_any_mix_what_it_gets_alone_on_one_rank(
-    tp_size, seeds
-):
+def test_a_request_gets_in_any_mix_what_it_gets_alone_on_one_rank(tp_size, seeds):
     """Preempted, from the prefix cache, in chunks and with guesses, as anywhere."""
     assert not run_on_threads(tp_size, run_mixes, seeds, MQA, None, "sequence")[0]
 
