@@ -75,7 +75,6 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports are not used"
-            assert node.module is not None
             yield node.module, node
             yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
 

@@ -344,7 +344,6 @@ def test_two_runs_without_a_seed_differ_and_either_can_be_repeated(run):
     texts = [[json.loads(line)["text"] for line in out.splitlines()] for _, out, _ in runs]
     assert len({text for pair in texts for text in pair}) == 4
     seed = re.search(r"seed (\d+)", runs[0][2])
-    assert seed is not None
     assert run(*argv, "--json", "--seed", seed[1])[1] == runs[0][1]
     own = json.loads(runs[0][1].splitlines()[1])
     one = ("--prompts", "-", "--json", "--max-tokens", "9", "--temperature", "1.5")

@@ -719,7 +719,6 @@ def test_rope_scaling_of_a_gguf_file():
         llama__rope__scaling__attn_factor=2.0,
     )
     scaling = from_gguf(yarn).rope_scaling
-    assert scaling is not None
     assert scaling.attention_factor == pytest.approx(2 * (1 + 0.1 * math.log(4)))
     assert replace(scaling, attention_factor=None) == RopeScaling("yarn", 4.0, 16)
     yarn.fields["llama.rope.scaling.yarn_attn_factor"] = 1.25

@@ -170,7 +170,6 @@ def test_windows_and_scales_are_those_that_llama_cpp_has_in_its_code():
     """Not in the header: which layers have the window, its base, and the scale of the 27B."""
 
     def features(family: Family, n_layers: int, **own: Any) -> dict[str, Any]:
-        assert family.gguf is not None
         arch = family.gguf.architecture
         sizes = {"embedding_length": 5376, "attention.head_count": 32, "context_length": 8192}
         keys = {**sizes, "attention.key_length": 128, "block_count": n_layers, **own}

@@ -49,7 +49,6 @@ def logits_and_collectives(
     comm: Communicator, folder: Path, cut: dict[str, Any]
 ) -> tuple[str, Tensor, Any]:
     runner = load_runner(comm, folder, len(TOKENS), cut)
-    assert runner.plan.placement is not None
     logits = logits_in_pieces(runner, TOKENS, [7, 8, 9])
     return runner.plan.placement.kind, logits, getattr(comm, "counts", None)
 

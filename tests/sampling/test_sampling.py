@@ -137,7 +137,6 @@ def assert_same_logprobs(one: TokenLogprob | None, other: TokenLogprob | None) -
 
 
 def logprobs_of(drawn: SampledToken) -> TokenLogprob:
-    assert drawn.logprobs is not None
     assert drawn.logprobs.token == drawn.token
     return drawn.logprobs
 
