@@ -1,4 +1,4 @@
-"""From argv to an exit code, which `parallel.exit_code` documents."""
+"""From argv to an exit code, which `parallel.failures.exit_code` documents."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from parallel_llama.cli.arguments import HelpRequested, Verb, parse_flags
 from parallel_llama.cli.ranks import Job, execute
 from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.fields import did_you_mean
-from parallel_llama.parallel.exit_code import DONE, WRONG_USE, exit_code
+from parallel_llama.parallel.failures import DONE, WRONG_USE, exit_code
 
 # Each is a module of this package, and imported only when it is called.
 VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "completion")

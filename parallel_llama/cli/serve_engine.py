@@ -12,7 +12,7 @@ from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine_process import EngineProcess
 from parallel_llama.llm import LLM
 from parallel_llama.parallel.communicators import give_up
-from parallel_llama.parallel.exit_code import exit_code
+from parallel_llama.parallel.failures import exit_code
 from parallel_llama.parallel.rank_env import end_with_parent
 from parallel_llama.serve.wire import FrameSocket
 

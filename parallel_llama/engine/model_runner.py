@@ -46,7 +46,7 @@ from parallel_llama.ops.attention import SeenKeys
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.ops.torch_ops import MAX_QUERIES
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.parallel.current_device import use_device
+from parallel_llama.parallel.communicators import use_device
 from parallel_llama.plan import ShardPlan
 
 # Weights that are prefetched.

@@ -13,7 +13,7 @@ from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.ranks import Ranks
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.parallel.communicators import give_up
-from parallel_llama.parallel.exit_code import exit_code
+from parallel_llama.parallel.failures import exit_code
 
 
 def main() -> int:

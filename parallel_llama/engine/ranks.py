@@ -14,7 +14,6 @@ import parallel_llama
 from parallel_llama.checkpoint.prefetch import started_thread
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
-from parallel_llama.engine.free_memory import give_back_memory
 from parallel_llama.engine.kv_capacity import MemoryFor, memory_of
 from parallel_llama.engine.machine import peak_cuda_bytes
 from parallel_llama.engine.model_runner import ModelRunner
@@ -22,9 +21,9 @@ from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import fingerprint
+from parallel_llama.memory import give_back_memory
 from parallel_llama.parallel.collectives import Communicator, Slice
-from parallel_llama.parallel.communicators import join
-from parallel_llama.parallel.current_device import use_device
+from parallel_llama.parallel.communicators import join, use_device
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank

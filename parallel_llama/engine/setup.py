@@ -22,7 +22,7 @@ from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.memory import values_by_form, weight_bytes, working_bytes
-from parallel_llama.parallel.current_device import own_device, visible_cards
+from parallel_llama.parallel.communicators import own_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from parallel_llama.parallel.collectives import Communicator, Timeouts
 from parallel_llama.parallel.failures import RankError, late
-from parallel_llama.parallel.peers import Peers
+from parallel_llama.parallel.watchdog import Peers
 
 # Small enough for the slots of a few ranks to stay in a core's cache. Larger tensors are split.
 SLOT_BYTES = 1 << 20

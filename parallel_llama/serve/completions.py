@@ -10,8 +10,7 @@ from secrets import token_hex
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.engine.prompts import Prompt
+from parallel_llama.engine.input_processor import InputProcessor, Prompt
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
