@@ -1,11 +1,13 @@
 """The engine's process of a server: runs the engine's loop for the front, over a socket.
 
-The loop never waits for the front while requests run. Grammars are compiled in a thread beside it.
+The front starts it as `python -m parallel_llama.engine_process FD LOG_FORMAT`. The loop never waits
+for the front while requests run. Grammars are compiled in a thread beside it.
 """
 
 import os
 import select
 import socket
+import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +15,18 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 
+from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.loop import EngineLoop, StepResult
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.ranks import Ranks
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.parallel.failures import RankError
+from parallel_llama.llm import LLM
+from parallel_llama.parallel.communicators import give_up
+from parallel_llama.parallel.failures import RankError, exit_code
+from parallel_llama.parallel.rank_env import end_with_parent
 from parallel_llama.request import Request, SamplingParams, TokenLogprob
 from parallel_llama.serve.fair_threads import yield_cores
+from parallel_llama.serve.log import log_to_stderr
 from parallel_llama.serve.wire import (
     Cancel,
     EngineRefused,
@@ -190,3 +197,25 @@ def _wire_output(key: int, output: StepOutput) -> Output:
 def _unspelled(scored: TokenLogprob) -> TokenLogprob:
     """Without texts, which the front decodes itself."""
     return replace(scored, text=None, top_texts=())
+
+
+def main() -> int:
+    """Runs the engine of a server, which started this process; returns the exit code.
+
+    Reads the LLMConfig from stdin, as one line of JSON, starts the other ranks, and serves the
+    front through the socket of the given number until the front closes it.
+    """
+    end_with_parent()
+    log_to_stderr(sys.argv[2])
+    config = LLMConfig.from_json(sys.stdin.buffer.readline())
+
+    def serve() -> int:
+        with socket.socket(fileno=int(sys.argv[1])) as own, LLM(config) as llm:
+            EngineProcess(llm.ranks, FrameSocket(own)).run()
+        return 0
+
+    return exit_code(serve, give_up)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

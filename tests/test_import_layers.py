@@ -227,7 +227,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (imports_only_from_lower_floors, "checkpoint.names", "from parallel_llama.sampling import x"),
     (imports_only_from_lower_floors, "model", "def f():\n    from parallel_llama.llm import LLM"),
     (imports_only_from_lower_floors, "model", "import parallel_llama.helpers"),
-    (imports_only_from_lower_floors, "serve.x", "start('parallel_llama.cli.serve_engine')"),
+    (imports_only_from_lower_floors, "serve.x", "start('parallel_llama.engine_process')"),
     (imports_nothing_inside_functions, "model", "def f():\n    import json"),
     (imports_nothing_inside_functions, "parallel.x", "class A:\n  def f(self):\n    import torch"),
     (has_no_type_checking_imports, "model", "from typing import TYPE_CHECKING as T\nif T: pass"),

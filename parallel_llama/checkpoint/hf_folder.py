@@ -18,7 +18,7 @@ from parallel_llama.families import family_of, stored_slices
 from parallel_llama.families.names import hf_full_name
 from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
-from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.fields import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, ModelFiles
 from parallel_llama.files.safetensors_header import (
     DTYPE_BITS,

@@ -31,8 +31,7 @@ from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
-from parallel_llama.files.fields import naming
-from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.fields import naming, read_json_object
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix

@@ -27,7 +27,7 @@ from parallel_llama.config.hf import llama3_from_factors
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.files.bounded_files import is_file, is_folder
-from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.fields import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, find_model
 
 METADATA = (

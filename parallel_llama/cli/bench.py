@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.model import (
     KV_SPLIT,
     MODEL,
@@ -22,8 +22,7 @@ from parallel_llama.cli.model import (
     in_dtypes,
 )
 from parallel_llama.cli.parsers import rank_of, token_count, whole
-from parallel_llama.cli.ranks import Job, leads
-from parallel_llama.cli.session import lead
+from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import size, table
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError

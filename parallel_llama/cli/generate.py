@@ -7,9 +7,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli import model
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb, warn
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.parsers import filled_text
-from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.prompts import (
     PROMPT_FLAGS,
     PROMPTS,
@@ -18,10 +17,9 @@ from parallel_llama.cli.prompts import (
     gather,
     require_one_source,
 )
-from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.results import ResultFile, check_path, earlier_seed, run_of
 from parallel_llama.cli.sampling_flags import FLAGS, given_sampling, warn_of_idle_filters
-from parallel_llama.cli.session import closing_line, lead
+from parallel_llama.cli.session import Meter, closing_line, lead, leads
 from parallel_llama.cli.terminal import (
     BOLD,
     DIM,
@@ -29,11 +27,10 @@ from parallel_llama.cli.terminal import (
     StatusLine,
     ctrl_c,
     painted,
-    printable,
     table,
 )
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.errors import UsageError, quoted
+from parallel_llama.errors import UsageError, escaped, quoted
 from parallel_llama.parallel.rank_env import is_under_torchrun
 from parallel_llama.request import Completion, Request, TokenLogprob
 from parallel_llama.tokenizer import Chat, text_of
@@ -176,7 +173,7 @@ class Results:
 
 def write_text(text: str) -> None:
     """Writes generated text to stdout; control characters are escaped on a terminal."""
-    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.write(escaped(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

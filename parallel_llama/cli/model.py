@@ -15,12 +15,12 @@ from parallel_llama.cli.parsers import (
     token_count,
     whole,
 )
-from parallel_llama.cli.ranks import rank_count
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
+from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, world
 from parallel_llama.plan import KVSplit, make_plan
 
 if TYPE_CHECKING:
@@ -123,6 +123,21 @@ def in_dtypes(dtype: str, quant: str, kv_cache_dtype: str) -> str:
     """How the weights are stored in memory, and the KV cache if it differs, in words."""
     weights = in_dtype(dtype, quant)
     return weights if kv_cache_dtype == weights else f"{weights}, KV cache in {kv_cache_dtype}"
+
+
+def rank_count(nproc: int | None) -> int:
+    """The number of ranks that a command runs on.
+
+    Raises: UsageError if --nproc contradicts torchrun, or torchrun's variables are inconsistent.
+    """
+    _, size = world()
+    if not is_started_as_rank():
+        return nproc or 1
+    if nproc is not None and nproc != size:
+        raise UsageError(
+            f"--nproc {nproc} inside {launcher_name()}, which started {size} ranks; omit --nproc"
+        )
+    return size
 
 
 def check_model(flags: Flags) -> tuple["InputProcessor", int]:

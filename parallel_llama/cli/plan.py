@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
@@ -31,7 +31,6 @@ from parallel_llama.cli.model import (
     in_dtypes,
 )
 from parallel_llama.cli.parsers import card_sizes, count_or_range, memory_sizes, whole
-from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config import ModelArgs, context_length, default_quant, stored_formats

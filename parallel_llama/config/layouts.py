@@ -11,16 +11,20 @@ from typing import Any
 from parallel_llama.config.generation import GenerationDefaults, folder_defaults, gguf_defaults
 from parallel_llama.config.gguf import args_from_gguf
 from parallel_llama.config.hf import args_from_hf
-from parallel_llama.config.meta import args_from_meta_config, args_from_params, is_meta_config
-from parallel_llama.config.mistral import args_from_mistral_params, is_mistral_params
+from parallel_llama.config.meta import (
+    args_from_meta_config,
+    args_from_mistral_params,
+    args_from_params,
+    is_meta_config,
+    is_mistral_params,
+)
 from parallel_llama.config.native import args_from_native
 from parallel_llama.config.quantised import gguf_formats, hf_formats, native_folder_formats
 from parallel_llama.dtypes import MatrixFormat
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file
-from parallel_llama.files.fields import naming
+from parallel_llama.files.fields import naming, read_json_object
 from parallel_llama.files.gguf_header import read_gguf_header
-from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
 
 CountVocab = Callable[[ModelFiles], int]

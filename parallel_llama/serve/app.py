@@ -28,7 +28,6 @@ from parallel_llama.serve.errors import HTTPError, error_response, json_response
 from parallel_llama.serve.fair_threads import LARGE_WORK
 from parallel_llama.serve.openapi import Operation, description
 from parallel_llama.serve.page_files import page_routes
-from parallel_llama.serve.prometheus import EngineCollector
 from parallel_llama.serve.replies import (
     ChatChunk,
     ChatReply,
@@ -41,7 +40,7 @@ from parallel_llama.serve.replies import (
     Tokens,
 )
 from parallel_llama.serve.service import RequestContext, Service
-from parallel_llama.serve.status import status_of
+from parallel_llama.serve.status import EngineCollector, status_of
 from parallel_llama.serve.tokenization import detokenize, tokenize, tokenizer_info
 
 B = TypeVar("B", bound=Body)

@@ -36,8 +36,7 @@ from parallel_llama.serve.replies import (
     Usage,
 )
 from parallel_llama.serve.service import RequestContext
-from parallel_llama.serve.tool_prompt import conversation
-from parallel_llama.serve.tools import Tools, tools_of
+from parallel_llama.serve.tools import Tools, conversation, tools_of
 from parallel_llama.serve.wire import Output
 
 _TOKEN_BYTES = 64  # estimate of the JSON of a token, and of each of its log-probabilities

@@ -11,7 +11,7 @@ from parallel_llama.serve.bodies import DetokenizeBody, TokenizeBody
 from parallel_llama.serve.errors import json_response
 from parallel_llama.serve.replies import Detokenized, TokenizerInfo, Tokens
 from parallel_llama.serve.service import RequestContext
-from parallel_llama.serve.tool_prompt import conversation
+from parallel_llama.serve.tools import conversation
 
 
 async def tokenize(context: RequestContext, body: TokenizeBody) -> Response:

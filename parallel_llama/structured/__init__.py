@@ -4,7 +4,6 @@ llguidance does the matching; this package bounds its cost and adapts it to our 
 here depends on logits, requests or ranks.
 """
 
-from parallel_llama.structured.compiler import GrammarCompiler
-from parallel_llama.structured.matcher import Matcher, MatchError
+from parallel_llama.structured.compiler import GrammarCompiler, Matcher, MatchError
 
 __all__ = ["GrammarCompiler", "MatchError", "Matcher"]

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import tiktoken
 
 from parallel_llama.errors import CheckpointError, UsageError, shown
-from parallel_llama.files.json_text import json_object
+from parallel_llama.files.fields import json_object
 from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS
-from parallel_llama.tokenizer.tokenizer import SpecialTokens, Tokenizer
-from parallel_llama.tokenizer.vocabulary import MAX_PIECES, Vocabulary
+from parallel_llama.tokenizer.tokenizer import MAX_PIECES, SpecialTokens, Tokenizer, Vocabulary
 
 # Each JSON value follows one of these characters, and takes up to 250 bytes of memory. Files in use
 # have 600,000 values.

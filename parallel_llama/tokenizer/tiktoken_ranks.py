@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import tiktoken
 
 from parallel_llama.errors import CheckpointError
-from parallel_llama.tokenizer.tokenizer import SpecialTokens, Tokenizer
-from parallel_llama.tokenizer.vocabulary import Vocabulary
+from parallel_llama.tokenizer.tokenizer import SpecialTokens, Tokenizer, Vocabulary
 
 N_RANKS = 128_000
 N_SPECIAL = 256

@@ -27,8 +27,7 @@ from parallel_llama.checkpoint.norm_variants import (
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.reshard.meta_layout import MetaLayout
-from parallel_llama.reshard.pth_layout import pth_layout
+from parallel_llama.reshard.meta_layout import MetaLayout, pth_layout
 
 N_FILES = (1, 2, 3, 5, 7, 8, 10, 16)
 

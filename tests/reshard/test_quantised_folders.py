@@ -32,8 +32,8 @@ from parallel_llama.ops.quant import QuantMatrix
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard import target_folder, tensor_writer
-from parallel_llama.reshard.odirect_file import DirectFile
 from parallel_llama.reshard.target_folder import target_formats
+from parallel_llama.reshard.tensor_writer import DirectFile
 from tests.support.thread_ranks import run_on_threads
 
 ARGS = ModelArgs(
