@@ -20,10 +20,7 @@ from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.files.fields import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, ModelFiles
-from parallel_llama.files.safetensors_header import (
-    DTYPE_BITS,
-    FileTensor,
-)
+from parallel_llama.files.safetensors_header import DTYPE_BITS, FileTensor
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix, joined
 

@@ -20,15 +20,7 @@ from parallel_llama.cli.prompts import (
 from parallel_llama.cli.results import ResultFile, check_path, earlier_seed, run_of
 from parallel_llama.cli.sampling_flags import FLAGS, given_sampling, warn_of_idle_filters
 from parallel_llama.cli.session import Meter, closing_line, lead, leads
-from parallel_llama.cli.terminal import (
-    BOLD,
-    DIM,
-    Activity,
-    StatusLine,
-    ctrl_c,
-    painted,
-    table,
-)
+from parallel_llama.cli.terminal import BOLD, DIM, Activity, StatusLine, ctrl_c, painted, table
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError, escaped, quoted
 from parallel_llama.parallel.rank_env import is_under_torchrun

@@ -37,11 +37,7 @@ from parallel_llama.parallel.handshake import (
     tell,
     telling,
 )
-from parallel_llama.parallel.one_shot import (
-    seconds_on_card,
-    symmetric_memory,
-    with_one_shot_sums,
-)
+from parallel_llama.parallel.one_shot import seconds_on_card, symmetric_memory, with_one_shot_sums
 from parallel_llama.parallel.process_group import ProcessGroup, within
 from parallel_llama.parallel.rank_env import (
     SECRET_FILE,

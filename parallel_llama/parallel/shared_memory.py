@@ -30,7 +30,6 @@ import operator
 import os
 import platform
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -448,7 +447,7 @@ class _Host:
 
 
 def _is_supported() -> bool:
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+    return platform.machine() == "x86_64"
 
 
 def _host_id() -> str:

@@ -23,7 +23,7 @@ from parallel_llama.checkpoint.byte_ranges import sliced_shape
 from parallel_llama.checkpoint.canonical import Piece
 from parallel_llama.checkpoint.checkpoint import is_rotary, reordered
 from parallel_llama.checkpoint.manifest import tensor_bytes
-from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes
+from parallel_llama.checkpoint.meta_folder import NORM_VARIANTS, as_bytes
 from parallel_llama.config import ModelArgs
 from parallel_llama.config.meta import beyond_meta, meta_config, meta_params
 from parallel_llama.errors import CheckpointError

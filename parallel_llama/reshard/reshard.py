@@ -28,8 +28,7 @@ from parallel_llama.checkpoint.manifest import (
     hash_bytes,
     write_manifest,
 )
-from parallel_llama.checkpoint.meta_folder import MetaFolder
-from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes, norm_variants
+from parallel_llama.checkpoint.meta_folder import NORM_VARIANTS, MetaFolder, as_bytes, norm_variants
 from parallel_llama.config import (
     ModelArgs,
     default_quant,
@@ -44,13 +43,14 @@ from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import dtype_name, torch_dtype
 from parallel_llama.reshard.layout import Layout
 from parallel_llama.reshard.meta_layout import MetaLayout
-from parallel_llama.reshard.partial_folder import PartialFolder, partial_bytes
 from parallel_llama.reshard.safetensors_layout import HFLayout, NativeLayout
 from parallel_llama.reshard.sidecar_files import sidecar_files
 from parallel_llama.reshard.target_folder import (
+    PartialFolder,
     TargetKind,
     check_parts,
     check_target,
+    partial_bytes,
     target_formats,
 )
 from parallel_llama.reshard.tensor_writer import TensorWriter, Written

@@ -21,7 +21,7 @@ from parallel_llama.checkpoint.manifest import TensorEntry, feed, hash_file, ten
 from parallel_llama.checkpoint.prefetch import prefetch, started_thread
 from parallel_llama.errors import UsageError
 from parallel_llama.reshard.layout import Layout
-from parallel_llama.reshard.partial_folder import PartialFolder
+from parallel_llama.reshard.target_folder import PartialFolder
 
 BLOCK_BYTES = 4096
 STAGED_BYTES = 4 << 20

@@ -16,8 +16,7 @@ from parallel_llama.tokenizer.chat_formats import Llama2Chat, Llama3Chat, Mistra
 from parallel_llama.tokenizer.gguf import GGUFVocabulary, build_gguf_tokenizer
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer, parse_spm
-from parallel_llama.tokenizer.tekken import TekkenTokenizer, is_tekken
-from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
+from parallel_llama.tokenizer.tiktoken_ranks import TekkenTokenizer, TiktokenTokenizer, is_tekken
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 from parallel_llama.tokenizer.tokenizer_json import FileEncoder, TokenizersTokenizer
 

@@ -19,7 +19,7 @@ from tiny_models import META_SCALED_ROPE, TINY_MODELS, TinyModel, write_hf
 from torch import Tensor
 from transformers_oracle import reference_logits
 
-from parallel_llama.checkpoint.norm_variants import (
+from parallel_llama.checkpoint.meta_folder import (
     NORM_VARIANTS,
     differing_norms,
     norm_variants,
