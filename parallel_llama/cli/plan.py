@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from parallel_llama.cli import model
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.estimate import (
     Comparison,
@@ -16,19 +17,6 @@ from parallel_llama.cli.estimate import (
     RankEstimate,
     compare,
     fewest_that_fit,
-)
-from parallel_llama.cli.model import (
-    DEVICE,
-    DTYPE,
-    KV_CACHE_DTYPE,
-    KV_SPLIT,
-    MAX_SEQ_LEN,
-    MODEL,
-    NPROC_ALIASES,
-    QUANT,
-    args_of,
-    in_dtype,
-    in_dtypes,
 )
 from parallel_llama.cli.parsers import card_sizes, count_or_range, memory_sizes, whole
 from parallel_llama.cli.remedies import Remedy, find_remedies
@@ -54,7 +42,7 @@ BAR_WIDTH = 18
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
     default_text="1; with --memory or --gpus as many as listed, else the fewest that fit",
-    aliases=NPROC_ALIASES,
+    aliases=model.NPROC_ALIASES,
 )  # fmt: skip
 MEMORY: Flag[int | list[int] | None] = Flag(
     "memory",
@@ -78,20 +66,20 @@ def prepare(flags: Flags) -> Job:
     that fits.
     """
     memory = _memory(flags)
-    files = find_model(flags[MODEL])
-    args = args_of(files)
+    files = find_model(flags[model.MODEL])
+    args = model.args_of(files)
     nproc = flags[NPROC]
     first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
-    device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[DEVICE], first)
+    device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[model.DEVICE], first)
     asked = PlanRequest(
         args,
         stored_formats(files, args),
         device,
-        flags[DTYPE] or default_dtype(args, device),
-        flags[QUANT] or default_quant(files, args),
-        flags[KV_CACHE_DTYPE],
-        flags[KV_SPLIT],
-        context_length(args, flags[MAX_SEQ_LEN]),
+        flags[model.DTYPE] or default_dtype(args, device),
+        flags[model.QUANT] or default_quant(files, args),
+        flags[model.KV_CACHE_DTYPE],
+        flags[model.KV_SPLIT],
+        context_length(args, flags[model.MAX_SEQ_LEN]),
         flags[BATCH],
         first,
         memory,
@@ -116,7 +104,7 @@ def _memory(flags: Flags) -> int | tuple[int, ...] | None:
     gpus, memory = flags[GPUS], flags[MEMORY]
     if gpus is not None and memory is not None:
         raise UsageError("--gpus and --memory cannot be combined; give one")
-    if gpus is not None and flags[DEVICE] == "cpu":
+    if gpus is not None and flags[model.DEVICE] == "cpu":
         raise UsageError("--gpus and --device cpu cannot be combined; drop one")
     if isinstance(gpus, list) and (nproc := flags[NPROC]):
         gpus = _some_of(gpus, nproc)
@@ -201,7 +189,7 @@ def _with_remedies(answer: dict[str, Any], remedies: Iterable[Remedy]) -> dict[s
 
 def _show(flags: Flags, asked: PlanRequest, answer: dict[str, Any], page: Sequence[str]) -> int:
     if flags[JSON]:
-        print(json.dumps({"model": flags[MODEL], **answer}))
+        print(json.dumps({"model": flags[model.MODEL], **answer}))
     else:
         print("\n".join([*_title(flags, asked), *page]))
     return 1 if answer["fits"] is False else 0
@@ -251,17 +239,21 @@ def _title(flags: Flags, asked: PlanRequest) -> list[str]:
     shape = (
         f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
         f"{args.n_kv_heads} KV heads, {_channels(args)}, vocabulary of {args.vocab_size}, "
-        f"{in_dtypes(work.precision.dtype, work.precision.quant, work.kv.dtype)}"
+        f"{model.in_dtypes(work.precision.dtype, work.precision.quant, work.kv.dtype)}"
     )
     where = "for CUDA GPUs" if asked.device == "cuda" else "for the CPU"
     if isinstance(asked.memory, tuple):
         where += f": {_sizes(asked.memory)}"
     elif asked.memory:
         where += f", {size(asked.memory)} each"
-    if asked.device == "cpu" and asked.memory and flags[DEVICE] == "auto":
+    if asked.device == "cpu" and asked.memory and flags[model.DEVICE] == "auto":
         where += " (--gpus plans for GPUs)"
     lines = textwrap.wrap(shape, WIDTH, break_long_words=False)
-    return [f"{flags[MODEL]}, {where}", *(painted(line, DIM, sys.stdout) for line in lines), ""]
+    return [
+        f"{flags[model.MODEL]}, {where}",
+        *(painted(line, DIM, sys.stdout) for line in lines),
+        "",
+    ]
 
 
 def _sizes(memory: Sequence[int]) -> str:
@@ -457,7 +449,7 @@ def _numbers(found: Estimate) -> str:
 def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
     """The fewest ranks that are enough, and why one fewer is not."""
     precision = found.work.precision
-    tp_size, dtype = found.plan.tp_size, in_dtype(precision.dtype, precision.quant)
+    tp_size, dtype = found.plan.tp_size, model.in_dtype(precision.dtype, precision.quant)
     if not found.fits:
         text = f"no number of ranks is enough; the maximum is {tp_size}"
     elif fewer is None:
@@ -548,10 +540,10 @@ VERB = Verb(
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        MODEL, NPROC, MEMORY, GPUS, MAX_SEQ_LEN, BATCH, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT,
-        DEVICE, JSON,
+        *(model.MODEL, NPROC, MEMORY, GPUS, model.MAX_SEQ_LEN, BATCH, model.DTYPE, model.QUANT),
+        *(model.KV_CACHE_DTYPE, model.KV_SPLIT, model.DEVICE, JSON),
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,
-    placed=MODEL,
+    placed=model.MODEL,
 )  # fmt: skip
