@@ -131,11 +131,7 @@ class LLM:
             raise SystemExit(0)
 
     def generate(
-        self,
-        prompts: Prompts,
-        params: _Params = None,
-        *,
-        sampling_params: _Params = None,
+        self, prompts: Prompts, params: _Params = None, *, sampling_params: _Params = None
     ) -> list[Completion]:
         """Complete a prompt or a list of prompts, in one ragged batch.
 

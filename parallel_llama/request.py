@@ -428,12 +428,7 @@ def with_outputs(
     """The completions of one request, each with the request's prompt and all choices."""
     outputs = tuple(
         CompletionOutput(
-            each.choice,
-            each.text,
-            each.tokens,
-            each.finish_reason,
-            each.logprobs,
-            each.stop_reason,
+            each.choice, each.text, each.tokens, each.finish_reason, each.logprobs, each.stop_reason
         )
         for each in choices
     )

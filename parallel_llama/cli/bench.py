@@ -184,8 +184,7 @@ def _slice_figures(
         },
         "kv_bytes_per_step": kv_bytes,
         "byte_floor_ms": _rounded(
-            min,
-            [(figures["weight_bytes_per_step"] + kv_bytes) / figures["read_bytes_per_s"] * 1e3],
+            min, [(figures["weight_bytes_per_step"] + kv_bytes) / figures["read_bytes_per_s"] * 1e3]
         ),
     }
 

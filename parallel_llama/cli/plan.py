@@ -4,7 +4,7 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from parallel_llama.cli.estimate import (
     PlanRequest,
     RankEstimate,
     compare,
+    estimate,
     fewest_that_fit,
 )
 from parallel_llama.cli.parsers import card_sizes, count_or_range, memory_sizes, whole
@@ -90,13 +91,13 @@ def prepare(flags: Flags) -> Job:
                 f"{'--gpus' if flags[GPUS] else '--memory'} lists {len(memory)} ranks, but --nproc "
                 "is a range; give --nproc N, or one size for all ranks"
             )
-        comparison = compare(asked.work, range(first, last[0] + 1), memory)
-        return Job(lambda: _show_range(flags, asked, comparison))
+        comparison = compare(asked, range(first, last[0] + 1), memory)
+        return Job(lambda: _show_range(flags, comparison))
     if nproc is None and isinstance(memory, int):
-        found, fewer = fewest_that_fit(asked.work, memory)
-        return Job(lambda: _show_fewest(flags, asked, found, fewer))
-    one = asked.estimate()
-    return Job(lambda: _show_one(flags, asked, one))
+        found, fewer = fewest_that_fit(asked)
+        return Job(lambda: _show_fewest(flags, found, fewer))
+    one = estimate(asked)
+    return Job(lambda: _show_one(flags, one))
 
 
 def _memory(flags: Flags) -> int | tuple[int, ...] | None:
@@ -129,70 +130,65 @@ def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
     return choose_device(asked, n_ranks, count_cards() if asked == "auto" else n_ranks)
 
 
-def _show_one(flags: Flags, asked: PlanRequest, found: Estimate) -> int:
-    remedies = _remedies(asked, found)
-    page = [*_page(asked, found), *_advice(found.fits, remedies)]
-    return _show(flags, asked, _with_remedies(_object(found), remedies), page)
+def _show_one(flags: Flags, found: Estimate) -> int:
+    return _show(flags, found.asked, _object(found), _page(found), _remedies(found))
 
 
-def _show_fewest(flags: Flags, asked: PlanRequest, found: Estimate, fewer: Estimate | None) -> int:
+def _show_fewest(flags: Flags, found: Estimate, fewer: Estimate | None) -> int:
     """Shows the plan with the fewest ranks that fit, or with the maximum number of ranks."""
-    asked = replace(asked, tp_size=found.plan.tp_size)
-    remedies = _remedies(asked, found)
-    page = [*_page(asked, found), *_answer(found, fewer), *_advice(found.fits, remedies)]
     answer = {
         **_object(found),
         "smallest_that_fits": found.plan.tp_size if found.fits else None,
         "next_smaller": fewer and _object(fewer),
     }
-    return _show(flags, asked, _with_remedies(answer, remedies), page)
+    page = [*_page(found), *_answer(found, fewer)]
+    return _show(flags, found.asked, answer, page, _remedies(found))
 
 
-def _show_range(flags: Flags, asked: PlanRequest, comparison: Comparison) -> int:
+def _show_range(flags: Flags, comparison: Comparison) -> int:
     remedies: list[Remedy] = []
     if comparison.fits is False and comparison.allowed:
-        largest = comparison.allowed[-1]
-        last = replace(asked, tp_size=largest.plan.tp_size)
+        largest = comparison.allowed[-1].asked
         if isinstance(flags[GPUS], list) and comparison.memory:  # more ranks need more GPUs
-            last = replace(last, memory=(comparison.memory,) * last.tp_size)
-        remedies = _remedies(last, largest)
+            largest = replace(largest, memory=(comparison.memory,) * largest.tp_size)
+        remedies = find_remedies(largest)
     errors = [{"tp_size": n, "error": reason} for n, reason in comparison.refused.items()]
     answer = {
         "plans": [*map(_object, comparison.allowed), *errors],
         "fits": comparison.fits,
         "smallest_that_fits": comparison.smallest_that_fits,
     }
-    page = [*_overview(comparison), *_advice(comparison.fits, remedies)]
-    return _show(flags, asked, _with_remedies(answer, remedies), page)
+    return _show(flags, comparison.asked, answer, _overview(comparison), remedies)
 
 
-def _remedies(asked: PlanRequest, found: Estimate) -> list[Remedy]:
-    return find_remedies(asked) if found.fits is False else []
+def _remedies(found: Estimate) -> list[Remedy]:
+    return find_remedies(found.asked) if found.fits is False else []
 
 
-def _with_remedies(answer: dict[str, Any], remedies: Iterable[Remedy]) -> dict[str, Any]:
-    return {
-        **answer,
-        "remedies": [
-            {
-                "change": remedy.words,
-                **{name: value for name, value in remedy.change.items() if name != "memory"},
-                "tp_size": remedy.found.plan.tp_size,
-                "needed_bytes": remedy.found.tightest.needed,
-                "room_for_kv_tokens": remedy.found.room_for_tokens,
-                "kv_tokens": remedy.found.work.n_tokens,
-            }
-            for remedy in remedies
-        ],
-    }
-
-
-def _show(flags: Flags, asked: PlanRequest, answer: dict[str, Any], page: Sequence[str]) -> int:
+def _show(
+    flags: Flags,
+    asked: PlanRequest,
+    answer: dict[str, Any],
+    page: Sequence[str],
+    remedies: Sequence[Remedy],
+) -> int:
     if flags[JSON]:
-        print(json.dumps({"model": flags[model.MODEL], **answer}))
+        changes = [_remedy_object(remedy) for remedy in remedies]
+        print(json.dumps({"model": flags[model.MODEL], **answer, "remedies": changes}))
     else:
-        print("\n".join([*_title(flags, asked), *page]))
+        print("\n".join([*_title(flags, asked), *page, *_advice(answer["fits"], remedies)]))
     return 1 if answer["fits"] is False else 0
+
+
+def _remedy_object(remedy: Remedy) -> dict[str, Any]:
+    return {
+        "change": remedy.words,
+        **{name: value for name, value in remedy.change.items() if name != "memory"},
+        "tp_size": remedy.found.plan.tp_size,
+        "needed_bytes": remedy.found.tightest.needed,
+        "room_for_kv_tokens": remedy.found.room_for_tokens,
+        "kv_tokens": remedy.found.asked.n_tokens,
+    }
 
 
 def _object(found: Estimate) -> dict[str, Any]:
@@ -219,27 +215,27 @@ def _object(found: Estimate) -> dict[str, Any]:
         "fits": found.fits,
         "cut": found.plan.cut,
         "placement": found.plan.placement and found.plan.placement.kind,
-        "device": found.work.device,
-        "dtype": found.work.precision.dtype,
-        "quant": found.work.precision.quant,
-        "kv_cache_dtype": found.work.kv.dtype,
+        "device": found.asked.device,
+        "dtype": found.asked.precision.dtype,
+        "quant": found.asked.precision.quant,
+        "kv_cache_dtype": found.asked.kv.dtype,
         "kv_cache_bytes": found.cache_bytes,
-        "kv_tokens": found.work.n_tokens,
+        "kv_tokens": found.asked.n_tokens,
         "room_for_kv_tokens": found.room_for_tokens,
         "weight_bytes": found.weights,
-        "one_rank_weight_bytes": found.work.weights,
-        "batch": found.work.batch,
-        "sliding_window": found.work.args.sliding_window,
+        "one_rank_weight_bytes": found.asked.weights,
+        "batch": found.asked.batch,
+        "sliding_window": found.asked.args.sliding_window,
         "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
     }
 
 
 def _title(flags: Flags, asked: PlanRequest) -> list[str]:
-    args, work = asked.args, asked.work
+    args = asked.args
     shape = (
         f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
         f"{args.n_kv_heads} KV heads, {_channels(args)}, vocabulary of {args.vocab_size}, "
-        f"{model.in_dtypes(work.precision.dtype, work.precision.quant, work.kv.dtype)}"
+        f"{model.in_dtypes(asked.precision.dtype, asked.precision.quant, asked.kv.dtype)}"
     )
     where = "for CUDA GPUs" if asked.device == "cuda" else "for the CPU"
     if isinstance(asked.memory, tuple):
@@ -272,10 +268,10 @@ def _line(label: str, text: str) -> list[str]:
     return [f"{label:<{LABEL_WIDTH}}{wrapped[0]}", *(" " * LABEL_WIDTH + w for w in wrapped[1:])]
 
 
-def _page(asked: PlanRequest, found: Estimate) -> list[str]:
+def _page(found: Estimate) -> list[str]:
     """One plan as text: what each rank holds and needs, and a summary."""
-    plan, work = found.plan, found.work
-    sequences = f"{work.max_seq_len:,} tokens" + (f" x {work.batch}" if work.batch > 1 else "")
+    plan, asked = found.plan, found.asked
+    sequences = f"{asked.max_seq_len:,} tokens" + (f" x {asked.batch}" if asked.batch > 1 else "")
     held = ["rank", "heads", "KV heads", *(["experts"] if plan.placement else [])]
     held += ["channels", "vocabulary", "KV/token"]
     needs = ["rank", "weights", "KV cache", "rest", "needs"]
@@ -296,13 +292,12 @@ def _page(asked: PlanRequest, found: Estimate) -> list[str]:
         ),
         *_line(
             "weights",
-            f"{size(found.weights)} on all ranks, {found.weights / work.weights:.3f} x the "
-            f"model's {size(work.weights)}",
+            f"{size(found.weights)} on all ranks, {found.weights / asked.weights:.3f} x the "
+            f"model's {size(asked.weights)}",
         ),
         *_line(
             "KV cache",
-            f"for {sequences}, {size(kv_per_token)} per token on all ranks, "
-            f"{_copies(asked, found)}",
+            f"for {sequences}, {size(kv_per_token)} per token on all ranks, {_copies(found)}",
         ),
         *_line("rest", _rest(found)),
         *_window(found),
@@ -336,15 +331,15 @@ def _experts(plan: ShardPlan) -> list[str]:
     return _line("experts", f"{PLACEMENTS[plan.placement.kind]}: {plan.placement.reason}")
 
 
-def _copies(asked: PlanRequest, found: Estimate) -> str:
+def _copies(found: Estimate) -> str:
     """How often KV heads are replicated, and what --kv-split sequence would save."""
-    own, n_ranks = found.work.args.n_kv_heads, found.plan.tp_size
+    own, n_ranks = found.asked.args.n_kv_heads, found.plan.tp_size
     if found.plan.kv_parts > 1:
         return f"each KV head stored once, its tokens sharded over {n_ranks} ranks"
     if found.n_kv_heads == own:
         return "each KV head stored once"
     copies = f"{found.n_kv_heads} copies of {own} KV heads ({found.kv_overhead:+.0%})"
-    spread = replace(asked, kv_split="sequence").estimate()
+    spread = estimate(replace(found.asked, kv_split="sequence"))
     if found.room_for_tokens is not None and spread.room_for_tokens is not None:
         if spread.room_for_tokens <= found.room_for_tokens:
             return copies
@@ -357,8 +352,8 @@ def _copies(asked: PlanRequest, found: Estimate) -> str:
 
 def _rest(found: Estimate) -> str:
     """What a rank needs in addition to weights and KV cache."""
-    n_tokens = found.work.step_tokens
-    if found.work.device == "cuda":
+    n_tokens = found.asked.step_tokens
+    if found.asked.device == "cuda":
         return (
             f"activations and scores of a step of {n_tokens} tokens, and {size(CUDA_ALLOWANCE)} "
             "for CUDA's libraries and graphs"
@@ -371,7 +366,7 @@ def _rest(found: Estimate) -> str:
 
 def _window(found: Estimate) -> list[str]:
     """The KV cache of a model with a sliding window; empty for other models."""
-    args = found.work.args
+    args = found.asked.args
     if args.sliding_window is None:
         return []
     n_layers = args.n_layers - len(args.full_layers)
@@ -379,7 +374,7 @@ def _window(found: Estimate) -> list[str]:
     return _line(
         "window",
         f"of {args.sliding_window:,} tokens in {n_layers} of {args.n_layers} layers: "
-        f"{most} on all ranks for a sequence of {found.work.max_seq_len:,} tokens",
+        f"{most} on all ranks for a sequence of {found.asked.max_seq_len:,} tokens",
     )
 
 
@@ -389,9 +384,9 @@ def _verdict(found: Estimate) -> list[str]:
     if not found.fits:
         return _fits(False, _shortfall(found))
     room = f"room for {found.room_for_tokens:,} tokens of KV cache"
-    if found.work.args.sliding_window is not None:
-        n_sequences = (found.room_for_tokens or 0) // found.work.tokens_each[0]
-        room += f", {n_sequences:,} sequences of {found.work.max_seq_len:,} tokens"
+    if found.asked.args.sliding_window is not None:
+        n_sequences = (found.room_for_tokens or 0) // found.asked.tokens_each[0]
+        room += f", {n_sequences:,} sequences of {found.asked.max_seq_len:,} tokens"
     return _fits(True, room)
 
 
@@ -418,7 +413,7 @@ def _shortfall(found: Estimate) -> str:
     room = found.room_for_tokens or 0
     left = "the weights leave no room for KV cache"
     if room:
-        left = f"room for {room:,} of {found.work.n_tokens:,} tokens of KV cache"
+        left = f"room for {room:,} of {found.asked.n_tokens:,} tokens of KV cache"
     has = size(rank.memory or 0)
     return f"rank {rank.shard.rank} needs {size(rank.needed)} and has {has}; {left}"
 
@@ -448,7 +443,7 @@ def _numbers(found: Estimate) -> str:
 
 def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
     """The fewest ranks that are enough, and why one fewer is not."""
-    precision = found.work.precision
+    precision = found.asked.precision
     tp_size, dtype = found.plan.tp_size, model.in_dtype(precision.dtype, precision.quant)
     if not found.fits:
         text = f"no number of ranks is enough; the maximum is {tp_size}"
@@ -503,7 +498,7 @@ def _conclusion(comparison: Comparison) -> list[str]:
     """The fewest ranks that fit, or why no number does; empty if the memory is not known."""
     if comparison.memory is None:
         return []
-    work, fewest = comparison.work, comparison.smallest_that_fits
+    fewest = comparison.smallest_that_fits
     if fewest is not None:
         answer = f"of these, {fewest} {'rank is' if fewest == 1 else 'ranks are'} enough"
     else:
@@ -511,13 +506,9 @@ def _conclusion(comparison: Comparison) -> list[str]:
         if comparison.allowed:
             largest = comparison.allowed[-1]
             answer += f"; with {largest.plan.tp_size}, {_shortfall(largest)}"
-    return [
-        *_line(
-            "KV tokens",
-            f"room with {size(comparison.memory)} per rank; {work.n_tokens:,} are needed",
-        ),
-        *_line("fewest", answer),
-    ]
+    room = f"room with {size(comparison.memory)} per rank"
+    needed = f"{comparison.asked.n_tokens:,} are needed"
+    return [*_line("KV tokens", f"{room}; {needed}"), *_line("fewest", answer)]
 
 
 def _yes_or_no(fits: bool) -> str:

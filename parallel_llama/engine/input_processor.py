@@ -206,9 +206,7 @@ class InputProcessor:
             ) from error
 
     def requests(
-        self,
-        prompts: Prompts,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Request]:
         """Requests for one prompt or several, in any accepted form.
 

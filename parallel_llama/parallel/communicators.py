@@ -212,11 +212,7 @@ def make_communicator(
             "where hosts have several networks, GLOO_SOCKET_IFNAME names the one to use"
         ) from error
     group = fs_init.get_model_parallel_group()
-    for own in (
-        group,
-        fs_init.get_data_parallel_group(),
-        fs_init.get_pipeline_parallel_group(),
-    ):
+    for own in (group, fs_init.get_data_parallel_group(), fs_init.get_pipeline_parallel_group()):
         # fairscale's groups start with torch's default of 30 minutes.
         own.set_timeout(timedelta(seconds=timeouts.step_s))
     abort = partial(_abort, group, device) if has_card else None

@@ -321,9 +321,7 @@ def _cuts(args: ModelArgs, n_parts: int, stored: Sequence[Param]) -> list[dict[s
 
 
 def _layouts(
-    stored: Sequence[Param],
-    dtypes: Mapping[str, torch.dtype],
-    files: Sequence[Mapping[str, range]],
+    stored: Sequence[Param], dtypes: Mapping[str, torch.dtype], files: Sequence[Mapping[str, range]]
 ) -> list[PthLayout]:
     """The archive layout of each file; files with equal shapes share one."""
     # A tied output has the dtype of the embeddings.
