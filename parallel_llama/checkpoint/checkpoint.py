@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import CheckpointError, listed
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import RotaryOrder
 from parallel_llama.families.weights import Param
 from parallel_llama.ops.quant import QuantMatrix

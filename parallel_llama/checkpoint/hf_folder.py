@@ -10,11 +10,11 @@ from torch import Tensor
 from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
 from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, read_packed
 from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged, read_header
-from parallel_llama.config import ModelArgs
 from parallel_llama.config.quantised import hf_packing, packed_weights
 from parallel_llama.dtypes import STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families import family_of, stored_slices
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import hf_full_name
 from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param

@@ -21,10 +21,10 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
 from parallel_llama.checkpoint.manifest import tensor_bytes
 from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.checkpoint.torch_file import open_torch_file
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import DTYPES, STORED
 from parallel_llama.errors import CheckpointError, DamagedWeights, listed
 from parallel_llama.families import family_of, parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.files.bounded_files import is_file, read_bytes
 from parallel_llama.files.model_files import ModelFiles

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import sliced_shape
 from parallel_llama.checkpoint.checkpoint import Checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import torch_dtype
 

@@ -31,11 +31,12 @@ from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.native_folder import axis_units, unit_spans, weight_of
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.checkpoint.tensor_files import read_header
-from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.config.hf import llama3_from_factors
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import ITEM_BYTES, QUANT_GROUP_SIZE
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import FAMILIES, family_of, parameters, stored_slices
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout, hf_full_name, renamed
 from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.files.bounded_files import is_file, is_folder

@@ -7,12 +7,11 @@ from functools import cached_property
 from operator import mul
 
 from parallel_llama.cli.model import BLOCK_SIZE
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision, kv_format, make_precision
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import kv_groups
+from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.memory import (
     blocks_held,
     default_cache_bytes,

@@ -15,9 +15,10 @@ from parallel_llama.cli.parsers import (
     token_count,
     whole,
 )
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, world
@@ -179,7 +180,7 @@ def llm_config(flags: Flags, **settings: Any) -> LLMConfig:
 
 def _verify_metadata(flags: Flags) -> None:
     # Imports torch, which delays the start only with --verify.
-    from parallel_llama.checkpoint import require_whole
+    from parallel_llama.checkpoint.file_manifest import require_whole
 
     if flags[RANDOM_WEIGHTS] is not None:
         raise UsageError("--verify and --random-weights cannot be combined: no files; drop one")
@@ -188,6 +189,6 @@ def _verify_metadata(flags: Flags) -> None:
 
 def _count_vocab(files: ModelFiles) -> int:
     # Llama 1 and 2 of Meta do not state the vocabulary size; the weights, which need torch, do.
-    from parallel_llama.checkpoint import meta_vocab_size
+    from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 
     return meta_vocab_size(files)

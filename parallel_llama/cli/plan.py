@@ -22,9 +22,10 @@ from parallel_llama.cli.estimate import (
 from parallel_llama.cli.parsers import card_sizes, count_or_range, memory_sizes, whole
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
-from parallel_llama.config import ModelArgs, context_length, default_quant, stored_formats
+from parallel_llama.config.layouts import default_quant, stored_formats
 from parallel_llama.dtypes import default_dtype
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards

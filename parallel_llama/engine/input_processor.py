@@ -9,14 +9,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from parallel_llama.config import (
-    GenerationDefaults,
-    ModelArgs,
-    context_length,
-    load_generation_defaults,
-)
+from parallel_llama.config.generation import GenerationDefaults
+from parallel_llama.config.layouts import load_generation_defaults
 from parallel_llama.errors import UsageError, shown
-from parallel_llama.families.model_args import MAX_SIZES, with_sinks
+from parallel_llama.families.model_args import MAX_SIZES, ModelArgs, context_length, with_sinks
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.request import (
     Request,
@@ -28,7 +24,7 @@ from parallel_llama.request import (
     resolve_stop_ids,
     whole_number,
 )
-from parallel_llama.structured import GrammarCompiler
+from parallel_llama.structured.compiler import GrammarCompiler
 from parallel_llama.tokenizer import (
     Chat,
     ChatTemplate,

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint import Checkpoint, load
+from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.prefetch import prefetch
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.reading import load
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.kv_sequence_shard import CachePart, mask_of
 from parallel_llama.engine.step_buffer import Chunk, Paging, SamplingKey, StepBuffer, StepSize
-from parallel_llama.families.model_args import kv_groups
+from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.model.batch import Batch, KVGroupBatch, QueryTile, SinkTile
 from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
 from parallel_llama.model.layers import Backend

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs, RopeScaling
+from parallel_llama.families.model_args import ModelArgs, RopeScaling
 
 # Tables to keep. Only dynamic scaling has more than one: one per length of a sequence.
 _MAX_TABLES = 64

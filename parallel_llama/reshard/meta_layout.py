@@ -24,10 +24,10 @@ from parallel_llama.checkpoint.canonical import Piece
 from parallel_llama.checkpoint.checkpoint import is_rotary, reordered
 from parallel_llama.checkpoint.manifest import tensor_bytes
 from parallel_llama.checkpoint.meta_folder import NORM_VARIANTS, as_bytes
-from parallel_llama.config import ModelArgs
 from parallel_llama.config.meta import beyond_meta, meta_config, meta_params
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard.layout import Layout, TargetFile, json_text

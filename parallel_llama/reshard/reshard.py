@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
 from parallel_llama.checkpoint.byte_ranges import ReusedMemory
 from parallel_llama.checkpoint.canonical import canonical_pieces
 from parallel_llama.checkpoint.checkpoint import Checkpoint
@@ -28,16 +27,19 @@ from parallel_llama.checkpoint.manifest import (
     hash_bytes,
     write_manifest,
 )
-from parallel_llama.checkpoint.meta_folder import NORM_VARIANTS, MetaFolder, as_bytes, norm_variants
-from parallel_llama.config import (
-    ModelArgs,
-    default_quant,
-    load_generation_defaults,
-    load_model_args,
+from parallel_llama.checkpoint.meta_folder import (
+    NORM_VARIANTS,
+    MetaFolder,
+    as_bytes,
+    meta_vocab_size,
+    norm_variants,
 )
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.layouts import default_quant, load_generation_defaults, load_model_args
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import dtype_name, torch_dtype

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.config import GenerationDefaults
+from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import is_file, is_folder, read_bytes
 from parallel_llama.files.fields import read_json_object

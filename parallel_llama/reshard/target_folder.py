@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from parallel_llama.config import ModelArgs, default_quant, stored_formats
+from parallel_llama.config.layouts import default_quant, stored_formats
 from parallel_llama.config.quantised import NATIVE_QUANTS
 from parallel_llama.dtypes import QuantFormat, make_precision
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import (
     has_short_name,
     is_file,

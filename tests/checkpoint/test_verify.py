@@ -28,8 +28,8 @@ from torch_archives import rewritten
 from parallel_llama.checkpoint.manifest import read_manifest, write_manifest
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
-from parallel_llama.config import ModelArgs
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 
 DATA_FLIPS = 60  # of each folder, anywhere in its weight files
 OTHER_FLIPS = 30  # of each folder, in headers, JSON files and the manifest

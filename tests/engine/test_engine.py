@@ -21,7 +21,6 @@ from mixes import (
 from parity_steps import full_logits
 from thread_ranks import run_on_threads
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import engine as engine_module
 from parallel_llama.engine import sampling_rows
@@ -29,6 +28,7 @@ from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import Completion, Request, SamplingParams
 

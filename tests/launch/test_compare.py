@@ -28,7 +28,7 @@ from launch.bench.report import charts, report
 from launch.bench.rounds import Rounds, run_rounds, start_all
 from launch.bench.task import Task, make_task, spread
 from launch.bench.worker import RuntimeFailed, Worker
-from parallel_llama.config import ModelArgs
+from parallel_llama.families.model_args import ModelArgs
 
 RAGGED = make_task("ragged", 512, 64, vocab_size=100)
 ARGS = ModelArgs(dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=12, vocab_size=100)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.attention import attend
 from parallel_llama.model.batch import KVGroupBatch
 from parallel_llama.model.kv_cache import KVCache

@@ -24,16 +24,13 @@ from ranks import Pools
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import META_SCALED_ROPE, TINY_MODELS, TinyModel, write_hf, write_meta
 from torch import Tensor
-from transformers_oracle import (
-    reference_logits,
-    reference_logits_token_by_token,
-    unpatched_logits,
-)
+from transformers_oracle import reference_logits, reference_logits_token_by_token, unpatched_logits
 
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.request import SamplingParams
-from parallel_llama.sampling import SamplingRow, sample
+from parallel_llama.sampling.draw import SamplingRow
+from parallel_llama.sampling.sampler import sample
 
 N_TOKENS = 40
 NAMES = list(TINY_MODELS)

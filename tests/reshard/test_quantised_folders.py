@@ -15,16 +15,17 @@ from reshard_samples import hashes_of, model_of, moved, tensors_of, write_model
 from tiny_folder import write_tokenizer
 
 from parallel_llama import LLM, SamplingParams
-from parallel_llama.checkpoint import load, open_checkpoint
 from parallel_llama.checkpoint.manifest import read_manifest
 from parallel_llama.checkpoint.native_folder import packed, unpacked
+from parallel_llama.checkpoint.reading import load, open_checkpoint
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
-from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
+from parallel_llama.config.layouts import default_quant, load_model_args, stored_formats
 from parallel_llama.dtypes import Precision, QuantFormat, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError, WriteError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
 from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.memory import values_by_form, weight_bytes

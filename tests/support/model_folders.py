@@ -21,8 +21,9 @@ from parallel_llama.checkpoint.manifest import (
 )
 from parallel_llama.checkpoint.native_folder import axis_units, unit_spans
 from parallel_llama.checkpoint.verify import locations
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.reshard.safetensors_layout import NativeLayout
 
