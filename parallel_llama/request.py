@@ -286,11 +286,7 @@ class SamplingParams(_ShortRepr):
     @property
     def has_penalties(self) -> bool:
         """Whether any penalty modifies the logits."""
-        return self.repetition_penalty != 1 or self.penalizes_completion
-
-    @property
-    def penalizes_completion(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
+        return self.repetition_penalty != 1 or any((self.presence_penalty, self.frequency_penalty))
 
 
 @dataclass(frozen=True)
