@@ -17,16 +17,10 @@ from typing import Any
 
 import torch
 
+from parallel_llama.checkpoint import manifest
 from parallel_llama.checkpoint.byte_ranges import ReusedMemory
 from parallel_llama.checkpoint.canonical import canonical_pieces
 from parallel_llama.checkpoint.checkpoint import Checkpoint
-from parallel_llama.checkpoint.manifest import (
-    FileEntry,
-    Manifest,
-    Source,
-    hash_bytes,
-    write_manifest,
-)
 from parallel_llama.checkpoint.meta_folder import (
     NORM_VARIANTS,
     MetaFolder,
@@ -192,7 +186,7 @@ class ReshardJob:
             },
             "files": {file.name: file.n_bytes for file in self.layout.files},
             "source": {p.name: _identity(p) for p in (self.source.config, *self.source.weights)},
-            "beside": {name: hash_bytes(data) for name, data in self.small.items()},
+            "beside": {name: manifest.hash_bytes(data) for name, data in self.small.items()},
         }
 
     def _fill(
@@ -211,25 +205,25 @@ class ReshardJob:
             path = partial.files / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
-        write_manifest(partial.files, self._manifest(written, hashes))
+        manifest.write_manifest(partial.files, self._manifest(written, hashes))
         sizes = [path.stat().st_size for path in partial.files.rglob("*") if is_file(path)]
         partial.commit()
         return len(sizes), sum(sizes)
 
-    def _manifest(self, written: list[Written], hashes: Mapping[str, str]) -> Manifest:
+    def _manifest(self, written: list[Written], hashes: Mapping[str, str]) -> manifest.Manifest:
         """The manifest, in the order of the model's parameters also for a continued run."""
         by_name = {tensor.name: tensor for tensor in written}
         tensors = [by_name[param.name] for param in parameters(self.args)]
-        files = {f.name: FileEntry(f.n_bytes, hashes[f.name]) for f in self.layout.files}
+        files = {f.name: manifest.FileEntry(f.n_bytes, hashes[f.name]) for f in self.layout.files}
         for name, data in sorted(self.small.items()):
-            files[name] = FileEntry(len(data), hash_bytes(data))
+            files[name] = manifest.FileEntry(len(data), manifest.hash_bytes(data))
         assert self.source.kind != "config"
-        return Manifest(
+        return manifest.Manifest(
             layout=self.layout.kind,
             tensors={tensor.name: tensor.entry for tensor in tensors},
             files=files,
             units={name: hashes for tensor in tensors for name, hashes in tensor.units.items()},
-            source=Source(
+            source=manifest.Source(
                 self.source.kind,
                 {path.name: path.stat().st_size for path in self.source.weights},
                 {tensor.name: tensor.source for tensor in tensors if tensor.source is not None},
