@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from launch.bench.plot import Chart, svg
-from parallel_llama.checkpoint.random_weights import random_checkpoint
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.model_runner import Chunk, ModelRunner

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from parallel_llama.checkpoint.checkpoint import Checkpoint
+from parallel_llama.checkpoint.checkpoint import Checkpoint, random_checkpoint
 from parallel_llama.checkpoint.file_manifest import require_whole
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
-from parallel_llama.checkpoint.random_weights import random_checkpoint
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config.layouts import default_quant, load_model_args, stored_formats
 from parallel_llama.dtypes import default_dtype, kv_format, make_precision

@@ -26,8 +26,7 @@ from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
 from parallel_llama.sampling import scoring
-from parallel_llama.sampling.draw import NoTokenLeft, SampledToken, SamplingRow, filters_of
-from parallel_llama.sampling.logits_processors import adjust
+from parallel_llama.sampling.draw import NoTokenLeft, SampledToken, SamplingRow, adjust, filters_of
 from parallel_llama.sampling.tiles import Tiles, column
 
 # Candidates per rank for a row without top_k, and the most for a row with top_k. A row that needs

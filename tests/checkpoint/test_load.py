@@ -9,8 +9,8 @@ import torch
 from checkpoint_cost import cost_of_rank, write_random_folder
 from checkpoint_samples import TINY, interleaved, weights_of, write_hf
 
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.checkpoint.prefetch import workers
-from parallel_llama.checkpoint.random_weights import random_checkpoint
 from parallel_llama.checkpoint.reading import (
     PIECE_VALUES,
     load,

@@ -14,7 +14,7 @@ import torch
 from mixes import make_engine
 from thread_ranks import run_on_threads
 
-from parallel_llama.checkpoint.random_weights import random_checkpoint
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.model_runner import ModelRunner

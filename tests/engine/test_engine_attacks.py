@@ -16,7 +16,7 @@ from tiny_folder import write_chat_folder
 from tokenizer_data import MISTRAL_V1, SMOLLM2, real_tokenizer
 
 from parallel_llama import LLM
-from parallel_llama.checkpoint.random_weights import random_checkpoint
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import engine as engine_module
 from parallel_llama.engine import rank_rpc

@@ -12,7 +12,7 @@ from tiny_folder import write_chat_folder
 from torch import Tensor
 
 from parallel_llama import LLM, SamplingParams
-from parallel_llama.checkpoint.random_weights import random_checkpoint
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.engine.kv_blocks import KVGroupBlocks
 from parallel_llama.engine.step_buffer import Chunk

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_llama.checkpoint.random_weights import random_checkpoint
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.checkpoint.reading import load
 from parallel_llama.dtypes import (
     GGUF_QUANTS,

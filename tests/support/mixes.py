@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from parallel_llama.checkpoint.random_weights import random_checkpoint
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from launch.bench.gpu_steps import Setting
-from parallel_llama.checkpoint.random_weights import random_checkpoint
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import make_precision
 from parallel_llama.engine.decode_graphs import record_cuda_graph

@@ -7,7 +7,7 @@ from tiny_models import TINY_MODELS, write_hf
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
-from parallel_llama.checkpoint.random_weights import random_checkpoint
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import Precision
