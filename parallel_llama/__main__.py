@@ -4,12 +4,12 @@ import gc
 import signal
 import sys
 
-# What is imported lives on; to look through it for garbage, again and again, takes a tenth of the
-# time of the start. `cli.main` turns the collector on for the work.
+# Imported objects are never freed, and scanning them for garbage takes a tenth of the start.
+# `cli.main` turns the collector on for the work.
 gc.disable()
 
-# Until tokens flow a Ctrl-C has nothing to save, and it must be heard inside torch's C++ too: the
-# process just ends, as the system has it. `generate` and `chat` put their own handlers in place.
+# Before the first token there is nothing to save, so Ctrl-C keeps the system's action: it ends the
+# process, inside torch's C++ too. `generate` and `chat` install their own handlers.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -23,7 +23,7 @@ def entry() -> None:
     if is_under_torchrun():
         end_with_parent()
     code = main(sys.argv[1:])
-    # All is said: a Ctrl-C from here on would only end Python's own cleaning up with a traceback.
+    # Nothing is left to interrupt: Ctrl-C would only print a traceback from Python's shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""Many requests at once from coroutines, run by one LLM on a thread of its own.
+"""AsyncLLM: runs requests of many coroutines at once, on a thread of its own.
 
 For rank 0; the other ranks run `rank_rpc.serve_rank`.
 """
@@ -25,7 +25,7 @@ from parallel_llama.request import Completion, Request, SamplingParams
 class RequestHandle:
     """The outputs of one submitted request: iterate over them, or await all its completions.
 
-    The outputs of all choices arrive in one stream. Cancel an answer that is no longer wanted.
+    The outputs of all choices arrive in one stream. Call `cancel` to stop the request early.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RequestHandle:
         return self._outputs()
 
     async def completions(self) -> list[Completion]:
-        """Every choice's completion, in order; without those that were iterated over before."""
+        """The completions by choice, without those that were iterated over before."""
         ended = [output.completion async for output in self if output.completion]
         return sorted(ended, key=lambda completion: completion.choice)
 
@@ -50,7 +50,7 @@ class RequestHandle:
             self._commands.put(_Cancel(self))
 
     def timeout_s(self) -> float | None:
-        """Seconds from now after which the request ends with what it has."""
+        """Seconds until the request times out, with the tokens it has."""
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def put(self, output: StepOutput | Exception) -> None:
@@ -67,7 +67,7 @@ class RequestHandle:
                 self._n_open -= output.completion is not None
                 yield output
         finally:
-            if self._n_open:  # the reader has left early
+            if self._n_open:  # the caller stopped early
                 self.cancel()
 
 
@@ -76,7 +76,7 @@ class _Cancel:
     answer: RequestHandle
 
 
-# An answer starts its request, None ends the loop.
+# A handle submits its request; None ends the loop.
 _Commands = queue.SimpleQueue[RequestHandle | _Cancel | None]
 
 
@@ -97,7 +97,7 @@ class AsyncLLM:
         self._llm = llm
         self._loop: EngineLoop[RequestHandle] = EngineLoop(llm.ranks)
         self._client = _QueueClient(self._loop)
-        # Written before the event loop learns of it, and only read there.
+        # Set by the engine's thread before it calls the event loop, which reads it.
         self._error: Exception | None = None
         self._is_closed = False
         self._n_submitted = 0
@@ -120,7 +120,7 @@ class AsyncLLM:
         """Submit one prompt, which is checked before this returns.
 
         Args:
-            timeout_s: seconds from now after which the request ends with what it has.
+            timeout_s: seconds until the request times out, with the tokens it has.
 
         Raises: UsageError for a prompt or parameters that cannot run; RuntimeError after the engine
         has ended.
@@ -132,7 +132,7 @@ class AsyncLLM:
             self._input_thread, self._llm.input_processor.request, line, prompt, params
         )
         self._llm.engine.check(request)
-        self._require_open()  # nothing is awaited between this and the queue
+        self._require_open()  # no await until `put`: `close` cannot run between
         answer = RequestHandle(request, self._client.queue, deadline_s)
         self._client.queue.put(answer)
         return answer
@@ -154,7 +154,7 @@ class AsyncLLM:
                 for completion in await answer.completions()
             ]
         finally:
-            for answer in answers:  # not awaited after an error or a cancellation
+            for answer in answers:  # after an error or a cancellation
                 answer.cancel()
 
     def statistics(self) -> EngineStatistics:
@@ -222,7 +222,7 @@ class _QueueClient:
         self._hand_out([(answer, error) for answer in keys])
 
     def refuse_commands(self, error: Exception) -> None:
-        """Fail the requests in the queue, and those that enter it before the event loop knows."""
+        """Fail the requests that enter the queue before the event loop runs this."""
 
         def refuse() -> None:
             while not self.queue.empty():

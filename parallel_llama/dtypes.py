@@ -16,8 +16,8 @@ DTYPES: tuple[DTypeName, ...] = get_args(DTypeName)
 # Bytes per value.
 ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
-# The kinds of weights that may have different formats: matrices of layers, the embedding and the
-# head, and vectors, which have the dtype of computation.
+# Weights by the formats they may have: a layer's matrices; "outer", the embedding and the head; and
+# vectors, in the dtype of computation.
 Kind = Literal["matrix", "outer", "vector"]
 
 # Names of dtypes in safetensors files; GGUF has the last three.
@@ -38,7 +38,7 @@ KV_SCALE_BYTES = 4
 # How weights are quantised when a model is loaded; stored keeps the formats of the files.
 QUANTS = "none", "int8", "int4", "fp8", "stored"
 
-# Consecutive inputs of a matrix that products quantise together; they stay on one rank.
+# Inputs of a matrix per quantisation group; a group is contiguous and on one rank.
 QUANT_GROUP_SIZE = 32
 _SCALE_BYTES = 2  # a float16
 
@@ -67,7 +67,7 @@ class QuantFormat:
 
     Args:
         has_min: whether the format is asymmetric.
-        n_parts: parts of a group of QUANT_GROUP_SIZE inputs that have factors of their own.
+        n_parts: parts of a group of QUANT_GROUP_SIZE inputs, each with its own factors.
         scale_factors: whether each part has a small integer that multiplies the scale.
         min_factors: whether each part has a small integer that multiplies the minimum.
         is_float: whether the 8 bits are an e4m3 float instead of an integer.
@@ -93,7 +93,7 @@ class QuantFormat:
 
     @property
     def zero(self) -> int:
-        """The offset that makes the smallest integer be stored as 0."""
+        """The zero point: the unsigned integer that stands for 0."""
         return 0 if self.has_min or self.is_float else 1 << (self.n_bits - 1)
 
     @property
@@ -103,7 +103,7 @@ class QuantFormat:
 
     @property
     def one_scale(self) -> int:
-        """Number of consecutive inputs that are multiplied by one number, at least a group."""
+        """Number of consecutive inputs with one scale (after factors), at least a group."""
         return QUANT_GROUP_SIZE if self.scale_factors else self.block
 
     @property
@@ -132,7 +132,7 @@ ASKED = {
     "fp8": QuantFormat(8, is_float=True),
 }
 
-# The GGUF types that are kept in groups without decoding.
+# The GGUF types that stay quantised in memory.
 GGUF_QUANTS = {
     "Q8_0": QuantFormat(8),
     "Q5_0": QuantFormat(5),
@@ -153,7 +153,7 @@ MatrixFormat = DenseFormat | QuantFormat
 class Precision:
     """The dtype of activations and vectors, and the format of the matrices of layers.
 
-    `stored` are the formats of matrices that keep the format of the file, by Meta's names.
+    `stored` has the formats of matrices that stay as in the file, by Meta's names.
     """
 
     computed: DTypeName

@@ -1,7 +1,7 @@
-"""The engine's process of a server: runs the engine's loop for the front, over a socket.
+"""The server's engine process: runs the engine loop; the front sends requests by a socket.
 
 The front starts it as `python -m parallel_llama.engine_process FD LOG_FORMAT`. The loop never waits
-for the front while requests run. Grammars are compiled in a thread beside it.
+for the front while requests run. Another thread compiles grammars.
 """
 
 import os
@@ -158,8 +158,8 @@ class EngineProcess:
         """Compile a request's grammar, in the grammars' thread; the engine then finds it cached."""
         grammar = message.request.params.grammar
         assert grammar is not None
-        with suppress(UsageError):  # which `Engine.submit` raises again
-            self._inputs.grammars.matcher(grammar, is_checked=True)  # by the front
+        with suppress(UsageError):  # `Engine.submit` raises it again
+            self._inputs.grammars.matcher(grammar, is_checked=True)  # the front did
         self._compiled.append(message)
         os.eventfd_write(self._woken, 1)
 
@@ -176,7 +176,7 @@ class EngineProcess:
 
 def _wire_output(key: int, output: StepOutput) -> wire.Output:
     completion = output.completion
-    if completion is not None:  # the front has these already, from outputs and from Scored
+    if completion is not None:  # the front got these from earlier outputs and from Scored
         completion = replace(completion, logprobs=None, prompt_logprobs=None)
     logprobs = tuple(map(_unspelled, output.logprobs))
     return wire.Output(key, output.choice, output.tokens, output.text, logprobs, completion)

@@ -1,7 +1,7 @@
-"""LLM, the public class: a model on one rank or many, prompts in, completions out.
+"""LLM, the public class: completes prompts with a model on one or more ranks.
 
-With several ranks, rank 0 runs the user's program and the other ranks serve it: ranks that the LLM
-starts itself on this host, or ranks that torchrun has started.
+With several ranks, rank 0 runs the user's program and the other ranks serve it. The LLM starts them
+on this host, unless torchrun has started them.
 """
 
 import signal
@@ -38,8 +38,8 @@ _Params = SamplingParams | Sequence[SamplingParams] | None
 class Statistics:
     """Memory and times of an LLM. Units: seconds, tokens, bytes on each rank.
 
-    The tokens and times are those of the last call. `cuda_bytes` is the peak memory on each GPU
-    once the model is loaded.
+    The tokens and times are those of the last call. `cuda_bytes` is each rank's peak GPU memory
+    until the model is ready.
     """
 
     weight_bytes: tuple[int, ...]
@@ -76,11 +76,11 @@ class LLM:
     Args:
         model: as `LLMConfig.model`, or a whole LLMConfig.
         tensor_parallel_size: vLLM's name of `tp_size`.
-        input_processor: the text side of the model, if the caller has made it.
-        facts: what else must be the same on all ranks, by name.
+        input_processor: the model's InputProcessor, if the caller has one.
+        facts: other values that must be equal on all ranks, by name.
         on_bytes: called with the number of bytes of weights just read.
         on_wait: called with the ranks that have not arrived yet.
-        on_graph: called with the rows of the CUDA graph that is recorded next.
+        on_graph: called with the number of rows before each CUDA graph.
         settings: the other fields of `LLMConfig`, by name: tp_size, dtype, quant, device,
             max_seq_len, seed, random_weights, slice_of, verify, kv_cache_bytes, kv_cache_dtype,
             kv_split, attention_sinks, block_size, max_drafts, timeout_s.
@@ -203,10 +203,10 @@ class LLM:
     ) -> Generator[StepOutput, None, None]:
         """Run requests of the input processor; yields the output of each step of each request.
 
-        Several calls at once share the batch: each step of one call is a step of all.
+        Concurrent calls share the batch: each step advances all calls.
 
         Args:
-            interrupted: asked before each step; once it returns true, all requests end. They also
+            interrupted: called before each step; once it returns true, all requests end. They also
                 end when the caller stops iterating.
 
         Raises: UsageError, before any request runs, if one can never fit into the cache.
@@ -234,7 +234,7 @@ class LLM:
                     output = call.inbox.popleft()
                     self.statistics.count(len(output.tokens), time.monotonic() - call.began_s)
                     yield output
-        except BaseException:  # the caller has left early or failed: its requests must end
+        except BaseException:  # the caller stopped early or failed: end its requests
             self._abandon(call)
             raise
 
@@ -310,8 +310,7 @@ class LLM:
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode a step of `batch` sequences.
 
-        For a slice, those of its one rank. `memory.bytes_passed_over` counts weights that are not
-        read.
+        With `slice_of`, only its rank counts. `memory.bytes_passed_over` says which are not read.
         """
         shards = self.engine.runner.plan.shards
         one = shards[0] if len(shards) == 1 else None
@@ -321,7 +320,7 @@ class LLM:
     def close(self) -> None:
         """End the other ranks; may be called twice, and after an error.
 
-        A program that ends without it closes its LLMs.
+        LLMs left open are closed at exit.
         """
         self._end()
 
@@ -382,7 +381,7 @@ class LLM:
 
 @contextmanager
 def _held_back(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Calls the handler of Ctrl-C afterwards."""
+    """Delays Ctrl-C to the end of the context."""
     pressed: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda *press: pressed.append(press))
     try:

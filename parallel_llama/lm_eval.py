@@ -1,6 +1,6 @@
-"""`parallel_llama` as a model of lm-evaluation-harness, which this module alone needs.
+"""The model `parallel_llama` of lm-evaluation-harness, which only this module imports.
 
-Run as a program it is the harness itself, for versions that look for models nowhere else.
+Run as a program, it starts the harness, for versions that do not load entry points.
 
 Source: the model guide of lm-evaluation-harness 0.4.13.
 """
@@ -8,7 +8,7 @@ Source: the model guide of lm-evaluation-harness 0.4.13.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import lm_eval.models  # noqa: F401, whose models are registered only where no other is before
+import lm_eval.models  # noqa: F401, registers its models only before any other
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -27,8 +27,8 @@ Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context, 
 class ParallelLlama(TemplateLM):  # type: ignore[misc]
     """A model on some ranks of this host; further arguments are those of `LLM`.
 
-    With a batch size of 1 every log-likelihood is what `LLM.score` gives, to the last bit; more at
-    once share steps, which changes the last digits where batch invariance is not exact (see
+    With a batch size of 1, log-likelihoods are bitwise those of `LLM.score`. Larger batches share
+    steps, which can change the last digits where batch invariance is not exact (see
     docs/design.md).
 
     Raises: UsageError as `LLM`.
@@ -44,7 +44,7 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
-        # The command line's default names a card, whether there is one or not.
+        # The harness's default is cuda:0, even on a machine without a GPU.
         device = "auto" if device == "cuda:0" else device
         self.llm = LLM(model, tp_size=tp_size, device=device, **options)
         self.max_length = self.llm.input_processor.max_seq_len
@@ -53,15 +53,15 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """Raises: UsageError for a model whose texts have no end."""
+        """Raises: UsageError for a tokenizer without an eos token."""
         eos_ids = self.llm.get_tokenizer().eos_ids
         if not eos_ids:
-            raise UsageError("the model's tokenizer has no end of text")
+            raise UsageError("the model's tokenizer has no eos token; use a model that has one")
         return min(eos_ids)
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context."""
+        """The token before a text without a context."""
         bos_id = self.llm.get_tokenizer().bos_id
         return self.eot_token_id if bos_id is None else bos_id
 
@@ -90,7 +90,7 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[Scored], **_: Any
     ) -> list[tuple[float, bool]]:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-        # One token is drawn, for which there must be room.
+        # Leaves room for the one token that is drawn.
         prompts = [(before + after)[1 - self.max_length :] for _texts, before, after in requests]
         found = []
         completions = self._completions(prompts, [params] * len(prompts))
@@ -104,7 +104,7 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """Texts up to one of the stop strings of each request."""
+        """Each request's completion, up to its stop strings."""
         prompts, params = [], []
         for context, settings in (request.args for request in requests):
             params.append(_sampling(dict(settings)))
@@ -126,9 +126,9 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
 
 
 def _sampling(settings: dict[str, Any]) -> SamplingParams:
-    """The settings of a generation; without `do_sample` it is greedy.
+    """The harness's settings as SamplingParams; greedy by default.
 
-    Raises: UsageError for one that is not known.
+    Raises: UsageError for an unknown setting.
     """
     until: Any = settings.pop("until", None) or []
     most = settings.pop("max_gen_toks", MAX_GEN_TOKS)

@@ -38,12 +38,12 @@ CPU_FRACTION, CUDA_FRACTION = 0.5, 0.9
 # Default upper bound on the CPU, where other programs need memory too.
 MAX_CPU_BYTES = 2 << 30
 
-# What weights are counted by: units of an axis, channels of single experts, or ranks.
+# What a rank's number of weights is proportional to: units, experts' channels, or 1.
 Counted = Axis | Literal["expert ffn", "rank"]
 
 
 def values_by_form(args: ModelArgs, precision: Precision) -> dict[MatrixFormat, Counter[Counted]]:
-    """Number of weight values per format and per unit of what they are counted by."""
+    """Number of weight values per `Counted` unit, for each format."""
     values: defaultdict[MatrixFormat, Counter[Counted]] = defaultdict(Counter)
     # All layers are equal, unless their files store matrices in formats of their own.
     layers = range(1 if precision.stored is None else args.n_layers)
@@ -150,8 +150,8 @@ def pool_sizes(
 def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], room: int) -> int:
     """The most blocks of the first KV group for which the blocks of all groups fit into `room`.
 
-    `sizes` returns the blocks of every group for a number of blocks of the first group, and must
-    not decrease when it grows; `n_bytes` are the bytes of one block, for each group.
+    `sizes` maps the number of blocks of the first group to those of every group, and must be
+    non-decreasing; `n_bytes` are the bytes of one block, for each group.
     """
     most = max(room, 0) // n_bytes[0]
     if len(n_bytes) == 1:

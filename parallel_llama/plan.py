@@ -33,9 +33,9 @@ from parallel_llama.families.weights import Axis, Param
 # Otherwise they are cut between query heads, and two ranks may hold the same KV head.
 MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
 
-# Every rank holds part of every expert, which balances the ranks for any routing, while a part has
-# at least this many channels. With fewer, a matrix product takes about as long as its call, so the
-# experts are distributed instead. Both ways exchange the same data between ranks.
+# Experts are split over all ranks, which balances them for any routing, if each part has at least
+# this many channels. Smaller products take about as long as their call, so groups of ranks get
+# different experts instead. Both ways exchange the same data between ranks.
 MIN_EXPERT_CHANNELS = 256
 
 # How the KV cache is sharded: by head (a head may be replicated) or by token.
@@ -119,8 +119,8 @@ class ShardPlan:
     """The shards of all ranks of one tensor-parallel group.
 
     Args:
-        balance: the largest ratio over the ranks of the fraction of query heads to the fraction of
-            memory. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of each attention.
+        balance: the largest (fraction of query heads) / (fraction of memory) of any rank. 1.0 is
+            perfect; at 1.25 the other ranks are idle for a fifth of each attention.
         placement: None for a model without experts.
     """
 
@@ -147,7 +147,7 @@ class ShardPlan:
         if self.kv_parts > 1:
             raise UsageError(
                 f"rank {rank} of {self.tp_size} cannot run alone with kv_split='sequence', because "
-                "the first queries of a text would find no key; use kv_split='heads'"
+                "its queries need keys of other ranks; use kv_split='heads'"
             )
         return replace(self, shards=(self.shards[rank],))
 
@@ -285,7 +285,7 @@ def make_plan(
 
 
 def _spread(args: ModelArgs, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
-    """The shares with a KV cache sharded by token, unless sharding by head replicates nothing."""
+    """Shard the KV cache by token, unless sharding by head replicates nothing."""
     widest = max(shard.n_local_kv_heads for shard in shards)
     if widest * len(shards) <= args.n_kv_heads:  # nothing to save
         return shards
@@ -349,7 +349,7 @@ def _placement(args: ModelArgs, expert_ranks: list[range], asked: int | None) ->
         return Placement("tensor", "one rank has every expert")
     compared = f"{each} of an expert's {args.ffn_dim} channels on each of {n_ranks} ranks"
     if len(expert_ranks) == 1:
-        reason = f"every rank works on every expert: {compared}, of at least {MIN_EXPERT_CHANNELS}"
+        reason = f"every rank works on every expert: {compared} (minimum {MIN_EXPERT_CHANNELS})"
         return Placement("tensor", "as requested" if asked else reason)
     are_few = f"{compared} would be fewer than {MIN_EXPERT_CHANNELS}"
     if sizes == [1]:

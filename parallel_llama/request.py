@@ -122,7 +122,7 @@ def _checked_text(name: str, value: object, max_bytes: int) -> str:
     try:
         n_bytes = len(value.encode())
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} holds half a surrogate pair, which is not a character") from error
+        raise UsageError(f"{name} has an unpaired surrogate; give valid Unicode text") from error
     if n_bytes > max_bytes:
         raise UsageError(f"{name} has {n_bytes} bytes; use at most {max_bytes}")
     return value
@@ -307,7 +307,7 @@ class Request:
         if self.index < 0:
             raise UsageError(f"request index {self.index} is negative; count from 0")
         if self.params.max_tokens is None:
-            raise UsageError(f"request {self.index}: max_tokens is open; give a number")
+            raise UsageError(f"request {self.index}: max_tokens=None; give a number")
         if not self.prompt:
             raise UsageError(f"request {self.index}: {_EMPTY_PROMPT}")
         for token in (min(self.prompt), max(self.prompt)):

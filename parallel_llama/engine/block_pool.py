@@ -1,8 +1,8 @@
 """Which blocks of the paged KV cache are free, in use, or kept for prefix caching.
 
-A block is `block_size` consecutive slots. It is free; or used by one or more owners; or cached,
-which means that it has no owner and is kept because a prefix key finds its contents. The pool never
-looks at keys or values, so it is the same on every rank.
+A block is `block_size` consecutive slots. It is free; or used by one or more owners; or cached:
+without an owner, but kept so that a prefix key can find its contents. The pool never looks at keys
+or values, so it is the same on every rank.
 
 Attention reads consecutive blocks of a sequence in place. So the free blocks after a new sequence
 are promised to it, as far as it may grow, and other sequences start elsewhere if they can. This is
@@ -61,7 +61,7 @@ class BlockPool:
         return self.n_blocks - self.n_free - self.n_cached
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the leading keys that are held; changes nothing."""
+        """The blocks of the leading keys that the pool has; changes nothing."""
         found = []
         for key in keys:
             block = self._block_of.get(key)
@@ -115,7 +115,7 @@ class BlockPool:
         return taken
 
     def publish(self, block: int, key: bytes) -> None:
-        """Enter a full used block under its key; a key keeps the first block entered."""
+        """Register a full used block under its key, unless either is registered."""
         assert self._n_owners[block], f"block {block} has no owner"
         if key not in self._block_of and self._key_of[block] is None:
             self._block_of[key] = block
@@ -241,8 +241,8 @@ def prefix_keys(
 ) -> list[bytes]:
     """One key per full block of a sequence, a hash of all tokens up to the block's end.
 
-    `context` is what keys and values depend on beside tokens, and the cache salt; `known` are the
-    keys of the first blocks.
+    `context` is all else that must be equal for a block to be shared; `known` are the keys of the
+    first blocks.
     """
     keys = list(known)
     # A different hash: a context chosen to look like a block's key must not find that block.

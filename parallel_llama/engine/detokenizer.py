@@ -1,4 +1,4 @@
-"""From the token ids of a completion to its text, and its end at a stop string; on rank 0."""
+"""Converts the tokens of a completion to text and detects its end, as at a stop string; rank 0."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def _automaton(stop: Sequence[str]) -> _Prefix:
 
 
 class Detokenizer:
-    """The text of one sequence as it grows; without a tokenizer only its end.
+    """The growing text of a sequence; without a tokenizer, it only finds the end.
 
     A sequence ends at a stop id or stop string after the request's min_tokens. Neither is a part of
     the text, unless the request has include_stop_str_in_output.
@@ -115,7 +115,7 @@ class Detokenizer:
     def push(self, token: int, is_last: bool) -> tuple[str, bool]:
         """Add a token. Returns: text to show now, and whether the completion stops here.
 
-        `is_last` says that no token can follow, so nothing is held back.
+        With `is_last` no token follows, so no text is held back.
         """
         self._n_tokens += 1
         is_stop = token in self._request.stop_ids

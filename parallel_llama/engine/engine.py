@@ -1,6 +1,6 @@
 """The engine that every rank runs: many requests share one model and one KV cache.
 
-Every rank runs the same scheduler over the same requests. Rank 0 alone receives requests, turns
+Every rank runs the same scheduler over the same requests. Only rank 0 receives requests, turns
 tokens into text and decides when sequences end; it broadcasts its messages, token ids and
 decisions, so ranks cannot diverge. The engine does not know files, flags or terminals.
 
@@ -39,8 +39,7 @@ from parallel_llama.sampling.scoring import score_tokens
 from parallel_llama.structured.compiler import GrammarCompiler, Matcher
 from parallel_llama.tokenizer import Tokenizer
 
-# Rows of all decoding sequences with their drafts: with more rows a step gets slower by more than
-# drafts gain.
+# Most rows of a step with drafts: more rows slow the step by more than the drafts gain.
 _MAX_ROWS = 16
 
 # Prompt positions whose logits exist at once.
@@ -49,7 +48,7 @@ SCORE_ROWS = 128
 
 @dataclass(eq=False)
 class _SequenceState:
-    """What the engine knows of a sequence beside its tokens."""
+    """What the engine stores for a sequence."""
 
     output: SequenceOutput
     allowed: bytes | None  # the mask of the request's allowed_token_ids
@@ -63,7 +62,7 @@ class Engine:
 
     All ranks construct it alike and call `step` equally often; `submit`, `cancel` and `send_rpc`
     are for rank 0. As many requests run at once as the KV cache holds, short prompts first; a long
-    prompt runs in chunks, beside the decode steps of other requests.
+    prompt runs in chunks, in steps that also decode other requests.
 
     Args:
         tokenizer: None for a model without a tokenizer, and on ranks above 0.
@@ -88,7 +87,7 @@ class Engine:
         self.step_tokens = step_tokens or capacity.step_tokens
         self.max_drafts = max_drafts
         self.rpc = b""
-        self.begun: list[int] = []  # tickets of requests whose first step was the last one
+        self.begun: list[int] = []  # tickets of requests that began in the latest step
         self.times = StepTimes()
         self._clock = StepClock(self.times, tick_of(runner.device))
         self._outputs = OutputProcessor(tokenizer, grammars)
@@ -99,7 +98,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no unfinished request, submitted ones included on rank 0."""
+        """Whether all requests are finished; rank 0 counts submitted ones too."""
         return self.scheduler.idle and not self._incoming
 
     def statistics(self) -> EngineStatistics:
@@ -123,7 +122,7 @@ class Engine:
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Queue a request, which starts at one of the next steps. Returns: its ticket.
 
-        After `timeout_s` the request ends with what it has.
+        After `timeout_s` the request ends with the tokens so far.
 
         Raises: UsageError if it can never fit into the KV cache, or its grammar cannot be used.
         """
@@ -142,7 +141,7 @@ class Engine:
         self._outgoing.append((ticket, reason))
 
     def send_rpc(self, rpc: bytes) -> None:
-        """Send the other ranks a call in place of a step; they find it in `rpc` after `step`.
+        """Send the other ranks a call instead of a step; their `step` stores it in `rpc`.
 
         Collective: the other ranks call `step`.
         """
@@ -151,8 +150,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one forward pass and draw tokens for every sequence whose prompt is in the cache.
 
-        Ranks above 0 wait for rank 0 without a timeout. If rank 0 sent a call instead, it is in
-        `rpc` afterwards, which is empty after a step.
+        Ranks above 0 wait for rank 0 without a timeout. Afterwards `rpc` has the call, if rank 0
+        sent one instead, and is empty otherwise.
 
         Collective: a broadcast of a message; if any tokens run, those of a forward pass, one head
         exchange and one broadcast; two more broadcasts for grammars, and a barrier after an error.
@@ -169,7 +168,7 @@ class Engine:
             # All ranks raise a NumericalError together. After any other error the state of the
             # other ranks is unknown, so only a single rank can be reset.
             if isinstance(error, NumericalError):
-                # A GPU that has aborted a collective with a lost rank produces NaN too: then the
+                # A collective that was aborted because a rank is lost gives NaN too: then the
                 # barrier raises RankError.
                 self.comm.barrier()
             if isinstance(error, NumericalError) or self.comm.size == 1:
@@ -226,7 +225,7 @@ class Engine:
         """Start without requests and with an empty KV cache, whose contents may be invalid."""
         block_size = self.capacity.block_size
         self.pools = [BlockPool(n_blocks, block_size) for n_blocks in self.capacity.n_blocks]
-        # A proxy: in a reference cycle, weights and KV cache would outlive the engine's last user.
+        # A proxy: a reference cycle would keep weights and KV cache alive after the engine.
         engine = weakref.proxy(self)
         self.scheduler = Scheduler(
             self.pools,
@@ -239,7 +238,7 @@ class Engine:
         self._in_flight = None
         self._states: dict[Sequence, _SequenceState] = {}
         self._unfinished: dict[int, list[Sequence]] = {}  # by ticket; the scheduler's own lists
-        # On rank 0 alone: what the other ranks have not been sent, and when requests time out.
+        # On rank 0 only: what is not yet sent to the other ranks, and when requests time out.
         self._incoming: deque[tuple[int, Request]] = deque()
         self._outgoing: list[tuple[int, FinishReason]] = []
         self._matchers: dict[int, list[Matcher]] = {}
@@ -291,7 +290,7 @@ class Engine:
     # Callbacks of the scheduler
 
     def _context(self, request: Request) -> bytes:
-        """What keys and values depend on beside the tokens before them."""
+        """What cached blocks depend on besides tokens."""
         salt = (request.params.cache_salt or "").encode()
         return struct.pack("<q", base_len(self.runner.args, len(request.prompt))) + salt
 
@@ -313,8 +312,8 @@ class Engine:
     ) -> tuple[list[int], list[tuple[SequenceOutput, int, int]]]:
         """The rows of the batch that are sampled, and those that score the next prompt token.
 
-        Returns: row numbers; and for each row to score the output of the request's first sequence,
-            the row number, and the next prompt token.
+        Returns: row numbers; and for each row to score (output of the request's first sequence, row
+            number, next prompt token).
         """
         drawing: list[int] = []
         scoring = []
@@ -383,27 +382,27 @@ class Engine:
         if self.scheduler.prepare_next():
             self._clock.lap("sample_s")
             self._in_flight = self._launch(drawing, pending.tokens)
-            self._clock.lap("forward_s")  # of the next step, which is this one's on the device
+            self._clock.lap("forward_s")  # the next step's, counted in this step
         found, were_known = pending.read()
         if not were_known:
             self._in_flight = None  # it started from a wrong token: run the step again
         return found
 
     def _may_prepare_next(self, draws: abc.Sequence[SamplingRow]) -> bool:
-        """Whether the next step runs exactly these draws' tokens, whatever they are."""
+        """Whether the next step will run exactly the tokens that these rows draw."""
         is_plain = self._most_drafts() <= 0 and len(draws) == len(self.scheduler.running)
         return self.runner.draws_on_device and is_plain and all(map(can_pend, draws))
 
     def _sampling_keys_of(
         self, items: abc.Iterable[ScheduledTokens], n_later: int = 0
     ) -> list[SamplingKey]:
-        """The noise of these sequences' draws; empty if the device does not draw."""
+        """The keys of these sequences' draws; empty if the device does not draw."""
         if not self.runner.draws_on_device:
             return []
         return [row for item in items for row in sampling_keys_of(item, n_later)]
 
     def _launch(self, items: abc.Sequence[ScheduledTokens], tokens: Tensor) -> "_InFlightStep":
-        """Launch the step that runs the tokens which these items have drawn."""
+        """Launch the step of the tokens that these items have drawn."""
         chunks = [_chunk(item, item.start + len(item.tokens), (0,)) for item in items]
         logits = self.runner.step_ahead(chunks, self._sampling_keys_of(items, 1), tokens)
         return _InFlightStep([item.sequence for item in items], logits)
@@ -472,7 +471,7 @@ class Engine:
     def _finish(
         self, output: SequenceOutput, ids: tuple[int, ...], text: str, reason: FinishReason | None
     ) -> StepOutput:
-        """The output of a step for one sequence; a sequence with a reason to end leaves here."""
+        """The output of a step for one sequence; with a `reason` the sequence ends."""
         completion = None
         if reason is not None:
             completion = output.completion(reason)
@@ -486,7 +485,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class _InFlightStep:
-    """A step that is launched: one token of each sequence, and one row of the logits each."""
+    """A launched step, with one token and one row of logits for each sequence."""
 
     sequences: abc.Sequence[Sequence]
     logits: Logits

@@ -1,6 +1,6 @@
-"""From all accepted forms of prompts to requests: tokenised, defaults filled in, validated.
+"""Builds requests from all forms of prompts and from parameters: adds defaults, validates.
 
-It needs no weights, so that a prompt that is too long is refused at once. Imports no torch.
+It needs no weights, so a prompt that is too long fails at once. Imports no torch.
 """
 
 import logging
@@ -128,8 +128,8 @@ class InputProcessor:
     """The text side of one model: its tokenizer, chat template, sampling defaults and limits.
 
     `max_seq_len` lowers the model's context. `seed` is for requests without a seed; None draws a
-    new one whenever requests are made. With `attention_sinks`, as many first tokens are always
-    visible, and sequences may be longer than the context.
+    new one whenever requests are made. With `attention_sinks`, that many first tokens stay visible,
+    and sequences may be longer than the context.
 
     Raises: UsageError if `max_seq_len` is beyond the model's context, or the model does not support
     attention sinks.
@@ -189,7 +189,7 @@ class InputProcessor:
         return load_generation_defaults(self.files)
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """The model's default sampling parameters, with the given ones in their place.
+        """The model's default sampling parameters, overridden by the given ones.
 
         Raises: UsageError for a value out of range, naming the model if the value is the model's.
         """
@@ -338,7 +338,7 @@ class InputProcessor:
 
     @cached_property
     def _eos_ids(self) -> frozenset[int]:
-        """Every id that ends a text or a chat turn, by any of the model's files."""
+        """The ids that end a text or a chat turn in any of the model's files."""
         ids = frozenset(self.defaults.eos_ids)
         if self.has_tokenizer:
             ids |= self.tokenizer.eos_ids

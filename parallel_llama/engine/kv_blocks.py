@@ -62,8 +62,8 @@ class KVGroupBlocks:
     """The pool of one KV group, and the rules for the tables of its sequences.
 
     `window` is the number of keys that a token sees, its own included; None for all. A step runs at
-    most `step_tokens` tokens of a sequence, which are held at once with the window of the first.
-    The first `n_sinks` tokens of a sequence are always visible.
+    most `step_tokens` tokens of a sequence and needs their blocks and the window's. The first
+    `n_sinks` tokens of a sequence are always visible.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class KVGroupBlocks:
         self.pool, self.window, self.step_tokens, self.n_sinks = pool, window, step_tokens, n_sinks
 
     def n_blocks(self, n_tokens: int) -> int:
-        """The number of blocks that so many tokens fill, the last perhaps in part."""
+        """The number of blocks for `n_tokens` tokens; the last may be partly full."""
         return -(-n_tokens // self.pool.block_size)
 
     def n_held(self, n_tokens: int) -> int:
-        """The most blocks that a sequence of so many tokens holds at once."""
+        """The most blocks that a sequence of `n_tokens` holds at once."""
         size, window = self.pool.block_size, self.window
         return blocks_held(n_tokens, size, window, self.step_tokens, self.n_sinks)
 
@@ -87,7 +87,7 @@ class KVGroupBlocks:
         return max(start - self.window + 1, 0) // self.pool.block_size
 
     def held_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many of these blocks are a usable cached prefix: the most whose window is held."""
+        """The length, in blocks, of the longest cached prefix that a sequence can start with."""
         if self.window is None:
             return len(self.pool.lookup(keys))
         n, at = len(keys), len(keys) - 1
@@ -109,7 +109,7 @@ class KVGroupBlocks:
         return BlockTable(blocks, max(len(keys) - len(wanted), 0), n_kept)
 
     def n_for_start(self, table: BlockTable, n_tokens: int) -> int:
-        """The number of new blocks for a sequence of so many known tokens, after its prefix."""
+        """The number of new blocks for a sequence of `n_tokens` known tokens and this prefix."""
         n_held = min(self.n_blocks(n_tokens) - table.n_given_up, self.n_held(n_tokens))
         return max(n_held - len(table.blocks), 0)
 
@@ -127,7 +127,7 @@ class KVGroupBlocks:
         return n_new - sum(self.pool.is_sole(block) for block in spent)
 
     def reach(self, table: BlockTable, start: int, stop: int) -> int:
-        """The last position, at most `stop`, up to which there are blocks from `start` on."""
+        """The last position, at most `stop`, for which blocks can be allocated."""
         while self.blocks_needed(table, start, stop) > self.pool.n_allocatable():
             stop = (self.n_blocks(stop) - 1) * self.pool.block_size
         return stop

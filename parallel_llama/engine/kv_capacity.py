@@ -1,4 +1,4 @@
-"""How many tokens the KV cache holds, by the free memory of all ranks."""
+"""The size of the KV cache, from the free memory of all ranks."""
 
 import hashlib
 import re
@@ -39,7 +39,7 @@ class Capacity:
     """The size of the KV cache, the same on every rank.
 
     `n_blocks` are the blocks of each KV group. `windows` is the number of keys that a token sees in
-    each KV group, None for all, beside the first `n_sinks` tokens of a sequence. `n_bytes` is the
+    each KV group, None for all, besides the first `n_sinks` tokens of a sequence. `n_bytes` is the
     size on the rank with the largest cache.
     """
 
@@ -224,7 +224,7 @@ class MemoryFor:
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that can be allocated without swapping, within the limits of container and process.
 
-    If the system below `root` does not say, as many as the cache takes at most.
+    If unknown, enough for the largest default cache.
     """
     available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
     if available is None:
@@ -246,7 +246,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _room_in_address_space(root: Path) -> list[int]:
-    """What `ulimit -v` leaves this process, if it is set."""
+    """The bytes that `ulimit -v` leaves, if it is set."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     taken = _numbers(root / "proc" / "self" / "status").get("VmSize:")
     if limit == resource.RLIM_INFINITY or taken is None:

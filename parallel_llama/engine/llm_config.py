@@ -13,7 +13,7 @@ from parallel_llama.plan import KVSplit
 
 
 class Settings(TypedDict, total=False):
-    """The fields of `LLMConfig` but `model`, for type checkers, as keyword arguments of LLM."""
+    """The fields of `LLMConfig` without `model`: the keyword arguments of LLM, typed."""
 
     tp_size: int | None
     dtype: str | None
@@ -55,9 +55,9 @@ class LLMConfig:
             a part of the files.
         kv_cache_bytes: memory for the KV cache of each rank. By default a part of the free memory.
         kv_cache_dtype: bfloat16, int8 or fp8; auto for `dtype`.
-        kv_split: what ranks shard in the KV cache: heads; or sequence, which shards tokens where
-            several ranks would hold the same head.
-        attention_sinks: number of first tokens that stay visible beside a sliding window. With
+        kv_split: how the KV cache is sharded: by heads; or by sequence (tokens) where several ranks
+            would hold the same head.
+        attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache.
         max_drafts: most draft tokens that are guessed from earlier text and verified in one step;
@@ -88,7 +88,7 @@ class LLMConfig:
         """Raises: UsageError for values that no model can run with; a model's setup checks more."""
         if self.kv_split not in get_args(KVSplit):
             raise UsageError(f"kv_split={self.kv_split!r}: use heads or sequence")
-        # The fields are frozen. Other ranks compare them as text, so each has one type.
+        # The fields are frozen. Ranks compare their text, so each must have one type.
         for name in ("seed", "random_weights", "max_drafts"):
             if (value := getattr(self, name)) is not None:
                 if not isinstance(value, Integral) or int(value) < 0:
@@ -116,6 +116,6 @@ class LLMConfig:
         return msgspec.convert(json.loads(line), cls)
 
     def facts(self) -> Mapping[str, str]:
-        """The settings that must be the same on all ranks: a model's path may differ, for one."""
+        """The settings that must be equal on all ranks; a model's path may differ."""
         own = ("model", "device", "tp_size")
         return {name: str(value) for name, value in asdict(self).items() if name not in own}

@@ -11,7 +11,7 @@ from parallel_llama.engine.statistics import HostTick, Tick
 from parallel_llama.model.huge_pages import huge_pages
 from parallel_llama.parallel.collectives import Communicator
 
-# Of all ranks together: larger than any CPU's caches.
+# For all ranks together; more than any CPU's caches.
 READ_BYTES = 1 << 30
 # Five times the largest GPU's cache.
 _COPIED_BYTES = 1 << 28
@@ -39,7 +39,7 @@ class CardTick:
 
 
 def tick_of(device: torch.device) -> Callable[[], Tick]:
-    """The kind of tick of a device."""
+    """The tick class of a device."""
     return CardTick if device.type == "cuda" else HostTick
 
 
@@ -72,7 +72,7 @@ def measure(comm: Communicator, device: torch.device) -> Machine:
     tick = tick_of(device)
     slowest_s = []
     for _ in range(_REPEATS):
-        comm.all_reduce(torch.zeros(1))  # a tighter start than a barrier
+        comm.all_reduce(torch.zeros(1))  # aligns ranks better than a barrier
         began = tick()
         move()
         ended = tick()
@@ -103,7 +103,7 @@ def _copying(device: torch.device) -> tuple[int, Callable[[], object]]:
 
 
 class Interruptions:
-    """Counts how often this process's threads have lost their cores since its creation."""
+    """Counts how often this process's threads were preempted since this was created."""
 
     def __init__(self) -> None:
         self._began_s, self._before = time.monotonic(), self._count()

@@ -1,7 +1,7 @@
 """The message that rank 0 broadcasts before each step, as bytes.
 
-Rank 0 alone learns of new, cancelled and late requests. Every rank then applies the same message,
-so that the schedulers stay equal.
+Only rank 0 receives, cancels and times out requests. Every rank then applies the same message, so
+that the schedulers stay equal.
 """
 
 from dataclasses import dataclass

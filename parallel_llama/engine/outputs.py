@@ -1,7 +1,7 @@
-"""The output side of the engine: from drawn tokens to text, stop conditions and completions.
+"""The engine's outputs: text, stop conditions and completions from drawn tokens.
 
-It does not know how tokens are drawn or when sequences run. Text, grammars and stop conditions are
-rank 0's alone; the other ranks keep tokens and log-probabilities.
+It does not know how tokens are drawn or when sequences run. Only rank 0 has text, grammars and stop
+conditions; the other ranks keep tokens and log-probabilities.
 """
 
 import logging
@@ -17,18 +17,18 @@ from parallel_llama.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# How a sequence goes on after a step, as the ranks exchange it.
+# A sequence's state after a step, as rank 0 broadcasts it.
 RUNNING, STOP, LENGTH, NO_TOKEN = 0, 1, 2, 3
 REASONS: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", NO_TOKEN: "no_token"}
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step produced for one sequence of a request: tokens, new text, perhaps the end.
+    """What one step produced for one sequence: tokens, new text, the completion if it ended.
 
-    `text` and the completion's text are filled on rank 0 alone. `logprobs` has one entry for each
-    token if the request asks for log-probabilities. A sequence that is cancelled or times out ends
-    without a token.
+    Only rank 0 has `text` and the completion's text. `logprobs` has one entry for each token if the
+    request asks for log-probabilities. A sequence that is cancelled or times out ends without a
+    token.
     """
 
     ticket: int
@@ -53,7 +53,7 @@ class SequenceOutput:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def grammar_mask(self, vocab_size: int) -> bytes:
-        """The mask of the tokens that the grammar allows next; no token after a grammar's error."""
+        """The mask of the tokens that the grammar allows next; empty after an error."""
         assert self.matcher is not None
         try:
             return self.matcher.mask()
@@ -67,7 +67,7 @@ class SequenceOutput:
     def step_output(
         self, ids: tuple[int, ...], text: str, completion: Completion | None
     ) -> StepOutput:
-        """The output of a step; call it after a sequence that ends has left the scheduler."""
+        """The output of a step; if the sequence ends, call it after `Scheduler.finish`."""
         return StepOutput(
             ticket=self.ticket,
             index=self.sequence.request.index,

@@ -29,8 +29,8 @@ class PromptLookup:
     """
 
     def __init__(self, row_costs: Sequence[tuple[int, float]] = ROW_COSTS) -> None:
-        self._following: dict[tuple[int, ...], int] = {}  # run -> position of the token behind it
-        self._n_indexed = 0  # tokens that are entered as followers
+        self._following: dict[tuple[int, ...], int] = {}  # tokens -> the position after them
+        self._n_indexed = 0  # tokens that are indexed
         self._budget = DraftBudget(row_costs)
 
     def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:

@@ -1,6 +1,6 @@
 """Calls that all ranks run together between two steps: scoring, measuring, closing.
 
-Rank 0 calls the functions, which send the call to the other ranks; those are in `serve_rank`.
+Rank 0 calls these functions, which send the call to the other ranks; these run `serve_rank`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _SCORE, _MEASURE, _CLOSE = b"s", b"m", b"c"
 def serve_rank(engine: Engine) -> None:
     """Take part in steps and calls until rank 0 closes; for ranks above 0."""
     while True:
-        with suppress(NumericalError):  # which rank 0 raises too
+        with suppress(NumericalError):  # rank 0 raises it too
             engine.step()
             call, body = engine.rpc[:1], engine.rpc[1:]
             if call == _CLOSE:

@@ -1,4 +1,4 @@
-"""The ranks of one LLM: their start, what they must agree on, their steps, and their end.
+"""The ranks of one LLM: starting, comparing, stepping and ending them.
 
 If no other program has started ranks, this process is rank 0 and starts the others on this host, as
 `python -m parallel_llama.engine.ranks`.
@@ -44,7 +44,7 @@ class Ranks:
 
     def __init__(self, setup: ModelSetup) -> None:
         self.setup, self._facts = setup, shared_facts(setup)
-        self.cuda_bytes: tuple[int, ...] = ()  # taken of each rank's card once the model is ready
+        self.cuda_bytes: tuple[int, ...] = ()  # peak on each rank's GPU until the model is ready
         self._engine: Engine | None = None
         self._comm: Communicator | None = None
         self._local_ranks: LocalRanks | None = None
@@ -65,7 +65,7 @@ class Ranks:
         on_wait: Callable[[Sequence[int]], None] = lambda _: None,
         on_graph: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Join the other ranks, load the model, and make the engine; arguments as of LLM.
+        """Join the other ranks, load the model, and make the engine; arguments as in LLM.
 
         Raises: RankError for a rank that does not arrive, fails, or has other facts; UsageError for
         memory that does not suffice; DamagedWeights for weights that cannot be read.
@@ -96,7 +96,7 @@ class Ranks:
 
     @property
     def comm(self) -> Communicator:
-        """The ranks that run; a slice's engine has another communicator."""
+        """The communicator of the running ranks; with `slice_of` the engine has another."""
         assert self._comm is not None
         return self._comm
 
@@ -106,7 +106,7 @@ class Ranks:
         Raises: as `Engine.step`; RankError with the message of a rank that has ended.
         Collective: all ranks take part.
         """
-        use_device(self.setup.device)  # whichever thread this is
+        use_device(self.setup.device)  # any thread may call this
         with self.explaining():
             return self.engine.step()
 
@@ -173,7 +173,7 @@ class Ranks:
             on_bytes(n_bytes)
 
         with closing(setup.checkpoint), started_thread() as thread:
-            # Beside the weights: most of it runs in another process.
+            # While weights load: most of it runs in another process.
             tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
             with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
                 runner = ModelRunner.load(
@@ -244,7 +244,7 @@ def main() -> int:
     """Runs a rank above 0 that `Ranks` of rank 0 has started; returns the exit code.
 
     It reads its LLMConfig from stdin, as one line of JSON, and serves rank 0 until rank 0 closes.
-    It ends when stdin ends: then the program that started it has ended.
+    It ends when stdin ends, which means that its parent has ended.
     """
     config = LLMConfig.from_json(sys.stdin.buffer.readline())
     Thread(target=_end_with_stdin, daemon=True).start()

@@ -27,7 +27,7 @@ from parallel_llama.sampling.sampler import sample
 def sampling_rows_of(
     item: ScheduledTokens, history: History | None, mask: bytes | None
 ) -> list[SamplingRow]:
-    """The draws of one sequence; `mask` marks the tokens that are allowed next."""
+    """The rows of one sequence; `mask` marks the tokens that are allowed next."""
     sequence, request, drafts = item.sequence, item.request, item.drafts
     draws = []
     for n in range(1 + len(drafts)):
@@ -52,7 +52,7 @@ def sampling_rows_of(
 
 
 def sampling_keys_of(item: ScheduledTokens, n_later: int = 0) -> list[SamplingKey]:
-    """The noise of one sequence's draws, or of the draws `n_later` tokens later."""
+    """The keys of one sequence's draws, or of those `n_later` tokens later."""
     sequence, request, n_tokens = item.sequence, item.request, len(item.sequence.tokens) + n_later
     return [
         row_sampling_key(request.params, request.seed, sequence.number, n_tokens + n)

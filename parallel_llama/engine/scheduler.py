@@ -8,10 +8,10 @@ A sequence holds blocks in each KV group (layers that share a block table), and 
 enough blocks in every group.
 
 Prompts with the least work left go first, so that a short prompt behind long ones has its first
-token soon; long prompts wait while a short request runs, for at most MAX_HELD_STEPS. The oldest
+token soon; long prompts wait while a short request runs, at most MAX_HELD_STEPS steps. The oldest
 unfinished sequence always makes progress: half of a step's prompt tokens are kept for it; younger
-sequences are preempted for it; those admitted before it while it waits take at most as many blocks
-as the cache has; and `add` refuses a request that does not fit into the pools alone.
+sequences are preempted for it; while it waits, those that pass it take in all at most as many
+blocks as the cache has; and `add` refuses a request that does not fit into empty pools.
 """
 
 from bisect import bisect_left, insort
@@ -28,8 +28,8 @@ from parallel_llama.request import Request
 # Sequences that run at once: with more rows than this a step gains no throughput.
 MAX_RUNNING = 256
 
-# The cost of a prompt token with log-probabilities, in prompt tokens without: for SmolLM2 on a CPU,
-# a prompt of 500 tokens takes 1.6 times as long with them.
+# The cost of a prompt token with log-probabilities, relative to one without: SmolLM2 on a CPU takes
+# 1.6 times as long for a prompt of 500 tokens.
 SCORED_TOKEN_WORK = 2
 
 # A request of at most this fraction of a step's tokens, prompt and completion together, is short:
@@ -37,7 +37,7 @@ SCORED_TOKEN_WORK = 2
 SHORT_FRACTION = 1 / 8
 MAX_HELD_STEPS = 8
 # For this many steps after the last short request, at most SHORT_FRACTION of a step's tokens are
-# prompt tokens: the next short request has to wait for the end of a step.
+# prompt tokens: short steps let the next short request start soon.
 RECENT_STEPS = 256
 
 _arrival = attrgetter("arrival")
@@ -58,7 +58,7 @@ class Sequence:
     tokens: list[int]
     tables: list[BlockTable] = field(default_factory=list)
     n_cached: int = 0
-    n_found: int | None = None  # tokens that the prefix cache held when it started
+    n_found: int | None = None  # tokens found in the prefix cache at its start
     keys: list[bytes] = field(default_factory=list, repr=False)  # of the full blocks of `tokens`
     # The unfinished sequences of the request, oldest first.
     siblings: list["Sequence"] = field(default_factory=list, repr=False)
@@ -124,8 +124,8 @@ class Scheduler:
     """Schedules requests step by step: `schedule`, then `commit` for each sequence that ran.
 
     Each KV group has a pool, all with blocks of one size, and a window: the number of keys that a
-    token sees, None for all. `context` returns what a request's keys and values depend on beside
-    its tokens; `draft` guesses at most so many next tokens of a sequence.
+    token sees, None for all. `context` returns what a request's cached blocks depend on besides its
+    tokens; `draft` returns draft tokens of a sequence, at most a given number.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def check_fits(self, request: Request) -> None:
-        """Raises: UsageError if a request does not fit into a pool, even alone."""
+        """Raises: UsageError if a request does not fit into an empty pool."""
         for kv_group in self.kv_groups:
             needed, n_blocks = kv_group.n_held(_most_tokens(request)), kv_group.pool.n_blocks
             if needed > n_blocks:
@@ -379,7 +379,7 @@ class Scheduler:
         """Chunks of the prompts of running sequences, and of those admitted for this step.
 
         While a short request runs, only short ones have chunks, for at most MAX_HELD_STEPS steps in
-        a row. `decodes` says that the step has other tokens, so that it may have no prompts.
+        a row. With `decodes` the step has other tokens, so it may have no chunks.
         """
         reading = self._reading()
         reading += self._admit_waiting(reading, n_tokens)
@@ -425,7 +425,7 @@ class Scheduler:
     def _admit_waiting(self, reading: list[Sequence], n_tokens: int) -> list[Sequence]:
         """Admit the waiting sequences that get tokens of this step, if there are blocks."""
         admitted: list[Sequence] = []
-        # Sequences whose tokens are in the prefix cache leave budget to others.
+        # Tokens found in the prefix cache leave budget for more sequences.
         while more := self._admit_some([*reading, *admitted], n_tokens):
             admitted += more
         return admitted
@@ -491,7 +491,7 @@ class Scheduler:
         return not all(len(kv_group.pool.lookup(last)) == len(last) for kv_group in self.kv_groups)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Allocate blocks for all known tokens of a sequence, or their window, if there are any."""
+        """Allocate blocks for a sequence's known tokens, or their window, if enough are free."""
         n_known, most = len(sequence.tokens), _most_tokens(sequence.request)
         n_found = self._find_prefix(sequence)
         tables = [kv_group.prefix(sequence.keys[:n_found]) for kv_group in self.kv_groups]
@@ -517,7 +517,7 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence) -> int:
-        """The number of leading blocks in the prefix cache, which leave a token to compute."""
+        """The number of leading blocks in the prefix cache; at least one token is left over."""
         if sequence.scores_prompt:  # each token must be computed to be scored
             return 0
         n = (len(sequence.tokens) - 1) // self.block_size

@@ -1,4 +1,4 @@
-"""What an LLM's settings mean for a model: checked before ranks start or weights are read."""
+"""Applies an LLM's settings to a model, before ranks start or weights are read."""
 
 import logging
 from dataclasses import replace
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class ModelSetup:
     """The plan, precision, device and checkpoint of a model on this rank.
 
-    `inputs` is the text side of the model, if the caller has made it.
+    `inputs` is the model's InputProcessor, if the caller has one.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used;
     DamagedWeights for files that differ from their manifest.
@@ -47,7 +47,7 @@ class ModelSetup:
             require_whole(where, part=slice(world()[0], None, self.size))
         self.inputs = inputs or _input_processor(config)
         self.args, files = self.inputs.args, self.inputs.files
-        # What the other ranks are sent: `inputs` may have been made with another context length.
+        # Sent to the other ranks: `inputs` may have another context length than `config`.
         self.config = replace(config, tp_size=self.size, max_seq_len=self.inputs.max_seq_len)
         local_rank, n_local_ranks = local_world(self.size)
         self.kind = _device_kind(config.device, n_local_ranks)
@@ -132,7 +132,7 @@ def _open_weights(
         checkpoint = open_checkpoint(files, args)
         checkpoint.check(args)
     except CheckpointError as error:
-        if config.verify:  # in a file that another rank verifies
+        if config.verify:  # damage that another rank verifies
             raise DamagedWeights(str(error)) from error
         raise
     return checkpoint

@@ -12,7 +12,7 @@ from typing import Protocol
 class StepTimes:
     """Where the time of all steps so far went. Units: seconds.
 
-    On CUDA they are times of the device: work of the host beside it counts as zero.
+    On CUDA these are device times: concurrent work of the host counts as zero.
     """
 
     n_steps: int = 0
@@ -39,7 +39,7 @@ class EngineStatistics:
 
 
 class Tick(Protocol):
-    """A moment, which a device may only reach later."""
+    """A moment, which a device may not have reached."""
 
     def has_come(self) -> bool: ...
 

@@ -73,7 +73,7 @@ def parameters(args: ModelArgs) -> Iterator[Param]:
 
 @lru_cache(maxsize=4)
 def stored_slices(args: ModelArgs, layout: Layout) -> Mapping[str, StoredSlice]:
-    """Where a layout stores each weight of the model, by the weight's name. Do not change it."""
+    """Where a layout stores each weight of the model, by name; cached, so do not change it."""
     family = family_of(args)
     stored: dict[str, list[Param]] = {}
     for param in parameters(args):

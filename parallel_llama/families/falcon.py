@@ -5,7 +5,7 @@ and one norm per block, the 40B and 180B have groups of KV heads and two norms, 
 and one norm. PaLM's weights were never published: its config.json and names are Llama's.
 
 Source: Falcon, arXiv 2311.16867; FalconConfig of transformers 5.23; llama.cpp's falcon, whose files
-have queries, keys and values one after another. PaLM, arXiv 2204.02311, sections 2 and 5.
+store queries, keys and values in turn. PaLM, arXiv 2204.02311, sections 2 and 5.
 """
 
 from collections.abc import Collection
@@ -57,7 +57,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 
 def _n_kv_heads(fields: Fields, is_new: bool) -> int:
-    """The old form ignores the key: it has one KV head, or one for each query head."""
+    """The old form has one KV head, or one per query head, whatever the key says."""
     n_heads = fields.integer("num_attention_heads")
     if is_new:
         return fields.integer(_KEYS["n_kv_heads"], n_heads)

@@ -1,4 +1,4 @@
-"""The record of a model family: everything in which its models differ from other families."""
+"""The record of a model family: all that distinguishes its models."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,9 +44,9 @@ class GGUFForm:
 
     Args:
         architecture: llama.cpp's name of the architecture.
-        features: The ModelArgs, beside the shape, that follow from the header's fields, the names
-            of tensors, and what llama.cpp has in its code.
-        reads: The keys that `features` reads and not all architectures have, without the
+        features: Maps the header's fields and the tensors' names to ModelArgs beyond the shape; has
+            llama.cpp's constants.
+        reads: The keys that `features` reads and other architectures lack, without the
             architecture's prefix.
         has_experts: Whether the models have experts.
     """
@@ -59,24 +59,24 @@ class GGUFForm:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. No other code names a family.
+    """A model family; other code refers to no family by name.
 
     Args:
         name: HF's model_type.
         architecture: HF's class with an output layer.
         base_architecture: HF's class without it.
-        features: From the fields of config.json to the ModelArgs in which the family differs.
+        features: Maps the fields of config.json to the family's own ModelArgs.
         writes: The inverse of `features`.
         reads: The keys of config.json that not all families have.
         keys: Keys that differ from `USUAL_KEYS`, by argument; empty for an argument without a key.
-        full_layers: The layers without a sliding window, of a family that has one.
+        full_layers: Returns the layers without a sliding window, if the family has one.
         window_switch: A key that must be true for the sliding window to be used.
         defaults: Arguments for keys that config.json does not have.
         names: The names of the weights in each layout. Weights with the same name in a layout share
             a tensor.
         more_names: Names that depend on the model.
-        qkv_by_kv_head: The layouts that store shared q, k and v KV head by KV head (see `places`).
-        gguf: The family in GGUF files; None if llama.cpp does not tell it from another family.
+        qkv_by_kv_head: The layouts that store q, k and v by KV head (see `stored_slices`).
+        gguf: The family in GGUF files; None if llama.cpp treats it as another family.
         rotary_order: The order of the rows of wq and wk in each layout.
     """
 
@@ -110,7 +110,7 @@ class Family:
         return renamed(name, "meta", layout, (*self.names, *self.more_names(args)))
 
     def skips(self, name: str, layout: Layout, args: ModelArgs) -> bool:
-        """Whether a file may hold this tensor although the model does not need it."""
+        """Whether a file may hold this tensor, which the model does not need."""
         # Some writers store tied embeddings twice.
         output = self.name_in(layout, "output.weight", args)
         is_second = args.tied_embeddings and name == output

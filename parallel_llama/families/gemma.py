@@ -42,7 +42,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 def _scale(fields: Fields) -> float:
     scalar = fields.number(_SCALAR, 256)
     if scalar <= 0:
-        raise UsageError(f"{_SCALAR}={scalar:g}: use a number above 0, as 256")
+        raise UsageError(f"{_SCALAR}={scalar:g}: use a number above 0, such as 256")
     return float(scalar**-0.5)
 
 
@@ -121,7 +121,7 @@ def _gguf_features_of_3(fields: Fields, _names: Collection[str]) -> dict[str, An
 
 
 def _gguf_window(fields: Fields, arch: str, usual: int, full: Iterable[int]) -> dict[str, Any]:
-    """The window and the layers without it; nothing if it hides no key, as in config.json."""
+    """The window and the layers without it; empty if all keys are inside, as for config.json."""
     window, full_layers = fields.integer(f"{arch}.{_WINDOW_IN_GGUF}", usual), tuple(full)
     if not window or (not full_layers and window >= fields.integer(f"{arch}.context_length")):
         return {}

@@ -1,8 +1,8 @@
 """ChatGLM 2 and 3, and GLM 4: Llama with biases on queries, keys and values, and partial rotation.
 
-ChatGLM has its own keys and names, and a tokenizer that is code in its folder; GLM has those of
-transformers. Both rotate the first half of each head, in pairs of neighbours. GLM-4-0414 and GLM-Z1
-have the model_type glm4, and norm the outputs of attention and feed-forward.
+ChatGLM has its own keys, names and tokenizer code; GLM has those of transformers. Both rotate the
+first half of each head, in pairs of neighbours. GLM-4-0414 and GLM-Z1 have the model_type glm4, and
+norm the outputs of attention and feed-forward.
 
 Source: arXiv 2406.12793; GlmConfig and Glm4Config of transformers 5.24; config.json of
 THUDM/chatglm2-6b and 3.

@@ -1,4 +1,4 @@
-"""The arguments of a model, from any file format, which are validated when they are created."""
+"""The arguments of a model, from any file format; validated when created."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from parallel_llama.dtypes import DTYPES
 from parallel_llama.errors import UsageError, shown
 
-# The largest sizes accepted, far above any model's, so that a damaged file cannot take terabytes.
+# The largest sizes accepted, far above any model's: a damaged file must not claim terabytes.
 MAX_SIZES = {
     "dim": 1 << 20, "n_layers": 1 << 12, "n_heads": 1 << 14, "n_kv_heads": 1 << 14,
     "head_dim": 1 << 14, "ffn_dim": 1 << 24, "vocab_size": 1 << 24, "max_seq_len": 1 << 30,
@@ -122,7 +122,7 @@ class ModelArgs:
     full_layers: tuple[int, ...] = ()  # with a window: the layers that attend to all keys
     local_rope_theta: float | None = None  # unscaled base in layers with a window; None: rope_theta
     rotary_dim: int | None = None  # values of each head that are rotated; None: all
-    attention_sinks: int = 0  # first tokens that are attended to beside the window; not in files
+    attention_sinks: int = 0  # first tokens that stay visible outside the window; not in files
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated: bool = True  # w2(f(w1 x) * w3 x), else w2(f(w1 x))
@@ -146,7 +146,7 @@ class ModelArgs:
         self._check_windows()
         self._check_combinations()
         if not 0 <= self.norm_eps < math.inf:
-            raise UsageError(f"norm_eps={self.norm_eps}: use a finite number from 0, as 1e-5")
+            raise UsageError(f"norm_eps={self.norm_eps}: use a finite number from 0, such as 1e-5")
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
             raise UsageError(f"rope_theta={self.rope_theta}: use a finite number above 1")
         self._check_experts()
@@ -275,7 +275,7 @@ def context_length(args: ModelArgs, wanted: int | None = None) -> int:
 
 
 def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
-    """The model with attention sinks beside a sliding window, for sequences without an end.
+    """The model with attention sinks and a sliding window, for sequences of any length.
 
     The window is the model's own, or `max_seq_len` less the sinks for a model without one.
 
@@ -295,7 +295,7 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
         )
     window = args.sliding_window or max_seq_len - n_sinks
     if not 1 <= n_sinks < max_seq_len or window < 1:
-        raise UsageError(f"attention_sinks={n_sinks}: use 1 to {max_seq_len - 1}, as 4")
+        raise UsageError(f"attention_sinks={n_sinks}: use 1 to {max_seq_len - 1}, such as 4")
     return replace(args, sliding_window=window, attention_sinks=n_sinks)
 
 

@@ -65,7 +65,7 @@ POST_NORM_NAMES = in_layers(
 
 
 def expert_names(hf: str, w1: str, w2: str, w3: str) -> tuple[Names, ...]:
-    """Rows for a router and its experts, with HF's names of the module and of its weights."""
+    """Rows for a router and its experts; `hf` is HF's module, w1 to w3 are HF's weights."""
     ggufs = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
     return in_layers(
         ("feed_forward.gate.weight", f"{hf}.gate.weight", "ffn_gate_inp.weight"),
@@ -135,7 +135,7 @@ def hf_full_name(name: str, names: Sequence[Names] = LLAMA_NAMES) -> str:
 
 @cache
 def _base_models(names: tuple[Names, ...]) -> dict[str, str]:
-    """The attribute that holds the base model, by the name of each part of the base model."""
+    """Maps each part of HF's base model to the attribute that holds the base model."""
     paths = [row.hf.split(".") for row in names]
     parts = {path[1]: path[0] for path in paths if len(path) > 2}
     return {**parts, "rotary_emb": next(iter(parts.values()))}

@@ -61,14 +61,14 @@ class StoredSlice:
 
 
 def whole(name: str, shape: tuple[int, ...]) -> StoredSlice:
-    """The place of a weight that is a whole stored tensor."""
+    """The slice of a weight that is a whole stored tensor."""
     return StoredSlice(name, shape, 0, shape[0], shape[0])
 
 
 def shared(
     name: str, weights: Sequence[Param], n_groups: int = 1, n_slices: int = 1
 ) -> Iterator[tuple[str, StoredSlice]]:
-    """The places of weights that share a stored tensor, by the names of the weights.
+    """The slices of weights that share a stored tensor, by the weights' names.
 
     `n_slices` is the first dimension of a tensor with one dimension more than the weights.
 

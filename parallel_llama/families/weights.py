@@ -21,7 +21,7 @@ class Param:
         axis: The axis that is sharded; None for a replicated weight.
         dim: The dimension of that axis.
         unit: Rows or columns per head, channel or vocabulary entry along the dimension.
-        expert: The expert of the weight; only ranks of the expert hold it.
+        expert: The expert of the weight, which only its ranks hold.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Param:
 
     @property
     def kind(self) -> Kind:
-        """The kind of weight, on which the allowed formats depend."""
+        """The kind of weight, which decides the allowed formats."""
         if len(self.shape) == 1 or self.name.endswith(".gate.weight"):  # routers stay exact
             return "vector"
         return "matrix" if self.name.startswith("layers.") else "outer"

@@ -20,8 +20,8 @@ class HugePages:
     """One region of CPU memory, into which weights are moved one after another.
 
     Args:
-        values: The empty weights, whose sizes are reserved. Pages that stay unused, because
-            weights come in fewer bits, take no memory.
+        values: The empty weights, whose sizes are reserved. Pages that remain unused, because
+            loaded weights have fewer bits, take no memory.
     """
 
     def __init__(self, values: Collection[Tensor]) -> None:

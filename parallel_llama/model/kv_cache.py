@@ -20,7 +20,7 @@ from parallel_llama.plan import Shard
 
 
 class Blocks(Protocol):
-    """A block table: from the number of a block in its sequence to its number in the cache."""
+    """A block table: maps a block's number in the sequence to its number in the cache."""
 
     @overload
     def __getitem__(self, number: int, /) -> int: ...
@@ -35,7 +35,7 @@ class KVCache:
     Args:
         args: The model.
         shard: The shard of this rank.
-        n_layers: The layers of the group, which are numbered from 0 here.
+        n_layers: The number of layers of the group; the first is layer 0.
         n_blocks: The number of blocks.
         block_size: Slots per block.
         form: The format of keys and values.
@@ -77,7 +77,7 @@ class KVCache:
 class Past:
     """Keys and values of some heads of one sequence, in all layers, as views of the cache.
 
-    Making the views layer by layer would take much of the time of attention to a short past.
+    All views are made at once, which is much faster than one by one for a short past.
 
     Shapes: kv [n_layers, 2, K, n_slots, W] local.
     """

@@ -61,8 +61,7 @@ class ColumnParallelLinear:
 def concat_outputs(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
     """One layer whose output is the outputs of several layers side by side, in one product.
 
-    The weights of `layers` become views of its weight, or are kept as its parts: no weight is
-    stored twice.
+    No weight is stored twice: those of `layers` become views or parts of the new weight.
     """
     whole = copy(layers[0])
     whole.weight = formats.concat_outputs([layer.weight for layer in layers])
@@ -163,7 +162,7 @@ class LayerNorm:
 
 
 def norm_of(args: ModelArgs, backend: Backend) -> RMSNorm | LayerNorm:
-    """A norm of the residual stream, of the model's kind."""
+    """A new norm of the residual stream, as the model has."""
     if args.norm == "layer":
         return LayerNorm(args.dim, args.norm_eps, backend, bias=args.norm_bias)
     return RMSNorm(args.dim, args.norm_eps, backend, args.norm_offset)

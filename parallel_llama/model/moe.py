@@ -1,8 +1,8 @@
 """The mixture of experts: a router sends each token to a few of many feed-forward layers.
 
 x is replicated, so every rank routes all tokens alike and gathers the rows of its own experts,
-sorted by expert. Its channels of these experts give a partial sum, as in a dense layer, and one
-all_reduce completes it, whether ranks shard an expert or hold different experts.
+sorted by expert. Its channels of these experts give a partial sum, as in a dense layer. One
+all_reduce adds the partial sums, whether ranks shard an expert or hold different ones.
 
     token           0    1    2         rank of experts 0-1    rank of experts 2-3
     its experts    3 1  0 3  1 2        0: 1   1: 0 2          2: 2   3: 0 1
@@ -19,7 +19,7 @@ from parallel_llama.plan import Shard
 
 
 class Matrix:
-    """A weight in torch's order, [out, in]; its owner multiplies with it."""
+    """A weight in torch's order, [out, in], without a product of its own."""
 
     def __init__(self, backend: Backend, *shape: int) -> None:
         self.weight: Weight = backend.empty_weight(*shape)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs, RopeScaling
 
-# Tables to keep. Only dynamic scaling has more than one: one per length of a sequence.
+# Tables to keep. Only dynamic scaling needs several: one per sequence length.
 _MAX_TABLES = 64
 
 # Rotations on the host, from which decode steps copy without torch.
@@ -28,7 +28,7 @@ HostRotations = npt.NDArray[np.complexfloating]
 def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
     """Radians per position of each rotary pair, and the factor on cos and sin.
 
-    `n_tokens` is the length of the sequence, which matters for dynamic scaling alone.
+    `n_tokens` is the length of the sequence, used only for dynamic scaling.
 
     Shapes: [head_dim / 2] float64.
     """
@@ -60,9 +60,9 @@ def rotary_of_windows(args: ModelArgs) -> ModelArgs:
 class RotaryTables:
     """The rotations of all positions, computed on first use and kept.
 
-    With dynamic scaling the base grows with the length of the sequence when a token is processed:
-    the whole prompt for its tokens, one more for each later token. Keys keep their rotation, as in
-    transformers' generate.
+    With dynamic scaling the base depends on the sequence's length when a token is processed: for
+    the prompt's tokens the prompt's, then one more for each token. Cached keys keep their rotation,
+    as in transformers' generate.
 
     Args:
         args: The model.
@@ -82,7 +82,7 @@ class RotaryTables:
         """
         n_together = base_len(self._args, n_prompt)
         if not n_together and positions.stop > self._args.max_seq_len:
-            # A sequence without an end would need a table without an end.
+            # With attention sinks a sequence, and its table, could grow without limit.
             return self._rounded(rotations(self._args, positions, n_prompt))
         if not n_together or positions.stop <= n_together:
             return self._from_table(positions, n_prompt)

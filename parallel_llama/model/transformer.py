@@ -3,7 +3,7 @@
 The residual stream x is replicated; inside a block each rank works on its own heads and channels,
 and the row-parallel layer at the block's end sums over the ranks. One forward pass takes
 2 n_layers + 1 all_reduces: one for the embedding, and one for each attention and feed-forward.
-Blocks with both in parallel need one all_reduce, which makes n_layers + 1.
+Blocks that run both in parallel need one, so n_layers + 1 in all.
 
 Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053.
 """
@@ -34,7 +34,7 @@ from parallel_llama.plan import Shard
 class FeedForward:
     """w2(f(w1 x) * w3 x), or w2(f(w1 x)) without a gate; w1 and w3 by columns, w2 by rows.
 
-    `fuse` concatenates w1 and w3 once they are loaded; a call needs that.
+    `fuse` concatenates the loaded w1 and w3; it must run before a call.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: the all_reduce of w2.
@@ -63,7 +63,7 @@ class FeedForward:
 class TransformerBlock:
     """Attention and feed-forward, each on the normed residual stream and added to it.
 
-    With `post_norms` the block also norms what it adds.
+    With `post_norms` both outputs are normed before they are added.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
@@ -85,7 +85,7 @@ class TransformerBlock:
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
-        """Changes x. With `rows` the result has these rows alone, [n, dim]."""
+        """Changes x. With `rows` the result has only these rows, [n, dim]."""
         assert self.ffn_norm is not None
         o = self.attention(self.attention_norm(x), batch, caches, rows)
         if self.post_attention_norm is not None:
@@ -146,7 +146,7 @@ class Transformer:
             caches: One KV cache per KV group.
 
         Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] for the
-        batch's rows: the last block computes keys and values of all tokens, the rest for these.
+        batch's rows: the last block runs wo and the feed-forward for these rows only.
         Collective: 2 n_layers + 1 all_reduces; n_layers + 1 with parallel blocks; two all_gathers
         more for each layer whose cache is sharded by token.
         """
@@ -161,7 +161,7 @@ class Transformer:
         return x if self._embedding_scale is None else x.mul_(self._embedding_scale)
 
     def blocks(self, x: Tensor, batch: Batch, caches: Sequence[KVCache]) -> Tensor:
-        """A call without its embedding; changes x."""
+        """The call after `embedded`; changes x."""
         *others, last = self.layers
         for block in others:
             x = block(x, batch, caches)

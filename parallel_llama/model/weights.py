@@ -76,7 +76,7 @@ class WeightLoader:
             raise ValueError(f"{len(missing)} weights were never loaded: {missing[:10]}")
 
     def _place(self, name: str) -> tuple[Any, str]:
-        """The layer that holds a weight, and the attribute."""
+        """The layer that holds a weight, and the weight's attribute."""
         part, _, leaf = name.rpartition(".")
         return _part_at(self._model, part), leaf
 
@@ -106,7 +106,7 @@ def _part_at(model: Transformer, path: str) -> Any:
 
 
 def _parts_of(name: str) -> list[str]:
-    """The parts of the model with this weight that are finalised as one, the inner one first.
+    """The parts with this weight, each finalised when all its weights are loaded; inner first.
 
     >>> _parts_of("layers.3.feed_forward.experts.5.w1.weight"), _parts_of("norm.weight")
     (['layers.3.feed_forward.experts.5', 'layers.3'], ['norm'])
@@ -117,7 +117,7 @@ def _parts_of(name: str) -> list[str]:
 
 
 def _weights_of(part: object) -> Iterator[Weight]:
-    """The weights of a part, its fused ones among them; those of experts are finalised before."""
+    """The weights of a part, fused ones included; experts, finalised before, excluded."""
     for value in vars(part).values():
         if isinstance(value, Weight):
             yield value

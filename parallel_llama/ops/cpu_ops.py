@@ -49,7 +49,7 @@ class CPUOps(TorchOps):
         heads_per_kv: The numbers of query heads that share a KV head.
         scores: The score function of attention.
         cache_dtype: The dtype of the KV cache; None for `dtype`.
-        matrices: The dtypes and formats of matrices, beside `dtype`.
+        matrices: Other dtypes and formats of matrices than `dtype`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CPUOps(TorchOps):
         self._arena = Arena()
 
     def compile(self, *, has_experts: bool = False) -> None:
-        """Compile the kernels, which are kept for all models."""
+        """Compile the kernels; all models share them."""
         for form in self._matrices:
             if isinstance(form, QuantFormat):
                 make_quant_gemm(form)
@@ -103,7 +103,7 @@ class CPUOps(TorchOps):
     def recording(self) -> Iterator[Recording]:
         """Record the operators that are called inside instead of running them.
 
-        Raises: NotRecorded if an operator, or a call between operators, is torch's.
+        Raises: NotRecorded if torch computes an operator or anything between operators.
         """
         recording = Recording(self._arena)
         self._recording, self._run = recording, recording.run
@@ -143,7 +143,7 @@ class CPUOps(TorchOps):
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
-        # For any number of rows: a token's experts must depend neither on the batch nor on the
+        # One kernel for any number of rows: a token's experts must not depend on the batch or the
         # number of threads.
         scores = make_gemv(self._dtype, self._dtype)(x, gate, self._run)
         return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
@@ -205,7 +205,7 @@ class CPUOps(TorchOps):
         return make_largest(x.dtype)(x, first, self._run)
 
     def _table(self, addresses: Sequence[int]) -> "array[int]":
-        """The addresses as an array that a kernel can read, also when it is replayed."""
+        """The addresses as an array that stays alive, so that replayed kernels can read it."""
         return self._tables.setdefault(tuple(addresses), array("q", addresses))
 
     def _unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -68,7 +68,7 @@ class CUDAOps(TorchOps):
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
-        # For any number of rows: a token's experts must not depend on the batch.
+        # One kernel for any number of rows: a token's experts must not depend on the batch.
         return route(linear(x, gate, None), n_active, normed=normed)
 
     def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
@@ -77,11 +77,11 @@ class CUDAOps(TorchOps):
         return expert_dispatch(experts, own)
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
-        """As in `TorchOps`. With few rows, each gives the bits of `linear`, without a host sync."""
+        """As in `TorchOps`. Few rows have the bits of `linear`, and need no host sync."""
         if not takes_routed(x, weights, dispatch):
             return super().routed_linear(x, weights, dispatch)
         places = tuple(weight.data_ptr() for weight in weights)
-        if places not in self._addresses:  # never while a CUDA graph records: the step ran before
+        if places not in self._addresses:  # not in a CUDA graph's capture: the step ran before
             self._addresses[places] = Addresses.of(places, weights[0].device)
         return routed_linear(x, weights, self._addresses[places], dispatch)
 

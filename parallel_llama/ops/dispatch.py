@@ -1,4 +1,4 @@
-"""The routes of rows through several weights, as in a mixture of experts."""
+"""Which rows each of several weights multiplies, as in a mixture of experts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

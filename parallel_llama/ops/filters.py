@@ -1,7 +1,7 @@
 """top_k, top_p and min_p, computed from the candidates: the largest logits of a row.
 
 A rank sends its candidates as one float64 row per sampled token: the mass, sum of exp((logit -
-largest) / temperature) over the rank's vocabulary; then K logits in falling order, equal ones by
+largest) / temperature) over the rank's vocabulary; then K logits in descending order, ties by
 token; then their K tokens. Missing candidates are -inf and -1.
 """
 
@@ -20,7 +20,7 @@ TOP_P_SLACK = 1e-12
 
 @dataclass(frozen=True)
 class Filters:
-    """The filters of some rows, and the noise of the draw from the kept tokens.
+    """The filters of some rows, and the keys to draw from the kept tokens.
 
     Args:
         sampling_keys: The keys and temperatures of the rows.
@@ -35,11 +35,11 @@ class Filters:
     min_p: Tensor
 
     def kept(self, logits: Tensor, mass: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Which candidates the filters keep, and for which rows the candidates suffice.
+        """Which candidates the filters keep, and which rows have enough candidates.
 
-        They suffice if the filters keep the same tokens of the whole vocabulary.
+        A row has enough if the filters keep the same tokens of the whole vocabulary.
 
-        Shapes: logits [n, C], each row's largest logits in falling order, C <= vocab_size; mass
+        Shapes: logits [n, C], each row's largest logits in descending order, C <= vocab_size; mass
         [n, 1], of the whole vocabulary; returns [n, C] bool and [n] bool.
         """
         n_candidates = logits.shape[1]
@@ -85,7 +85,7 @@ def merge_top_k(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
     """The largest logits of the whole vocabulary and their tokens, from those of each rank.
 
     Shapes: blocks [tp_size, n, n_fixed + 2 K]: after the fixed columns K values and K token ids;
-    returns [n, K] float64 and int64, in falling order, equal ones by token.
+    returns [n, K] float64 and int64, in descending order, ties by token.
     """
     tp_size, n, width = blocks.shape
     k = (width - n_fixed) // 2

@@ -128,7 +128,7 @@ class QuantWeight:
         raise ValueError("is loaded twice")
 
     def groups(self) -> QuantMatrix:
-        """The matrix outside of panels."""
+        """The matrix, unpacked from its panels."""
         return self.panels.unpack(self.values, self.n_outputs)
 
     def apply(self, x: Tensor, ops: TorchOps, bias: DenseWeight | None = None) -> Tensor:
@@ -159,7 +159,7 @@ Weight = DenseWeight | QuantWeight
 
 
 class MixedWeight:
-    """The outputs of several weights side by side, whose formats differ.
+    """Several weights of different formats, with their outputs side by side.
 
     Args:
         parts: The weights, in the order of the outputs.
@@ -199,7 +199,7 @@ def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWei
 def grouped_linear(
     x: Tensor, weights: Sequence[Weight | MixedWeight], dispatch: Dispatch, ops: TorchOps
 ) -> Tensor:
-    """Products of rows of x, each with the weight of its route; zeros for rows without a weight."""
+    """Multiplies each row of x by the weight of its dispatch; zeros for rows without one."""
     dense = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
     if len(dense) == len(weights):
         return ops.routed_linear(x, dense, dispatch)

@@ -73,7 +73,7 @@ def _exponential(words: Tensor) -> Tensor:
 
 
 def _words(keys: Tensor, places: Tensor) -> Tensor:
-    """The random words at some places of the keys' streams: tokens from 1 up, tiles from 0 down.
+    """Random words of the keys' streams: token i is at place i + 1, tile i at place -i.
 
     The generator is SplitMix64 started at the key. Products wrap around as int64; the masks make
     the arithmetic shifts logical.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel_llama.dtypes import KV_SCALE_BYTES
 
-# The number that the largest of a row is scaled to, for the dtypes with a scale.
+# The absolute value to which a row's largest number is scaled, by dtype.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # Above zero, so that a row of zeros can be divided by its scale.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
@@ -29,7 +29,7 @@ def pack(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     largest = wide.abs().amax(-1, keepdim=True)
-    # NaN or infinite if a number is, which makes the whole row NaN.
+    # NaN or infinite if a number is; then the whole row becomes NaN.
     scale = (largest / LARGEST[dtype]).to(torch.float32).clamp(min=LEAST_SCALE)
     numbers = wide / scale
     if dtype == torch.int8:

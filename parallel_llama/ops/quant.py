@@ -12,11 +12,11 @@ In fp8 the integers are replaced by e4m3 numbers, and inputs are not quantised:
 
     y[o] = sum over groups g of  scale[o, g] * (value[o, g] . x[g])
 
-A panel has as many rows as a vector has lanes of 32 bits, and a kernel reads them together. A panel
+A panel has as many rows as a CPU vector has 32-bit lanes (on a GPU one), read together. A panel
 holds, in this order: the scales of all blocks, [n_blocks, rows] float16; the minima, if the format
-has them, likewise; the factors of all groups, [n_groups, n_factors, rows] int8; and the integers
-of all groups four inputs at a time, [n_groups, n_bits, rows, 4], with the bits where `planes_of`
-puts them. The last panel is padded with zeros.
+has them, likewise; the factors of all groups, [n_groups, n_factors, rows] int8; and the integers of
+all groups four inputs at a time, [n_groups, n_bits, rows, 4], with the bits where `planes_of` puts
+them. The last panel is padded with zeros.
 
 Source: the blocks of GGUF's Q8_0, Q4_0 and Q4_1, ggml's docs/gguf.md; e4m3, arXiv 2209.05433.
 """
@@ -34,11 +34,11 @@ from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 _COMPUTED = torch.float32  # the dtype of sums over groups
 _LINE_BYTES = 64  # of a CPU cache, the alignment of a panel
 
-# Fractions of a group's range that int4 quantisation tries. The finer steps for most values can
-# outweigh the clipping of a few.
+# Fractions of a group's range that int4 quantisation tries. Clipping a few values allows finer
+# steps for the others.
 _TRIED = (1.0, 0.93, 0.86)
 
-# A group of inputs whose largest is below this counts as zeros: the inverse would overflow.
+# A group of smaller inputs is rounded to zeros: the inverse would overflow.
 LEAST_INPUT = 1e-30
 
 _SCALE_LIMIT = torch.finfo(torch.float16).max
@@ -195,7 +195,7 @@ def _in_runs(rows: Tensor, size: int = QUANT_GROUP_SIZE) -> Tensor:
 
 
 def _with_minima(groups: Tensor, form: QuantFormat) -> QuantMatrix:
-    """For each group, the scale and minimum among those tried with the least squared error."""
+    """Quantise each group with the scale and minimum, of those tried, of least squared error."""
     # Not aminmax, which takes several times as long for short rows.
     low, high, mean = groups.amin(-1), groups.amax(-1), groups.mean(-1)
     scales, mins = _line(groups, low, high, mean, _TRIED[0])
@@ -235,7 +235,7 @@ def _error(groups: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
 
 
 def _rounded(numbers: Tensor) -> Tensor:
-    """Rounded to float16, so that integers are chosen for the scales that are stored."""
+    """Rounded to float16, in which scales are stored, before integers are chosen."""
     return numbers.clamp(-_SCALE_LIMIT, _SCALE_LIMIT).to(torch.float16).to(_COMPUTED)
 
 
@@ -246,7 +246,7 @@ def _integers(groups: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
 
 def _e4m3_bits(groups: Tensor, scales: Tensor) -> Tensor:
     numbers = torch.where(scales[..., None] == 0, 0, groups / scales[..., None])
-    # A rounded scale can exceed the largest number, where some versions of torch give NaN.
+    # Scales rounded down give numbers above 448, which some torch versions turn into NaN.
     return numbers.clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(_E4M3).view(torch.int8)
 
 
@@ -259,7 +259,7 @@ def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = _in_runs(x.to(_COMPUTED))
     largest = groups.abs().amax(-1)
     scales = largest / 127 + largest * 0
-    # torch computes 127 / tensor as 127 times a rounded inverse, but divides two tensors.
+    # Not 127 / largest, which torch computes as 127 * (1 / largest): it rounds twice.
     inverse = torch.where(largest < LEAST_INPUT, 0, torch.full_like(largest, 127) / largest)
     return (groups * inverse[..., None]).round_().nan_to_num_(0).to(torch.int8), scales
 
@@ -302,7 +302,7 @@ class Plane:
         return self.first + column % self.width
 
     def shift_of(self, column: int) -> int:
-        """The lowest bit, in each byte of its word, of the bits of a column."""
+        """Where the bits of a column begin in each byte of their word."""
         return column // self.width * self.width
 
     def of_columns(self, unsigned: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ class Plane:
         return bits.sum(2, dtype=torch.uint8)  # the bits are disjoint
 
     def in_columns(self, words: Tensor) -> Tensor:
-        """The inverse, from the words of all planes: its bits at their position in each byte."""
+        """The inverse, from the words of all planes; bits are at their places in the integers."""
         own = words[:, :, self.first : self.first + self.width, None].transpose(2, 3)
         bits = ((own >> self._shifts(words.device)) & self.mask) << self.first
         return bits.flatten(2, 3)

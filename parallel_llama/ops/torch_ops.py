@@ -68,7 +68,7 @@ class TorchOps:
         return F.linear(x, weight.to(x.dtype), bias)
 
     def quant_gemm(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
-        """out = X A with a quantised A, as `groups` defines it.
+        """out = X A with a quantised A, as `ops.quant` defines it.
 
         Shapes: x [T, in]; panels [n_panels, n_bytes] uint8; out [T, n_outputs], perhaps a view of
         some columns.
@@ -119,7 +119,7 @@ class TorchOps:
         return routing_weights, experts[:, :n_active]
 
     def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
-        """The routes from tokens to rows sorted by this rank's experts, and from there to pairs.
+        """Two dispatches: from tokens to rows sorted by expert, and from these to pairs.
 
         A pair is a token and one of its experts; the pairs of a token are contiguous. Between the
         two products the rows are sorted by expert, pairs of other ranks' experts last.
@@ -168,7 +168,7 @@ class TorchOps:
         A score is logit / temperature + the noise of the row's key and the token, or the logit for
         temperature 0. The best is NaN if the row has a NaN, and -inf if all logits are -inf.
 
-        Shapes: x [n, m], noise of n rows -> [n, 2] float64.
+        Shapes: x [n, m], n sampling keys -> [n, 2] float64.
         """
         wide, temperatures = x.double(), sampling_keys.temperatures[:, None]
         tokens = torch.arange(first, first + x.shape[1], device=x.device)
@@ -328,7 +328,7 @@ class TorchOps:
             return F.scaled_dot_product_attention(q, k, v, scale=scale).flatten(1, 2)
         q = q.view(n_rows, n_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [K, G, T, D]
         heads_per_kv = q.shape[1]
-        # Expanded keys and values are not copied, as torch's enable_gqa copies them on the CPU.
+        # Expanding copies no keys or values; torch's enable_gqa copies them on the CPU.
         o = F.scaled_dot_product_attention(
             q,
             k.transpose(0, 1).expand(-1, heads_per_kv, -1, -1),

@@ -55,13 +55,13 @@ class Communicator(Protocol):
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The x of every rank. Shapes: x is equal on all ranks; the result is [size, *x.shape]."""
+        """The x of every rank. Shapes: x, the same on all ranks; the result is [size, *x.shape]."""
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         """Copies the x of rank src into x on every rank and returns x.
 
         With `no_timeout`, given on all ranks alike, ranks wait for src as long as its process
-        lives, because src may be waiting for a person.
+        lives, because src may wait for user input.
         """
 
     def barrier(self) -> None:
@@ -113,8 +113,8 @@ class Slice(Solo):
 
     It computes what the rank computes between collectives and does not wait. Its results are
     meaningless, but take as long to compute as real ones. It acts as rank 0, which receives the
-    requests, whichever shard of the model it holds. Collectives that are recorded once and replayed
-    elsewhere count once in `n_collectives`, and broadcasts do not count.
+    requests, with any shard of the model. Collectives that are recorded once and replayed elsewhere
+    count once in `n_collectives`, and broadcasts do not count.
     """
 
     def __init__(self, size: int) -> None:

@@ -74,7 +74,7 @@ def use_device(device: torch.device) -> None:
 _CONNECT_S = 0.05
 _LISTEN_S = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
-# A rank that gives up before it joins waits so long for the others to read why.
+# How long a rank that gives up before joining waits for the others to read why.
 _TELL_S = 15.0
 
 _CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def join(
     timeouts = Timeouts.of(timeout_s)
     missing = set(range(env.size))
 
-    heard: list[str] = []  # the reason why another rank has given up
+    heard: list[str] = []  # why another rank has given up
     ended = threading.Event()
 
     def come_together() -> Communicator:
@@ -155,8 +155,8 @@ def join(
 def give_up(why: str) -> None:
     """Tells the other ranks why this rank will not join; returns when they have read it.
 
-    It does nothing under torchrun and our launcher, which end all ranks when one fails. Rank 0
-    keeps the store open meanwhile. It waits at most `_TELL_S` seconds.
+    It does nothing under torchrun and our launcher, which end all ranks when one fails. It waits at
+    most `_TELL_S` seconds; meanwhile rank 0 keeps the store open.
     """
     if _has_begun or is_watched():
         return
@@ -191,7 +191,7 @@ def make_communicator(
     Collective: every rank calls it, with equal arguments except `rank`.
     """
     timeout = timedelta(seconds=timeouts.start_s)
-    # Under CUDA both back ends: tensors that are not the model's are on the CPU.
+    # CUDA needs both back ends: only the model's tensors are on the GPU.
     has_card = device.type == "cuda"
     backend = "cpu:gloo,cuda:nccl" if has_card else "gloo"
     try:
@@ -225,7 +225,7 @@ def make_communicator(
             return host
         comm.all_gather(torch.zeros(1, device=device))  # NCCL connects at the first collective
         cards: Communicator = comm
-        if host is not comm:  # all on one host, whose cards may read each other's memory
+        if host is not comm:  # on one host, cards may read each other's memory
             shared = partial(symmetric_memory, group, device)
             cards = with_one_shot_sums(comm, device, shared, seconds_on_card)
         return ByDevice(host, cards, comm.require_whole)
@@ -238,9 +238,9 @@ def make_communicator(
 def _nccl_leaves_errors_to_us() -> Iterator[None]:
     """Disables the watchdog of torch, which kills the process of a rank whose peer is lost.
 
-    It would kill a user's program 30 s later with a C++ stack trace. Its threads must not ask the
-    store for dumps either: the store is a Python object, which is invalid after the interpreter has
-    ended. torch reads these variables when it forms a group.
+    It would kill a user's program 30 s later with a C++ stack trace. Nor may its threads ask the
+    store for dumps: the store is a Python object, invalid once the interpreter has ended. torch
+    reads these variables when it forms a group.
     """
     names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
     added = [name for name in names if name not in os.environ]
@@ -392,8 +392,8 @@ def _never_came(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
     where = f"MASTER_ADDR={env.host}, MASTER_PORT={env.port}"
     if len(missing) == env.size:
         who = (
-            f"rank {env.rank} of {env.size} met nobody: {_store_owner(env)} did not answer "
-            f"at {where}"
+            f"rank {env.rank} of {env.size} found no other rank: {_store_owner(env)} did not "
+            f"answer at {where}"
         )
     elif missing:
         who = f"rank {listed_ranks(missing)} of {env.size} never joined"

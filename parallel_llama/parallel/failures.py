@@ -100,7 +100,7 @@ _NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
 
 
 def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
-    """Run a program and return its exit code; errors are reported on stderr.
+    """Runs a program and returns its exit code; errors are reported on stderr.
 
     0 is done, 1 failed while running, 2 wrong use, 130 interrupted, and 141 means that the reader
     of a pipe has gone, as for any program that SIGPIPE ends.
@@ -110,7 +110,7 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
     """
 
     def tell_ranks(error: Exception) -> None:
-        with suppress(UsageError):  # about the variables that say which rank this is
+        with suppress(UsageError):  # the launcher's variables are invalid
             if world()[1] > 1 and not is_watched():
                 give_up(str(error) or type(error).__name__)
 
@@ -151,7 +151,7 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
 
 
 def _require_streams() -> None:
-    """Raises: WriteError if stdout or stderr is closed, before a file can get its number."""
+    """Raises: WriteError if stdout or stderr is closed: a file could get its descriptor."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             raise WriteError(f"{name} is closed; send it to a file, or to /dev/null")

@@ -1,4 +1,4 @@
-"""The rendezvous of the ranks at a store, and the check that all ranks run the same.
+"""The rendezvous of the ranks at a store, and the check that their facts are equal.
 
 Ranks that differ in a file, a setting or a version would compute wrong results without an error.
 """
@@ -76,10 +76,10 @@ class RankInfo:
 def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
     """Waits for every rank and checks that the facts of all ranks are equal.
 
-    It has no limit of time.
+    It has no time limit.
 
     Args:
-        missing: the ranks that have not come yet; updated while this waits.
+        missing: the ranks that have not joined; updated while this waits.
 
     Raises: RankError naming the fact that differs and its ranks, or why another rank has given up.
     Collective: every rank calls it.
@@ -120,8 +120,8 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
 def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:
     """Publishes why this rank gives up, and returns the first reason that any rank published.
 
-    The store may end with this rank, so it waits until the other ranks have read the reason: a
-    moment for the ranks that have come, and `wait_s` seconds for those that have not.
+    The store may end with this rank, so it waits until the others have read the reason: all ranks
+    for `wait_s` seconds or, if that is 0, those that have joined for a second.
     """
     first = _printable(store.compare_set("objection", "", objection))
     say_goodbye(store, rank)

@@ -293,7 +293,7 @@ def _before_exec(parent: int, ignores_ctrl_c: bool = False) -> None:
     """Runs in a rank between fork and exec, so that the rank cannot outlive its parent."""
     if ignores_ctrl_c:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    else:  # blocked while Python starts, which would print a traceback
+    else:  # blocked: while Python starts, it would print a traceback
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     rank_env.end_with_parent()
     if os.getppid() != parent:  # the parent died before the line above
@@ -374,7 +374,7 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
     silent = [rank for rank in failed if rank.number not in reports]
     if killed := [rank for rank in silent if rank.process.returncode < 0]:
         ending = killed[0].ending()
-        hint = "; where nobody did that, the host ran out of memory" if "SIGKILL" in ending else ""
+        hint = "; if nobody sent it, the host ran out of memory" if "SIGKILL" in ending else ""
         _say(f"[rank {killed[0].number}] {ending}{hint}")
         return 1
     if not reports:
@@ -403,7 +403,7 @@ def _say(message: str) -> None:
 
 
 def _end(ranks: list[_Rank], deadline: float) -> None:
-    """Terminates the ranks, and kills what still runs at the deadline or after a second."""
+    """Terminates the ranks, and kills those that still run at the deadline or after a second."""
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.terminate()

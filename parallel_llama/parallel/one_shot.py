@@ -5,9 +5,8 @@ all-reduces; one shot over symmetric memory takes about 5. NCCL is faster above 
 one shot reads the whole input of every rank. That size is measured when the group is formed. Cards
 without symmetric memory use NCCL.
 
-Sums are in float32 and in rank order, so they are bitwise equal on all ranks. A card waits in the
-kernel for the others without a limit of time; the watchdog of the group has a limit, and so has
-the launcher.
+Sums are in float32 and in rank order, so they are bitwise equal on all ranks. In the kernel, a card
+waits for the others without a time limit; the watchdog of the group and the launcher have one.
 
 Source: torch.distributed._symmetric_memory, torch.ops.symm_mem.one_shot_all_reduce.
 """
@@ -78,7 +77,7 @@ def with_one_shot_sums(
     """
     try:
         one_shot: OneShot | None = make()
-    except (RuntimeError, AttributeError, ImportError):  # no such memory, or no such torch
+    except (RuntimeError, AttributeError, ImportError):  # this torch or card has none
         one_shot = None
     if not _all(cards, one_shot is not None, device) or one_shot is None:
         return cards

@@ -24,7 +24,7 @@ from parallel_llama.parallel.watchdog import Watchdog
 
 Result = TypeVar("Result")
 
-# The limit of a broadcast without timeout: rank 0 may be waiting for a person.
+# The limit of a broadcast without timeout: rank 0 may wait for user input.
 _IDLE_LIMIT = timedelta(days=365)
 
 _BEAT_S = 0.2
@@ -77,7 +77,7 @@ class ProcessGroup(Communicator):
             with self._naming_culprits("all_gather"):
                 own = x.contiguous().view(-1)
                 work = self._group._allgather_base(gathered.view(-1), own)
-                # Every step ends with an all_gather, and what was queued before is done before it.
+                # Watching all_gathers is enough: every step ends with one, which runs last.
                 if self._watchdog is not None:
                     self._watchdog.add(work)
                 work.wait()
@@ -137,7 +137,7 @@ class ProcessGroup(Communicator):
             leave()
 
     def _receive(self, x: Tensor, src: int) -> None:
-        """Receives a broadcast without a limit of time, until the connection ends."""
+        """Receives a broadcast without a time limit, until the connection ends."""
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = src, _IDLE_LIMIT
         self._group.broadcast([x], options).wait(_IDLE_LIMIT)
@@ -201,7 +201,7 @@ class _Heartbeats:
         return [rank for rank in others if self.seen("heartbeat", rank) <= before[rank]]
 
     def lost_ranks(self) -> list[int]:
-        """The other ranks whose heartbeat has not changed for `_LOST_S` seconds of these calls."""
+        """The other ranks for which these calls saw no new heartbeat for `_LOST_S` seconds."""
         now = time.monotonic()
         others = [rank for rank in range(self._size) if rank != self._rank]
         for rank in others:

@@ -1,4 +1,4 @@
-"""The rank, the number of ranks and the address from the launcher's variables. Imports no torch."""
+"""Reads rank, world size and store address from the launcher's variables. Imports no torch."""
 
 import ctypes
 import os
@@ -28,7 +28,7 @@ class RankEnv:
     Args:
         bound: the descriptor of a socket that is already bound to the address, for rank 0.
         is_served: another process, such as torchrun's agent, owns the store; otherwise rank 0 does.
-        run: the launcher's name for this start of the ranks.
+        run: the launcher's name of this run of the ranks.
         secret: known only to the ranks of this run; empty without a secret.
     """
 
@@ -109,7 +109,7 @@ def local_world(size: int) -> tuple[int, int]:
     """This process's rank among the ranks of its host, and the number of ranks of the host.
 
     All `size` ranks are assumed to be on one host if this program starts them, or if the
-    environment does not say how many are.
+    environment has no number.
 
     Raises: UsageError like `world`.
     """
@@ -138,7 +138,7 @@ def _tasks_of_node() -> int | None:
 
 
 def rank_env() -> RankEnv:
-    """This process's place from the variables of its launcher; a single rank without a launcher.
+    """This process's RankEnv, from its launcher's variables; a single rank without a launcher.
 
     The bound socket and the secret are consumed, so a second call does not find them.
 

@@ -67,7 +67,7 @@ class SealedStore(Store):
                 return total
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys exist, without a check of who wrote them."""
+        """Whether all keys exist; does not check the writer."""
         return self._store.check([self._name(key) for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -81,7 +81,7 @@ class SealedStore(Store):
         return self._store.delete_key(self._name(key))
 
     def num_keys(self) -> int:
-        """The keys of all runs in the store."""
+        """The number of keys of all runs."""
         return self._store.num_keys()
 
     def _name(self, key: str) -> str:
@@ -89,7 +89,7 @@ class SealedStore(Store):
 
     def _tag(self, key: str, value: bytes) -> bytes:
         name = key.encode()
-        # With its length, the end of a name cannot be taken for the start of a value.
+        # The length keeps a name's end from being read as a value's start.
         content = len(name).to_bytes(8, "big") + name + value
         return hmac.digest(self._key, content, "sha256")
 

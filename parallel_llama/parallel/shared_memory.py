@@ -1,27 +1,27 @@
 """Collectives of ranks on one host through shared memory.
 
-gloo takes 0.4 to 0.9 ms for the few kilobytes that a decode step reduces 61 times; shared memory
-takes some tens of microseconds. This module does not use torch.distributed: another communicator
-sets it up.
+A decode step has 61 all-reduces of a few kilobytes. One takes gloo 0.4 to 0.9 ms, and shared memory
+some tens of microseconds. This module does not use torch.distributed: another communicator sets it
+up.
 
 The memory has no name: rank 0 creates an anonymous file, the other ranks open it through /proc
 during set-up, and the kernel frees it when the last rank ends.
 
     header   one line per rank: phases published, signatures of its last two collectives,
-             keepalives, turns finished
+             keepalives, exchanges finished
     slots    two per rank, used alternately
 
-A collective is a turn, that is an exchange: copy in, publish, wait for all, copy or sum out.
+A collective is one or more exchanges: copy in, publish, wait for all, copy or sum out.
 
-Two slots need no second wait: a rank fills a slot in turn t + 2 after its wait in turn t + 1, when
-every rank has published turn t + 1. A rank publishes turn t + 1 after it has read all it needs from
-turn t. So no rank reads the slot of turn t any more.
+With two slots, one wait is enough. A rank reuses the slot of exchange t in exchange t + 2, after
+every rank has published exchange t + 1; and a rank publishes t + 1 only after it has read all slots
+of t.
 
 Plain loads and stores suffice: x86-64 keeps stores in order, loads in order, and a load before a
 later store (total store order), so a rank that sees the count sees the data. Other processors do
 not guarantee this order; they use the slower communicator.
 
-A kernel may run a turn of `all_reduce` as well; `Exchange` holds what it needs.
+A kernel may run an exchange of `all_reduce`; see `Exchange`.
 """
 
 import functools
@@ -54,8 +54,8 @@ SHARED_SUM_BYTES = 1 << 16
 
 # Cells of 8 bytes in a rank's line of the header: two cache lines, fetched as a pair.
 LINE = 16
-# Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots' turns. TURN
-# counts finished turns, and only the rank itself reads it.
+# Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots. EXCHANGE
+# counts finished exchanges, and only its own rank reads it.
 SIGNATURE, _KEEPALIVES, EXCHANGE = 1, 3, 5
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 
@@ -64,7 +64,7 @@ _SPINS = 4000
 _YIELD_S = 0.005
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # after a second, latency matters less
-# The most that counts between two polls, because this rank itself may have been stopped.
+# The most time that counts between two polls: this rank may have been stopped.
 _LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
@@ -88,7 +88,7 @@ _NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 _MAX_VIEWS = 256
 
 
-# Whether the time of a rank that is waited for starts anew.
+# Whether the time limit of a rank starts anew.
 _IsExempt = Callable[[int], bool]
 
 
@@ -127,7 +127,7 @@ def share(comm: Communicator, timeouts: Timeouts) -> Communicator:
 class SharedMemory(Communicator):
     """A group of ranks of one host; it sums in rank order, and half types in float32.
 
-    Closing it closes `comm`. Ranks that wait for a rank which has died name it in their error.
+    Closing it closes `comm`. If a rank dies, the errors of the waiting ranks name it.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class SharedMemory(Communicator):
         return Exchange(self._address, slots, *own, self._finish)
 
     def _finish(self, x: Tensor) -> None:
-        """Completes a turn of all_reduce that a kernel has published."""
+        """Completes an all_reduce that a kernel has published."""
         self._busy = True
         signature = _signature(_ALL_REDUCE, x)
         self._await_all(signature, 0, _never_exempt, self._timeouts.step_s)
@@ -226,9 +226,9 @@ class SharedMemory(Communicator):
         self._busy = False
 
     def _exchanges(self, flat: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yields each piece of a tensor with a view of every rank's slot like that piece.
+        """Yields each piece of a tensor, with views of all ranks' slots in its shape and dtype.
 
-        After an exception inside a turn, this rank cannot use the group any more.
+        After an exception inside, this rank cannot use the group any more.
         """
         if self._busy:
             raise RankError(
@@ -244,7 +244,7 @@ class SharedMemory(Communicator):
     def _sum_shares(self, slots: list[Tensor], piece: Tensor) -> None:
         """Sums this rank's part, stores it in this rank's slot, and copies the other parts.
 
-        No other rank reads this part of any slot before it is published.
+        No other rank reads this part of a slot before it is published.
         """
         bounds = [piece.numel() * rank // self.size for rank in range(self.size + 1)]
         shares = list(pairwise(bounds))
@@ -301,8 +301,9 @@ class SharedMemory(Communicator):
                     self._wait(phase, is_exempt, limit_s)
             if cells[line + signed] != signature:
                 raise RankError(
-                    f"rank {line // LINE} is in {_described(cells[line + signed])} and rank "
-                    f"{self.rank} in {_described(signature)}: the ranks have gone different ways"
+                    f"rank {line // LINE} is in {_described(cells[line + signed])} and "
+                    f"rank {self.rank} in {_described(signature)}: "
+                    "the ranks called different collectives"
                 )
 
     def _wait(self, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
@@ -355,13 +356,13 @@ class SharedMemory(Communicator):
 
 @dataclass(frozen=True)
 class Exchange:
-    """A turn of all_reduce for a kernel in this rank's process.
+    """What a kernel needs for an all_reduce.
 
     Args:
         header: the address of rank 0's line.
         slots: the address of rank 0's first slot.
-        n_looks: after so many polls, or if a signature differs, the kernel calls `finish`.
-        finish: completes the turn.
+        n_looks: polls before the kernel leaves the exchange to `finish`.
+        finish: completes the exchange in Python.
     """
 
     header: int
@@ -451,7 +452,7 @@ def _is_supported() -> bool:
 
 
 def _host_id() -> str:
-    """Equal for two processes that run on one kernel and in one namespace of process ids."""
+    """Equal for processes of one kernel and one namespace of process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         namespace = str(Path("/proc/self/ns/pid").readlink())

@@ -1,10 +1,10 @@
 """Detects collectives that are late on a card, and ranks of this host that have ended.
 
-A call of NCCL returns when its collective is queued. If a rank is lost, the card waits without
-limit, and so does the host when it reads the result. A watchdog thread checks queued collectives
-and aborts one that exceeds the limit. The host then continues with invalid results, so the next use
-of the group raises before those results leave this rank. A kernel that waits for other cards itself
-cannot be aborted; if the group is not used within a further limit, the process ends.
+A call of NCCL returns when its collective is queued. If a rank is lost, the card waits forever, as
+does the host when it reads the result. A watchdog thread checks queued collectives and aborts one
+that exceeds the limit. The host then continues with invalid results, so the next use of the group
+raises before those results leave this rank. A one-shot kernel cannot be aborted; if the group is
+not used within a further limit, the process ends.
 """
 
 import os
@@ -36,7 +36,7 @@ def end_process(why: str) -> None:
 
 
 class Watchdog:
-    """Checks works in the order in which they were queued.
+    """Checks collectives in the order in which they were queued.
 
     Args:
         limit_s: how long a work may take, in seconds.
@@ -79,7 +79,7 @@ class Watchdog:
             if not is_done(*queued, self._limit_s):
                 why = self._explain()
                 # Set before the abort, which lets the host continue.
-                self._failure = f"{why} (nothing came for {self._limit_s:g} s)"
+                self._failure = f"{why} (no progress for {self._limit_s:g} s)"
                 # NCCL's abort may block or raise, and neither may prevent the end of the process.
                 threading.Thread(target=self._abort, name="abort", daemon=True).start()
                 if not self._heard.wait(self._heard_s):

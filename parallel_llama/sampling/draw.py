@@ -96,7 +96,7 @@ class SamplingRow:
 
     @property
     def takes_best(self) -> bool:
-        """Whether the token is the argmax over the vocabulary, of unchanged logits with noise."""
+        """Whether the token is the argmax of the model's logits, or of these with noise."""
         return not self.params.is_filtered and not self.is_adjusted
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ def row_sampling_key(
 ) -> tuple[int, float]:
     """The random key and the temperature of a token; 0 and 0 for greedy and filtered sampling.
 
-    The arguments are those of a `SamplingRow`, which need not exist yet.
+    The arguments are fields of a `SamplingRow`, which need not exist yet.
     """
     if params.is_greedy or params.is_filtered:
         return 0, 0.0
@@ -135,7 +135,7 @@ def row_sampling_key(
 
 
 def filters_of(draws: Sequence[SamplingRow]) -> Filters:
-    """The filters and the noise of some tokens, on the host."""
+    """The filters and sampling keys of some tokens, on the host."""
     keys = torch.tensor([sampling_key(draw) for draw in draws], dtype=torch.int64)
     params = [draw.params for draw in draws]
     wide = torch.float64
@@ -153,7 +153,7 @@ def _key(seed: int, choice: int, position: int) -> int:
 
 
 def mask_of(ids: Collection[int]) -> bytes:
-    """The mask that allows some tokens, at least one, and no other."""
+    """The mask that allows only these tokens, at least one."""
     bits = bytearray(max(ids) // 8 + 1)
     for token in ids:
         bits[token // 8] |= 1 << token % 8

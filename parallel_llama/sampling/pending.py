@@ -92,7 +92,7 @@ class PendingDraws:
 
 
 def can_pend(draw: SamplingRow) -> bool:
-    """Whether a token has unchanged logits, no log-probabilities and few enough candidates."""
+    """Whether a token needs no log-probabilities, adjusted logits or large top_k."""
     params = draw.params
     return not draw.is_adjusted and params.logprobs is None and params.top_k <= N_CANDIDATES
 
@@ -100,7 +100,7 @@ def can_pend(draw: SamplingRow) -> bool:
 def _sent(
     rows: Sequence[int], draws: Sequence[SamplingRow], device: torch.device
 ) -> tuple[Tensor, Filters]:
-    """The numbers and filters of some rows on the device, in one copy."""
+    """Copies the numbers and filters of some rows to the device at once."""
     here = filters_of([draws[row] for row in rows])
     columns = (torch.tensor(rows), here.sampling_keys.keys, here.top_k)
     floats = (here.sampling_keys.temperatures, here.top_p, here.min_p)

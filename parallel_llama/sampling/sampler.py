@@ -1,7 +1,7 @@
 """Sampling one token per row from a vocabulary that is sharded over ranks.
 
-The shards are ascending ranges, some perhaps empty, and ranks do not exchange whole rows of logits.
-In the head exchange each rank sends a few numbers per row; all ranks then decide from the same
+The shards are ascending ranges, some perhaps empty; ranks rarely exchange whole rows of logits. In
+the head exchange each rank sends a few numbers per row; all ranks then decide from the same
 gathered bytes, so all decide alike.
 
 A token is the argmax of logits / temperature + Gumbel noise over the tokens that the filters keep.
@@ -58,7 +58,7 @@ def sample(
         draws: The tokens to sample, one per row.
         comm: The communicator of the ranks.
         best: [n, 2] float64 local, the best score of each row and its token, if they are known;
-            used if every token is an argmax.
+            used if every row `takes_best`.
 
     Raises: on all ranks, NumericalError if a row has NaN or +inf, or only -inf, and NoTokenLeft if
     masks and bans alone caused that.
@@ -106,7 +106,7 @@ def best_tokens(
 ) -> list[int]:
     """The tokens with the best scores, from a head exchange of two numbers per row.
 
-    In Python, since a call of torch takes as long as dozens of rows.
+    In Python, since one call of torch would take as long as dozens of rows.
 
     Shapes: of_ranks [tp_size, n, 2].
     Raises: as `sample`.
@@ -150,7 +150,7 @@ def _pick(
 
 @dataclass(frozen=True)
 class _Ways:
-    """The rows by kind: the largest logit, the whole vocabulary with noise, or with filters."""
+    """Row numbers by kind: the largest logit, noise without filters, noise with filters."""
 
     greedy: list[int]
     plain: list[int]
@@ -171,7 +171,7 @@ class _Head:
     """The result of the head exchange, with the candidates of all ranks merged.
 
     Shapes: blocks [tp_size, n, _N_FIXED + 2 K] float64; largest [n]; values and tokens [n, K], the
-    largest logits of the whole vocabulary in falling order, equal ones by token id.
+    largest logits of the whole vocabulary in descending order, ties by token id.
     """
 
     def __init__(self, blocks: Tensor) -> None:
@@ -277,7 +277,7 @@ def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], way
 
 def _mass(tiles: Tiles, temperature: Tensor) -> Tensor:
     """The sum of exp((logit - its row's largest) / temperature). Shapes: [n, 1] twice, float64."""
-    # A row of -inf alone has no mass; -inf minus itself would be NaN.
+    # A row with only -inf gets a mass of 0; -inf - -inf would be NaN.
     largest = tiles.largest.amax(1, keepdim=True).double()
     largest.clamp_(min=-torch.finfo(torch.float64).max)
     temperature = temperature.to(largest.device)
@@ -289,7 +289,7 @@ def _mass(tiles: Tiles, temperature: Tensor) -> Tensor:
 
 
 def _n_candidates(draw: SamplingRow) -> int:
-    """Candidates per rank for a row, which depend on its parameters alone."""
+    """Candidates per rank for a row; depends only on its parameters."""
     params = draw.params
     if params.is_filtered:
         return min(params.top_k or N_CANDIDATES, MAX_CANDIDATES)

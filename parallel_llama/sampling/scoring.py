@@ -83,7 +83,7 @@ def gather_logits(logits: Tensor, vocabs: Sequence[range], comm: Communicator) -
 
 
 def new_block(n: int, n_fixed: int, k: int, vocab: range, device: torch.device) -> Tensor:
-    """A rank's part of an exchange with N_LOCAL alone filled in. Shapes: [n, n_fixed + 2 k]."""
+    """A rank's part of an exchange, with only N_LOCAL filled in. Shapes: [n, n_fixed + 2 k]."""
     block = torch.full((n, n_fixed + 2 * k), -math.inf, dtype=torch.float64, device=device)
     block[:, N_LOCAL] = len(vocab)
     block[:, n_fixed + k :] = -1
@@ -108,7 +108,7 @@ def chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _exchange(logits: Tensor, vocab: range, targets: Tensor, k: int, comm: Communicator) -> Tensor:
-    """The numbers of all ranks. Shapes: [tp_size, n, _N_FIXED + 2 k] float64."""
+    """The blocks of all ranks. Shapes: [tp_size, n, _N_FIXED + 2 k] float64."""
     assert logits.shape == (len(targets), len(vocab))
     block = new_block(len(targets), _N_FIXED, k, vocab, logits.device)
     for rows, x in chunks(logits):

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from parallel_llama.ops.gumbel import TILE, gumbel, tile_gumbel
 from parallel_llama.sampling.draw import SamplingRow, sampling_key
 
-# Tiles that sampling without filters reads first, for a score that rules out most other tiles.
+# Tiles that sampling without filters reads first: their best score rules out most other tiles.
 _FIRST_TILES = 4
 
-# Far above the rounding of the noise, and too small to add tiles.
+# Far above the rounding of the noise, and too small to select more tiles.
 _NOISE_SLACK = 1e-9
 
 
@@ -55,7 +55,7 @@ class Tiles:
         return self.logits.flatten(1)
 
     def top_k(self, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest logits of each row and their tokens, in falling order, equal ones by token.
+        """The k largest logits of each row and their tokens, in descending order, ties by token.
 
         Shapes: returns [n, min(k, n_tiles * TILE)] twice, the logits' dtype and int64.
         """
@@ -124,7 +124,7 @@ class Tiles:
         places, order = places.sort(1)
         values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
         places = places.gather(1, order)
-        # topk returns any of several values equal to the smallest one; the first are needed.
+        # Of values that tie for the last place, topk returns any; the first are needed.
         smallest = values[:, -1:]
         is_open = ((logits >= smallest).sum(1) > k) & (smallest[:, 0] > -torch.inf)
         for row in is_open.nonzero()[:, 0].tolist():

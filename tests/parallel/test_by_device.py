@@ -154,7 +154,7 @@ def test_a_rank_that_is_lost_while_cards_wait_is_named(number):
                 assert waited < SOON_S
                 assert "rank 1 has died, is stopped or cannot be reached" in heard[0]
                 if number == signal.SIGSTOP:
-                    assert aborted == ["all"] and "(nothing came for 1 s)" in heard[0]
+                    assert aborted == ["all"] and "(no progress for 1 s)" in heard[0]
                     assert heard[1] == heard[0]  # before anybody else is asked
 
 
@@ -203,8 +203,8 @@ def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
     watchdog.add(FakeWork(0))
     watchdog.require_whole()
     assert given_up.wait(SOON_S) and time.monotonic() - began >= 0.3
-    assert failures == ["rank 1 has died (nothing came for 0.3 s)"]
-    with pytest.raises(RankError, match=r"rank 1 has died \(nothing came for 0\.3 s\)"):
+    assert failures == ["rank 1 has died (no progress for 0.3 s)"]
+    with pytest.raises(RankError, match=r"rank 1 has died \(no progress for 0\.3 s\)"):
         watchdog.require_whole()
 
 
@@ -227,7 +227,7 @@ def test_a_process_ends_where_its_card_is_not_let_go(is_heard):
             watchdog.require_whole()
         watchdog.end()
     assert ended.wait(0.3 if is_heard else SOON_S) is not is_heard
-    assert said == ([] if is_heard else ["rank 1 has died (nothing came for 0.1 s)"])
+    assert said == ([] if is_heard else ["rank 1 has died (no progress for 0.1 s)"])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

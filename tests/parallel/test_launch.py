@@ -357,7 +357,7 @@ def test_a_rank_that_never_comes_is_named_and_awaited_no_longer_than_the_timeout
 def test_where_rank_0_never_comes_it_is_named(meet):
     (line,) = meet((1, 2, ""), timeout_s=2)
     assert line["outcome"].startswith(
-        "rank 1 of 2 met nobody: rank 0 of 2 did not answer at MASTER_ADDR=127.0.0.1"
+        "rank 1 of 2 found no other rank: rank 0 of 2 did not answer at MASTER_ADDR=127.0.0.1"
     )
     assert line["seconds"] < 60
 
@@ -535,7 +535,7 @@ def test_a_rank_that_is_stopped_before_it_meets_the_others_is_named(start, rank)
         line = process.stderr.readline()
         told = json.loads(line) if line.startswith("{") else {}
     assert told["seconds"] < 60
-    says = "rank 1 of 2 never joined" if rank else "rank 1 of 2 met nobody"
+    says = "rank 1 of 2 never joined" if rank else "rank 1 of 2 found no other rank"
     assert told["outcome"].startswith(says)
     process.terminate()
     assert process.wait(timeout=LIMIT_S) == 143

@@ -46,11 +46,11 @@ from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 
-_MAX_CHUNK = 4  # queries of a KV head whose sums of values are in registers together
-_BLOCK_BYTES = 1 << 13  # values that all queries of a KV head use before the next values
+_MAX_CHUNK = 4  # queries of a KV head whose outputs are in registers together
+_BLOCK_BYTES = 1 << 13  # of values per block, which all queries of a KV head use in turn
 # The distance, in blocks of keys or values, from the block that is read to the one prefetched.
 _AHEAD = 2
-# Of a result: the largest score, and the sum of exp(score - largest).
+# Per result: the largest score, and the sum of exp(score - largest).
 _PARTIAL_FIELDS = 2
 
 
@@ -67,12 +67,12 @@ class _Shape:
 
     @property
     def block(self) -> int:
-        """Keys whose values all queries of a KV head use before the next values."""
+        """Keys per block; all queries of a KV head use its values before the next."""
         return max(1, _BLOCK_BYTES // (self.head_dim * self.lanes.stored.itemsize))
 
     @property
     def n_spare(self) -> int:
-        """Keys or values that must fit the buffer for copied or converted rows."""
+        """Keys or values for which the buffer of copied or converted rows has room."""
         return self.lanes.width if self.rows.is_plain else max(self.lanes.width, self.block)
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
@@ -85,7 +85,7 @@ class _Shape:
         yield middle, self.heads_per_kv, size
 
     def vectors_at_once(self, n_rows: int) -> int:
-        """Vectors of a value whose sums for each row fit the registers, with the rows' weights."""
+        """Vectors of a value to sum at once: for n rows they fit the registers with the weights."""
         n_vectors = self.head_dim // self.lanes.width
         fitting = (self.n_registers - 1 - n_rows) // n_rows
         return max(n for n in range(1, fitting + 1) if n_vectors % n == 0)
@@ -156,8 +156,8 @@ class DecodeAttentionKernel:
         assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
-        # Up to a vector less one precedes a part's first key. A vector of scores may begin at its
-        # last key, and a vector of -inf after that.
+        # Up to width - 1 scores precede a part's first key. One vector of scores may begin at its
+        # last key, and one of -inf follows.
         n_keys = min(batch.max_len, PART_KEYS)
         stride = -(-n_keys // self._width) * self._width + 2 * self._width
         n_items = len(batch.parts) * n_kv_heads
@@ -343,15 +343,15 @@ def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
 
 
 def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
-    """A vector whose lane i is the sum of all lanes of the i-th vector, all in the same order.
+    """A vector whose lane i is the sum of the lanes of the i-th vector, all in the same order.
 
-    Each step adds the halves of stretches of lanes, which become shorter, for two vectors at a
-    time: W - 1 additions for W vectors instead of log2(W) for each vector. With stretches of four
-    lanes, abcd and ABCD become a+c b+d A+C B+D.
+    Each step adds the two halves of every run of lanes, for two vectors at a time, and halves the
+    runs: W - 1 additions for W vectors instead of log2(W) for each. With runs of four lanes, abcd
+    and ABCD become a+c b+d A+C B+D.
     """
     while len(vectors) > 1:
         half = len(vectors) // 2
-        # The first halves of all stretches, of the first vector and then of the second.
+        # The first half of each run: that of the first vector, then of the second.
         first = [n + n // half % 2 * (lanes.width - half) for n in range(lanes.width)]
         second = [n + half for n in first]
         vectors = [
@@ -362,7 +362,7 @@ def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
 
 
 def _weigh(lanes: Lanes, row: Value, n: Value, own_partial: Value) -> None:
-    """row = exp(row - max(row)) for n numbers, where a vector may follow them.
+    """row = exp(row - max(row)) for n numbers; overwrites a vector after them.
 
     Stores the maximum and the sum of the results at `own_partial`.
     """
@@ -392,8 +392,8 @@ def _merge(
 ) -> None:
     """out = the merged results of a query's n parts.
 
-    The results of a query are `step` results apart. Overwrites partials with the factors of the
-    results before a part, and of the part's result.
+    The results of a query are `step` results apart. Overwrites each part's partial with two
+    factors: of the results before it, and of its result.
     """
     lanes, b = shape.lanes, out.b
 

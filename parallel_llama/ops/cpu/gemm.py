@@ -6,9 +6,8 @@ packs the next panel.
 
 The sums have the same bits as those of `gemv`. There a vector of W lanes runs along the inputs:
 lane i sums the inputs i, i + W, i + 2 W, ..., and then one half of the lanes is added to the other
-until one lane is left. Here the lanes are outputs, so the inputs of one lane of `gemv` are summed
-after those of another, and pairs of sums are added as in that tree. Inputs are packed in this
-order.
+until one lane is left. Here the lanes are outputs: the inputs of each lane of `gemv` are summed in
+turn, and their sums are added as in that tree. Inputs are packed in this order.
 
     block of rows      [inputs, n_rows]
     panel of outputs   [inputs, n_vectors, lanes]
@@ -43,8 +42,8 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 
-# Rows that are multiplied by all panels before the next rows, so that they fit a cache; fewer if
-# each thread would get fewer panels than this.
+# Rows per chunk, which fits a cache and is multiplied by all panels. With few panels it is smaller:
+# a thread then gets about this many products.
 _MAX_CHUNK = 512
 _PANELS_PER_THREAD = 4
 

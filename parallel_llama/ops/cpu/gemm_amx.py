@@ -57,13 +57,13 @@ _WORDS, _NUMBERS = ir.VectorType(I32, _SIDE), ir.VectorType(F32, _SIDE)
 _ROW_BYTES, _TILE_BYTES = 4 * _SIDE, 4 * _SIDE * _SIDE
 _BLOCK = 2 * _SIDE  # outputs, and rows, that are multiplied together: four tiles of results
 
-# Rows that are multiplied by the whole weight before the next rows, so that they fit a cache.
+# Rows per chunk, which fits a cache and is multiplied by the whole weight.
 _CHUNK = 6 * _BLOCK
 
 # Linux's arch_prctl on x86-64, with which a process requests permission to use tiles.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
-# Tiles are used if they are faster by this factor, so that the choice is the same in each run.
+# Tiles must be faster by this factor, so that noise does not change the choice.
 _PAYS = 1.5
 
 
@@ -192,7 +192,7 @@ def _split(b: ir.IRBuilder, thread: Thread, args: _SplitArguments[Value]) -> Non
 
 
 def _parts(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> list[Value]:
-    """The two parts of 32 inputs of a row, with a pair in each lane; zeros beyond the last row."""
+    """High and low part of 32 inputs of a row, a pair in each lane; zeros beyond the last row."""
     lanes = Lanes(torch.float32, torch.float32, _SIDE)
     mask = lanes.splat(row < n)
     own = x + row * x_stride + column

@@ -1,13 +1,13 @@
-"""Products of few rows with a weight, at the speed at which memory delivers the weight.
+"""Products of few rows with a weight, at memory bandwidth.
 
 A tile, which is a few rows of the weight, stays in the L1 cache while groups of rows of x pass over
 it. The sums of a group stay in registers, and the next tile is prefetched into the L2 cache, since
 the L1 cache has no room for two tiles of long rows. The order of summation is the same for any
 number of rows and threads.
 
-A thread's rows of the weight form as many stretches as a tile has rows, and a tile takes one row of
-each. So memory is read sequentially in a few places, which hardware prefetchers recognise. A single
-row of x needs no other prefetching.
+A thread's rows of the weight are cut into stretches, one for each row of a tile, which takes a row
+of each. So memory is read sequentially in a few places, which hardware prefetchers recognise. A
+single row of x needs no other prefetching.
 
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
@@ -40,14 +40,14 @@ from parallel_llama.ops.cpu.ir import (
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 from parallel_llama.ops.dispatch import Dispatch
 
-# Beyond this number of rows arithmetic is slower than memory, and `gemm` is faster.
+# With more rows, arithmetic takes longer than reading the weight: `gemm` is faster.
 MAX_ROWS = 32
 
 # Rows of x in a group.
 _ROWS = 6
 
-# Inputs that are summed in the lanes of a vector before the lanes are added up: as many as a panel
-# of `gemm` has, which sums in the same order and whose panels fit the L2 cache.
+# Inputs that are summed in the lanes of a vector before the lanes are added up. `gemm` sums in the
+# same order, and its panels of this many inputs fit the L2 cache.
 SUMMED_INPUTS = 1024
 
 Row = Callable[[Value], tuple[Value, Value]]  # the addresses of a row of x and of the result
@@ -112,10 +112,10 @@ class GemvKernel:
 
 
 class RoutedGemvKernel:
-    """Products of rows with one of several weights each, with the bits that `GemvKernel` gives.
+    """Multiplies each row by one of several weights; bitwise as `GemvKernel`.
 
     Shapes: x [n, k], rows contiguous; weights, the addresses of contiguous [m, k]; the result
-    [len(routes.targets), m], zeros in rows that no weight computes.
+    [len(dispatch.targets), m], zeros in rows that no weight computes.
     """
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: CPUFeatures) -> None:
@@ -226,7 +226,7 @@ def _multiply(
         """All rows of x by one row of each stretch of the weight."""
         numbers = [column + stretch * number for number in range(n_columns)]
         columns = [weight + number * k for number in numbers]
-        # Each group of several rows prefetches a share of the next tile: these numbers per vector.
+        # A group of several rows prefetches a part of the next tile: `share` numbers per vector.
         n_asking = larger((n + (group_rows - 2)) // group_rows, n.like(1))
         share = (n_asking - 1 + lanes.width) // n_asking
 
@@ -255,7 +255,7 @@ def _products(
     k: Value,
     prefetched: tuple[Value, Value] | None,
 ) -> list[Value]:
-    """row @ column for each row with each column, of k numbers each, computed together.
+    """row @ column for each pair of a row and a column, of k numbers each.
 
     Args:
         prefetched: where prefetching starts, counted from the start of each column, and by how many

@@ -4,7 +4,7 @@ Kernels run on torch's copy of GNU OpenMP: a second pool of threads would compet
 operations for the cores.
 
 Machine code is cached in the user's cache folder. The process runs what it finds there, so it only
-accepts files that this user alone can have written: the folder and the file belong to the user, and
+accepts files that no other user can have written: the folder and the file belong to the user, and
 nobody else may write to them. A file starts with the digest of its key and content; a file that is
 damaged, cut short or renamed is compiled again. Without such a folder, every kernel is compiled.
 
@@ -94,7 +94,7 @@ def compute_alone() -> None:
     Each thread that calls torch has its own team of OpenMP threads. Two teams have more threads
     than there are cores, and then GNU OpenMP lets its threads sleep after every operation.
     """
-    torch.get_num_threads()  # the first call sets the number, which must not happen later
+    torch.get_num_threads()  # later, a first call would reset the number
     library = openmp()
     if library is not None:
         library.omp_set_num_threads(1)
@@ -111,7 +111,7 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def threads_for(n_numbers: int) -> int:
-    """The number of threads for a pass over n numbers: a few are done before a thread starts."""
+    """The number of threads for a pass over n numbers: starting threads costs more for a few."""
     return torch.get_num_threads() if n_numbers > 1 << 16 else 1
 
 
@@ -124,7 +124,7 @@ class CompiledKernel(Generic[ArgumentsT]):
         types: see `Signature`.
 
     Attributes:
-        part: the address of what one thread runs: a function of the address of packed arguments,
+        part: the address of each thread's function, which takes the address of packed arguments,
             the thread's number, and the number of threads.
         packed: the arguments in memory, as the kernel reads them.
     """
@@ -144,7 +144,7 @@ class CompiledKernel(Generic[ArgumentsT]):
 
 
 class Launcher(Protocol):
-    """How a program is called: `at_once`, or as `Recording.run` does, which records the call."""
+    """Calls a kernel: `at_once` runs it, and `Recording.run` records the call."""
 
     def __call__(
         self, program: CompiledKernel[ArgumentsT], n_threads: int, arguments: ArgumentsT, /
@@ -178,7 +178,7 @@ def _compiled(signature: Signature[Any], body: Body) -> bytes:
 
 
 def _recipe(body: Body) -> str:
-    """The part of a kernel's key that names its function, that module's source and parameters."""
+    """The function, module source and parameters of a kernel, as a part of its key."""
     function, parameters = body, ()
     if isinstance(body, partial):
         function, parameters = body.func, body.args
@@ -189,7 +189,7 @@ def _recipe(body: Body) -> str:
 
 
 def _text(parameter: object) -> str:
-    """A complete description of a parameter, which is plain data."""
+    """Plain data as text, in full."""
     if is_dataclass(parameter):
         own = (f"{each.name}={_text(getattr(parameter, each.name))}" for each in fields(parameter))
         return f"{type(parameter).__qualname__}({', '.join(own)})"
@@ -240,7 +240,7 @@ def _part(module: ir.Module, signature: Signature[Any], body: Body) -> ir.Functi
 
 
 def _entry(module: ir.Module, part: ir.Function) -> None:
-    """The function that OpenMP starts in each thread, which asks for the thread's number."""
+    """The function that OpenMP starts in each thread; passes the thread's number to `part`."""
     packed = part.args[0].type
     function = ir.Function(module, ir.FunctionType(VOID, [packed]), "entry")
     b = ir.IRBuilder(function.append_basic_block())
@@ -250,7 +250,7 @@ def _entry(module: ir.Module, part: ir.Function) -> None:
 
 
 def _linked(code: bytes, library: ctypes.CDLL) -> llvm.ResourceTracker:
-    """Loads machine code for as long as the result lives, which maps functions to addresses."""
+    """Loads machine code. The result maps functions to addresses and keeps the code loaded."""
     linker = llvm.JITLibraryBuilder().add_object_img(code)
     for names, source in ((_FROM_OPENMP, library), (_FROM_SYSTEM, ctypes.CDLL(None))):
         for each in names:
@@ -281,7 +281,7 @@ def _optimised(built: ir.Module, machine: llvm.TargetMachine) -> bytes:
 
 
 def machine_code(key: str, make: Callable[[], bytes]) -> bytes:
-    """The code for a key, which contains everything that the code depends on."""
+    """The code for a key, which must contain all that the code depends on."""
     folder, name = _folder(), hashlib.sha256(key.encode()).hexdigest()
     if folder is None:
         return make()
@@ -289,7 +289,7 @@ def machine_code(key: str, make: Callable[[], bytes]) -> bytes:
     code = _read(path, name)
     if code is None:
         code = make()
-        with suppress(OSError):  # a full disk costs the next start some time
+        with suppress(OSError):  # with a full disk, the next start compiles again
             _write(path, _digest(name, code) + code)
     return code
 

@@ -141,7 +141,7 @@ class KVRows:
         n = self.lanes.width
         if self.stored == torch.int8:
             integers = {torch.float32: I32, torch.float64: I64}[self.lanes.computed]
-            # The last bit of the summand counts ones, so the sum is rounded to integers.
+            # The summand's last mantissa bit is worth 1, so the sum rounds to an integer.
             n_mantissa = {torch.float32: 23, torch.float64: 52}[self.lanes.computed]
             rounded = numbers + 1.5 * 2.0**n_mantissa
             return rounded.bits_as(ir.VectorType(integers, n)).resized(ir.VectorType(I8, n))
@@ -170,7 +170,7 @@ class _Arguments(Generic[T]):
 
 
 class UnpackKernel:
-    """The same bits as `kv_rows.unpack` in torch, which needs several passes.
+    """`kv_rows.unpack` in one pass, bit for bit.
 
     Shapes: rows [1, K, S, W], contiguous for each head; the result [1, K, S, D].
     """

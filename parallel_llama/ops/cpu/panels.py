@@ -68,7 +68,7 @@ class PanelReader:
     form: QuantFormat
 
     def group_at(self, number: Value, n_before: Value) -> Group:
-        """A group of a matrix whose first block began `n_before` groups before the matrix."""
+        """A group, and its block: the matrix begins `n_before` groups into its first block."""
         is_shared = self.form.n_shared > 1
         return Group(number, (number + n_before) // self.form.n_shared if is_shared else number)
 

@@ -1,8 +1,7 @@
 """Softmax attention of consecutive queries of one sequence, over keys and values in the KV cache.
 
-The queries that share a KV head, with those of one token side by side, are columns; a few vectors
-of columns form a block. Everything that is computed for a block has columns in its lanes, so no dot
-product and no softmax adds lanes up:
+The queries that share a KV head are columns, ordered by token; a few vectors of columns form a
+block. All vectors have columns in their lanes, so no dot product and no softmax adds lanes up:
 
     scores[keys, columns]  = k[keys] @ q[:, columns]
     weights[keys, columns] = exp(scores[keys, columns] - the largest of a column)
@@ -16,10 +15,9 @@ on the query, its keys and its values: not on the chunk's other queries, where t
 the thread.
 
 `PrefillAttentionKernel` reads keys and values in place; a narrow cache is converted a tile at a
-time. It gives a query the same bits as `decode_attention`, which multiplies vectors of W numbers of
-a query and a key and adds their lanes up: here the numbers i, i + W, i + 2 W, ... of a head are
-summed for every i, and these sums are added as lanes are. Its tiles are the parts of
-`decode_attention`.
+time. It gives a query the same bits as `decode_attention`, which sums the numbers i, i + W, i + 2
+W, ... of a head in lane i and then adds the lanes up: here these sums are computed one by one, and
+added as the lanes are. Its tiles are the parts of `decode_attention`.
 
 Source: FlashAttention-2, arXiv 2307.08691; online softmax, arXiv 1805.02867.
 """
@@ -69,7 +67,7 @@ class BlockShape:
         n_vectors: vectors of columns in a block.
         tile: keys of a tile.
         n_at_once: keys that are scored together; divides `tile`.
-        n_strided: partial sums of the weights of a tile, each over keys that far apart.
+        n_strided: partial sums of a tile's weights; each has keys that far apart.
     """
 
     lanes: Lanes
@@ -91,7 +89,7 @@ class BlockShape:
         return -(-self.head_dim // self.lanes.width) * self.lanes.width
 
     def mask(self, i: Value) -> Value | None:
-        """The mask of lanes with numbers of a head, for a vector from number i; None for all."""
+        """The mask of a vector from number i of a head; None if all its lanes are used."""
         n = self.head_dim
         return None if n % self.lanes.width == 0 else self.lanes.first(n - i)
 
@@ -455,7 +453,7 @@ def _attention(
 
 
 class _VectorProducts:
-    """Products number by number; `_offsets` are those of a tile's keys and values."""
+    """Products on vector registers; `_offsets` are those of a tile's rows in the cache."""
 
     def __init__(
         self,

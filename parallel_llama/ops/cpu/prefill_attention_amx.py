@@ -153,7 +153,7 @@ def make_prefill_attention_amx(head_dim: int, scores: Scores) -> PrefillAttentio
 def _pack(head_dim: int, b: ir.IRBuilder, thread: Thread, args: _PackArguments[Value]) -> None:
     """Packs keys and values from position `start` on, in blocks of 32.
 
-    Positions that no query sees get the keys and values of others.
+    Positions without a key get those of the nearest position.
 
     Shapes: k, v [K, n_slots, D] -> keys [K, n_rows, D], values [K, n_rows / 32, D, 32].
     """

@@ -53,12 +53,11 @@ from parallel_llama.ops.cpu.panels import (
 from parallel_llama.ops.cpu.vector_math import ByteDots, add_byte_dots
 from parallel_llama.ops.quant import LEAST_INPUT, PanelShape
 
-# Panels that are multiplied with the same inputs, and rows that are multiplied with the same panel:
-# their integer and float32 sums fill the registers.
+# Panels and rows that are multiplied together: their integer and float32 sums fill the registers.
 _PANELS = 2
 _ROWS = 6
 
-# Rows that are multiplied by all panels before the next rows, so that their inputs fit a cache.
+# Rows per block, whose inputs fit a cache; a block is multiplied by all panels.
 _BLOCK = 16 * _ROWS
 
 _WORD = I32.as_pointer()

@@ -52,11 +52,11 @@ _PART, _ARGUMENTS, _N_THREADS, _HAS_BARRIER = range(CALL_CELLS)
 STATE_CELLS = 24
 _ARRIVED, _N_PASSED, AT = 0, 8, 16
 
-# Spins before a thread yields its core: some tens of microseconds, which is how long threads wait
-# for each other if each has a core.
+# Spins before a thread yields its core: tens of microseconds, the usual wait of threads that have a
+# core each.
 _SPINS = 1000
 
-# Calls of torch that neither read nor write numbers, if the result shares memory with the argument.
+# Calls of torch that compute nothing; the results of _VIEWS must share memory with the argument.
 _VIEWS = {"__getitem__", "view", "flatten", "contiguous", "chunk", "unbind"}
 _QUERIES = {"__get__", "__len__", "size", "stride", "dim", "numel", "data_ptr", "is_contiguous"}
 _EMPTY = {"empty", "empty_like", "new_empty"}
@@ -199,7 +199,7 @@ class Recording:
     def run(
         self, program: CompiledKernel[ArgumentsT], n_threads: int, arguments: ArgumentsT, /
     ) -> None:
-        """Records a call; this is a `Run`."""
+        """Records a call; this is a `Launcher`."""
         self._calls.append((program, n_threads, program.packed(arguments)))
 
     def exit(self, fallback: Callable[[], None]) -> Exit[int]:

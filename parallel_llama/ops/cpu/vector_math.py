@@ -24,7 +24,7 @@ def exp(lanes: Lanes, x: Value) -> Value:
     """
     numbers, degree = torch.finfo(lanes.computed), _DEGREE[lanes.computed]
     n_mantissa = round(-math.log2(numbers.eps))
-    # A number so large that its last bit counts ones: adding it rounds, and n is in the low bits.
+    # A number whose last mantissa bit is worth 1: adding it rounds, with n in the low bits.
     shift = 1.5 * 2**n_mantissa
     shifted = fma(x, 1 / _LN2, shift)
     n = shifted - shift
@@ -73,7 +73,7 @@ def to_e4m3(numbers: Value) -> Value:
     size = abs(numbers)
     # The exponents' biases are 127 and 7.
     normal = _without_last(_bits(size), 20) - (120 << 3)
-    # The last bit of 2^14 counts 2^-9, so the sum is rounded to multiples of that.
+    # The last bit of 2^14 is worth 2^-9, so the sum is a multiple of that.
     small = _bits(size + 2.0**14) & 0xF
     sign = (_bits(numbers) >> 24) & 0x80
     return where(size < _LEAST_NORMAL, small, normal) | sign

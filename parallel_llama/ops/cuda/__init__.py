@@ -1,7 +1,7 @@
 """Triton kernels for a model on a CUDA device.
 
-A step of a few rows reads every weight once, so the number of launches and host synchronisations
-counts. Grids are computed from shapes alone, and no kernel synchronises.
+A step of a few rows reads every weight once, so launches and host synchronisations must be few.
+Grids depend only on shapes, and no kernel synchronises.
 
 A row's bits do not depend on the other rows of the batch. Sums are in float32. Tile sizes are
 powers of two, with masks.
@@ -9,6 +9,6 @@ powers of two, with masks.
 A kernel is compiled once per model, not per number of rows: arguments that depend on the number of
 rows are marked as not specialised, since Triton would compile anew for 1 and for multiples of 16.
 
-Triton is installed with torch for CUDA alone, so only this folder imports Triton, and this folder
-is imported only for a model on a CUDA device.
+Triton comes with torch for CUDA only, so only this folder imports Triton, and only a model on a
+CUDA device imports this folder.
 """

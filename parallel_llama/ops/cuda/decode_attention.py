@@ -25,7 +25,7 @@ _TILE_BYTES = 1 << 14  # of a tile of keys
 _SUM_BYTES = 1 << 14  # of a tile of queries, limited by registers
 _MAX_SPLITS = tl.constexpr(64)  # per query
 _AT_ONCE = tl.constexpr(8)  # splits that are loaded together
-# Numbers beside the sums of a split: the largest score, the total, and padding for alignment.
+# More numbers per split than its sums: the largest score, the total, padding for alignment.
 _BESIDE = tl.constexpr(4)
 
 
@@ -79,7 +79,7 @@ def decode_attention(
 def _tile(widest: int, head_dim: int, itemsize: int, is_packed: bool) -> tuple[int, int, int]:
     """Heads, keys and numbers per tile, as many as fit into registers.
 
-    They depend on the model alone, since the order of sums depends on them.
+    They depend only on the model, since they determine the order of sums.
     """
     size = tile(max(head_dim, 16))
     group = min(tile(max(widest, 16)), max(_SUM_BYTES // (size * itemsize), 16))
@@ -90,8 +90,8 @@ def _tile(widest: int, head_dim: int, itemsize: int, is_packed: bool) -> tuple[i
 def _programs(n_pairs: int, n_bytes: int) -> int:
     """Programs per pair of a query and a KV head.
 
-    With few pairs, enough to fill a GPU. One, which needs no memory for partial results and no
-    merge, if these would take too much memory, since there are many pairs then.
+    With few pairs, enough to fill a GPU. One, which needs neither partial results nor a merge, if
+    partial results would take too much memory: then there are many pairs.
     """
     if n_bytes > _ROOM_BYTES:
         return 1
@@ -110,7 +110,7 @@ def _seen(rows, at, window, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr):
     return first - first_key, n_keys, length
 
 
-# The rows and blocks of a step start anywhere in a buffer; alignment must not recompile.
+# `rows` and `blocks` start anywhere in a buffer; their alignment must not recompile.
 @triton.jit(do_not_specialize_on_alignment=["rows", "blocks"])
 def _decode(
     q, k, v, out, found, rows, blocks, bounds,
@@ -132,7 +132,7 @@ def _decode(
     own_q = tl.load(q + row * q_stride + places, is_own, 0)
     k, v = k + kv_head * k_stride, v + kv_head * v_stride
     found += (at.to(tl.int64) * n_heads + heads) * (_MAX_SPLITS * (SIZE + _BESIDE))
-    # The same code for any number of programs, so that all round alike.
+    # The same code for any number of programs, so that rounding is equal.
     is_alone = tl.num_programs(2) == 1
     top, total, sums = nothing(GROUP, SIZE)
     for start in range(tl.program_id(2) * length, n_keys, tl.num_programs(2) * length):

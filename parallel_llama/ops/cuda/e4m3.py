@@ -10,7 +10,7 @@ import triton.language as tl
 # Two functions with the same results for numbers, since each suits the registers of its callers.
 @triton.jit
 def from_e4m3(bytes_):
-    """The bytes of finite numbers as float32: the same bits, with the exponent rescaled."""
+    """Bytes of finite e4m3 numbers as float32: shifts the bits and rescales the exponent."""
     bits = (bytes_.to(tl.int8, bitcast=True).to(tl.int32) << 20) & ~0x78000000
     return bits.to(tl.float32, bitcast=True) * 2.0**120
 

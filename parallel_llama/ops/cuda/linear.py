@@ -1,12 +1,12 @@
 """Products of a few rows with one weight, or each row with one of several weights.
 
-A program computes some outputs of MAX_ROWS rows, over all or some inputs; a second launch adds the
-sums over some inputs. The tile always has MAX_ROWS rows, and the split depends only on the weight's
+A program computes some outputs of MAX_ROWS rows, over all inputs or a part; a second launch adds
+the sums over parts. The tile always has MAX_ROWS rows, and the split depends only on the weight's
 shape, so a row's reduction order depends neither on the batch nor on its route.
 
 A routed program finds its weight and rows in `starts` on the device, so that the host need not
-synchronise: the grid has as many programs as any routes of this many rows can need, and programs
-without rows exit at once. Programs that read the same part of a weight are neighbours.
+synchronise: the grid has enough programs for any dispatch of this many rows, and programs without
+rows exit at once. Programs that read the same part of a weight are neighbours.
 """
 
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ class Cut:
 
 
 def parts_of(n_blocks: int, n_inputs: int) -> int:
-    """The number of parts of the inputs, so that few blocks of outputs are enough programs."""
+    """Parts of the inputs: more for few blocks of outputs, for enough programs."""
     wanted = -(-_PROGRAMS // max(n_blocks, 1))
     return max(min(wanted, _MAX_PARTS, n_inputs // _MIN_INPUTS), 1)
 
@@ -157,7 +157,7 @@ def routed_linear(
 
 
 def most_tiles(n: int, n_weights: int) -> int:
-    """The largest number of tiles that n rows of some weights, or of none, can need."""
+    """The most tiles that n rows can need, each row with a weight or none."""
     n_used = min(n, n_weights + 1)
     return n_used + (n - n_used) // MAX_ROWS
 

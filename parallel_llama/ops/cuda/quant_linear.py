@@ -7,7 +7,7 @@ Integer formats round the inputs to int8, so a group's product is exact and only
 rounds. fp8 converts the weight to the dtype of the inputs, which is exact, and sums a group in
 float32. The matrix's shape alone decides how the groups are split into parts, which are added in
 order, in the same program or by a second launch. So a row's result does not depend on the number of
-rows: for any number with integers, for up to MAX_ROWS with fp8.
+rows (with fp8, up to MAX_ROWS rows).
 
 Source: `ops.quant` defines the products and the panel layout.
 """
@@ -60,7 +60,7 @@ def quant_gemm(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> Non
         shape.scale_bytes // 2, shape.factors_at, shape.integers_at,
         triton.cdiv(shape.n_groups, n_parts), 1 if is_split else n_parts,
         **_constants(shape.form), ROWS=rows, OUTPUTS=_OUTPUTS,
-        # A fused multiply-add here and none in the kernel for more rows would round differently.
+        # Fused multiply-adds, if only some tile sizes had them, would change the rounding.
         enable_fp_fusion=False, num_warps=n_warps, num_stages=6,
     )  # fmt: skip
     if is_split:

@@ -15,7 +15,7 @@ _TILE = 64  # pairs per program, and per iteration
 
 
 def route(scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tensor]:
-    """`TorchOps.route` from the router's scores; the routing_weights are in float32.
+    """`TorchOps.route` from the router's scores; the routing weights are in float32.
 
     Shapes: scores [T, n_experts] -> routing_weights [T, n_active], experts [T, n_active].
     """
@@ -76,9 +76,9 @@ def _route(
 def _routes(
     experts, tokens, order, pairs, starts, n, n_active, first_expert, n_experts, TILE: tl.constexpr
 ):
-    """The place of a pair is the number of pairs before it, sorted by expert and then by pair.
+    """The place of a pair is the number of pairs with a smaller sort key.
 
-    The start of an expert is computed likewise, as the place of a pair before all of its pairs.
+    The start of an expert is the place of an imaginary pair before all its pairs.
     """
     items = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_pair, expert = items < n, items - n

@@ -2,8 +2,8 @@
 
 A row of logits is split over several programs, so that one row fills the device, and further
 launches merge what they find. A candidate is one `sort_key` of a logit and its token. The K largest
-keys are found without sorting: bit by bit, as the smallest key that still counts; the last launch
-orders them by counting how many are larger.
+keys are found without sorting: a search bit by bit finds the smallest one; the last launch orders
+the keys by counting the larger ones.
 
 The noise is that of `ops.gumbel`, in float64; only the last bits of a logarithm may differ from the
 CPU's.
@@ -19,7 +19,7 @@ from parallel_llama.ops.cuda.sort_key import number_of, score_of, sort_key
 from parallel_llama.ops.filters import TOP_P_SLACK, Filters
 from parallel_llama.ops.gumbel import GAMMA, MULTIPLIERS, TILE, SamplingKeys
 
-_TILES = 8  # per program of a plain draw: one number of each for a thread
+_TILES = 8  # per program of a plain draw; a thread has a token of each
 
 # Logits per program that searches candidates: 32 for each thread of one warp, so that sums need no
 # barrier.
@@ -33,7 +33,7 @@ _FIRST, _SECOND = map(tl.constexpr, MULTIPLIERS)
 
 
 def draw(x: Tensor, sampling_keys: SamplingKeys, first: int) -> Tensor:
-    """As `TorchOps.draw`. Shapes: [n, m], m > 0; noise of n rows -> [n, 2] float64."""
+    """As `TorchOps.draw`. Shapes: [n, m], m > 0; n sampling keys -> [n, 2] float64."""
     assert (
         x.stride(1) == 1
         and sampling_keys.keys.is_contiguous()
@@ -208,7 +208,7 @@ def _candidates(
     row, places, parts = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, PARTS)
     found += row * (1 + 2 * K)
     own, others = tl.load(keys + row * K + places)[:, None], tl.load(keys + row * K + places)[None]
-    # Keys of no token are equal; their places keep them apart.
+    # Keys of no token are equal; these are ordered by place.
     is_before = (others > own) | ((others == own) & (places[None] < places[:, None]))
     at = found + 1 + tl.sum(is_before.to(tl.int32), 1)
     own = tl.ravel(own)
@@ -236,12 +236,12 @@ def _draw_filtered(
     value, token, own = _of_ranks(of_ranks, places, row, n, tp_size, K)
     best = tl.max(value, 0)
     weight = _shift(value, best, temperature)
-    # A rank's total is stored before its candidates and counts once.
+    # A rank's mass is stored before its candidates and counts once.
     is_first = (places % K == 0) & (places < tp_size * K)
     masses = of_ranks + (places // K * n + row) * (1 + 2 * K)
     mass = tl.sum(tl.load(masses, is_first, 0.0) * weight, 0)
 
-    # For each candidate: how many are before it in falling order, and their total weight.
+    # For each candidate: the number of larger ones, and their total weight.
     top_k = tl.where(top_k == 0, vocab_size, tl.minimum(top_k, vocab_size))
     n_candidates = tl.minimum(K, vocab_size)
     number, before = tl.zeros((SIZE,), tl.int32), tl.zeros((SIZE,), tl.float64)

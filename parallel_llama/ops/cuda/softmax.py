@@ -33,7 +33,7 @@ def nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def add_keys(top, total, sums, q, k, v, is_visible, factor, cap, CAPPED: tl.constexpr):
-    """The state after some more keys; `is_visible` masks those that a query attends to.
+    """The state after more keys; `is_visible` marks the keys that a query attends to.
 
     Shapes: top, total [ROWS], sums [ROWS, SIZE]; q [ROWS, SIZE]; k, v [n, SIZE]; is_visible
     [ROWS, n], or [1, n] for all queries.

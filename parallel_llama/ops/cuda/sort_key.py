@@ -1,4 +1,4 @@
-"""Sort keys: a score and a number as one integer, ordered by score, then by falling number."""
+"""Sort keys: a score and a number as one integer, ordered by score; ties by descending number."""
 
 import triton
 import triton.language as tl
