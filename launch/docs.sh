@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the documentation into build/docs, in a virtual environment of its own, .venv-docs. Every
-# warning is an error, such as a link to a page or heading that is not there.
+# warning is an error, for example about a link to a missing page or heading.
 #
 #   bash launch/docs.sh
 set -euo pipefail

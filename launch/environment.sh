@@ -3,7 +3,7 @@
 #   prepare_environment FOLDER REQUIREMENT PACKAGE...
 #
 # installs this repository as REQUIREMENT ('.', '.[docs]' or '.[test]', editable) and each PACKAGE
-# without what it declares. A stamp of everything that decides the result makes a second run free.
+# without its dependencies. A second run with equal inputs does nothing, as a stamp shows.
 
 TORCH=2.13.0
 
@@ -28,7 +28,7 @@ choose_python() {
         "PYTHON=/path/to/python3.12 bash $0"
 }
 
-# What decides the result of an installation with this Python, as one word.
+# A hash of the inputs of an installation with this Python.
 environment_stamp() {
     local python=$1 requirement=$2
     shift 2

@@ -188,10 +188,10 @@ def _unspelled(scored: TokenLogprob) -> TokenLogprob:
 
 
 def main() -> int:
-    """Runs the engine of a server, which started this process; returns the exit code.
+    """Runs the engine of a server, whose HTTP front has started this process; the exit code.
 
-    Reads the LLMConfig from stdin, as one line of JSON, starts the other ranks, and serves the
-    front through the socket of the given number until the front closes it.
+    The process reads its LLMConfig from stdin as one line of JSON, starts the other ranks, and
+    serves the front through socket FD until the front closes it.
     """
     end_with_parent()
     log_to_stderr(sys.argv[2])

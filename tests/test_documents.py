@@ -116,11 +116,13 @@ def test_every_block_is_run_or_known() -> None:
 
 
 def spoken() -> str:
-    """Every text of the source, what f-strings put in being left out."""
+    """The string literals of the source without docstrings and the values of f-strings."""
     texts = (
         node.value
         for path in (ROOT / "parallel_llama").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for parent in ast.walk(ast.parse(path.read_text()))
+        if not isinstance(parent, ast.Expr)
+        for node in ast.iter_child_nodes(parent)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     return "\0".join(texts)

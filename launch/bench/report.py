@@ -19,16 +19,16 @@ def _share(values: Mapping[str, float]) -> str:
 
 _SPEEDS: Columns = {
     "prefill_tokens_per_s": ("prefill, tokens/s", _spread),
-    "product_rate_share": ("of float32's products", _share),
+    "product_rate_share": ("of float32 rate", _share),
     "decode_tokens_per_s": ("decode, tokens/s", _spread),
-    "read_bandwidth_share": ("of memory's rate", _share),
+    "read_bandwidth_share": ("of memory rate", _share),
     "new_tokens_per_s": ("new tokens/s", _spread),
     "total_s": ("seconds", _spread),
 }
 _COSTS: Columns = {
     "weight_bytes_per_step": ("weights of a step, MB", lambda n: f"{n / 1e6:.1f}"),
     "start_to_first_token_s": ("start to first token, s", _spread),
-    "peak_rss_bytes": ("memory at most, MB", lambda n: f"{n / 1e6:.0f}"),
+    "peak_rss_bytes": ("peak memory, MB", lambda n: f"{n / 1e6:.0f}"),
     "perplexity": ("perplexity", "{:.4g}".format),
 }
 _CHARTS = {
@@ -63,7 +63,7 @@ def _heading(result: dict[str, Any]) -> str:
     return (
         f"{result['model']}; {prompts}; {result['new_tokens']} new for each\n"
         f"{result['processor']}, {len(result['cores'])} cores{_rates(result)}\n"
-        f"rounds: {result['turns']}; median (least to most); "
+        f"rounds: {result['turns']}; median (min to max); "
         f"perplexity of {result['text_tokens']} tokens"
     )
 
@@ -93,7 +93,7 @@ def _agreement(engines: dict[str, Any]) -> str:
     for name, own in engines.items():
         agreement = own["agreement"]
         if agreement["with"] == name:
-            rows.append([name, "gives the tokens that the others are compared with"])
+            rows.append([name, "reference for the tokens of the others"])
             continue
         text = (
             f"{agreement['tokens']} of {agreement['of_tokens']} tokens the same, all tokens for "

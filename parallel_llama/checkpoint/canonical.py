@@ -1,7 +1,7 @@
 """The tensors of a checkpoint in canonical form, with the same bytes and hash in every layout.
 
-Canonical are Meta's name, the whole tensor, row-major, wq and wk in half-split rotary order, and
-the stored dtype (float32 if quantised) or a requested one. Tensors are read in pieces of rows.
+Canonical form: Meta's name; the whole tensor, row-major; wq and wk in half-split rotary order; the
+stored dtype (float32 if quantised) or a requested one. Tensors are read in pieces of rows.
 """
 
 import math

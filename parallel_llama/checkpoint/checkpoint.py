@@ -103,7 +103,7 @@ def refuse_difference(where: object, difference: Mapping[str, Sequence[str]]) ->
 def reordered(
     rows: Tensor, head_dim: int, order: RotaryOrder, rotary_dim: int | None = None
 ) -> Tensor:
-    """Converts the rows of whole heads from the other rotary order to `order`; a new tensor.
+    """Converts the rows of whole heads from the other rotary order to `order`, as a copy.
 
     Only the first `rotary_dim` rows of each head are rotary; None stands for all rows.
 

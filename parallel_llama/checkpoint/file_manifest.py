@@ -88,7 +88,7 @@ def damaged_files(
     report: Report,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """The names of the files whose hash differs from the manifest's; these are not reported.
+    """Returns, without reporting, the files whose hash differs from the manifest's.
 
     Reports files that are missing, lead out of the folder or have another size, and files in
     `present` that the manifest does not list. An unlisted file is a problem if it could change the
@@ -131,7 +131,7 @@ def require_whole(
 ) -> None:
     """Check the files of a model against its manifest before the model is used.
 
-    `part` is a slice of the list of files, with or without those of weights; `on_bytes` gets the
+    `weights` includes weight files, and `part` selects a slice of the list; `on_bytes` gets the
     size of each piece that is read.
 
     Raises: UsageError if the folder has no manifest; DamagedWeights naming the damaged and missing

@@ -36,7 +36,7 @@ class HFFolder(TensorFiles):
     """
 
     layout = "hf"
-    readable = f"readable are {', '.join(STORED)}, and F16 for scales; {_INSTEAD}"
+    readable = f"supported: {', '.join(STORED)}, and F16 for scales; {_INSTEAD}"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         headers = {path: _header(path, args) for path in files.weights}
@@ -136,7 +136,7 @@ class HFFolder(TensorFiles):
 
 
 def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:
-    """The tensors of a file by their names in a model with a head."""
+    """The tensors of a file; a base model's names are completed."""
     tensors: dict[str, FileTensor] = {}
     for name, tensor in read_header(path).items():
         full_name = hf_full_name(name, family_of(args).names)

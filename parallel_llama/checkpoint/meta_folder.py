@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Split:
-    """The range along `dim` that each file holds of a tensor.
+    """The range of a tensor along `dim` that each file holds.
 
     The ranges are in order and cover the tensor. Where ranges overlap, the files hold copies.
     """
@@ -54,7 +54,7 @@ class MistralFolder(TensorFiles):
     """
 
     layout = "meta"
-    readable = f"readable are {', '.join(STORED)}; use the unquantised model"
+    readable = f"supported: {', '.join(STORED)}; use the unquantised model"
 
 
 class MetaFolder(Checkpoint):
@@ -86,7 +86,7 @@ class MetaFolder(Checkpoint):
                 if name not in params and not family_of(args).skips(name, "meta", args)
             ],
             "misshapen": [
-                f"{param.name} is {_listed_shapes(self._shapes(param.name))} over the files, "
+                f"{param.name} is {_listed_shapes(self._shapes(param.name))} in the files, "
                 f"expected {list(param.shape)}"
                 for param in params.values()
                 if all(param.name in state for state in self._states) and not self._split(param)
@@ -96,7 +96,7 @@ class MetaFolder(Checkpoint):
         for name, path, tensor in held:
             if name in params and tensor.dtype not in _DTYPES:
                 raise CheckpointError(
-                    f"{path}: tensor {name!r:.200} has the dtype {tensor.dtype}; readable are "
+                    f"{path}: tensor {name!r:.200} has the dtype {tensor.dtype}; supported: "
                     "float64, float32, float16 and bfloat16"
                 )
 
@@ -113,7 +113,7 @@ class MetaFolder(Checkpoint):
             return self._states[0][param.name].new_empty(sliced_shape(param, rows))
         split = self._split(param)
         assert split is not None, "the checkpoint passed its check"
-        # Along the dimension of the files' cut, a file holds part of the rows; along another, all.
+        # Files hold parts along `split.dim`, and everything along other dimensions.
         wanted = rows if split.dim == param.dim else range(param.shape[split.dim])
 
         def piece(file: int, part: range) -> Tensor:
@@ -214,8 +214,8 @@ def meta_vocab_size(files: ModelFiles) -> int:
         if whole is not None and whole[1] == dim:
             return whole[0]
     raise CheckpointError(
-        f"{files.path}: tok_embeddings.weight is {_listed_shapes(shapes)} over the files, which "
-        f"does not add up to rows of {dim}"
+        f"{files.path}: tok_embeddings.weight is {_listed_shapes(shapes)} in the files; the "
+        f"parts do not form rows of {dim}"
     )
 
 
@@ -240,9 +240,9 @@ def norm_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
     """The copies of norms that differ, by Meta's names, one for each file of the original folder.
 
     Meta's 70B files have them, because rounding differed between the ranks of its training. The
-    model uses the copy of the first file. The others are kept in a small file beside the weights,
-    so that the conversion is lossless and the same number of Meta files gets its own copies back. A
-    converted folder keeps the copies of its source. Logs a warning if there are any.
+    model uses the copy of the first file. The other copies are kept in a small file beside the
+    weights, so that a conversion to as many Meta files restores the copy of each file. A converted
+    folder keeps the copies of its source. Logs a warning if there are any.
 
     Raises: CheckpointError if a file is damaged.
     """

@@ -52,8 +52,8 @@ BYTE_DTYPES = {"I8": torch.int8, "U8": torch.uint8, _FLOAT: torch.float8_e4m3fn}
 class Part:
     """A tensor of a native folder: a plain weight, or one tensor of a quantised weight.
 
-    `param` has the name and shape of the tensor, `unit` is in its rows or columns, and `per` is the
-    number of inputs of the weight per value. Plain weights may have any `dtype`, so it is not set.
+    `param` names the tensor and has its shape, `unit` is its rows or columns per unit, and each
+    value stands for `per` inputs of the weight. Plain weights have any dtype, so `dtype` is None.
     """
 
     param: Param
@@ -74,7 +74,7 @@ class Part:
         return stored_shape(self.param, self.unit)
 
     def rows(self, of_weight: range) -> range:
-        """The rows or columns of the tensor for those of the weight, which are whole groups."""
+        """Converts rows or columns of the weight, in whole groups, to those of the tensor."""
         if self.param.dim == 0:
             return of_weight
         return range(of_weight.start // self.per, of_weight.stop // self.per)
@@ -86,7 +86,7 @@ class NativeFolder(TensorFiles):
     Raises: CheckpointError if a file or native.json is damaged.
     """
 
-    readable = f"a native folder has {', '.join(STORED)}, and the quantised weights of native.json"
+    readable = f"supported: {', '.join(STORED)}, and the quantised weights of native.json"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         values = read_json_object(files.config)
@@ -250,7 +250,7 @@ def unit_major_blocks(value: Tensor, unit: int) -> Iterator[Tensor]:
 
 
 def from_unit_major(data: Tensor, n_rows: int, unit: int) -> Tensor:
-    """The row-major matrix of consecutive units; a new tensor.
+    """The row-major matrix of consecutive units, as a copy.
 
     Shapes: data [n_rows * n_columns]; only the last unit may be short.
     """

@@ -7,9 +7,9 @@ GPTQ and AWQ store a matrix [out, in] as several tensors:
     scales    [groups, out] float16
     g_idx     the group of each input: [in], in GPTQ
 
-Eight 4-bit integers share a 32-bit word, the first in the lowest bits; AWQ stores those of even
-number first, then the odd ones. GGUF stores a matrix as blocks, each with integers, scales and
-perhaps minima and factors.
+Eight 4-bit integers share a 32-bit word, the first in the lowest bits; AWQ stores the even-numbered
+ones first. GGUF stores a matrix as blocks, each with integers, scales and perhaps minima and
+factors.
 
 Source: the layers of AutoGPTQ 0.7 and AutoAWQ 0.2; the structures block_q8_0 to block_q2_K of
 ggml's ggml-common.h.
@@ -40,7 +40,7 @@ _ORDER = {"gptq": (0, 1, 2, 3, 4, 5, 6, 7), "awq": (0, 4, 1, 5, 2, 6, 3, 7)}
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix [out, in] quantised by GPTQ or AWQ; `place` is the place of its plain values."""
+    """A matrix [out, in] quantised by GPTQ or AWQ; `stored_slice` is the plain matrix's."""
 
     packing: Packing
     stored_slice: StoredSlice
@@ -208,8 +208,8 @@ def _factors(type_name: str, form: QuantFormat, blocks: Tensor) -> Tensor:
 def _six_bits(packed: Tensor) -> list[Tensor]:
     """The 6-bit factors of the scales and of the minima of 8 groups.
 
-    The first four of each are the low 6 bits of 4 bytes; the high 2 bits of these bytes are those
-    of the last four.
+    Bytes hold factors 0-3 of each kind in their low 6 bits, and the high 2 bits of factors 4-7
+    above them.
 
     Shapes: [..., 12] -> [..., 8] each.
     """

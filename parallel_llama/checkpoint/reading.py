@@ -26,8 +26,8 @@ from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix, joined, quantise
 from parallel_llama.plan import Shard
 
-# Values read at once: at most 256 MB (in float64), and more than most ranks hold of one weight. A
-# larger shard is read in pieces and concatenated.
+# Values read at once: at most 256 MB (in float64), and more than most shards of a weight. A larger
+# shard is read in pieces and concatenated.
 PIECE_VALUES = 1 << 25
 
 # Pieces start at boundaries of quantised blocks (at most 256 values) and of heads, so nothing is

@@ -39,7 +39,7 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
 
 
 def read_torch_header(path: Path) -> dict[str, FileTensor]:
-    """The locations of all tensors of such a file, by name; two tensors may share bytes.
+    """The locations of all tensors of a torch file, by name; two tensors may share bytes.
 
     Raises: CheckpointError as in `open_torch_file`, or if a tensor is not stored row-major.
     """

@@ -85,8 +85,8 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
 class Damage:
     """The results of checking a folder with damaged files.
 
-    `args` may be unreadable, and then None. `wrong` names the tensors whose canonical form differs
-    from the manifest; `reasons` are the errors of reading the folder as a model.
+    `args` is None if it is unreadable. `wrong` names the tensors whose canonical form differs from
+    the manifest; `reasons` are the errors of reading the folder as a model.
     """
 
     folder: Path
@@ -164,7 +164,7 @@ def _bytes_of(tensor: FileTensor) -> range:
 
 
 def _agreed_name(name: str, layout: Layout) -> str:
-    """The weight that a name means in all families, or the name itself if they differ."""
+    """Meta's name of a tensor if all families agree on it, else the name itself."""
     found = set()
     for family in FAMILIES.values():
         full_name = hf_full_name(name, family.names) if layout == "hf" else name

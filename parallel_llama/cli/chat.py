@@ -169,7 +169,7 @@ class Conversation:
             self.turns[-1] = {"role": "assistant", "content": said + answer}
 
     def _generate(self, make_request: Callable[[], Request]) -> str | None:
-        """Streams a completion to the terminal; its text, or None if the request was refused."""
+        """Streams a completion; returns its text, or None if the request was refused."""
         pieces: list[str] = []
         tokens: list[int] = []
         reason = None

@@ -90,7 +90,7 @@ class PlanRequest:
         return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, self.step_tokens)
 
     def cache_bytes(self, per_kv_group: Sequence[int]) -> int:
-        """The --kv-cache-bytes needed, in whole blocks, for these bytes per token of a KV group."""
+        """The --kv-cache-bytes needed, in whole blocks, by bytes per token of each KV group."""
         full = kv_groups(self.args)[0]
         each = blocks_held(self.max_seq_len, BLOCK_TOKENS, full.window, self.step_tokens)
         n_blocks = self.batch * each
@@ -284,7 +284,7 @@ def compare(asked: PlanRequest, sizes: range, memory: int | None) -> Comparison:
 
 
 def fewest_that_fit(asked: PlanRequest) -> tuple[Estimate, Estimate | None]:
-    """The plan with the fewest ranks that fits, else with the maximum of ranks.
+    """The plan with the fewest ranks that fits; with the most ranks if none fits.
 
     Returns: that plan, and the plan with one rank fewer, which does not fit.
     """

@@ -1,4 +1,4 @@
-"""From argv to an exit code, which `parallel.failures.exit_code` documents."""
+"""Runs a command line; exit codes are those of `parallel.failures.exit_code`."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ from parallel_llama.parallel.failures import DONE, WRONG_USE, exit_code
 from parallel_llama.parallel.launch import run_ranks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank
 
-# Each is a module of this package, and imported only when it is called.
+# Each is a module of this package, imported only when it is called.
 VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "completion")
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _give_up(reason: str) -> None:
-    from parallel_llama.parallel.communicators import give_up  # torch, for this alone
+    from parallel_llama.parallel.communicators import give_up  # imports torch
 
     give_up(reason)
 

@@ -183,7 +183,7 @@ def _verify_metadata(flags: Flags) -> None:
     from parallel_llama.checkpoint.file_manifest import require_whole
 
     if flags[RANDOM_WEIGHTS] is not None:
-        raise UsageError("--verify and --random-weights cannot be combined: no files; drop one")
+        raise UsageError("random weights have no files to --verify; drop one of the two flags")
     require_whole(flags[MODEL], weights=False)
 
 

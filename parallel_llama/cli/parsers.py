@@ -1,6 +1,6 @@
 """Parsers of flag values.
 
-Each converts a text to a value or raises ValueError; the message follows the flag and the text. No
+Each converts a text to a value or raises a ValueError, which is printed after flag and text. No
 text is parsed as Python.
 """
 
@@ -155,8 +155,8 @@ class OneOf:
     """Parser of one of a few words.
 
     Args:
-        synonyms: words of other programs for a choice.
-        hint: for an invalid word in lower case, what to do instead, or "".
+        synonyms: other programs' words for a choice.
+        hint: converts an invalid word in lower case to a remedy, or "".
     """
 
     choices: tuple[str, ...]

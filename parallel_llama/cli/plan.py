@@ -1,4 +1,4 @@
-"""`plan`: how a model is sharded, how much memory it needs and how many ranks. Without torch."""
+"""`plan`: how a model is sharded, how much memory it needs, and how many ranks fit. No torch."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ BAR_WIDTH = 18
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
-    default_text="1; with --memory or --gpus as many as listed, else the fewest that fit",
+    default_text="1; as many as --memory or --gpus list, or the fewest that fit one size",
     aliases=model.NPROC_ALIASES,
 )  # fmt: skip
 MEMORY: Flag[int | list[int] | None] = Flag(
@@ -115,7 +115,7 @@ def _memory(flags: Flags) -> int | tuple[int, ...] | None:
 
 
 def _some_of(gpus: list[int], nproc: list[int]) -> int | list[int]:
-    """The memory of those of the GPUs listed by --gpus that --nproc ranks use."""
+    """The memory of the GPUs in --gpus that --nproc ranks use."""
     if nproc[-1] > len(gpus):
         raise UsageError(
             f"--gpus lists {len(gpus)} GPUs, fewer than --nproc {nproc[-1]}; each rank needs its "
@@ -424,7 +424,7 @@ def _advice(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
     if fits is not False:
         return []
     if not remedies:
-        text = "give each rank more memory: no other format, number of ranks or of tokens fits"
+        text = "give each rank more memory: no other format or number of ranks or tokens fits"
         return _line("remedy", text)
     width = max(len(remedy.words) for remedy in remedies)
     rows = [(remedy.words, _numbers(remedy.found)) for remedy in remedies]
@@ -474,7 +474,7 @@ def _overview(comparison: Comparison) -> list[str]:
         *table(header, rows, sys.stdout),
         "",
         "balance    maximum work of a rank / its fair share",
-        "weights    of the rank with the most; KV/token likewise",
+        "weights    the most on any rank; KV/token likewise",
         "extra KV   replicated KV heads beyond one copy of each",
         *refused,
         *_conclusion(comparison),

@@ -87,7 +87,7 @@ def _that_fit(asked: PlanRequest, changes: Sequence[Change]) -> list[Remedy]:
 
 
 def _lossless(asked: PlanRequest) -> list[Change]:
-    """Sharding the KV cache by tokens, and the formats of the files."""
+    """Shards the KV cache by tokens, or keeps the weights as stored."""
     changes = _splits(asked)
     if asked.stored and asked.quant == "none":
         changes.append({"quant": "stored"})

@@ -58,14 +58,14 @@ def _sidecar(path: Path) -> Path:
 
 
 def _growing(path: Path) -> Path:
-    """The sidecar while it is written."""
+    """The sidecar's temporary file."""
     return path.with_name(f"{path.name}.run.part")
 
 
 def run_of(
     requests: Sequence[Request], model: ModelFiles, *, seed: int, **weights: Any
 ) -> dict[str, Any]:
-    """Identifies a run: equal for runs that generate the same completions.
+    """A run's identity: equal for runs that generate the same completions.
 
     Args:
         seed: seed of the run.
@@ -97,7 +97,7 @@ class ResultFile:
 
     A path that is not a regular file, such as a pipe, cannot be resumed.
 
-    Raises: UsageError if the file has lines and `resume` is false, or they are of another run.
+    Raises: UsageError if the file has lines, and they are of another run or `resume` is false.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ResultFile:
             raise UsageError(f"--output {self.path}: {error.strerror or error}") from error
 
     def write(self, completion: Completion) -> None:
-        """Appends a completion that is missing; interrupted ones are left to --resume.
+        """Appends a missing completion; --resume generates interrupted ones again.
 
         Raises: WriteError if the disk is full or fails.
         """
@@ -229,7 +229,7 @@ class ResultFile:
             raise UsageError(f"{self.path}: another run has written to it; start again")
 
     def _failed(self, error: OSError) -> WriteError:
-        text = f"{self.path}: {error.strerror or error}; {len(self.done)} completions are in it"
+        text = f"{self.path}: {error.strerror or error}; {len(self.done)} completions are written"
         return WriteError(f"{text}; --resume continues after them" if self.resumable else text)
 
 

@@ -119,7 +119,7 @@ def _front(
     start: "Callable[[], EngineChild | AttachedEngine]",
     restarts: int,
 ) -> int:
-    """Runs the HTTP server, with the engine in another process; the exit code."""
+    """Runs the HTTP server for an engine process; returns the exit code."""
     import uvloop
 
     from parallel_llama.request import SamplingParams
@@ -196,7 +196,7 @@ def _serve_as_rank(
 
 
 def _follow(flags: Flags, inputs: "InputProcessor") -> int:
-    """The other ranks: they end only when rank 0 closes the engine."""
+    """Runs a rank above 0 until rank 0 closes the engine."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return lead(flags, inputs, lambda _: 0)

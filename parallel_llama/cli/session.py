@@ -92,9 +92,9 @@ def leads() -> bool:
 def lead(
     flags: Flags, inputs: InputProcessor, work: Callable[["LLM"], int], **settings: Any
 ) -> int:
-    """Load the model, let rank 0 do the work with it and the other ranks follow; the exit code.
+    """Loads the model, runs `work` on rank 0 with the other ranks, and returns its exit code.
 
-    `settings` are fields of LLMConfig without a flag. Ranks above 0 end inside.
+    `settings` are fields of LLMConfig without a flag. Ranks > 0 do not return.
 
     Collective: every rank of the command calls it.
     """
@@ -152,7 +152,7 @@ def _warn_of_busy_cores(n_threads: int) -> None:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Excludes objects created inside from garbage collection, now and later."""
+    """Permanently exempts objects created inside from garbage collection."""
     gc.disable()
     try:
         yield

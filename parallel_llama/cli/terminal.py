@@ -28,7 +28,7 @@ def painted(text: str, code: str, stream: TextIO) -> str:
 
 
 def bar_fills(stream: TextIO) -> tuple[str, str]:
-    """The characters of a bar's parts, in their order, and of its empty rest."""
+    """One character per part of a bar, in order, and its empty character."""
     utf8 = (stream.encoding or "").lower().replace("-", "") == "utf8"
     return ("\u2588\u2593\u2592", "\u2591") if utf8 else ("#=-", ".")
 

@@ -231,7 +231,7 @@ def _require_no_window(
 def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]:
     """Rotary base and scaling from rope_parameters (transformers 5) or rope_scaling (4).
 
-    Values stated twice have transformers' priority. Keys that no type has are refused. Keys of
+    Values stated twice resolve as in transformers. Keys that no type has are refused. Keys of
     another type have no effect, and a warning names them.
 
     Source: transformers 5.23, modeling_rope_utils.py.
@@ -254,7 +254,7 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
         logger.warning("rope scaling %r ignores %s", kind, ", ".join(unread))
     for place in (rope, fields):
         if (rotary := place.number(_ROTARY_PART, 1.0)) != 1 and _ROTARY_PART not in family.reads:
-            raise UsageError(f"{_ROTARY_PART}={rotary} is not supported in {family.name!r}; 1 is")
+            raise UsageError(f"{_ROTARY_PART}={rotary} is not supported in {family.name!r}, only 1")
     default = family.defaults.get("rope_theta", 10000.0)
     theta = rope.number("rope_theta", fields.number("rope_theta", default))
     return {"rope_theta": theta, "rope_scaling": _scaling(kind, rope, fields, max_seq_len)}

@@ -1,4 +1,4 @@
-"""The file layouts of models: one record each for what its configuration files state.
+"""One record per file layout: how its configuration files describe a model.
 
 The readers of weights are in `checkpoint.reading`, under the same names.
 """
@@ -32,8 +32,8 @@ class FileLayout:
         args: reads the model's arguments.
         defaults: reads the sampling defaults and special ids; none by default.
         formats: reads the formats of quantised matrices, by Meta's names; none by default.
-        stays_quantised: whether a model that is stored quantised stays so where no quantisation is
-            requested. GGUF files are decoded.
+        stays_quantised: whether weights that are stored quantised are kept so by default. GGUF
+            files are decoded.
     """
 
     args: Callable[[ModelFiles, CountVocab | None], ModelArgs]
@@ -72,7 +72,7 @@ def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat
 
 
 def default_quant(files: ModelFiles, args: ModelArgs) -> str:
-    """The one of `dtypes.QUANTS` that a model has where none is requested."""
+    """A model's default quantisation, one of `dtypes.QUANTS`."""
     stays = LAYOUTS[files.kind].stays_quantised and stored_formats(files, args)
     return "stored" if stays else "none"
 

@@ -35,14 +35,14 @@ _PARAMS_REFUSED = {
     "quantization_args": "a quantised checkpoint; use the bfloat16 one",
     "lora_args": "LoRA weights beside a quantised checkpoint; use the bfloat16 one",
     "moe_args": "a mixture of experts, which is not a Llama 1 to 3 model",
-    "vision_model": "a model of images, and only text is supported",
-    "vision_args": "a model of images, and only text is supported",
-    "vision_chunk_size": "a model of images, and only text is supported",
+    "vision_model": "an image model; only text is supported",
+    "vision_args": "an image model; only text is supported",
+    "vision_chunk_size": "an image model; only text is supported",
 }
 
 MAX_FFN_DIM_MULTIPLIER = 1000
 
-# Features that `beyond_meta` does not list: without effect, or listed in other words.
+# Features `beyond_meta` skips: `family` has no effect, and biases have their own entry.
 _UNLISTED = ("family", "wo_bias")
 
 # (dim, n_layers) of Llama 3.2 1B and 3B. Their params.json looks like that of Llama 3.1, but they
@@ -120,7 +120,7 @@ def _meta_rope(fields: Fields, dim: int) -> RopeScaling | None:
 
 
 def meta_rope_scaling(dim: int, n_layers: int) -> RopeScaling:
-    """The scaling that use_scaled_rope stands for; Meta's program has its numbers in its code."""
+    """The scaling of use_scaled_rope, whose numbers are constants in Meta's program."""
     factor = 32.0 if (dim, n_layers) in _LLAMA_3_2 else 8.0
     return RopeScaling("llama3", factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
 
@@ -244,8 +244,8 @@ _MISTRAL_KEYS = {
 _MISTRAL_REFUSED = {
     "lora": "LoRA weights beside the model's; use the merged model",
     "quantization": "a quantised checkpoint; use the unquantised model, or a GGUF file of it",
-    "vision_encoder": "a model of images, and only text is supported",
-    "multimodal": "a model of images or sound, and only text is supported",
+    "vision_encoder": "an image model; only text is supported",
+    "multimodal": "an image or audio model; only text is supported",
 }
 
 # The trained context where params.json has none: that of 7B 0.1 to 0.3 and Mixtral 8x7B.
@@ -285,7 +285,7 @@ def args_from_mistral_params(values: Mapping[str, Any]) -> ModelArgs:
         ffn_dim=fields.integer("hidden_dim"),
         vocab_size=fields.integer("vocab_size"),
         norm_eps=fields.number("norm_eps", 1e-5),
-        # 7B 0.1, the only one with a window, was the last with the old base.
+        # 7B 0.1, the only model with a window, was the last with base 1e4.
         rope_theta=fields.number("rope_theta", 1e6 if window is None else 1e4),
         max_seq_len=max_seq_len,
         tied_embeddings=fields.flag("tied_embeddings", False),

@@ -35,15 +35,14 @@ NATIVE_QUANTS = {
     for form in (*(QuantFormat(n, m) for n in (8, 5, 4) for m in (False, True)), ASKED["fp8"])
 }
 
-# The formats of each method, and how much lower than their value the files store zero points. The
-# first format is the default.
+# By method: its formats, the default first, and what their files subtract from zero points.
 _LOWERED = {"gptq": {"gptq": 1, "gptq_v2": 0}, "awq": {"gemm": 0}}
 _FORMAT_KEYS = {
     "gptq": ("checkpoint_format", "format"),
     "awq": ("version", "format", "checkpoint_format"),
 }
 
-# Keys other than quantization_config with which other programs mark quantised weights.
+# Keys with which programs other than transformers mark quantised weights.
 _OTHER_PROGRAMS = {"compression_config": "compressed-tensors", "quantization": "MLX"}
 
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
@@ -54,7 +53,7 @@ class Packing:
     """How a HF folder packs its quantised matrices.
 
     A 32-bit word holds eight inputs of one output in GPTQ, and eight outputs of one input in AWQ.
-    The stored zero points are `lowered` less than their value.
+    Stored zero points are the true ones minus `lowered`.
     """
 
     method: str  # gptq or awq

@@ -21,8 +21,8 @@ _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,6})")
 def is_there(path: Path) -> bool:
     """Whether a path exists, following links.
 
-    Raises: UnreadableFile if the system does not tell (no permission, a loop of links), as all
-    functions of this module.
+    Raises: UnreadableFile, as all functions here, if the system cannot say (no permission, a loop
+    of links).
     """
     return _mode(path) != 0
 
@@ -142,14 +142,14 @@ def read_bounded(file: BufferedReader, path: Path, max_bytes: int) -> bytes:
 def read_private(path: Path, max_bytes: int) -> bytes:
     """The content of a file with a secret.
 
-    Raises: UsageError if other users can read a file of this user, as ssh does; CheckpointError as
+    Raises: UsageError for this user's file that others can read, as in ssh; CheckpointError as
     `read_bytes`.
     """
     with open_input(path) as file:
         data, status = read_bounded(file, path, max_bytes), os.fstat(file.fileno())
     if status.st_uid == os.geteuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UsageError(
-            f"{path} has the mode {stat.filemode(status.st_mode)}, so that others can read it; "
+            f"{path} has the mode {stat.filemode(status.st_mode)}, so others can read it; "
             f"run: chmod 600 {path}"
         )
     return data

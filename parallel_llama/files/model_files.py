@@ -1,7 +1,7 @@
 """Finds the files of a model by a path or a name, and fingerprints them.
 
-File names and an index decide; no weights are opened to find a model. An existing path has priority
-over an equal name. No torch.
+File names and an index decide; no weights are opened to find a model. An existing path takes
+priority over a name. No torch.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ _CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")
 _NATIVE_PART = re.compile(r"weights-(\d{5})-of-(\d{5})\.safetensors")
 _GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
-# Files beside the weights that change what the model reads or says.
+# Files beside the weights that affect prompts or answers.
 _TEXT_SUFFIXES = (".json", ".jinja")
 
 _HEAD_BYTES = 256 << 10  # the header of most files
@@ -229,8 +229,8 @@ def _why_no_weights(names: list[str], has_config: bool) -> str:
     others = [n for n in names if n.endswith(".safetensors") or n.startswith("pytorch_model")]
     if has_config and others:
         return (
-            f"has none of {', '.join(_HF_WEIGHTS)}, and no index says what belongs to the model, "
-            f"only {listed(others, 5)}; fetch the missing file"
+            f"has {listed(others, 5)}, but no index and none of {', '.join(_HF_WEIGHTS)}; fetch "
+            "the missing file"
         )
     wanted = (
         f"{_HF_WEIGHTS[0]} or {_HF_WEIGHTS[1]}"
@@ -299,7 +299,7 @@ def _meta_folder(folder: Path, names: list[str]) -> ModelFiles:
     missing = sorted(set(range(max(by_number) + 1)) - set(by_number)) if by_number else []
     if missing:
         raise UsageError(
-            f"{folder}: of consolidated.00.pth to {by_number[max(by_number)]}, missing "
+            f"{folder}: has {by_number[max(by_number)]}, but lacks "
             f"{listed((f'consolidated.{number:02d}.pth' for number in missing), 5)}; fetch them"
         )
     weights = tuple(folder / by_number[number] for number in sorted(by_number))
@@ -328,7 +328,7 @@ def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
 
 
 def fingerprint(files: ModelFiles) -> dict[str, str]:
-    """A digest of each file by its name; of a file of weights only its size and samples are hashed.
+    """A digest of each file by name; for weights, of the size, both ends and samples only.
 
     Weights of two models of one shape have different samples. A flipped bit may be missed; the
     hashes of the manifest find it.

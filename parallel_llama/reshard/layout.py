@@ -16,7 +16,7 @@ from parallel_llama.reshard.target_folder import TargetKind
 
 @dataclass(frozen=True)
 class TargetFile:
-    """A file of weights of final size; `pieces` are all bytes but tensor data, with offsets."""
+    """A weight file of final size; `pieces` are its bytes outside tensor data, with offsets."""
 
     name: str
     n_bytes: int
@@ -61,7 +61,7 @@ class Layout(ABC):
         return {}
 
     def finish(self, folder: Path) -> None:  # noqa: B027 (most layouts have nothing to do)
-        """Write what depends on all data; before, the files are not valid."""
+        """Write bytes that depend on all data, which make the files valid."""
 
     @abstractmethod
     def metadata(self) -> dict[str, bytes]:

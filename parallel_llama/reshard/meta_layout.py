@@ -1,8 +1,7 @@
 """Writes a Meta folder: consolidated.NN.pth, one file per rank, for any number of ranks.
 
-If the number of files divides heads, channels and rows, the cuts are those of Meta's program, which
-then loads the files. Otherwise they are those of the shard plan. A KV head that two files need is
-in both.
+If the number of files divides heads, channels and rows, tensors are cut as in Meta's program, which
+can then load the files; otherwise, as in the shard plan. A KV head that two files need is in both.
 """
 
 import logging
@@ -172,7 +171,7 @@ class Filling:
     checksum: int = 0
 
     def parts(self, data: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        """Yields the location of the next data, and after the last data that of the checksum."""
+        """Yields the next data and its location; after the last data, the checksum as well."""
         if not data.nbytes:
             return
         yield self.name, self.record.offset + self.n_bytes, data
@@ -193,7 +192,7 @@ class MetaLayout(Layout):
         embeddings_dim: dimension along which the embeddings are cut: 0 as in Llama 3, 1 as in Llama
             1 and 2.
         variants: the copies of norms that differ between the files of the source. If the number of
-            files is equal, each file gets its copy; else they are kept in a file of their own.
+            files is equal, each file gets its copy; else the copies are in a separate file.
 
     Raises: UsageError unless n_parts is 1 to n_heads, or if params.json and config.json cannot
     express the model.
@@ -223,8 +222,8 @@ class MetaLayout(Layout):
         )
         if beyond := beyond_meta(args):
             logger.warning(
-                "Meta's program cannot run this model, which has %s; config.json beside "
-                "params.json states it",
+                "Meta's program cannot run this model, which has %s; config.json states "
+                "these features",
                 ", ".join(beyond),
             )
 

@@ -177,7 +177,7 @@ class ReshardJob:
         return Result(n_files, n_bytes, time.monotonic() - began, peak)
 
     def _plan(self) -> dict[str, Any]:
-        """The description of the run, which must be equal for an unfinished run to be continued."""
+        """Describes the run; an unfinished run is continued only if its description is equal."""
         return {
             "layout": self.layout.kind,
             "dtypes": {

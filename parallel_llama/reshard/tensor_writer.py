@@ -193,7 +193,7 @@ class UnitHashes:
         self.hashes: list[str] = []
 
     def add(self, data: memoryview) -> None:
-        """Hash the next bytes, of any length; bytes behind the last unit are ignored."""
+        """Hash the next bytes, of any length; bytes after the last unit are ignored."""
         start = 0
         while self._left and start < len(data):
             taken = data[start : start + self._left]
@@ -262,7 +262,7 @@ class TensorWriter:
                     yield Part(tensor, file, offset, tensor_bytes(value))
 
     def _hashed(self, parts: Generator[Part, None, None]) -> Generator[Part | Written, None, None]:
-        """Yields the same parts, and after those of each tensor its `Written`."""
+        """Yields the parts, with a `Written` after those of each tensor."""
         with closing(prefetch(parts, N_PREFETCHED)) as laid_out:
             for tensor, group in groupby(laid_out, attrgetter("tensor")):
                 sizes = self._layout.unit_bytes(tensor.param)

@@ -9,7 +9,7 @@ from parallel_llama.request import FinishReason, Request, TokenLogprob
 from parallel_llama.serve.asgi import current_id
 from parallel_llama.serve.wire import Output
 
-MAX_HELD = 4096  # outputs that have not been read; more means that the client does not read
+MAX_HELD = 4096  # unread outputs; with more, the client counts as stalled
 
 
 class Stalled(Exception):
@@ -78,7 +78,7 @@ class Answer:
             self._cancel(self)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
-        """All outputs, in lists of those that are ready; closing the iterator cancels them."""
+        """Yields lists of ready outputs; closing the iterator cancels the request."""
         try:
             while True:
                 await self._came.wait()
@@ -104,7 +104,7 @@ class Answer:
         self.begun_s = self.begun_s or time.monotonic()
 
     def put(self, output: Output) -> Output | None:
-        """Adds a step's output; the part of it that is new."""
+        """Adds a step's output, and returns its new part."""
         new = self._unknown(output)
         if new is None:
             return None

@@ -223,7 +223,7 @@ def _route(service: Service, operation: Operation) -> Route:
 
 
 def _client_of(request: Request) -> str:
-    """Whom the server's threads are shared between: API keys, or connections without a key."""
+    """The client that thread time is charged to: its API key, or its connection without one."""
     key = request.headers.get("authorization")
     return str(request.client) if key is None else f"key {hash(key)}"
 

@@ -200,7 +200,7 @@ class _Choice:
         )
 
     def take(self, output: Output) -> list[ChatChunkChoice]:
-        """The choices of the events for an output, with the finish reason for the last output."""
+        """The event choices for an output; the last output's include the finish reason."""
         parts = self._parts(output.text, is_last=output.completion is not None)
         if not parts and (
             output.logprobs or (output.tokens and self._pending.body.return_token_ids)

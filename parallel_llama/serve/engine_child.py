@@ -1,4 +1,4 @@
-"""The engine's process as the front sees it: its start, socket, end and error report."""
+"""Starts, connects and ends the engine's process, and reads its error report."""
 
 import asyncio
 import json
@@ -72,7 +72,7 @@ class EngineChild:
 
 
 class AttachedEngine:
-    """An engine that another program has started, such as torchrun, and restarts."""
+    """An engine that another program, such as torchrun, starts and restarts."""
 
     def __init__(self, own: socket.socket) -> None:
         self.socket = own

@@ -24,7 +24,7 @@ State = Literal["loading", "ready", "restarting", "draining", "ended"]
 PROBE_EVERY_S = 5.0  # interval at which an idle engine must prove that it can step
 FORGIVEN_AFTER_S = 600.0  # older restarts do not count as part of a crash loop
 MAX_BACKOFF_S = 30.0
-MAX_ENGINES = 3  # engines that run a request: it may be what ends them
+MAX_ENGINES = 3  # engines tried per request, which may crash them
 WRONG_USE = 2  # exit code of an engine that would end in the same way after a restart
 # The fraction of max_choices that is kept for requests of one choice without a large body.
 SMALL_FRACTION = 1 / 8
@@ -107,7 +107,7 @@ class EngineClient:
         return self.state == "ready" and age_s is not None and age_s < self._step_timeout_s
 
     def require_room(self, n_choices: int, *, is_large: bool = False) -> None:
-        """Raises: NotReady; Busy if so many more choices are too many."""
+        """Raises: NotReady; Busy without room for `n_choices` more."""
         if self.state != "ready":
             self.metrics.rejected("not_ready")
             raise NotReady(_WHY[self.state])
@@ -168,7 +168,7 @@ class EngineClient:
     async def run(self) -> None:
         """Keep an engine running until cancelled.
 
-        Raises: EngineEnded if it is not restarted; every request has failed then.
+        Raises: EngineEnded if the engine is not restarted; all requests fail.
         """
         while True:
             child = self._start()
@@ -296,7 +296,7 @@ class EngineClient:
 
 
 def _log(answer: Answer) -> None:
-    """Log one line for an answer that has ended, without any text of it. Units: seconds."""
+    """Log one line for an answer that has ended, without its text. Units: seconds."""
     now, asked_s = time.monotonic(), answer.submitted_s
     first_s = answer.first_token_s
     fields = {

@@ -16,9 +16,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LARGE_WORK = 64 << 10  # bytes of a body; more takes milliseconds and runs in the large lane
-MAX_LARGE_WAITING = 4 << 20  # bytes of queued and running large work, beyond which no body is read
+MAX_LARGE_WAITING = 4 << 20  # bytes of large work in all; above this no large body is read
 _NICE = 10  # of low-priority threads: they get a tenth of a contended core
-_MAX_CLIENTS = 4096  # whose finish times are remembered
+_MAX_CLIENTS = 4096  # beyond it idle clients are dropped
 
 
 class FairThreads:
@@ -44,10 +44,10 @@ class FairThreads:
         """Runs a client's work in a thread.
 
         Args:
-            size: cost of the work, in bytes of a body that take as long.
+            size: cost of the work, as the bytes of an equally slow body.
             renders: whether the work renders a chat template.
 
-        Raises: TimeoutError if the work has not started within `wait_s`; what the work raises.
+        Raises: TimeoutError if the work has not started within `wait_s`; any error of the work.
         """
         lane = self._templates if renders else self._small
         if size > LARGE_WORK:

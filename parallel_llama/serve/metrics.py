@@ -50,7 +50,7 @@ RATE_RESOLUTION_S = 0.05
 
 
 class Rate:
-    """Mean rate of events per second over the last seconds, at most MINUTE_S."""
+    """Mean events per second over a window of at most MINUTE_S."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()

@@ -63,7 +63,7 @@ def log_ignored(name: str) -> None:
 def grammar_of(body: bodies.SamplingBody) -> Grammar | None:
     """The grammar that a body requires for the generated text; None if it requires none.
 
-    Raises: UsageError for an inconsistent response format, or for two.
+    Raises: UsageError for an inconsistent format, or for two formats.
     """
     given = [body.response_format, body.structured_outputs]
     if all(each is not None for each in given):

@@ -46,9 +46,9 @@ class BoundedProtocol(HttpToolsProtocol):
     """Closes a connection that exceeds a limit, with an error response that names the limit.
 
     A connection is admitted by its first request that passes `Access`, except health checks. It
-    keeps its slot until it closes, or until another connection needs a slot while its client reads
-    nothing. Connections that are not admitted share the remaining slots, at least MAX_OTHERS; if
-    all are taken, the oldest such connection is closed for a new one. So neither silent clients nor
+    keeps its slot until it closes, or its client stops reading while another connection needs a
+    slot. Connections that are not admitted share the remaining slots, at least MAX_OTHERS; if all
+    are taken, the oldest such connection is closed for a new one. So neither silent clients nor
     clients without a key can lock out health checks and clients with a key.
 
     Each request has its own parser, which receives no byte of the next request, so that one request
@@ -274,7 +274,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.transport.get_write_buffer_size()
 
     def waits_since(self, now_s: float, min_bytes: int) -> float:
-        """When the client last read min_bytes of its response; `now_s` if no response waits.
+        """Time of the client's last read of `min_bytes`; `now_s` if no response is blocked.
 
         The precision is the time between two calls.
         """
@@ -311,7 +311,7 @@ class _Flow(FlowControl):
 
     @property
     def waits_since_s(self) -> float:
-        """Since when the client has not read its response; infinite if it reads."""
+        """Time of the client's last read; infinite if no response is blocked."""
         return math.inf if self.wait is None else self.wait[0]
 
     def resume_writing(self) -> None:
@@ -332,7 +332,7 @@ class _BodyCallbacks:
 
 
 def max_connections() -> int:
-    """How many connections can be admitted: at most half of the process's open files."""
+    """The limit of admitted connections: at most half of the open files allowed."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 

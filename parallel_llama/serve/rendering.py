@@ -20,7 +20,7 @@ from parallel_llama.tokenizer import Vocabulary
 
 
 async def streamed(chunks: AsyncGenerator[bytes]) -> EventStream:
-    """A stream that has its first event; an error after that becomes its last event.
+    """A stream whose first event is ready; a later error becomes its last event.
 
     Raises: what `chunks` raises before its first event, which can still be an HTTP error.
     """

@@ -1,4 +1,4 @@
-"""The HTTP server's life: listening socket, signals, draining, and clients that do not read."""
+"""Runs the HTTP server: listening socket, signals, draining, and clients that do not read."""
 
 import asyncio
 import logging
@@ -75,10 +75,10 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s: float) -> int:
-    """Serves until a signal arrives or the engine has ended for good; the exit code.
+    """Serves until a signal or the engine's final end, and returns the exit code.
 
-    The first SIGTERM or Ctrl-C refuses new requests and waits up to `drain_s` seconds for the
-    others to finish; the second does not wait.
+    The first SIGTERM or Ctrl-C refuses new requests and waits up to `drain_s` seconds for accepted
+    ones; the second does not wait.
     """
     server = _Server(
         uvicorn.Config(

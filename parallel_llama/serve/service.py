@@ -1,4 +1,4 @@
-"""State shared by all route handlers, and what one request may do with it."""
+"""The state of all route handlers, and operations of a request on it."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +21,7 @@ T = TypeVar("T")
 WAIT_LIMIT_S = 10.0  # for a thread to start processing a request's input
 MAX_PROMPT_LOGPROBS = 1 << 18  # per response: about 25 MB of JSON
 SMALL_PART_BYTES = 8 << 10  # serialised on the event loop: takes less than a millisecond
-GRAMMAR_WORK = 1 << 20  # cost of a grammar that is not cached, as bytes of text that take as long
+GRAMMAR_WORK = 1 << 20  # cost of a grammar that is not cached, in bytes of equally slow text
 
 
 class UnknownModel(Exception):
@@ -76,7 +76,7 @@ class RequestContext:
         """Runs work on the request's input in a thread, because it would block the event loop.
 
         Args:
-            n_choices: choices that the work counts as, of those admitted at once.
+            n_choices: choices that count as admitted while the work runs.
             extra: cost in addition to reading the body once, in bytes.
             renders: whether the work renders a chat template.
 

@@ -24,7 +24,7 @@ _PAGE_BYTES = 4096
 
 
 def status_of(service: Service) -> dict[str, Any]:
-    """The model, the engine's load and its memory; None for what is unknown until it has loaded.
+    """The model, and the engine's load and memory; None for values unknown before it has loaded.
 
     Units: as the keys' suffixes say. `memory_bytes` is a rank's resident memory now;
     `weight_bytes`, `cuda_bytes` and `bytes_per_rank` are allocated sizes.

@@ -52,8 +52,8 @@ def format_of(template: str) -> ToolFormat | None:
 class CallReader:
     """Separates calls from text in a response that arrives in pieces.
 
-    Text that may be the start of a call is held back until the call is complete. It is text after
-    all if it is not JSON or does not name one of `names`.
+    Text that may be the start of a call is held back until the call is complete. If it is not JSON
+    or its name is not in `names`, it is emitted as text.
 
     Args:
         begins_inside: whether the response starts after the opening.
@@ -76,7 +76,7 @@ class CallReader:
             self._begin_call("")
 
     def push(self, piece: str) -> list[str | CalledFunction]:
-        """Adds a piece; the texts and calls that are now certain."""
+        """Adds a piece, and returns text and calls now certain."""
         for char in piece:
             self._read(char)
         return self._taken()
@@ -107,7 +107,7 @@ class CallReader:
     # Text outside marks
 
     def _begin_text(self) -> None:
-        """Starts the state in which only space has come since the beginning or the last call."""
+        """Expects text or a call; spaces before it are held back."""
         self._opening = StopChecker((self._form.opening,))
         self._span: _Span | None = None
         self._held: list[str] = []

@@ -168,7 +168,7 @@ class Tools:
         return CallReader(self.form, names, begins_inside=begins_inside, most=self.most)
 
     def grammar(self, answer: Grammar | None) -> Grammar | None:
-        """The grammar of the generated text, which without functions would be `answer`.
+        """The grammar of the generated text; `answer` is the one without functions.
 
         Strict functions constrain their calls only if a grammar can express the model's marks.
 
@@ -236,8 +236,8 @@ def _form(template: ChatTemplate | None) -> ToolFormat:
 class ToolGrammar:
     """Grammars of at most `most` calls of some functions, in llguidance's Lark syntax.
 
-    A grammar cannot express special tokens: if the marks are such, `form` is None, and the calls
-    are one list without marks.
+    A grammar cannot express special tokens: for special marks `form` is None, and the calls are one
+    list without marks.
     """
 
     def __init__(

@@ -151,7 +151,7 @@ class Frames:
 
 
 class FrameSocket:
-    """The engine's end of the socket. It never blocks, and keeps what the front does not take yet.
+    """The engine's end of the socket. It never blocks, and buffers what the front has not taken.
 
     Raises: BrokenPipeError once the front has closed the socket or stopped reading.
     """

@@ -91,10 +91,10 @@ class GrammarCompiler:
 
     JSON is generated compact, without whitespace between its tokens, whatever the schema says:
     at a high temperature optional whitespace can go on for ever. A regular expression or Lark
-    grammar matches the whole completion, in llguidance's syntax, without look-around and back
-    references. JSON Schema keywords that llguidance does not support are refused, never ignored.
-    A known fault of llguidance: between two bounds with the same integer part, an exclusive
-    integer bound can itself be generated (7 for 7 < x < 7.5).
+    grammar matches the whole completion, in llguidance's syntax, without look-around or back
+    references. JSON Schema keywords that llguidance does not support are refused, never ignored. A
+    known fault of llguidance: between two bounds with the same integer part, an exclusive integer
+    bound can itself be generated (7 for 7 < x < 7.5).
 
     A grammar that is not cached is first compiled in a separate process, which is limited to
     `grammar_check.CPU_LIMIT_S` of CPU time and `grammar_check.MAX_EXTRA_BYTES` of memory, and then
@@ -155,7 +155,7 @@ class GrammarCompiler:
         raise UsageError(f"the {_NAMES[grammar.kind]} cannot be used: {reason}")
 
     def _check(self, grammar: Grammar) -> str:
-        """Compiles a grammar in the separate process; why that failed, or "" if it did not."""
+        """Compiles a grammar in the separate process; returns why it failed, or ""."""
         fields = {"kind": grammar.kind, "text": grammar.text}
         request = JobRequest(grammar_check.CPU_LIMIT_S, 0.0, fields)
         for _ in range(2):

@@ -1,8 +1,8 @@
-"""Compiles a grammar, and is the job for `sandbox_main` that tries it in a separate process first.
+"""Compiles grammars: here, and before that in a separate process, as a job for `sandbox_main`.
 
 llguidance does not bound every cost of a grammar: the intersection of twenty patterns takes
-minutes, and only killing the process stops it, so that must not be the model's process. This module
-imports nothing of the package, so that the process starts in 0.1 s.
+minutes, and only killing the process stops it, so it needs its own process. This module imports
+nothing of the package, so that the process starts in 0.1 s.
 """
 
 from collections.abc import Mapping

@@ -77,7 +77,7 @@ class BoundedProcess:
             return self._exchange(request)
 
     def open(self, request: JobRequest) -> dict[str, Any]:
-        """Sends this request to a new process now, and to every later process first."""
+        """Starts a process with this request, which every later process gets first."""
         with self._lock:
             self._opening = None
             self._start()
@@ -207,7 +207,7 @@ def _write(descriptor: int, data: memoryview) -> int:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Kills a process if it still runs; its exit code."""
+    """Kills a running process; returns its exit code."""
     process.kill()
     code = process.wait()
     for pipe in (process.stdin, process.stdout):

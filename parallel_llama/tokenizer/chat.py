@@ -87,7 +87,7 @@ class Chat:
 class ChatTemplate(Protocol):
     """The chat format of a model.
 
-    `stop_ids` are the tokens that end the assistant's turn, as far as the model's files say.
+    `stop_ids` are the tokens that end the assistant's turn according to the model's files.
     `template_text` is the source of the template, "" for a built-in format.
     """
 

@@ -111,9 +111,9 @@ _JOINT = "\n\n"  # between parts, consecutive messages of a role, and system tex
 class MistralChat:
     """Mistral's formats: questions between [INST] and [/INST], eos after each answer.
 
-    In version 1 the tags are text, later they are tokens. System texts are put before the first
-    question in version 1, before the last one in 2 and 3, and from 7 on in their own place, between
-    tokens of their own. Consecutive messages of one role are joined.
+    The tags are text in version 1, and tokens later. System texts precede the first question in
+    version 1 and the last one in versions 2 and 3; from version 7 they keep their position, between
+    special tokens. Consecutive messages of one role are joined.
 
     Source: tokens/tokenizers/instruct.py in Mistral's mistral-common.
     """

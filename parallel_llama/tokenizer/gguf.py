@@ -89,7 +89,7 @@ class GGUFVocabulary:
         return types
 
     def token_id(self, name: str, default: int | None = None) -> int | None:
-        """The id of a special token; `default` if the file has none and the vocabulary has it."""
+        """The id of a special token in the file, else `default` if the vocabulary has that id."""
         n_tokens = len(self.tokens)
         id: int | None = self.value(f"{name}_token_id", int, None)
         if id is None:
@@ -108,7 +108,7 @@ class GGUFVocabulary:
         return {name: self.tokens[id] for name, id in ids.items() if id is not None}
 
     def user_defined(self) -> dict[int, str]:
-        """The tokens that are matched in a text first, and are not special."""
+        """Non-special tokens that are matched before a text is split."""
         tokens = enumerate(zip(self.tokens, self.types, strict=True))
         return {id: token for id, (token, kind) in tokens if kind == spm.USER_DEFINED}
 

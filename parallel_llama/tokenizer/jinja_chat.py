@@ -74,9 +74,9 @@ class JinjaChat:
     """Renders the model's template and encodes the text, including special tokens.
 
     A special token written in a message becomes that token, as in transformers, because a template
-    outputs only text. For a chat without `parse_special`, such text is split after its first
-    character before it is rendered. So is text of other tokens that are matched first, if they
-    occur in the template, because some models use these as markup.
+    outputs only text. For a chat without `parse_special`, the text of a special token is split
+    after its first character before rendering. So are the vocabulary's `units` in the template,
+    because some models use them as markup.
 
     The template's input is that of transformers: keys without a value are omitted, and reasoning is
     given under both of its names. In addition, arguments of tool calls given as JSON text of an

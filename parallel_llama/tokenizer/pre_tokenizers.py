@@ -14,7 +14,7 @@ class PreTokenizer(NamedTuple):
 
     Args:
         patterns: applied in order; each splits the pieces of the previous one.
-        whole_words: whether a piece that is a token is not merged.
+        whole_words: whether a piece that is a token is kept whole.
         adds_bos: default if the file does not say.
         composes: whether a text is first normalised to NFC, as the models' own tokenizers do and
             llama.cpp does not.

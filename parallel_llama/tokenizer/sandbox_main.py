@@ -37,7 +37,7 @@ def main(path: Path, max_extra_bytes: int) -> None:
 def _keep_priority() -> None:
     """Give this session the priority of the thread that started the process.
 
-    Linux schedules a session as a group, and within it alone a process's own priority counts.
+    Linux schedules a session as a group; a process's own priority counts only inside it.
     Source: sched(7), "The autogroup feature".
     """
     if nice := os.getpriority(os.PRIO_PROCESS, 0):

@@ -51,9 +51,9 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, with special tokens matched here.
 
     SentencePiece never encodes text as a control piece, so the text is split at special tokens, and
-    each part is encoded separately, as in Meta's chat format and llama.cpp. A part after a special
-    token that begins with a space gets no second space, as in transformers: chat templates write
-    the space that Mistral's code leaves to SentencePiece.
+    each part is encoded separately, as in Meta's chat format and llama.cpp. After a special token,
+    a part that begins with a space gets no second one, as in transformers: chat templates write the
+    space that Mistral's code leaves to SentencePiece.
 
     Args:
         added: tokens from other files; they are matched like special tokens.

@@ -25,7 +25,7 @@ class Vocabulary:
         pieces: bytes of each token.
         special_ids: ids of special tokens by their texts.
         openings: bytes of tokens at the start of a text, if these lack the leading space.
-        units: texts of tokens that are not special, but are matched in a text first.
+        units: texts of non-special tokens that are matched before a text is split.
     """
 
     pieces: Sequence[bytes]

@@ -109,7 +109,7 @@ def test_structure_faults_name_the_file(tmp_path):
     text = str(caught.value)
     assert "missing: layers.1.attention.wq.bias (consolidated.01.pth);" in text
     assert "extra: 'layers.0.attention.wq.scale' (consolidated.00.pth);" in text
-    assert "misshapen: norm.weight is [36], [37] over the files, expected [36];" in text
+    assert "misshapen: norm.weight is [36], [37] in the files, expected [36];" in text
 
 
 def test_a_file_left_out_is_seen_from_the_shapes(tmp_path):
@@ -128,7 +128,7 @@ def test_a_dtype_that_is_not_a_float_is_refused(tmp_path):
 
 def test_a_vocabulary_that_does_not_add_up_is_refused(tmp_path):
     shards = meta_shards(TINY, weights_of(TINY), 3, embedding_dim=1)
-    with pytest.raises(CheckpointError, match="does not add up to rows of 36"):
+    with pytest.raises(CheckpointError, match="do not form rows of 36"):
         meta_vocab_size(write_meta(tmp_path, shards[:2]))
 
 

@@ -758,4 +758,4 @@ def test_a_model_without_a_manifest_cannot_be_verified(
 def test_random_weights_cannot_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "--model", "llama-2-7b", "--random-weights", "1", *ANSWER]
     assert main(argv) == 2
-    assert "--verify and --random-weights" in capsys.readouterr().err
+    assert "random weights have no files to --verify" in capsys.readouterr().err

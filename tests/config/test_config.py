@@ -283,7 +283,7 @@ def test_scaled_rope_of_llama_3_1_and_3_2() -> None:
         ({"quantization_args": {"scheme": "x"}}, "a quantised checkpoint"),
         ({"lora_args": {"rank": 1}}, "LoRA"),
         ({"moe_args": {}}, "experts"),
-        ({"vision_chunk_size": 448}, "images"),
+        ({"vision_chunk_size": 448}, "image model"),
     ],
 )
 def test_params_json_of_no_supported_model_is_refused(
