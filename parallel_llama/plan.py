@@ -284,6 +284,36 @@ def make_plan(
     return ShardPlan(shards, cut, balance, placement)
 
 
+def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
+    """Why decode steps run operator by operator, and the remedy if any; None if they are recorded.
+
+    On CUDA, attention then reads slots instead of block tables, and tokens are drawn on the host.
+
+    Args:
+        args: The model.
+        kv_parts: The number of ranks over which the tokens of a KV head are sharded.
+        device: cpu or cuda.
+    """
+    if kv_parts > 1:
+        return (
+            "decode steps run operator by operator: with kv_split='sequence' the ranks exchange "
+            "their parts of each attention; use kv_split='heads' if the KV cache fits"
+        )
+    if args.attention_sinks:
+        where = f" beyond the window of {args.sliding_window} tokens" if device == "cpu" else ""
+        return (
+            f"decode steps run operator by operator{where}: attention sinks; drop attention_sinks "
+            "if sequences fit in the context"
+        )
+    scaling = args.rope_scaling
+    if device == "cuda" and scaling is not None and scaling.kind == "dynamic":
+        return (
+            "decode steps run operator by operator: dynamic scaling, where rotary embeddings "
+            "depend on the length of the sequence"
+        )
+    return None
+
+
 def _spread(args: ModelArgs, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
     """Shard the KV cache by token, unless sharding by head replicates nothing."""
     widest = max(shard.n_local_kv_heads for shard in shards)

@@ -76,7 +76,7 @@ RETIRED = {
     "row_noise": "row_sampling_key",
     "schedule_again": "schedule_in_flight",
     "spread_attention": "sharded_attention",
-    "spread_cache": "kv_sequence_shard",
+    "spread_cache": "kv_layout",
     "told": "emitted",
     "unfilled": "empty_weight",
 }

@@ -31,7 +31,6 @@ from parallel_llama.dtypes import Precision
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.model.attention import attend
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
@@ -70,8 +69,10 @@ def tiles(n_tokens: int, window: int, dtype: torch.dtype) -> Way:
             queries = q[:, start : start + STEP_TOKENS["cpu"]].transpose(0, 1).contiguous()
             chunk = Chunk([0] * len(queries), start, [[0]], n_tokens)
             kv_group = runner.batch([chunk]).kv_groups[0]
-            part = attend(queries, 0, kv_group, cache, runner.shard.runs, runner.model.ops)
-            o[:, start : start + len(queries)] = part.view(queries.shape).transpose(0, 1)
+            part = torch.empty_like(queries)
+            assert kv_group.plan is not None
+            runner.model.ops.attention(queries, *cache.layer(0), kv_group.plan, cache.heads, part)
+            o[:, start : start + len(queries)] = part.transpose(0, 1)
         return o
 
     return way

@@ -29,7 +29,7 @@ from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
-from parallel_llama.plan import ShardPlan
+from parallel_llama.plan import ShardPlan, why_unrecorded
 
 WIDTH = 80
 LABEL_WIDTH = 11
@@ -227,6 +227,7 @@ def _object(found: Estimate) -> dict[str, Any]:
         "one_rank_weight_bytes": found.asked.weights,
         "batch": found.asked.batch,
         "sliding_window": found.asked.args.sliding_window,
+        "unrecorded_decode": _unrecorded(found),
         "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
     }
 
@@ -303,6 +304,7 @@ def _page(found: Estimate) -> list[str]:
         *_line("rest", _rest(found)),
         *_window(found),
         *_experts(plan),
+        *_decode(found),
         *_verdict(found),
         *_cache_flag(found),
     ]
@@ -330,6 +332,16 @@ def _experts(plan: ShardPlan) -> list[str]:
     if plan.placement is None:
         return []
     return _line("experts", f"{PLACEMENTS[plan.placement.kind]}: {plan.placement.reason}")
+
+
+def _unrecorded(found: Estimate) -> str | None:
+    return why_unrecorded(found.asked.args, found.plan.kv_parts, found.asked.device)
+
+
+def _decode(found: Estimate) -> list[str]:
+    """Why decode steps run operator by operator; empty if they do not."""
+    reason = _unrecorded(found)
+    return [] if reason is None else _line("decode", reason)
 
 
 def _copies(found: Estimate) -> str:

@@ -24,12 +24,12 @@ from parallel_llama.engine.messages import MAX_SIZE, StepMessage, decode_message
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.outputs import REASONS, OutputProcessor, SequenceOutput, StepOutput
 from parallel_llama.engine.prompt_lookup import PromptLookup
+from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.sampling_rows import draw_each, sampling_keys_of, sampling_rows_of
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepClock, StepTimes
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey
 from parallel_llama.errors import DISAGREE, NumericalError
-from parallel_llama.model.recorded_steps import Logits
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
 from parallel_llama.request import FinishReason, Request, TokenLogprob

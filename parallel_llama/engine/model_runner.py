@@ -4,7 +4,7 @@ The runner owns the model and the KV caches of one rank. It does not know reques
 conditions. Every rank calls it with the same chunks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -17,37 +17,34 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.checkpoint.reading import load
 from parallel_llama.dtypes import KVFormat, Precision
-from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import MemoryFor
-from parallel_llama.engine.kv_sequence_shard import CachePart, mask_of
-from parallel_llama.engine.step_buffer import Chunk, Paging, SamplingKey, StepBuffer, StepSize
-from parallel_llama.families.model_args import ModelArgs, kv_groups
-from parallel_llama.model.batch import Batch, KVGroupBatch, QueryTile, SinkTile
-from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
-from parallel_llama.model.layers import Backend
-from parallel_llama.model.recorded_steps import (
-    DecodeStep,
-    KVGroupRows,
+from parallel_llama.engine.kv_layout import CachePart, KVLayout
+from parallel_llama.engine.recorded_steps import (
+    CUDAGraphs,
+    KernelCalls,
     Logits,
-    RecordedStep,
-    RecordedSteps,
+    Recorder,
+    is_all,
+    record_cuda_graph,
+    rotations_of,
 )
+from parallel_llama.engine.step_buffer import Chunk, SamplingKey, StepBuffer, StepSize
+from parallel_llama.families.model_args import ModelArgs, kv_groups
+from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
+from parallel_llama.model.kv_cache import KVCache
+from parallel_llama.model.layers import Backend
 from parallel_llama.model.rope import (
-    HostRotations,
     RotaryTables,
     back_rotations_of,
-    base_len,
     rotary_of_windows,
 )
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import WeightLoader
-from parallel_llama.ops import DecodeBatch, DecodeRows, QueryChunk, Scores, TorchOps, choose_ops
-from parallel_llama.ops.attention import SeenKeys
+from parallel_llama.ops import Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
-from parallel_llama.ops.torch_ops import MAX_QUERIES
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import use_device
-from parallel_llama.plan import ShardPlan
+from parallel_llama.plan import ShardPlan, why_unrecorded
 
 # Weights that are prefetched.
 _READ_AHEAD = 2
@@ -122,39 +119,34 @@ class ModelRunner:
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
         """Replace the KV caches by empty ones of `n_blocks` blocks, one for each KV group."""
         self.block_size, n_parts = block_size, self.shard.kv_parts
-        self._part = CachePart(self.comm.rank, n_parts, block_size) if n_parts > 1 else None
-        is_paged = self._is_paged()
+        part = CachePart(self.comm.rank, n_parts) if n_parts > 1 else None
+        # Whether operators read keys through block tables (paged attention).
+        is_paged = self.model.ops.is_paged and not why_unrecorded(self.args, n_parts, "cuda")
         self.caches = tuple(
             KVCache(
                 self.args,
                 self.shard,
                 len(kv_group.layers),
-                self._part.n_blocks(n) if self._part else n + is_paged,
+                part.n_blocks(n) if part else n + is_paged,
                 block_size,
                 form=self.kv_format,
                 device=self.device,
             )
             for kv_group, n in zip(self.kv_groups, n_blocks, strict=True)
         )
-        self._steps = RecordedSteps(self.model, self.caches)
+        spare_slots = tuple(cache.n_slots - 1 for cache in self.caches)
+        n_sinks = self.args.attention_sinks
+        self._layout = KVLayout(self.kv_groups, block_size, spare_slots, n_sinks, part)
         self._no_rows = torch.empty(0, self.args.dim, dtype=self.dtype, device=self.device)
-        self._paging = self._graphs = None
+        self._calls = KernelCalls(self.model, self.caches, self._layout, self._rotary_of)
+        self._rotations = self._graphs = None
         if is_paged:
             whole = {each: each.whole() for each in set(self._rotary_of)}
-            tables = tuple(whole[each] for each in self._rotary_of)
-            self._paging = Paging(self.kv_groups, tables, block_size, tuple(n_blocks))
+            self._rotations = tuple(whole[each] for each in self._rotary_of)
             longest = self.args.max_seq_len
             if self.kv_groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
-            self._graphs = DecodeGraphs(self._paging, longest, self.device)
-
-    def _is_paged(self) -> bool:
-        """Whether operators read keys through block tables (paged attention).
-
-        Not with a sequence-sharded cache, attention sinks, or rotations that depend on the length.
-        """
-        is_plain = self._part is None and not self.args.attention_sinks
-        return self.model.ops.is_paged and is_plain and not base_len(self.args, 1)
+            self._graphs = CUDAGraphs(self._layout, self._rotations, longest, self.device)
 
     def record(
         self,
@@ -163,11 +155,11 @@ class ModelRunner:
     ) -> None:
         """Capture the decode steps as CUDA graphs, if the operators support it.
 
-        Collective: those of `DecodeGraphs.record`.
+        Collective: those of `CUDAGraphs.prepare`.
         """
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.record(self._logits, self.comm, recorder, on_graph)
+                self._graphs.prepare(self._logits, self.comm, recorder, on_graph)
 
     def close(self) -> None:
         """Drop what holds the communicator; the runner must not be used afterwards."""
@@ -182,12 +174,11 @@ class ModelRunner:
         Collective: those of `Transformer.forward`.
         """
         with _MEMORY:
-            program = self._recorded_step(chunks, rows)
+            hidden = self._calls.hidden(chunks, rows)
+            if hidden is not None:
+                return hidden
             with torch.inference_mode():
-                if program is not None:
-                    return program.hidden.clone()
-                batch = self.batch(chunks, rows)
-                return self.model(batch, self.caches)
+                return self.model(self.batch(chunks, rows), self.caches)
 
     def step(
         self,
@@ -214,7 +205,7 @@ class ModelRunner:
     @property
     def draws_on_device(self) -> bool:
         """Whether a step also draws from its logits, so that `step_ahead` can be called."""
-        return self._paging is not None
+        return self._graphs is not None
 
     @torch.inference_mode()
     def step_ahead(
@@ -227,9 +218,9 @@ class ModelRunner:
         Shapes: tokens [T] int64.
         Collective: those of `Transformer.forward`.
         """
-        assert self._paging is not None and self._graphs is not None
+        assert self._graphs is not None
         with _MEMORY:
-            logits = self._graphs(chunks, range(len(tokens)), sampling_keys, tokens)
+            logits = self._graphs.logits(chunks, range(len(tokens)), sampling_keys, tokens)
             return logits or self._logits(self._paged_batch(chunks, None, sampling_keys, tokens))
 
     @torch.inference_mode()
@@ -241,12 +232,14 @@ class ModelRunner:
         self, chunks: Sequence[Chunk], rows: Sequence[int], sampling_keys: Sequence[SamplingKey]
     ) -> Logits:
         """The logits of these rows, by a recorded step if one fits."""
-        program = self._recorded_step(chunks, rows)
-        if program is not None:
-            return program.logits
+        if self._graphs is not None:
+            logits = self._graphs.logits(chunks, rows, sampling_keys)
+        else:
+            logits = self._calls.logits(chunks, rows)
+        if logits is not None:
+            return logits
         with torch.inference_mode():
-            logits = self._graphs(chunks, rows, sampling_keys) if self._graphs else None
-            return logits or self._logits(self.batch(chunks, rows, sampling_keys))
+            return self._logits(self.batch(chunks, rows, sampling_keys))
 
     def _logits(self, batch: Batch) -> Logits:
         """The logits of the batch's rows, and the tokens drawn from them if the batch has noise."""
@@ -255,39 +248,6 @@ class ModelRunner:
             return Logits(logits)
         drawn = self.model.ops.draw(logits, batch.sampling_keys, self.shard.vocab.start)
         return Logits(logits, drawn=drawn)
-
-    def _recorded_step(
-        self, chunks: Sequence[Chunk], rows: Sequence[int] | None
-    ) -> RecordedStep | None:
-        """Run these chunks by a recorded step; None if they are not a decode step."""
-        n_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        is_wanted = self._steps.may_take(n_tokens) and _is_all(rows, n_tokens)
-        if not is_wanted or not all(map(self._is_decoded, chunks)):
-            return None
-        rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
-        kv_groups = (
-            self._kv_group_rows(number, chunks, rotations[rotary])
-            for number, rotary in enumerate(self._rotary_of)
-        )
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        return self._steps.run(DecodeStep(tokens, tuple(kv_groups)))
-
-    def _is_decoded(self, chunk: Chunk) -> bool:
-        """Whether its tokens are separate queries that see slots of this rank's cache alone."""
-        is_here = self._paging is None and self._part is None
-        kv_groups = range(len(self.kv_groups) if self.args.attention_sinks else 0)
-        near = (self._before_sinks(number, chunk.positions) for number in kv_groups)
-        return is_here and chunk.is_decoded and all(each == chunk.positions for each in near)
-
-    def _kv_group_rows(
-        self, number: int, chunks: Sequence[Chunk], rotations: HostRotations
-    ) -> KVGroupRows:
-        slots: list[int] = []
-        decoded: dict[int, SeenKeys] = {}
-        for chunk in chunks:
-            decoded |= self._decoded(number, len(slots), chunk, chunk.positions)
-            slots += slots_of(chunk.tables[number], self.block_size, chunk.positions)
-        return KVGroupRows(slots, rotations, DecodeRows.of(decoded))
 
     def _rotary_tables(self) -> list[RotaryTables]:
         """The rotary tables of each KV group; groups with equal tables share them."""
@@ -306,20 +266,17 @@ class ModelRunner:
     ) -> Batch:
         """The batch of some chunks: tokens, slots, and the keys that each token sees."""
         assert all(chunk.tokens for chunk in chunks)
-        if self._paging is not None:
+        if self._graphs is not None:
             return self._paged_batch(chunks, rows, sampling_keys)
-        rotations = {
-            each: torch.from_numpy(_rotations(each, chunks)).to(self.device)
-            for each in set(self._rotary_of)
-        }
+        rotations = rotations_of(self._rotary_of, chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
         return Batch(
             tokens=self._int64(tokens),
             kv_groups=tuple(
-                self._kv_group_batch(number, chunks, rotations[rotary])
-                for number, rotary in enumerate(self._rotary_of)
+                self._kv_group_batch(number, chunks, torch.from_numpy(own).to(self.device))
+                for number, own in enumerate(rotations)
             ),
-            rows=None if rows is None or _is_all(rows, len(tokens)) else self._int64(rows),
+            rows=None if rows is None or is_all(rows, len(tokens)) else self._int64(rows),
         )
 
     def _paged_batch(
@@ -330,120 +287,31 @@ class ModelRunner:
         tokens: Tensor | None = None,
     ) -> Batch:
         """The batch for paged attention."""
-        assert self._paging is not None
-        n_rows = None if rows is None else len(rows)
-        buffer = StepBuffer(StepSize.of(chunks, n_rows, self._paging), self._paging, self.device)
-        buffer.fill(chunks, rows or (), sampling_keys, tokens)
+        assert self._rotations is not None
+        n_rows, kv_groups = None if rows is None else len(rows), self._layout.steps(chunks)
+        buffer = StepBuffer(StepSize.of(chunks, kv_groups, n_rows), self._rotations, self.device)
+        buffer.fill(chunks, kv_groups, rows or (), sampling_keys, tokens)
         return buffer.batch()
 
     def _kv_group_batch(
         self, number: int, chunks: Sequence[Chunk], rotations: Tensor
     ) -> KVGroupBatch:
-        if self._part is not None:
-            return self._spread_batch(number, chunks, rotations, self._part)
-        slots: list[int] = []
-        prefilled: list[QueryChunk] = []
-        decoded: dict[int, SeenKeys] = {}
+        own, _, queries, beyond_window = self._layout.step(number, chunks)
+        slots = self._int64(own)
+        if self._layout.part is not None:
+            tiles = queries.tiles(self.dtype, self.device)
+            return KVGroupBatch(slots, rotations, tiles=tuple(tiles))
+        plan = self.model.ops.plan(queries, self.device) if queries.ranges else None
         sink_tiles: list[SinkTile] = []
-        for chunk in chunks:
-            row, blocks = len(slots), chunk.tables[number]
-            slots += slots_of(blocks, self.block_size, chunk.positions)
-            near = self._before_sinks(number, chunk.positions)
-            sink_tiles += self._sink_tiles(number, row, chunk, near.stop)
-            if not near:
-                continue
-            if chunk.is_decoded:
-                decoded |= self._decoded(number, row, chunk, near)
-                continue
-            slices = slices_of(blocks, self.block_size, self._seen(number, near))
-            window = self.kv_groups[number].window
-            prefilled.append(QueryChunk.of(row, near, slices, window, self.device))
-        return KVGroupBatch(
-            slots=self._int64(slots),
-            rotations=rotations,
-            chunks=tuple(prefilled),
-            decode=DecodeBatch.of(decoded) if decoded else None,
-            sink_tiles=tuple(sink_tiles),
-        )
-
-    def _decoded(
-        self, number: int, row: int, chunk: Chunk, positions: range
-    ) -> dict[int, SeenKeys]:
-        """The keys that tokens of a chunk see, by row; `row` is that of the chunk's first token."""
-        seen = self._seen(number, positions)
-        slices = slices_of(chunk.tables[number], self.block_size, seen)
-        if len(positions) == 1:
-            return {row + positions.start - chunk.start: (seen.start, slices)}
-        own = {at: self._seen(number, range(at, at + 1)) for at in positions}
-        return {
-            row + at - chunk.start: (keys.start, part_of(slices, _from(seen.start, keys)))
-            for at, keys in own.items()
-        }
-
-    def _spread_batch(
-        self, number: int, chunks: Sequence[Chunk], rotations: Tensor, part: CachePart
-    ) -> KVGroupBatch:
-        """The batch of a KV group whose cache is sharded by sequence."""
-        cache, window = self.caches[number], self.kv_groups[number].window
-        slots: list[int] = []
-        tiles: list[QueryTile] = []
-        for chunk in chunks:
-            row, blocks = len(slots), chunk.tables[number]
-            slots += part.slots_of(blocks, chunk.positions, spare=cache.n_slots - 1)
-            n_queries = 1 if chunk.is_decoded else MAX_QUERIES
-            for first in range(0, len(chunk.tokens), n_queries):
-                queries = chunk.positions[first : first + n_queries]
-                held, slices = part.kept(blocks, self._seen(number, queries))
-                if held:
-                    tiles.append(
-                        QueryTile(
-                            slice(row + first, row + first + len(queries)),
-                            tuple(cache.past(run.kv_heads, slices) for run in self.shard.runs),
-                            mask_of(queries, held, window, self.dtype, self.device),
-                        )
-                    )
-        return KVGroupBatch(self._int64(slots), rotations, tiles=tuple(tiles))
-
-    def _before_sinks(self, number: int, positions: range) -> range:
-        """The positions whose window starts at the sequence's start, or all without sinks."""
-        window = self.kv_groups[number].window
-        if not self.args.attention_sinks or window is None:
-            return positions
-        return range(positions.start, max(positions.start, min(positions.stop, window)))
-
-    def _sink_tiles(self, number: int, row: int, chunk: Chunk, first: int) -> Iterator[SinkTile]:
-        """The queries of a chunk from position `first` on; `row` is that of its first token."""
-        cache, blocks = self.caches[number], chunk.tables[number]
-        window, n_sinks = self.kv_groups[number].window, self.args.attention_sinks
-
-        def tile(queries: range, keys: range, mask: Tensor) -> QueryTile:
-            slots = slices_of(blocks, self.block_size, keys)
-            at = row + queries.start - chunk.start
-            pasts = tuple(cache.past(run.kv_heads, slots) for run in self.shard.runs)
-            return QueryTile(slice(at, at + len(queries)), pasts, mask)
-
-        n_queries = 1 if chunk.is_decoded else MAX_QUERIES
-        device = self.device
-        for start in range(first, chunk.positions.stop, n_queries):
-            queries = range(start, min(start + n_queries, chunk.positions.stop))
-            assert window is not None
-            seen = self._seen(number, queries)
-            sinks = range(min(n_sinks, queries.stop - window))
-            # A sink inside a query's window is seen there.
-            before = range(queries.start - window, queries.stop - window)
-            back_rotations = back_rotations_of(self.args, queries, n_sinks + window - 1)
-            yield SinkTile(
-                tile(queries, seen, mask_of(queries, [seen], window, self.dtype, device)),
-                tile(queries, sinks, mask_of(before, [sinks], None, self.dtype, device)),
-                back_rotations.to(
-                    device, torch.promote_types(self.dtype, torch.float32).to_complex()
-                ),
-            )
-
-    def _seen(self, number: int, queries: range) -> range:
-        """The positions that any of these consecutive queries sees in a KV group."""
-        window = self.kv_groups[number].window
-        return range(0 if window is None else max(queries.start - window + 1, 0), queries.stop)
+        if beyond_window is not None:
+            latest = self.args.attention_sinks + (queries.window or 0) - 1
+            wide = torch.promote_types(self.dtype, torch.float32).to_complex()
+            near, far = (each.tiles(self.dtype, self.device) for each in beyond_window)
+            for window, sinks in zip(near, far, strict=True):
+                back_rotations = back_rotations_of(self.args, window.positions, latest)
+                back_rotations = back_rotations.to(self.device, wide)
+                sink_tiles.append(SinkTile(window, sinks, back_rotations))
+        return KVGroupBatch(slots, rotations, plan, tuple(sink_tiles))
 
     def _int64(self, values: Sequence[object]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)
@@ -458,18 +326,3 @@ def settle_cuda() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.set_float32_matmul_precision("highest")
-
-
-def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> HostRotations:
-    rows = [rotary.rows(chunk.positions, chunk.n_prompt) for chunk in chunks]
-    return rows[0] if len(rows) == 1 else np.concatenate(rows)
-
-
-def _is_all(rows: Sequence[int] | None, n_rows: int) -> bool:
-    """Whether these are all of `n_rows` rows, in order."""
-    return rows is None or list(rows) == list(range(n_rows))
-
-
-def _from(first: int, positions: range) -> range:
-    """Positions relative to `first`."""
-    return range(positions.start - first, positions.stop - first)

@@ -24,7 +24,7 @@ from parallel_llama.parallel.communicators import own_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world
-from parallel_llama.plan import make_plan
+from parallel_llama.plan import make_plan, why_unrecorded
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,9 @@ class ModelSetup:
             self.args, n_shards, quant_group_size=quant_group_size, kv_split=config.kv_split
         )
         self.plan = plan if slice_of is None else plan.alone(played)
+        unrecorded = why_unrecorded(self.args, self.plan.kv_parts, self.kind)
+        if unrecorded and world()[0] == 0:
+            logger.warning(unrecorded)
         self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
         step_tokens = STEP_TOKENS[self.kind]
         self.cache_size = CacheSize(

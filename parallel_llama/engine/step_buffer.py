@@ -5,18 +5,18 @@ addresses. So a step's tokens, positions, slots, block tables and noise are cons
 buffer, on the host and on the device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from parallel_llama.families.model_args import KVGroup
 from parallel_llama.model.batch import Batch, KVGroupBatch
 from parallel_llama.model.kv_cache import Blocks
-from parallel_llama.ops import PagedQueries, SamplingKeys
+from parallel_llama.ops import PagedPlan, PagedQueries, Queries, SamplingKeys
 
 _RANGE = 5  # integers of a range of queries, as in PagedQueries
 
@@ -51,35 +51,21 @@ class Chunk:
         return len(self.tokens) <= MAX_DECODED
 
 
-@dataclass(frozen=True)
-class Paging:
-    """What all steps share: the KV groups, their rotary tables, and the block size.
+class KVGroupStep(NamedTuple):
+    """A step in the layers of one KV group.
 
-    Padding tokens write to the slots of a spare block.
-
-    Shapes: `rotations` has a table for each KV group, [n_positions, 1, head_dim / 2] complex.
+    Args:
+        slots: The slot of each token.
+        spare_slot: A slot for tokens that are not kept.
+        queries: The queries, but for those of `beyond_window`.
+        beyond_window: The queries that attend to attention sinks outside of their window: with the
+            keys of the window, and with the sinks, which are attended to from one window before.
     """
 
-    kv_groups: tuple[KVGroup, ...]
-    rotations: tuple[Tensor, ...]
-    block_size: int
-    spare_blocks: tuple[int, ...]
-
-    def blocks_of(self, number: int, positions: range) -> range:
-        """The numbers of the blocks that these tokens see in a KV group."""
-        window = self.kv_groups[number].window
-        first = 0 if window is None else max(positions.start - window + 1, 0)
-        return range(first // self.block_size, (positions.stop - 1) // self.block_size + 1)
-
-    def most_blocks(self, longest: int) -> int:
-        """The most blocks that a token of a sequence of `longest` tokens sees in all KV groups."""
-        most = -(-longest // self.block_size)
-        # A window may start at the last token of a block and end at the first of another.
-        windows = (kv_group.window for kv_group in self.kv_groups)
-        return sum(
-            most if w is None else min((w + 2 * self.block_size - 2) // self.block_size, most)
-            for w in windows
-        )
+    slots: list[int]
+    spare_slot: int
+    queries: Queries
+    beyond_window: tuple[Queries, Queries] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,15 +89,13 @@ class StepSize:
         return self.n_tokens if self.n_rows is None else self.n_rows
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], n_rows: int | None, paging: Paging) -> "StepSize":
-        """The exact size of these chunks."""
+    def of(
+        cls, chunks: Sequence[Chunk], kv_groups: Sequence[KVGroupStep], n_rows: int | None
+    ) -> "StepSize":
+        """The exact size of a step."""
         tiled = [len(chunk.tokens) for chunk in chunks if not chunk.is_decoded]
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        n_blocks = sum(
-            len(paging.blocks_of(number, chunk.positions))
-            for chunk in chunks
-            for number in range(len(paging.kv_groups))
-        )
+        n_blocks = sum(len(each.blocks) for own in kv_groups for each in own.queries.ranges)
         n_decoded = n_tokens - sum(tiled)
         return cls(n_tokens, n_rows, n_decoded, len(tiled), n_blocks, max(tiled, default=0))
 
@@ -150,11 +134,17 @@ class StepBuffer:
     """The inputs of a step, filled on the host and copied to the device.
 
     It may be filled a second time before the device has finished the step, but not a third time.
+
+    Args:
+        size: Its capacity.
+        rotations: [n_positions, 1, head_dim / 2] complex, the rotary table of each KV group.
+        device: The device of the model.
     """
 
-    def __init__(self, size: StepSize, paging: Paging, device: torch.device) -> None:
-        self.size, self._paging = size, paging
-        n_kv_groups = len(paging.kv_groups)
+    def __init__(self, size: StepSize, rotations: Sequence[Tensor], device: torch.device) -> None:
+        self.size, self._rotations = size, rotations
+        self._queries: Sequence[Queries] = ()
+        n_kv_groups = len(rotations)
         n_ints = n_kv_groups * (size.n_decoded + size.n_chunks) * _RANGE + size.n_blocks
         n_rows = (size.n_rows or 0) + 2 * size.n_results
         n_words = (2 + n_kv_groups) * size.n_tokens + n_rows + -(-n_ints // 2)
@@ -169,11 +159,12 @@ class StepBuffer:
     def fill(
         self,
         chunks: Sequence[Chunk],
+        kv_groups: Sequence[KVGroupStep],
         rows: Sequence[int] = (),
         sampling_keys: Sequence[SamplingKey] = (),
         tokens: Tensor | None = None,
     ) -> None:
-        """Fill in chunks, at most `size`, and copy them to the device; the rest is padding.
+        """Fill in a step, at most `size`, and copy it to the device; the rest is padding.
 
         `sampling_keys` are those of the first output rows; the others draw the largest logit.
         `tokens` are the tokens of the chunks if only the device knows them.
@@ -195,9 +186,9 @@ class StepBuffer:
             temperature for _, temperature in sampling_keys
         ]
         here.sampling_keys.temperatures[len(sampling_keys) :] = 0
-        n_blocks = 0
-        for number in range(len(self._paging.kv_groups)):
-            n_blocks = self._fill_kv_group(here, number, chunks, n_blocks)
+        n_blocks, self._queries = 0, [own.queries for own in kv_groups]
+        for number, kv_group in enumerate(kv_groups):
+            n_blocks = self._fill_kv_group(here, number, kv_group, n_blocks)
         n_used = len(words) - (len(here.blocks) - n_blocks) // 2
         self._device[:n_used].copy_(words[:n_used], non_blocking=True)
         if tokens is not None:
@@ -205,49 +196,33 @@ class StepBuffer:
 
     def batch(self) -> Batch:
         """The batch, whose tensors are views of the device's buffer."""
-        there, tables = self._there, self._paging.rotations
+        there, tables = self._there, self._rotations
         rotations = {table: table.index_select(0, there.positions) for table in set(tables)}
         kv_groups = tuple(
-            KVGroupBatch(slots, rotations[table], paged=tuple(self._queries(number)))
+            KVGroupBatch(slots, rotations[table], self._plan(number))
             for number, (slots, table) in enumerate(zip(there.slots, tables, strict=True))
         )
         rows = None if self.size.n_rows is None else there.rows
         return Batch(there.tokens, kv_groups, rows, there.sampling_keys)
 
-    def _queries(self, number: int) -> Iterator[PagedQueries]:
-        ranges, size = self._there.ranges[number], self.size
-        for own, most in (
-            (ranges[: size.n_decoded], 1),
-            (ranges[size.n_decoded :], size.max_queries),
-        ):
-            if len(own):
-                window, block_size = self._paging.kv_groups[number].window, self._paging.block_size
-                yield PagedQueries(own, self._there.blocks, block_size, most, window)
+    def _plan(self, number: int) -> PagedPlan:
+        ranges, n = self._there.ranges[number], self.size.n_decoded
+        queries, blocks = self._queries[number], self._there.blocks
+        parts = (ranges[:n], 1), (ranges[n:], self.size.max_queries)
+        return PagedPlan(
+            tuple(
+                PagedQueries(own, blocks, queries.block_size, most, queries.window)
+                for own, most in parts
+                if len(own)
+            )
+        )
 
-    def _fill_kv_group(
-        self, here: _Parts, number: int, chunks: Sequence[Chunk], n_blocks: int
-    ) -> int:
+    def _fill_kv_group(self, here: _Parts, number: int, step: KVGroupStep, n_blocks: int) -> int:
         """Returns: the number of blocks so far; `n_blocks` are those of previous KV groups."""
-        block_size = self._paging.block_size
-        slots, blocks = here.slots[number].numpy(), here.blocks.numpy()
-        decoded: list[tuple[int, ...]] = []
-        tiled: list[tuple[int, ...]] = []
-        row = 0
-        for chunk in chunks:
-            positions, numbers = chunk.positions, self._paging.blocks_of(number, chunk.positions)
-            own = blocks[n_blocks : n_blocks + len(numbers)]
-            own[:] = chunk.tables[number][numbers.start : numbers.stop]
-            first_key = numbers.start * block_size
-            if chunk.is_decoded:
-                decoded += [(row + i, 1, at, first_key, n_blocks) for i, at in enumerate(positions)]
-            else:
-                tiled.append((row, len(positions), positions.start, first_key, n_blocks))
-            keys = np.arange(positions.start - first_key, positions.stop - first_key)
-            places = own[keys // block_size].astype(np.int64) * block_size + keys % block_size
-            slots[row : row + len(positions)] = places
-            row += len(positions)
-            n_blocks += len(numbers)
-        slots[row:] = self._paging.spare_blocks[number] * block_size
+        slots = here.slots[number].numpy()
+        slots[: len(step.slots)] = step.slots
+        slots[len(step.slots) :] = step.spare_slot
+        decoded, tiled, n_blocks = PagedQueries.pack(step.queries, here.blocks.numpy(), n_blocks)
         ranges = here.ranges[number].numpy()
         ranges[: self.size.n_decoded] = 0
         for start, found in ((0, decoded), (self.size.n_decoded, tiled)):

@@ -1,8 +1,7 @@
 """Grouped-query attention of this rank's heads over packed sequences.
 
 Each chunk of a sequence attends to its own past in the KV cache and to nothing else, so a request's
-result does not depend on the rest of the batch. The runs of the plan say which query heads share
-which KV heads.
+result does not depend on the rest of the batch.
 
 Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
 """
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs, kv_groups
-from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
+from parallel_llama.model.batch import Batch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (
     Backend,
@@ -25,7 +24,7 @@ from parallel_llama.model.layers import (
 from parallel_llama.model.sharded_attention import attend_to_all_parts, merge_lse
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.torch_ops import rotate_
-from parallel_llama.plan import HeadRun, Shard
+from parallel_llama.plan import Shard
 
 
 class Attention:
@@ -79,56 +78,32 @@ class Attention:
             n_rotated = self.n_local_heads + self.n_local_kv_heads
             self.q_norm.in_place(qkv[:, : self.n_local_heads])
             self.k_norm.in_place(qkv[:, self.n_local_heads : n_rotated])
-        self.ops.rotate_and_store(qkv, own.rotations, own.slots, *cache.layer(self.layer))
+        k, v = cache.layer(self.layer)
+        self.ops.rotate_and_store(qkv, own.rotations, own.slots, k, v)
         q = qkv[:, : self.n_local_heads]
         if self.shard.peers:
-            o = attend_to_all_parts(q, self.layer, own, self.shard, self.ops, self.comm)
+            tiles, heads = own.tiles, cache.heads
+            o = attend_to_all_parts(q, k, v, tiles, heads, self.shard, self.ops, self.comm)
         else:
-            o = attend(q, self.layer, own, cache, self.shard.runs, self.ops)  # [T, H * D] local
+            o = q.new_empty(q.shape)  # [T, H, D] local
+            if own.plan is not None:
+                self.ops.attention(q, k, v, own.plan, cache.heads, o)
+            for tile in own.sink_tiles:
+                for run, kv in cache.heads.runs:
+                    at = tile.window.rows, run
+                    o[at] = _with_sinks(q[at], k[kv], v[kv], tile, self.ops)
+        o = o.flatten(1)  # [T, H * D] local
         return o if rows is None else o[rows]
 
 
-def attend(
-    q: Tensor,
-    layer: int,
-    batch: KVGroupBatch,
-    cache: KVCache,
-    runs: Sequence[HeadRun],
-    ops: TorchOps,
-) -> Tensor:
-    """Softmax attention of every query over its own keys.
-
-    Paged queries take one call, all others one call per run of heads: 5 query heads on 2 KV heads
-    are two runs, 3 + 2.
-
-    Shapes: q [T, H, D] local; the result [T, H * D] local.
-    """
-    o = q.new_empty(q.shape)
-    k, v = cache.layer(layer)
-    for queries in batch.paged:
-        ops.paged_attention(q, k, v, queries, cache.heads, o)
-    for number, run in enumerate(runs):
-        heads = slice(run.heads.start, run.heads.stop)
-        own = slice(run.kv_heads.start, run.kv_heads.stop)
-        if batch.decode is not None:
-            ops.decode_attention(q[:, heads], k[own], v[own], batch.decode, o[:, heads])
-        for chunk in batch.chunks:
-            ops.chunk_attention(q[:, heads], k[own], v[own], chunk, o[:, heads])
-        for far in batch.sink_tiles:
-            o[far.window.queries, heads] = _with_sinks(
-                q[far.window.queries, heads], far, number, layer, ops
-            )
-    return o.flatten(1)
-
-
-def _with_sinks(q: Tensor, tile: SinkTile, number: int, layer: int, ops: TorchOps) -> Tensor:
-    """Attention to the window and to the attention sinks. Shapes: q [T, H, D] -> [T, H, D]."""
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, tile: SinkTile, ops: TorchOps) -> Tensor:
+    """Attention to the window and to the sinks. Shapes: q [t, K * G, D], and so is the result."""
     turned = q.clone()
     rotate_(turned, tile.back_rotations)
     parts = [
         torch.cat((o, lse[..., None].to(o.dtype)), -1)
         for o, lse in (
-            ops.partial_attention(queries, *seen.pasts[number].layer(layer), seen.mask)
+            ops.partial_attention(queries, k, v, seen)
             for queries, seen in ((q, tile.window), (turned, tile.sinks))
         )
     ]

@@ -10,24 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel_llama.model.kv_cache import Past
-from parallel_llama.ops import DecodeBatch, PagedQueries, QueryChunk, SamplingKeys
-
-
-@dataclass(frozen=True)
-class QueryTile:
-    """Consecutive queries of one sequence and the keys that they attend to.
-
-    Args:
-        queries: The queries' rows of the batch.
-        pasts: The keys and values, one record per run of heads, from the first key that a query
-            attends to up to the last query's own.
-        mask: [len(queries), S], 0 where a query attends to a key and -inf elsewhere.
-    """
-
-    queries: slice
-    pasts: tuple[Past, ...]
-    mask: Tensor
+from parallel_llama.ops import Plan, QueryTile, SamplingKeys
 
 
 @dataclass(frozen=True)
@@ -56,18 +39,16 @@ class KVGroupBatch:
     Args:
         slots: [T] int64 replicated, the slot of each token.
         rotations: [T, 1, head_dim / 2] complex, replicated, the rotary embedding of each token.
-        chunks, decode, sink_tiles: The queries. Each token is in exactly one of the three fields.
-        paged: The queries, instead of these fields, for operators that read block tables.
-        tiles: The queries with keys on this rank, instead of these fields, for a cache that is
-            sharded by token.
+        plan: The queries, but for those in `sink_tiles`.
+        sink_tiles: The queries that attend to attention sinks outside of their window.
+        tiles: The queries with keys on this rank, instead of both, for a cache that is sharded by
+            token.
     """
 
     slots: Tensor
     rotations: Tensor
-    chunks: tuple[QueryChunk, ...] = ()
-    decode: DecodeBatch | None = None
+    plan: Plan | None = None
     sink_tiles: tuple[SinkTile, ...] = ()
-    paged: tuple[PagedQueries, ...] = ()
     tiles: tuple[QueryTile, ...] = ()
 
 

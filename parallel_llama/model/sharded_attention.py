@@ -16,31 +16,36 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.model.batch import KVGroupBatch
-from parallel_llama.ops import TorchOps
+from parallel_llama.ops import HeadMap, QueryTile, TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Shard
 
 
 def attend_to_all_parts(
-    q: Tensor, layer: int, batch: KVGroupBatch, shard: Shard, ops: TorchOps, comm: Communicator
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Sequence[QueryTile],
+    heads: HeadMap,
+    shard: Shard,
+    ops: TorchOps,
+    comm: Communicator,
 ) -> Tensor:
     """Softmax attention of this rank's queries over the keys of all ranks.
 
-    Shapes: q [T, H, D] local; the result [T, H * D] local.
+    Shapes: q [T, H, D] local; k, v [K, n_slots, W] local; the result [T, H, D] local.
     Collective: two all_gathers, of the queries and of the partial results.
     """
     q = _of_all_ranks(q, shard.peers, comm)  # [T, n_heads, D] replicated
     wide = torch.promote_types(q.dtype, torch.float32)  # for the log-sum-exps
     found = torch.zeros((*q.shape[:2], q.shape[2] + 1), dtype=wide, device=q.device)
     found[..., -1] = -torch.inf
-    for tile in batch.tiles:
-        for run, past in zip(shard.runs, tile.pasts, strict=True):
-            heads = slice(run.heads.start, run.heads.stop)
-            o, lse = ops.partial_attention(q[tile.queries, heads], *past.layer(layer), tile.mask)
-            found[tile.queries, heads, :-1], found[tile.queries, heads, -1] = o, lse
+    for tile in tiles:
+        for own, kv in heads.runs:
+            o, lse = ops.partial_attention(q[tile.rows, own], k[kv], v[kv], tile)
+            found[tile.rows, own, :-1], found[tile.rows, own, -1] = o, lse
     parts = comm.all_gather(found)  # [size, T, n_heads, D + 1]
-    return merge_lse(parts[:, :, shard.heads.start : shard.heads.stop]).to(q.dtype).flatten(1)
+    return merge_lse(parts[:, :, shard.heads.start : shard.heads.stop]).to(q.dtype)
 
 
 def merge_lse(parts: Tensor) -> Tensor:

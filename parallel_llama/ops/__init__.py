@@ -12,14 +12,16 @@ import torch
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.ops.attention import (
     PLAIN,
-    DecodeBatch,
-    DecodeRoom,
-    DecodeRows,
     HeadMap,
+    PagedPlan,
     PagedQueries,
-    QueryChunk,
+    Plan,
+    Queries,
+    QueryRange,
+    QueryTile,
     Scores,
 )
+from parallel_llama.ops.cpu.attention_plan import DecodeRoom
 from parallel_llama.ops.cpu.jit import computes
 from parallel_llama.ops.cpu.replay import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps
@@ -29,14 +31,16 @@ from parallel_llama.ops.torch_ops import TorchOps
 
 __all__ = [
     "CPUOps",
-    "DecodeBatch",
     "DecodeRoom",
-    "DecodeRows",
     "Dispatch",
     "HeadMap",
     "NotRecorded",
+    "PagedPlan",
     "PagedQueries",
-    "QueryChunk",
+    "Plan",
+    "Queries",
+    "QueryRange",
+    "QueryTile",
     "Recording",
     "SamplingKeys",
     "Scores",

@@ -1,15 +1,17 @@
-"""The inputs of the attention operators: queries, the slots of their keys, and the score function.
+"""Which queries of a batch attend to which keys, and the score function of attention.
 
 A query attends to itself and to the keys before it in its sequence; with a sliding window, to the
-last `window` keys alone. Three records describe the queries of a step: `PagedQueries` for operators
-that read block tables, `QueryChunk` (prefill) and `DecodeBatch` (decode) for those that read slots.
+last `window` keys alone. `Queries` says this for the layers of a KV group. From it, operators make
+the `Plan` that their kernels read: `SlotPlan` for torch, `PagedPlan` for CUDA, and `CPUPlan`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,13 +19,9 @@ from parallel_llama.plan import HeadRun
 
 NO_WINDOW = 2**31 - 1  # a window that is longer than any sequence
 
-# Keys per part of a query: its sequence's positions 0 to 127, 128 to 255, and so on. Threads share
-# the parts of a long query. The CPU's prefill kernel uses the same parts, so that the scores of one
-# fit in the L1 cache.
-PART_KEYS = 128
-
-# Columns of `DecodeBatch.parts`.
-PART_FIELDS = 7
+# Queries of a tile: enough to be worth a call, and few enough that the first queries of a long
+# prompt skip its last keys.
+MAX_QUERIES = 64
 
 # The keys that a query attends to: the position of the first, and the slots of all in order, as
 # slices that are not empty.
@@ -64,17 +62,159 @@ class HeadMap:
         bounds: [K + 1] int32, on the model's device. Query heads bounds[i] to bounds[i + 1] share
             KV head i.
         widest: The largest number of query heads that share a KV head.
+        runs: Query heads and their KV heads, equally many for each KV head: 5 query heads on 2 KV
+            heads are two runs, 3 + 2.
     """
 
     bounds: Tensor
     widest: int
+    runs: tuple[tuple[slice, slice], ...]
 
     @classmethod
     def of(cls, runs: Sequence[HeadRun], device: torch.device) -> "HeadMap":
         """The map of a rank's shard: 5 query heads on 2 KV heads may be split into 3 and 2."""
         sizes = [len(run.heads) // len(run.kv_heads) for run in runs for _ in run.kv_heads]
         bounds = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
-        return cls(bounds, max(sizes))
+        both = ((run.heads, run.kv_heads) for run in runs)
+        slices = ((slice(q.start, q.stop), slice(kv.start, kv.stop)) for q, kv in both)
+        return cls(bounds, max(sizes), tuple(slices))
+
+
+class QueryRange(NamedTuple):
+    """Consecutive queries of one sequence, in consecutive rows of the batch.
+
+    Args:
+        row: The first query's row.
+        positions: The queries' positions in the sequence.
+        first_key: The position of the first key in `blocks`: a multiple of the block size, not
+            above the first key that is attended to.
+        blocks: The block table from there on, up to the last key that is attended to; negative
+            where the keys of a block are on another rank.
+        is_decoded: Whether each query is computed alone, with the bits of decoding.
+    """
+
+    row: int
+    positions: range
+    first_key: int
+    blocks: Sequence[int]
+    is_decoded: bool
+
+
+@dataclass(frozen=True)
+class QueryChunk:
+    """Consecutive queries of one sequence, and the slots of the keys that they attend to.
+
+    Args:
+        rows: The queries' rows of the batch.
+        positions: The queries' positions in the sequence.
+        slots: [S] int64, the slots of the keys, from the first key that a query attends to up to
+            the last query's own.
+        taken: [1] int64, the number of work items that a kernel's threads have taken; 0 while no
+            kernel runs.
+        window: The sliding window, or None.
+    """
+
+    rows: slice
+    positions: range
+    slots: Tensor
+    taken: Tensor
+    window: int | None = None
+
+    @property
+    def first_key(self) -> int:
+        """The position of the first key."""
+        return self.positions.stop - len(self.slots)
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """Consecutive queries of one sequence, and those of their keys that are on this rank.
+
+    Args:
+        rows: The queries' rows of the batch.
+        positions: The queries' positions in the sequence.
+        slots: The slots of the keys.
+        mask: [len(positions), S], 0 where a query attends to a key and -inf elsewhere.
+    """
+
+    rows: slice
+    positions: range
+    slots: Sequence[slice]
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The queries of a batch and their keys, in the layers of one KV group.
+
+    Args:
+        ranges: The queries; each row of the batch is in at most one range.
+        block_size: Slots per block.
+        window: The sliding window, or None.
+        n_keys: How many keys of a sequence are attended to, from its start on; None for all.
+    """
+
+    ranges: Sequence[QueryRange]
+    block_size: int
+    window: int | None = None
+    n_keys: int | None = None
+
+    def seen(self, queries: range) -> range:
+        """The positions that any of these consecutive queries attends to."""
+        first = 0 if self.window is None else max(queries.start - self.window + 1, 0)
+        return range(first, queries.stop if self.n_keys is None else min(queries.stop, self.n_keys))
+
+    def decoded(self) -> dict[int, SeenKeys]:
+        """The keys of each query that is computed alone, by its row."""
+        found: dict[int, SeenKeys] = {}
+        for row, positions, first_key, blocks, is_decoded in self.ranges:
+            if not is_decoded:
+                continue
+            seen = self.seen(positions)
+            slices = slices_of(blocks, self.block_size, after(first_key, seen))
+            if len(positions) == 1:
+                found[row] = seen.start, slices
+                continue
+            for number, at in enumerate(positions):
+                keys = self.seen(range(at, at + 1))
+                found[row + number] = keys.start, part_of(slices, after(seen.start, keys))
+        return found
+
+    def chunks(self, device: torch.device | None = None) -> Iterator[QueryChunk]:
+        """The queries that are computed together."""
+        for row, positions, first_key, blocks, is_decoded in self.ranges:
+            if not is_decoded:
+                seen = after(first_key, self.seen(positions))
+                slices = slices_of(blocks, self.block_size, seen)
+                each = [np.arange(own.start, own.stop, dtype=np.int64) for own in slices]
+                slots = torch.from_numpy(np.concatenate(each)).to(device=device)
+                taken = torch.zeros(1, dtype=torch.int64)
+                rows = slice(row, row + len(positions))
+                yield QueryChunk(rows, positions, slots, taken, self.window)
+
+    def tiles(self, dtype: torch.dtype, device: torch.device) -> Iterator[QueryTile]:
+        """The queries for `TorchOps.partial_attention`, without those whose keys are elsewhere."""
+        for row, positions, first_key, blocks, is_decoded in self.ranges:
+            size = 1 if is_decoded else MAX_QUERIES
+            for first in range(0, len(positions), size):
+                own = positions[first : first + size]
+                held, slots = _held(blocks, self.block_size, first_key, self.seen(own))
+                if held:
+                    rows = slice(row + first, row + first + len(own))
+                    mask = causal_mask(own, held, self.window, dtype, device)
+                    yield QueryTile(rows, own, tuple(slots), mask)
+
+
+class Plan:
+    """What operators make of `Queries` for their kernels; no other operators can read it."""
+
+
+@dataclass(frozen=True)
+class SlotPlan(Plan):
+    """Queries for torch: those that are computed together, and the keys of each of the others."""
+
+    chunks: tuple[QueryChunk, ...]
+    decoded: Mapping[int, SeenKeys]
 
 
 @dataclass(frozen=True)
@@ -100,6 +240,26 @@ class PagedQueries:
     max_queries: int
     window: int | None = None
 
+    @staticmethod
+    def pack(
+        queries: Queries, blocks: npt.NDArray[np.int32], n_used: int
+    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
+        """The `rows` of the queries that are computed alone, and of the others.
+
+        Their block tables are written to `blocks` from `n_used` on. Returns: the rows, and how many
+        blocks are used now.
+        """
+        decoded: list[tuple[int, ...]] = []
+        tiled: list[tuple[int, ...]] = []
+        for row, positions, first_key, table, is_decoded in queries.ranges:
+            blocks[n_used : n_used + len(table)] = table
+            if is_decoded:
+                decoded += [(row + i, 1, at, first_key, n_used) for i, at in enumerate(positions)]
+            else:
+                tiled.append((row, len(positions), positions.start, first_key, n_used))
+            n_used += len(table)
+        return decoded, tiled, n_used
+
     def slots_of(self, blocks: int, positions: range) -> Tensor:
         """The slots of positions that count from the first key of block number `blocks`."""
         at = torch.arange(positions.start, positions.stop, device=self.blocks.device)
@@ -108,179 +268,103 @@ class PagedQueries:
 
 
 @dataclass(frozen=True)
-class QueryChunk:
-    """Consecutive queries of one sequence, and the slots of the keys that they attend to.
+class PagedPlan(Plan):
+    """Queries for kernels that read block tables."""
 
-    Args:
-        rows: The queries' rows of the batch.
-        positions: The queries' positions in the sequence.
-        slots: [S] int64, the slots of the keys, from the first key that a query attends to up to
-            the last query's own.
-        taken: [1] int64, the number of work items that a kernel's threads have taken; 0 while no
-            kernel runs.
-        window: The sliding window, or None.
+    parts: tuple[PagedQueries, ...]
+
+
+def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[int]:
+    """The slots of some positions of a sequence; negative where a block is.
+
+    >>> slots_of([7, 2], 4, range(2, 6))
+    [30, 31, 8, 9]
     """
-
-    rows: slice
-    positions: range
-    slots: Tensor
-    taken: Tensor
-    window: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        row: int,
-        positions: range,
-        slots: Sequence[slice],
-        window: int | None = None,
-        device: torch.device | None = None,
-    ) -> "QueryChunk":
-        """Build a chunk from its first row and the slots of its keys, in order."""
-        each = np.concatenate([np.arange(own.start, own.stop, dtype=np.int64) for own in slots])
-        return cls(
-            slice(row, row + len(positions)),
-            positions,
-            torch.from_numpy(each).to(device=device),
-            torch.zeros(1, dtype=torch.int64),
-            window,
-        )
-
-    @property
-    def first_key(self) -> int:
-        """The position of the first key."""
-        return self.positions.stop - len(self.slots)
+    if len(positions) == 1:
+        number, within = divmod(positions.start, block_size)
+        return [blocks[number] * block_size + within]
+    slices = slices_of(blocks, block_size, positions)
+    return [slot for own in slices for slot in range(own.start, own.stop)]
 
 
-@dataclass(frozen=True)
-class DecodeRows:
-    """A `DecodeBatch` in plain numbers: one tuple per row of `parts` and of `slot_ranges`."""
+def slices_of(blocks: Sequence[int], block_size: int, positions: range) -> tuple[slice, ...]:
+    """The slots of some positions as slices; consecutive blocks are one slice.
 
-    n_rows: int
-    parts: list[tuple[int, ...]]
-    slot_ranges: list[tuple[int, int]]
-    max_len: int
-
-    @classmethod
-    def of(cls, seen: Mapping[int, SeenKeys]) -> "DecodeRows":
-        """Build it from the keys of each row; every row has at least one key."""
-        lengths = {row: sum(s.stop - s.start for s in slices) for row, (_, slices) in seen.items()}
-        parts: list[tuple[int, ...]] = []
-        slot_ranges: list[tuple[int, int]] = []
-        # Longest rows first, so that no thread works on one alone at the end.
-        for row in sorted(seen, key=lengths.__getitem__, reverse=True):
-            at, slices = seen[row]
-            in_parts = _in_parts(slices, at % PART_KEYS, lengths[row])
-            for number, ranges in enumerate(in_parts):
-                first = len(slot_ranges)
-                slot_ranges += ranges
-                size = sum(stop - start for start, stop in ranges)
-                before = 0 if number else at % PART_KEYS
-                parts.append((row, size, first, len(slot_ranges), number, len(in_parts), before))
-        return cls(len(seen), parts, slot_ranges, max(lengths.values()))
-
-
-@dataclass(frozen=True)
-class DecodeBatch:
-    """The decode rows of a batch: single queries, each with keys of its own.
-
-    Args:
-        n_rows: The number of rows.
-        parts: [room, PART_FIELDS] int64, grouped by row, rows with the most keys first. For each
-            part: its row of the batch, its number of keys, the first and the last + 1 of its
-            entries in `slot_ranges`, its number within the row, the row's number of parts, and how
-            many keys at the beginning of the part the row does not attend to.
-        n_parts: [1] int64, the number of parts in use.
-        slot_ranges: [m, 2] int64, the first slot and the last + 1 of each range of keys.
-        max_len: The largest number of keys of a row.
-        taken: [1] int64, the number of parts that a kernel's threads have taken; 0 while no kernel
-            runs.
-        done: [room] int64, at each row's first part the number of its parts that are done; 0 while
-            no kernel runs.
+    >>> slices_of([7, 8, 2], 4, range(1, 10))
+    (slice(29, 36, None), slice(8, 10, None))
     """
-
-    n_rows: int
-    parts: Tensor
-    n_parts: Tensor
-    slot_ranges: Tensor
-    max_len: int
-    taken: Tensor
-    done: Tensor
-
-    @classmethod
-    def of(cls, seen: Mapping[int, SeenKeys]) -> "DecodeBatch":
-        """As `DecodeRows.of`."""
-        rows = DecodeRows.of(seen)
-        return cls(
-            rows.n_rows,
-            _int64(rows.parts),
-            _int64([len(rows.parts)]),
-            _int64(rows.slot_ranges),
-            rows.max_len,
-            torch.zeros(1, dtype=torch.int64),
-            torch.zeros(len(rows.parts), dtype=torch.int64),
-        )
+    if not positions:
+        return ()
+    first, stop = positions.start // block_size, -(-positions.stop // block_size)
+    runs: list[list[int]] = []  # of consecutive blocks: the first, and the last + 1
+    for block in blocks[first:stop]:
+        if runs and runs[-1][1] == block:
+            runs[-1][1] += 1
+        else:
+            runs.append([block, block + 1])
+    slices = [[end * block_size for end in run] for run in runs]
+    slices[0][0] += positions.start - first * block_size
+    slices[-1][1] -= stop * block_size - positions.stop
+    return tuple(slice(*each) for each in slices)
 
 
-class DecodeRoom:
-    """A `DecodeBatch` at fixed addresses, which is filled anew for every step.
+def part_of(slices: Sequence[slice], part: range) -> tuple[slice, ...]:
+    """The slots at some indices of the concatenated slices.
 
-    Args:
-        n_rows: The number of rows of every step.
-        n_ranges: The number of slot ranges to allocate, beside one per part.
-        max_len: The largest number of keys of a row.
+    >>> part_of((slice(28, 36), slice(8, 10)), range(6, 9))
+    (slice(34, 36, None), slice(8, 9, None))
     """
-
-    def __init__(self, n_rows: int, n_ranges: int, max_len: int) -> None:
-        n_parts = n_rows * (-(-max_len // PART_KEYS) + 1)  # a window begins and ends within parts
-        self._parts = np.zeros((n_parts, PART_FIELDS), dtype=np.int64)
-        self._n_parts = np.zeros(1, dtype=np.int64)
-        self._slot_ranges = np.zeros((n_ranges + n_parts, 2), dtype=np.int64)
-        self.batch = DecodeBatch(
-            n_rows,
-            torch.from_numpy(self._parts),
-            torch.from_numpy(self._n_parts),
-            torch.from_numpy(self._slot_ranges),
-            max_len,
-            torch.zeros(1, dtype=torch.int64),
-            torch.zeros(n_parts, dtype=torch.int64),
-        )
-
-    def has_room_for(self, rows: DecodeRows) -> bool:
-        has_keys = rows.max_len <= self.batch.max_len
-        return has_keys and len(rows.slot_ranges) <= len(self._slot_ranges)
-
-    def fill(self, rows: DecodeRows) -> None:
-        """Replace the batch's rows."""
-        self._parts[: len(rows.parts)] = rows.parts
-        self._n_parts[0] = len(rows.parts)
-        self._slot_ranges[: len(rows.slot_ranges)] = rows.slot_ranges
-
-
-def _in_parts(slices: Sequence[slice], before: int, n_keys: int) -> list[list[tuple[int, int]]]:
-    """The slot ranges of each part; a slice may span several parts.
-
-    The first part has `before` keys fewer than PART_KEYS; all parts together have `n_keys`.
-
-    >>> _in_parts([slice(9, 12), slice(100, 300)], 0, 203)
-    [[(9, 12), (100, 225)], [(225, 300)]]
-    >>> _in_parts([slice(0, 10)], 122, 10)
-    [[(0, 6)], [(6, 10)]]
-    """
-    parts: list[list[tuple[int, int]]] = [[] for _ in range(-(-(before + n_keys) // PART_KEYS))]
-    number, room = 0, PART_KEYS - before
+    found = []
+    first = 0
     for each in slices:
-        start = each.start
-        while start < each.stop:
-            if not room:
-                number, room = number + 1, PART_KEYS
-            stop = min(each.stop, start + room)
-            parts[number].append((start, stop))
-            room -= stop - start
-            start = stop
-    return parts
+        start = each.start + max(part.start - first, 0)
+        stop = min(each.stop, each.start + part.stop - first)
+        if start < stop:
+            found.append(slice(start, stop))
+        first += each.stop - each.start
+    return tuple(found)
 
 
-def _int64(numbers: Sequence[object]) -> Tensor:
-    # Several times as fast as torch.tensor.
-    return torch.from_numpy(np.array(numbers, dtype=np.int64))
+def after(first: int, positions: range) -> range:
+    """Positions relative to `first`."""
+    return range(positions.start - first, positions.stop - first)
+
+
+def causal_mask(
+    queries: range, keys: list[range], window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The mask that is added to the queries' scores, for keys at any positions.
+
+    Shapes: [len(queries), number of keys], 0 where the key is visible and -inf elsewhere.
+    """
+    at = torch.cat([torch.arange(part.start, part.stop, device=device) for part in keys])
+    query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    hidden = at > query
+    if window is not None:
+        hidden |= at <= query - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def _held(
+    blocks: Sequence[int], block_size: int, first_key: int, positions: range
+) -> tuple[list[range], list[slice]]:
+    """The positions whose keys are on this rank, and their slots; the rest as in `QueryRange`.
+
+    >>> _held([7, -1, 9, 10], 4, 0, range(2, 16))
+    ([range(2, 4), range(8, 12), range(12, 16)], [slice(30, 32, None), slice(36, 44, None)])
+    """
+    held: list[range] = []
+    slots: list[slice] = []
+    start = positions.start
+    while start < positions.stop:
+        number, within = divmod(start - first_key, block_size)
+        stop = min(start - within + block_size, positions.stop)
+        slot = blocks[number] * block_size + within
+        if slot >= 0:
+            held.append(range(start, stop))
+            if slots and slots[-1].stop == slot:
+                slots[-1] = slice(slots[-1].start, slot + stop - start)
+            else:
+                slots.append(slice(slot, slot + stop - start))
+        start = stop
+    return held, slots

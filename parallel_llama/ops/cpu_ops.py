@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import QuantFormat
-from parallel_llama.ops.attention import PLAIN, DecodeBatch, QueryChunk, Scores
+from parallel_llama.ops.attention import PLAIN, HeadMap, Plan, Queries, Scores
 from parallel_llama.ops.cpu.all_reduce import make_all_reduce
+from parallel_llama.ops.cpu.attention_plan import CPUPlan
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
 from parallel_llama.ops.cpu.elementwise import (
     make_add,
@@ -95,9 +96,9 @@ class CPUOps(TorchOps):
         self._rotary(self._cache_dtype)
         if self._cache_dtype != self._dtype:
             make_unpack(self._dtype, self._cache_dtype, self._head_dim)
-        self._chunk_attention(self._cache_dtype)
+        self._prefill_attention(self._cache_dtype)
         for heads_per_kv in self._heads_per_kv:
-            self._attention(self._cache_dtype, heads_per_kv)
+            self._decode_attention(self._cache_dtype, heads_per_kv)
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
@@ -191,15 +192,21 @@ class CPUOps(TorchOps):
     ) -> None:
         self._rotary(k.dtype)(qkv, rotations, slots, k, v, self._run)
 
-    def decode_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
-    ) -> None:
-        self._attention(k.dtype, q.shape[1] // len(k))(q, k, v, batch, out, self._run)
+    def plan(self, queries: Queries, device: torch.device) -> Plan:
+        assert device.type == "cpu"
+        return CPUPlan.of(queries)
 
-    def chunk_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, heads: HeadMap, out: Tensor
     ) -> None:
-        self._chunk_attention(k.dtype)(q, k, v, chunk, out, self._run)
+        assert isinstance(plan, CPUPlan)
+        for own, kv in heads.runs:
+            q_run, k_run, v_run, o_run = q[:, own], k[kv], v[kv], out[:, own]
+            if plan.decode is not None:
+                decode = self._decode_attention(k.dtype, q_run.shape[1] // len(k_run))
+                decode(q_run, k_run, v_run, plan.decode, o_run, self._run)
+            for chunk in plan.chunks:
+                self._prefill_attention(k.dtype)(q_run, k_run, v_run, chunk, o_run, self._run)
 
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
         return make_largest(x.dtype)(x, first, self._run)
@@ -216,12 +223,14 @@ class CPUOps(TorchOps):
     def _rotary(self, cache_dtype: torch.dtype) -> RotaryKernel:
         return make_rotary(self._dtype, cache_dtype, self._head_dim)
 
-    def _attention(self, cache_dtype: torch.dtype, heads_per_kv: int) -> DecodeAttentionKernel:
+    def _decode_attention(
+        self, cache_dtype: torch.dtype, heads_per_kv: int
+    ) -> DecodeAttentionKernel:
         return make_decode_attention(
             self._dtype, cache_dtype, self._head_dim, heads_per_kv, self._scores
         )
 
-    def _chunk_attention(
+    def _prefill_attention(
         self, cache_dtype: torch.dtype
     ) -> PrefillAttentionKernel | PrefillAttentionAMXKernel:
         if self._dtype == torch.float32 and cache_dtype == torch.bfloat16:

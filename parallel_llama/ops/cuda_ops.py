@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.ops.attention import PLAIN, HeadMap, PagedQueries, Scores
+from parallel_llama.ops.attention import PLAIN, HeadMap, PagedPlan, Plan, Scores
 from parallel_llama.ops.cuda.chunk_attention import chunk_attention
 from parallel_llama.ops.cuda.decode_attention import decode_attention
 from parallel_llama.ops.cuda.elementwise import (
@@ -131,13 +131,13 @@ class CUDAOps(TorchOps):
         else:
             super().rotate_and_store(qkv, rotations, slots, k, v)
 
-    def paged_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, queries: PagedQueries, heads: HeadMap, out: Tensor
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, heads: HeadMap, out: Tensor
     ) -> None:
-        """As in `TorchOps`. If all ranges have one query, bits do not depend on the batch."""
-        if not can_store(q.shape[2], k.dtype):
-            super().paged_attention(q, k, v, queries, heads, out)
-        elif queries.max_queries == 1:
-            decode_attention(q, k, v, queries, heads, out, self._scores)
-        else:
-            chunk_attention(q, k, v, queries, heads, out, self._scores)
+        """As in `TorchOps`. The bits of queries that are computed alone depend on no others."""
+        if not isinstance(plan, PagedPlan) or not can_store(q.shape[2], k.dtype):
+            super().attention(q, k, v, plan, heads, out)
+            return
+        for part in plan.parts:
+            kernel = decode_attention if part.max_queries == 1 else chunk_attention
+            kernel(q, k, v, part, heads, out, self._scores)

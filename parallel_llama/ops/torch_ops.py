@@ -1,6 +1,5 @@
 """The operators in torch: the reference, on any device and in any dtype."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -11,22 +10,24 @@ from torch import Tensor
 
 from parallel_llama.ops import kv_rows
 from parallel_llama.ops.attention import (
+    MAX_QUERIES,
     PLAIN,
-    DecodeBatch,
     HeadMap,
+    PagedPlan,
     PagedQueries,
+    Plan,
+    Queries,
     QueryChunk,
+    QueryTile,
     Scores,
+    SlotPlan,
+    causal_mask,
 )
 from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.ops.gumbel import SamplingKeys, gumbel
 from parallel_llama.ops.quant import PanelShape, quant_gemm
 from parallel_llama.parallel.collectives import Communicator
-
-# Queries per attention call: enough to be worth a call, and few enough that the first queries of a
-# long prompt skip its last keys.
-MAX_QUERIES = 64
 
 
 class TorchOps:
@@ -39,7 +40,7 @@ class TorchOps:
     """
 
     panel_rows = 16  # rows per panel of a quantised matrix
-    is_paged = False  # whether attention takes `PagedQueries`
+    is_paged = False  # whether attention takes a `PagedPlan`
 
     def __init__(self, scores: Scores = PLAIN) -> None:
         self._scores = scores
@@ -289,13 +290,58 @@ class TorchOps:
         kv_rows.store(rotated[:, -n_kv_heads:], slots, k)
         kv_rows.store(qkv[:, -n_kv_heads:], slots, v)
 
-    def chunk_attention(
+    def plan(self, queries: Queries, device: torch.device) -> Plan:
+        """What `attention` reads for these queries. It is made once for all layers of a KV group.
+
+        Args:
+            queries: The queries; all their keys are on this rank.
+            device: The device of the model.
+        """
+        return SlotPlan(tuple(queries.chunks(device)), queries.decoded())
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, heads: HeadMap, out: Tensor
+    ) -> None:
+        """Softmax attention of the queries of a plan over their keys, into their rows of out.
+
+        Other rows of `out` are unchanged.
+
+        Shapes: q, out [T, H, D]; k, v [K, n_slots, W].
+        """
+        if isinstance(plan, PagedPlan):
+            for part in plan.parts:
+                self._paged_attention(q, k, v, part, heads, out)
+            return
+        assert isinstance(plan, SlotPlan)
+        for own, kv in heads.runs:
+            q_run, k_run, v_run, o_run = q[:, own], k[kv], v[kv], out[:, own]
+            for row, (_, slots) in plan.decoded.items():
+                # Copied, also where the slots are one slice.
+                keys, values = (
+                    torch.cat([x[:, s] for s in slots], 1)[None] for x in (k_run, v_run)
+                )
+                o_run[row : row + 1] = self._attend(q_run[row : row + 1], keys, values, None)
+            for chunk in plan.chunks:
+                self._chunk_attention(q_run, k_run, v_run, chunk, o_run)
+
+    def partial_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: QueryTile
+    ) -> tuple[Tensor, Tensor]:
+        """The attention of a tile's queries over its keys, and the log-sum-exp of the scores.
+
+        A query that attends to none of the keys gets zeros and -inf.
+
+        Shapes: q [t, K * G, D], the queries of the tile; k, v [K, n_slots, W]; the results
+        [t, K * G, D] and [t, K * G].
+        """
+        parts = ([each[:, own] for own in tile.slots] for each in (k, v))
+        keys, values = (each[0] if len(each) == 1 else torch.cat(each, 1) for each in parts)
+        return self._partial(q, keys[None], values[None], tile.mask)
+
+    def _chunk_attention(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor
     ) -> None:
-        """Softmax attention of a chunk's queries, G heads per KV head, into their rows of out.
-
-        Shapes: q, out [T, K * G, D]; k, v [K, n_slots, W].
-        """
+        """`attention` for a chunk, G heads per KV head."""
         taken = (kv_rows.take(each, chunk.slots)[None] for each in (k, v))
         keys, values = (self._unpack(rows, q.dtype) for rows in taken)
         of_chunk, of_out, window = q[chunk.rows], out[chunk.rows], chunk.window
@@ -305,12 +351,10 @@ class TorchOps:
             first = 0 if window is None else queries.start - window + 1
             seen = range(max(first, chunk.first_key), queries.stop)
             at = slice(seen.start - chunk.first_key, seen.stop - chunk.first_key)
-            mask = _causal(queries, seen, window, q)
-            of_out[own] = self.prefill_attention(
-                of_chunk[own], keys[:, :, at], values[:, :, at], mask
-            )
+            mask = causal_mask(queries, [seen], window, q.dtype, q.device)
+            of_out[own] = self._attend(of_chunk[own], keys[:, :, at], values[:, :, at], mask)
 
-    def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Softmax attention of consecutive queries of one sequence, G heads per KV head.
 
         Shapes: q [T, K * G, D]; k, v [1, K, S, W]; mask [T, S], added to the scores, or None if all
@@ -319,7 +363,7 @@ class TorchOps:
         n_rows, n_kv_heads = len(q), k.shape[1]
         if self._scores.soft_cap is not None:
             # scaled_dot_product_attention has no soft cap.
-            return self.partial_attention(q, k, v, mask)[0]
+            return self._partial(q, k, v, mask)[0]
         k, v = self._unpack(k, q.dtype), self._unpack(v, q.dtype)
         scale = self._scores.scale
         if n_rows == 1:
@@ -342,15 +386,10 @@ class TorchOps:
         """Dequantise keys or values. Shapes: [1, K, S, W] -> [1, K, S, D]."""
         return kv_rows.unpack(rows, dtype)
 
-    def partial_attention(
+    def _partial(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """`prefill_attention` over a part of the keys, and the log-sum-exp of the scores.
-
-        A query that attends to none of the keys gets zeros and -inf.
-
-        Shapes: as in `prefill_attention`; the log-sum-exp [T, K * G].
-        """
+        """`_attend` over a part of the keys, and the log-sum-exp of the scores, [T, K * G]."""
         n_rows, n_heads, head_dim = q.shape
         _, n_kv_heads, n_keys, _ = k.shape
         k, v = self._unpack(k, q.dtype), self._unpack(v, q.dtype)
@@ -371,30 +410,10 @@ class TorchOps:
         shape = (n_heads, n_rows, -1)
         return o.view(shape).transpose(0, 1), lse.view(shape).transpose(0, 1)[..., 0]
 
-    def decode_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
-    ) -> None:
-        """Softmax attention of single queries, each over its own keys, into their rows of out.
-
-        Shapes: q, out [T, K * G, D]; k, v [K, n_slots, W].
-        """
-        ranges = batch.slot_ranges.tolist()
-        seen: defaultdict[int, list[slice]] = defaultdict(list)
-        for row, _, first, end, *_ in batch.parts[: batch.n_parts.item()].tolist():
-            seen[row] += (slice(*each) for each in ranges[first:end])
-        for row, own in seen.items():
-            keys, values = (torch.cat([each[:, s] for s in own], 1)[None] for each in (k, v))
-            out[row : row + 1] = self.prefill_attention(q[row : row + 1], keys, values, None)
-
-    def paged_attention(
+    def _paged_attention(
         self, q: Tensor, k: Tensor, v: Tensor, queries: PagedQueries, heads: HeadMap, out: Tensor
     ) -> None:
-        """Softmax attention of ranges of queries over keys in blocks, into their rows of out.
-
-        Rows without a query are not changed.
-
-        Shapes: q, out [T, H, D]; k, v [K, n_slots, W].
-        """
+        """`attention` for ranges of queries over keys in blocks."""
         groups = [slice(*bounds) for bounds in pairwise(heads.bounds.tolist())]
         window = queries.window
         for row, n_queries, start, first_key, blocks in queries.rows.tolist():
@@ -405,20 +424,12 @@ class TorchOps:
             slots = queries.slots_of(blocks, range(first - first_key, seen.stop - first_key))
             keys, values = (kv_rows.take(each, slots)[None] for each in (k, v))
             own = slice(row, row + n_queries)
-            mask = _causal(range(start, seen.stop), seen, window, q)
+            mask = causal_mask(range(start, seen.stop), [seen], window, q.dtype, q.device)
             for head, group in enumerate(groups):
                 of_head = slice(head, head + 1)
-                out[own, group] = self.prefill_attention(
+                out[own, group] = self._attend(
                     q[own, group], keys[:, of_head], values[:, of_head], mask
                 )
-
-
-def _causal(queries: range, keys: range, window: int | None, like: Tensor) -> Tensor:
-    """0 where a query attends to a key, and -inf elsewhere. Shapes: [len(queries), len(keys)]."""
-    at, of = (torch.arange(each.start, each.stop, device=like.device) for each in (queries, keys))
-    behind = at[:, None] - of
-    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-    return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
 def rotate_(x: Tensor, rotations: Tensor) -> None:

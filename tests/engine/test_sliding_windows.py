@@ -21,8 +21,8 @@ from transformers_oracle import reference_logits, reference_logits_token_by_toke
 
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
+from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.memory import blocks_held
-from parallel_llama.model.recorded_steps import Logits
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import Request, SamplingParams
 from parallel_llama.sampling.scoring import gather_logits

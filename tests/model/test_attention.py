@@ -4,13 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.dtypes import KVFormat
-from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.model.attention import attend
-from parallel_llama.model.batch import KVGroupBatch
-from parallel_llama.model.kv_cache import KVCache
-from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, TorchOps, choose_ops
-from parallel_llama.plan import HeadRun, make_plan
+from parallel_llama.model.sharded_attention import merge_lse
+from parallel_llama.ops import HeadMap, Queries, QueryRange, Scores, TorchOps, choose_ops
+from parallel_llama.plan import HeadRun
 
 N_SLOTS, D = 24, 4
 RUNS = (HeadRun(range(0, 3), range(0, 1)), HeadRun(range(3, 5), range(1, 2)))  # 3 + 2 query heads
@@ -32,45 +28,15 @@ def by_definition(
     return result.flatten(1)
 
 
-def make_cache() -> KVCache:
-    """Two KV heads; memory that is not written is NaN, as uninitialised memory may be."""
-    args = ModelArgs(
-        dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=D, ffn_dim=8, vocab_size=8
-    )
-    shard = make_plan(args, 1).shards[0]
-    device = torch.device("cpu")
-    cache = KVCache(args, shard, 2, N_SLOTS, 1, form=KVFormat("float64"), device=device)
-    cache.k.fill_(torch.nan)
-    cache.v.fill_(torch.nan)
-    return cache
-
-
-def make_batch(keys: tuple[slice, ...], n_rows: int, n_decoded: int) -> KVGroupBatch:
+def make_queries(slots: list[int], n_rows: int, n_decoded: int) -> Queries:
     """The last `n_rows` queries of a sequence: the last ones one by one, the others at once."""
-    n_keys = sum(own.stop - own.start for own in keys)
-    start, n_together = n_keys - n_rows, n_rows - n_decoded
-    chunks = []
-    if n_together:
-        queries = range(start, start + n_together)
-        chunks.append(QueryChunk.of(0, queries, first_slots(keys, queries.stop)))
-    decoded = {row: (0, first_slots(keys, start + row + 1)) for row in range(n_together, n_rows)}
-    nothing = torch.empty(0)
-    return KVGroupBatch(
-        slots=nothing,
-        rotations=nothing,
-        chunks=tuple(chunks),
-        decode=DecodeBatch.of(decoded) if decoded else None,
+    start, n_together = len(slots) - n_rows, n_rows - n_decoded
+    ends = range(start, start + n_together), range(start + n_together, len(slots))
+    ranges = (
+        QueryRange(positions.start - start, positions, 0, slots[: positions.stop], is_decoded)
+        for positions, is_decoded in zip(ends, (False, True), strict=True)
     )
-
-
-def first_slots(keys: tuple[slice, ...], n: int) -> tuple[slice, ...]:
-    seen = []
-    for own in keys:
-        take = min(n, own.stop - own.start)
-        n -= take
-        if take:
-            seen.append(slice(own.start, own.start + take))
-    return tuple(seen)
+    return Queries([own for own in ranges if own.positions], 1)
 
 
 @pytest.mark.parametrize(("n_rows", "n_decoded"), [(1, 0), (1, 1), (3, 0), (3, 1), (4, 4), (9, 2)])
@@ -81,12 +47,42 @@ def test_every_query_sees_its_own_past(
 ) -> None:
     slots = [slot for own in keys for slot in range(own.start, own.stop)]
     q = torch.randn(n_rows, 7, D, dtype=torch.float64)[:, 1:6]  # a part of a wider product
-    cache = make_cache()
-    k, v = cache.k[1], cache.v[1]
+    # Memory that is not written is NaN, as uninitialised memory may be.
+    k, v = torch.full((2, 2, N_SLOTS, D), torch.nan, dtype=torch.float64)
     k[:, slots] = torch.randn(2, len(slots), D, dtype=torch.float64)
     v[:, slots] = torch.randn(2, len(slots), D, dtype=torch.float64)
     expected = by_definition(q, k, v, slots, len(slots) - n_rows, scores)
-    best = choose_ops(torch.float64, torch.device("cpu"), D, {2, 3}, scores)
+    device = torch.device("cpu")
+    best = choose_ops(torch.float64, device, D, {2, 3}, scores)
     for ops in (TorchOps(scores), best):
-        o = attend(q, 1, make_batch(keys, n_rows, n_decoded), cache, RUNS, ops)
-        torch.testing.assert_close(o, expected, rtol=0, atol=1e-12)
+        plan = ops.plan(make_queries(slots, n_rows, n_decoded), device)
+        o = q.new_empty(q.shape)
+        ops.attention(q, k, v, plan, HeadMap.of(RUNS, device), o)
+        torch.testing.assert_close(o.flatten(1), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("is_decoded", [False, True])
+def test_parts_of_the_keys_give_the_attention_to_all_of_them(
+    window: int | None, is_decoded: bool
+) -> None:
+    """Each rank has every second block, and negative numbers in the place of the others."""
+    blocks, positions, device = [3, 5, 0, 1, 4], range(3, 10), torch.device("cpu")
+    q = torch.randn(len(positions), 5, D, dtype=torch.float64)
+    k, v = torch.randn(2, 2, N_SLOTS, D, dtype=torch.float64)
+    ops, heads = TorchOps(), HeadMap.of(RUNS, device)
+    whole = Queries([QueryRange(0, positions, 0, blocks, is_decoded)], 2, window)
+    expected = torch.empty_like(q)
+    ops.attention(q, k, v, ops.plan(whole, device), heads, expected)
+    found = torch.zeros(2, *q.shape[:2], D + 1, dtype=q.dtype)
+    found[..., -1] = -torch.inf
+    for rank, part in enumerate(found):
+        own = [block if number % 2 == rank else -1 for number, block in enumerate(blocks)]
+        queries = Queries([QueryRange(0, positions, 0, own, is_decoded)], 2, window)
+        for tile in queries.tiles(q.dtype, device):
+            for own_heads, kv in heads.runs:
+                at = tile.rows, own_heads
+                part[at][..., :-1], part[at][..., -1] = ops.partial_attention(
+                    q[at], k[kv], v[kv], tile
+                )
+    torch.testing.assert_close(merge_lse(found), expected, rtol=0, atol=1e-12)

@@ -5,40 +5,15 @@ from itertools import combinations, combinations_with_replacement
 import pytest
 import torch
 
-from parallel_llama.dtypes import KV_DTYPES, KVFormat, kv_format
+from parallel_llama.dtypes import KV_DTYPES, kv_format
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.memory import kv_bytes_per_token
-from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
+from parallel_llama.model.kv_cache import KVCache
+from parallel_llama.ops.attention import part_of, slices_of, slots_of
 from parallel_llama.plan import make_plan
 
 ARGS = ModelArgs(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, ffn_dim=8, vocab_size=8)
 TABLE = [7, 8, 2, 5, 6]  # three runs of consecutive blocks
-
-
-def make_cache() -> KVCache:
-    shard = make_plan(ARGS, 1).shards[0]
-    return KVCache(ARGS, shard, 2, 10, 4, form=KVFormat("float32"), device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize("slots", [[slice(5, 14)], [slice(20, 24), slice(2, 6)]])
-def test_a_past_is_the_slots_of_some_heads_in_order_in_every_layer(slots: list[slice]):
-    cache = make_cache()
-    cache.k.normal_()
-    cache.v.normal_()
-    past = cache.past(range(1, 2), slots)
-    for layer in range(2):
-        for own, whole in zip(past.layer(layer), (cache.k, cache.v), strict=True):
-            expected = torch.cat([whole[layer, 1:2, one] for one in slots], dim=1)
-            assert torch.equal(own, expected[None])
-
-
-def test_a_past_sees_what_is_written_later():
-    """A step makes it before any layer has run."""
-    cache = make_cache()
-    cache.k.zero_()
-    past = cache.past(range(2), [slice(0, 4)])
-    cache.layer(1)[0][:, 2] = 1
-    assert past.layer(1)[0].sum() == 4 and past.layer(0)[0].sum() == 0
 
 
 @pytest.mark.parametrize("name", KV_DTYPES)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.model.recorded_steps import DecodeStep, Logits, RecordedStep
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
@@ -47,17 +47,19 @@ class Both:
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner, self.recorded_steps = runner, runner._steps
+        self.runner, self.calls = runner, runner._calls
         self.n_recorded = 0
         self.refuses = False
 
-    def may_take(self, n_rows: int) -> bool:
-        return not self.refuses and self.recorded_steps.may_take(n_rows)
+    def logits(self, *arguments: Any) -> Logits | None:
+        logits = None if self.refuses else self.calls.logits(*arguments)
+        self.n_recorded += logits is not None
+        return logits
 
-    def run(self, step: DecodeStep) -> RecordedStep | None:
-        recorded = self.recorded_steps.run(step)
-        self.n_recorded += recorded is not None
-        return recorded
+    def hidden(self, *arguments: Any) -> Tensor | None:
+        hidden = None if self.refuses else self.calls.hidden(*arguments)
+        self.n_recorded += hidden is not None
+        return hidden
 
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
         """In the place of `ModelRunner.forward`."""
@@ -94,7 +96,7 @@ class Both:
 def both_of(runner: ModelRunner) -> Both:
     """From here on, until it gets new caches, the runner does every step both ways."""
     both = Both(runner)
-    runner._steps, runner.forward, runner.step = both, both.forward, both.step
+    runner._calls, runner.forward, runner.step = both, both.forward, both.step
     return both
 
 
@@ -188,8 +190,8 @@ def test_many_rows_are_run_by_operators():
 
 def test_a_context_may_outgrow_the_room_that_a_program_has(monkeypatch):
     """Keys, and ranges of slots: each block is a range of its own here."""
-    monkeypatch.setattr("parallel_llama.model.recorded_steps._LEAST_KEYS", 2)
-    monkeypatch.setattr("parallel_llama.model.recorded_steps._LEAST_RANGES", 1)
+    monkeypatch.setattr("parallel_llama.ops.cpu.attention_plan._LEAST_KEYS", 2)
+    monkeypatch.setattr("parallel_llama.ops.cpu.attention_plan._LEAST_RANGES", 1)
     assert decode_steps(make_runner(Solo()), 3, 40, 1) == 40
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import DecodeBatch, Scores
+from parallel_llama.ops import Scores
+from parallel_llama.ops.cpu.attention_plan import DecodeBatch
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.jit import CPUFeatures, openmp
 

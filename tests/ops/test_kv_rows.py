@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import KV_DTYPES, kv_format
-from parallel_llama.ops import DecodeBatch, Scores, kv_rows
+from parallel_llama.ops import Scores, kv_rows
+from parallel_llama.ops.cpu.attention_plan import DecodeBatch
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.jit import CPUFeatures, openmp, this_machine
 from parallel_llama.ops.cpu.kv_rows import UnpackKernel

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops import (
-    DecodeBatch,
     Dispatch,
-    QueryChunk,
+    HeadMap,
+    Queries,
+    QueryRange,
     SamplingKeys,
     Scores,
     TorchOps,
@@ -22,6 +23,7 @@ from parallel_llama.ops import (
     kv_rows,
 )
 from parallel_llama.ops.gumbel import gumbel
+from parallel_llama.plan import HeadRun
 
 HEAD_DIM, HEADS_PER_KV, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
 TOLERANCE = {
@@ -324,62 +326,70 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], scores: Sco
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=str)
-@pytest.mark.parametrize("scores", SCORES, ids=str)
-def test_prefill_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
-    """Consecutive queries under a mask, and queries that attend to all keys."""
-    _, dtype, device = backend
-    ops = with_scores(backend, scores)
-    k, v = (some_rows(dtype, device, cache, 9) for _ in range(2))
-    q = torch.randn(5, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
-    mask = torch.full((5, 9), -torch.inf, dtype=dtype, device=device).triu(5)
-    o = ops.prefill_attention(q, k[None], v[None], mask)
-    for row in range(5):
-        check(o[row], by_definition(q[row], k, v, list(range(row + 5)), scores))
-    for n in (1, 5):
-        o = ops.prefill_attention(q[:n], k[None], v[None], None)
-        for row in range(n):
-            check(o[row], by_definition(q[row], k, v, list(range(9)), scores))
+def attended(
+    backend: Backend, scores: Scores, q: Tensor, k: Tensor, v: Tensor, queries: Queries
+) -> Tensor:
+    """The result of attention, with -7 in rows without a query."""
+    _, _, device = backend
+    ops, out = with_scores(backend, scores), torch.full_like(q, -7.0)
+    run = HeadRun(range(N_KV_HEADS * HEADS_PER_KV), range(N_KV_HEADS))
+    ops.attention(q, k, v, ops.plan(queries, device), HeadMap.of([run], device), out)
+    return out
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 @pytest.mark.parametrize("window", [None, 3, 30])
-def test_chunk_attention(
+def test_attention_of_queries_together(
     backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
 ) -> None:
     """Chunks at the start of a prompt and after it; other rows are not changed."""
     _, dtype, device = backend
-    ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
     q = torch.randn(20, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
+    slots = [60, *range(1, 52)]
     for start, n in ((0, 17), (40, 11), (9, 1)):
-        first = 0 if window is None else max(start - window + 1, 0)
-        keys = [slice(60, 61), slice(1, start + n - first)]
-        out = torch.full_like(q, -7.0)
-        chunk = QueryChunk.of(2, range(start, start + n), keys, window, device)
-        ops.chunk_attention(q, k, v, chunk, out)
-        slots = chunk.slots.tolist()
+        own = QueryRange(2, range(start, start + n), 0, slots[: start + n], False)
+        out = attended(backend, scores, q, k, v, Queries([own], 1, window))
         for row in range(n):
-            stop = start + row + 1 - first
-            seen = slots[:stop] if window is None else slots[max(stop - window, 0) : stop]
+            stop = start + row + 1
+            seen = slots[max(stop - (window or stop), 0) : stop]
             check(out[2 + row], by_definition(q[2 + row], k, v, seen, scores))
         assert (out[:2] == -7).all() and (out[2 + n :] == -7).all()
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
-def test_decode_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_of_queries_alone(
+    backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
+) -> None:
     """Queries with keys in one range of slots or several; other rows are not changed."""
+    _, dtype, device = backend
+    k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
+    q = torch.randn(5, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
+    slots = {0: [3], 1: [*range(40, 64), *range(9)], 3: [*range(5, 30)]}
+    ranges = [QueryRange(row, range(len(s) - 1, len(s)), 0, s, True) for row, s in slots.items()]
+    ranges[-1] = ranges[-1]._replace(positions=range(23, 25))  # a token and a draft
+    out = attended(backend, scores, q, k, v, Queries(ranges, 1, window))
+    for row, own in (*slots.items(), (4, slots[3]), (3, slots[3][:-1])):
+        if (row, own) != (3, slots[3]):
+            check(out[row], by_definition(q[row], k, v, own[-(window or 99) :], scores))
+    assert (out[2] == -7).all()
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_partial_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
+    """Its keys are in one range of slots or several; the scores give the log-sum-exp."""
     _, dtype, device = backend
     ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
-    q = torch.randn(4, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
-    out = torch.full_like(q, -7.0)
-    slots = {0: [slice(3, 4)], 1: [slice(40, 64), slice(0, 9)], 3: [slice(5, 30)]}
-    seen = {row: (0, own) for row, own in slots.items()}
-    ops.decode_attention(q, k, v, DecodeBatch.of(seen), out)
-    for row, own in slots.items():
-        seen = [slot for each in own for slot in range(each.start, each.stop)]
-        check(out[row], by_definition(q[row], k, v, seen, scores))
-    assert (out[2] == -7).all()
+    q = torch.randn(5, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
+    for slots in ([7], [1, 2, 3, 4, 5], [60, 61, 1, 2, 9]):
+        own = QueryRange(0, range(4, 9), 0, slots + [-1] * (9 - len(slots)), False)
+        (tile,) = Queries([own], 1).tiles(dtype, device)
+        o, lse = ops.partial_attention(q, k, v, tile)
+        assert lse.isfinite().all()
+        for row in range(5):
+            check(o[row], by_definition(q[row], k, v, slots, scores))

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, kv_rows
+from parallel_llama.ops import Scores, kv_rows
+from parallel_llama.ops.attention import QueryChunk
 from parallel_llama.ops.cpu import prefill_attention_amx
+from parallel_llama.ops.cpu.attention_plan import DecodeBatch
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
 from parallel_llama.ops.cpu.jit import CPUFeatures, openmp

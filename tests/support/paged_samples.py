@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_llama.ops import HeadMap, PagedQueries, Scores, TorchOps, kv_rows
+from parallel_llama.ops import HeadMap, PagedPlan, PagedQueries, Scores, TorchOps, kv_rows
 from parallel_llama.ops.attention import PLAIN
 from parallel_llama.plan import HeadRun
 
@@ -43,12 +43,16 @@ class Sample:
     def heads(self) -> HeadMap:
         return HeadMap.of(runs_of(self.heads_per_kv), self.q.device)
 
+    @property
+    def plan(self) -> PagedPlan:
+        return PagedPlan((self.queries,))
+
     def run(self, ops: TorchOps) -> Tensor:
         """The result, with POISON in rows without a query; asserts that nothing else is written."""
         n_rows, n_heads, head_dim = self.q.shape
         wide = self.q.new_full((n_rows + 1, n_heads + 1, head_dim), POISON)
         out = wide[:-1, :-1]
-        ops.paged_attention(self.q, self.k, self.v, self.queries, self.heads, out)
+        ops.attention(self.q, self.k, self.v, self.plan, self.heads, out)
         assert (wide[-1] == POISON).all() and (wide[:, -1] == POISON).all()
         return out
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from parallel_llama.model.recorded_steps import Logits
+from parallel_llama.engine.recorded_steps import Logits
 
 
 class Recorded:

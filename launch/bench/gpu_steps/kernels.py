@@ -161,7 +161,7 @@ def _elementwise(
 
 def attention(setting: Setting) -> Rows:
     """Attention over scattered blocks: checks of KV groups, head sizes and caches; then speeds."""
-    if CUDAOps.paged_attention is TorchOps.paged_attention:
+    if CUDAOps.attention is TorchOps.attention:
         yield Row("attention", note="no kernel yet")
         return
     for name, of_sample in _samples(setting):
@@ -222,7 +222,7 @@ def _attention(name: str, ranges: list[tuple[int, int]], target: str, setting: S
     out = _hold_sample(sample, ops)
 
     def attend() -> None:
-        ops.paged_attention(sample.q, sample.k, sample.v, sample.queries, heads, out)
+        ops.attention(sample.q, sample.k, sample.v, sample.plan, heads, out)
 
     n_keys = sum(n + start for n, start in ranges)
     n_bytes = 2 * n_keys * len(heads_per_kv) * head_dim * dtype.itemsize
@@ -265,7 +265,7 @@ def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
     of_heads = torch.tensor(kv_head_of, device=setting.device)
 
     def paged() -> Tensor:
-        ops.paged_attention(sample.q, sample.k, sample.v, sample.queries, heads, out)
+        ops.attention(sample.q, sample.k, sample.v, sample.plan, heads, out)
         return out
 
     def flash(k: Tensor, v: Tensor) -> Tensor:

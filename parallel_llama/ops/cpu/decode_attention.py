@@ -24,8 +24,9 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.attention import PART_FIELDS, PART_KEYS, DecodeBatch, Scores
+from parallel_llama.ops.attention import Scores
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
+from parallel_llama.ops.cpu.attention_plan import PART_FIELDS, PART_KEYS, DecodeBatch
 from parallel_llama.ops.cpu.ir import (
     LINE_BYTES,
     Lanes,

@@ -32,8 +32,9 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.attention import NO_WINDOW, PART_KEYS, QueryChunk, Scores
+from parallel_llama.ops.attention import NO_WINDOW, QueryChunk, Scores
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
+from parallel_llama.ops.cpu.attention_plan import PART_KEYS
 from parallel_llama.ops.cpu.ir import (
     I64,
     LINE_BYTES,

@@ -26,7 +26,7 @@ def chunk_attention(
     out: Tensor,
     scores: Scores,
 ) -> None:
-    """`TorchOps.paged_attention` for ranges of any length.
+    """`TorchOps.attention` for ranges of any length.
 
     Shapes: q, out [T, H, D], contiguous in [H, D]; k, v [K, n_slots, W].
     """

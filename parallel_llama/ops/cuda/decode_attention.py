@@ -39,7 +39,7 @@ def decode_attention(
     scores: Scores,
     n_programs: int | None = None,
 ) -> None:
-    """`TorchOps.paged_attention` for ranges of at most one query.
+    """`TorchOps.attention` for ranges of at most one query.
 
     `n_programs` share the splits of a query; by default as many as fill a GPU.
 

@@ -7,7 +7,7 @@ import torch
 from paged_samples import POISON, make_sample
 from triton_compile import compiled
 
-from parallel_llama.ops import HeadMap, PagedQueries, Scores, kv_rows
+from parallel_llama.ops import HeadMap, PagedPlan, PagedQueries, Scores, kv_rows
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
@@ -31,7 +31,8 @@ class Decode(CUDAOps):
         super().__init__(scores)
         self._n_programs = n_programs
 
-    def paged_attention(self, q, k, v, queries, heads, out):
+    def attention(self, q, k, v, plan, heads, out):
+        (queries,) = plan.parts
         assert queries.max_queries == 1
         decode_attention(q, k, v, queries, heads, out, self._scores, self._n_programs)
 
@@ -104,7 +105,7 @@ def test_every_byte_of_fp8_is_read_as_torch_reads_it(device):
     queries = replace(sample.queries, blocks=torch.zeros_like(sample.queries.blocks))
     k = kv_rows.pack(torch.ones(1, 1, 256), torch.float8_e4m3fn).to(device)
     out = torch.empty_like(sample.q)
-    Decode(1).paged_attention(sample.q, k, v, queries, sample.heads, out)
+    Decode(1).attention(sample.q, k, v, PagedPlan((queries,)), sample.heads, out)
     expected = kv_rows.unpack(v, torch.float32)[0]
     torch.testing.assert_close(out[0], expected, rtol=0, atol=0, equal_nan=True)
 
@@ -158,8 +159,8 @@ def test_nothing_is_launched_for_tensors_without_memory(max_queries):
         sample.queries.rows.to(meta), sample.queries.blocks.to(meta), 4, max_queries, None
     )
     q, k, v = (each.to(meta) for each in (sample.q, sample.k, sample.v))
-    heads = HeadMap(sample.heads.bounds.to(meta), sample.heads.widest)
-    CUDAOps().paged_attention(q, k, v, queries, heads, torch.empty_like(q))
+    heads = replace(sample.heads, bounds=sample.heads.bounds.to(meta))
+    CUDAOps().attention(q, k, v, PagedPlan((queries,)), heads, torch.empty_like(q))
 
 
 @pytest.mark.parametrize(
@@ -183,10 +184,10 @@ def launches():
         cache = torch.empty(2, 64, kv_rows.row_width(head_dim, stored), dtype=stored)
         q = torch.empty(4, 2 * heads_per_kv, head_dim, dtype=dtype)
         rows, numbers = torch.zeros(4, 5, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-        heads = HeadMap(numbers[:3], heads_per_kv)
+        heads = HeadMap(numbers[:3], heads_per_kv, ())
         for max_queries in (1, 99):
-            queries = PagedQueries(rows, numbers, 16, max_queries, None)
-            CUDAOps(Scores(soft_cap=cap)).paged_attention(q, cache, cache, queries, heads, q)
+            plan = PagedPlan((PagedQueries(rows, numbers, 16, max_queries, None),))
+            CUDAOps(Scores(soft_cap=cap)).attention(q, cache, cache, plan, heads, q)
 
 
 @pytest.mark.slow

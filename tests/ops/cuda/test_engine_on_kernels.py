@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
-from parallel_llama.engine import decode_graphs
+from parallel_llama.engine import recorded_steps
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.families.model_args import ModelArgs
@@ -184,7 +184,7 @@ def test_requests_get_the_tokens_that_the_cpu_gives(
     monkeypatch, turns, args, tp_size, ranks_per_expert
 ):
     """Prompts in chunks and decode steps in graphs; 5 query heads on 2 ranks are 3 and 2."""
-    monkeypatch.setattr(decode_graphs, "BUCKETS", (2, 4))
+    monkeypatch.setattr(recorded_steps, "BUCKETS", (2, 4))
 
     def run(comm: Communicator) -> dict[int, tuple[int, ...]]:
         with turns:

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from parallel_llama.engine.decode_graphs import BUCKETS
+from parallel_llama.engine.recorded_steps import BUCKETS
 from parallel_llama.ops import Dispatch, TorchOps
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")

@@ -26,9 +26,9 @@ from thread_ranks import run_on_threads
 from torch import Tensor
 
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.model.recorded_steps import Logits
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import SamplingParams
@@ -112,9 +112,9 @@ def run_ahead(comm: Communicator, seeds: range) -> list[str]:
 @pytest.mark.parametrize(("local_rope_theta", "n_tables"), [(None, 1), (5e3, 2)])
 def test_groups_of_layers_that_rotate_alike_have_one_table(local_rope_theta, n_tables):
     args = replace(HYBRID, local_rope_theta=local_rope_theta)
-    paging = make_runner(Solo(), args, ops=paged_ops(args))._paging
-    assert paging is not None and len(paging.rotations) == 2
-    assert len(set(paging.rotations)) == n_tables
+    rotations = make_runner(Solo(), args, ops=paged_ops(args))._rotations
+    assert rotations is not None and len(rotations) == 2
+    assert len(set(rotations)) == n_tables
 
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID, *(OF_FAMILIES[name] for name in CARRIED)])

@@ -1,0 +1,112 @@
+"""Where the keys and values of a step's tokens are, and which of them each token attends to.
+
+With kv_split=sequence a rank keeps a shard of the KV cache: blocks are dealt to the ranks round
+robin, by their numbers in the pool, so schedulers and block tables do not change. A rank's cache
+has its shard of the blocks, and one spare block into which it writes the tokens of other ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel_llama.engine.step_buffer import Chunk, KVGroupStep
+from parallel_llama.families.model_args import KVGroup
+from parallel_llama.ops import Queries, QueryRange
+from parallel_llama.ops.attention import after, slots_of
+
+
+@dataclass(frozen=True)
+class CachePart:
+    """The blocks that this rank keeps: those whose number modulo `n_parts` is `number`."""
+
+    number: int
+    n_parts: int
+
+    def n_blocks(self, n_blocks: int) -> int:
+        """Blocks of this rank's cache for a pool of `n_blocks`; the last one is the spare block."""
+        return -(-n_blocks // self.n_parts) + 1
+
+    def local(self, blocks: Sequence[int]) -> list[int]:
+        """The numbers of these blocks in this rank's cache; -1 for blocks that other ranks keep."""
+        n = self.n_parts
+        return [block // n if block % n == self.number else -1 for block in blocks]
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The block tables of all KV groups, as the layers of a group read them.
+
+    Args:
+        kv_groups: The KV groups.
+        block_size: Slots per block.
+        spare_slots: A slot of each KV group for tokens that are not kept on this rank.
+        n_sinks: The number of attention sinks.
+        part: This rank's part of a cache that is sharded by token, or None.
+    """
+
+    kv_groups: tuple[KVGroup, ...]
+    block_size: int
+    spare_slots: Sequence[int]
+    n_sinks: int
+    part: CachePart | None
+
+    def steps(self, chunks: Sequence[Chunk]) -> list[KVGroupStep]:
+        """A step in all KV groups."""
+        return [self.step(number, chunks) for number in range(len(self.kv_groups))]
+
+    def step(self, number: int, chunks: Sequence[Chunk]) -> KVGroupStep:
+        """A step in one KV group."""
+        window, size = self.kv_groups[number].window, self.block_size
+        slots: list[int] = []
+        plain: list[QueryRange] = []
+        near: list[QueryRange] = []
+        far: list[QueryRange] = []
+        for chunk in chunks:
+            row, positions = len(slots), chunk.positions
+            own = self._range(number, row, chunk, positions)
+            slots += slots_of(own.blocks, size, after(own.first_key, positions))
+            if not self.n_sinks or window is None or positions.stop <= window:
+                plain.append(own)
+                continue
+            n_plain = max(window - positions.start, 0)
+            if n_plain:
+                plain.append(self._range(number, row, chunk, positions[:n_plain]))
+            own = self._range(number, row + n_plain, chunk, positions[n_plain:])
+            # A sink inside of a query's window is seen there.
+            before = after(window, own.positions)
+            blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before.stop))
+            near.append(own)
+            far.append(own._replace(positions=before, first_key=0, blocks=blocks))
+        spare_slot, queries = self.spare_slots[number], Queries(plain, size, window)
+        if self.part is not None:
+            slots = [spare_slot if slot < 0 else slot for slot in slots]
+        if not near:
+            return KVGroupStep(slots, spare_slot, queries)
+        both = Queries(near, size, window), Queries(far, size, n_keys=self.n_sinks)
+        return KVGroupStep(slots, spare_slot, queries, both)
+
+    def reaches_sinks(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether a token attends to attention sinks outside of its window."""
+        windows = [each.window for each in self.kv_groups if self.n_sinks and each.window]
+        return any(chunk.positions.stop > window for chunk in chunks for window in windows)
+
+    def most_blocks(self, longest: int) -> int:
+        """The most blocks that a token of a sequence of `longest` tokens sees in all KV groups."""
+        most = -(-longest // self.block_size)
+        # A window may start at the last token of a block and end at the first of another.
+        windows = (kv_group.window for kv_group in self.kv_groups)
+        return sum(
+            most if w is None else min((w + 2 * self.block_size - 2) // self.block_size, most)
+            for w in windows
+        )
+
+    def _range(self, number: int, row: int, chunk: Chunk, positions: range) -> QueryRange:
+        """The queries at some positions of a chunk; `row` is that of the first."""
+        window = self.kv_groups[number].window
+        first = 0 if window is None else max(positions.start - window + 1, 0) // self.block_size
+        blocks = self._blocks(chunk, number, first, positions.stop)
+        return QueryRange(row, positions, first * self.block_size, blocks, chunk.is_decoded)
+
+    def _blocks(self, chunk: Chunk, number: int, first: int, stop: int) -> Sequence[int]:
+        """A sequence's blocks in a KV group, from block `first` up to before position `stop`."""
+        blocks = chunk.tables[number][first : -(-stop // self.block_size)]
+        return blocks if self.part is None else self.part.local(blocks)

@@ -1,0 +1,350 @@
+"""Decode steps that are recorded once and replayed: one call instead of hundreds.
+
+A recording has a step's kernels and all-reduces, with fixed addresses. A later step of as many rows
+writes its inputs there and replays the recording. All other steps run operator by operator.
+
+`CUDAGraphs` captures a graph for each bucket of rows at the start; a step takes the smallest bucket
+that fits, and is padded. `KernelCalls`, on the CPU, records a number of rows when it first occurs,
+and gives the bits of the operators.
+
+Source: CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from parallel_llama.engine.kv_layout import KVLayout
+from parallel_llama.engine.step_buffer import (
+    Chunk,
+    KVGroupStep,
+    SamplingKey,
+    StepBuffer,
+    StepSize,
+)
+from parallel_llama.model.batch import Batch, KVGroupBatch
+from parallel_llama.model.kv_cache import KVCache
+from parallel_llama.model.rope import HostRotations, RotaryTables
+from parallel_llama.model.transformer import Transformer
+from parallel_llama.ops import CPUOps, DecodeRoom, NotRecorded
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.failures import RankError, first_line
+
+logger = logging.getLogger(__name__)
+
+# Steps with more rows are not recorded on the CPU: their arithmetic outweighs the calls from
+# Python, and a recording would seldom be replayed.
+_MAX_ROWS = 32
+
+# Rows of the graphs, close enough that padding costs little.
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+# Time limit for capturing graphs at the start; sizes that are missing then have no graph.
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits of this rank's vocabulary rows, and perhaps the best token of each row.
+
+    Args:
+        values: [n, V_local] local.
+        largest: [n, 2] float64 local, on the host: the largest logit of each row and its token.
+        drawn: [n, 2] float64 local: the result of `TorchOps.draw`.
+    """
+
+    values: Tensor
+    largest: npt.NDArray[np.float64] | None = None
+    drawn: Tensor | None = None
+
+    def rows(self, which: slice | list[int]) -> "Logits":
+        """The logits of some rows."""
+        largest = None if self.largest is None else self.largest[which]
+        drawn = None if self.drawn is None else self.drawn[which]
+        return Logits(self.values[which], largest, drawn)
+
+
+# Runs a step, and returns its logits and a function that replays it.
+Recorder = Callable[[Callable[[], Logits]], tuple[Logits, Callable[[], object]]]
+
+
+def record_cuda_graph(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
+    """Runs `step` once, then captures what it launches in a CUDA graph."""
+    side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles kernels and allocates workspaces, which is not allowed in a capture
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may launch kernels meanwhile, which are not captured.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        logits = step()
+    return logits, graph.replay
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured step: its input buffer, its output logits, and its launch."""
+
+    buffer: StepBuffer
+    logits: Logits
+    replay: Callable[[], object]
+
+
+class CUDAGraphs:
+    """The captured decode steps of a model, none before `prepare`.
+
+    `longest` is the length of the longest sequence.
+    """
+
+    def __init__(
+        self, layout: KVLayout, rotations: Sequence[Tensor], longest: int, device: torch.device
+    ) -> None:
+        self._layout, self._rotations, self._device = layout, rotations, device
+        # A token and its drafts are rows that share blocks, so this suffices for any batch.
+        self._blocks_of_row = layout.most_blocks(longest)
+        self._graphs: dict[int, _Graph] = {}
+
+    def prepare(
+        self,
+        step: Callable[[Batch], Logits],
+        comm: Communicator,
+        recorder: Recorder,
+        on_rows: Callable[[int], None],
+    ) -> None:
+        """Capture `step` for each bucket, smallest first, until LIMIT_S have passed or one fails.
+
+        `step` is not kept: it holds the model, which must be freed with its LLM. `on_rows` is
+        called with the number of rows before each capture. Capturing fails if an operator
+        synchronises with the device, or memory is exhausted.
+
+        Collective: a broadcast and an all_gather for each bucket, and its steps.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        for n_rows in BUCKETS:
+            goes_on = torch.tensor([time.monotonic() < deadline])
+            if not comm.broadcast(goes_on):
+                break
+            on_rows(n_rows)
+            graph = self._try(step, n_rows, recorder)
+            if not comm.all_gather(torch.tensor([graph is not None])).all():
+                break
+            assert graph is not None
+            self._graphs[n_rows] = graph
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        chunks: Sequence[Chunk],
+        rows: Sequence[int],
+        sampling_keys: Sequence[SamplingKey] = (),
+        tokens: Tensor | None = None,
+    ) -> Logits | None:
+        """The logits of these rows, or None if no graph fits this step.
+
+        The next step overwrites them. `sampling_keys` and `tokens` are as in `StepBuffer.fill`.
+        """
+        n_rows = len(rows)
+        room = min((each for each in self._graphs if each >= n_rows), default=0)
+        if not room or not is_decode_step(chunks, rows):
+            return None
+        graph = self._graphs[room]
+        graph.buffer.fill(
+            chunks, self._layout.steps(chunks), sampling_keys=sampling_keys, tokens=tokens
+        )
+        graph.replay()
+        return graph.logits.rows(slice(n_rows))
+
+    def close(self) -> None:
+        """Drop the graphs: a communicator cannot be destroyed while a graph holds it."""
+        self._graphs.clear()
+
+    def _try(
+        self, step: Callable[[Batch], Logits], n_rows: int, recorder: Recorder
+    ) -> _Graph | None:
+        try:
+            size = StepSize(n_rows, None, n_rows, 0, n_rows * self._blocks_of_row, 1)
+            buffer = StepBuffer(size, self._rotations, self._device)
+            buffer.fill((), self._layout.steps(()))
+            return _Graph(buffer, *recorder(lambda: step(buffer.batch())))
+        except RankError:
+            raise
+        except RuntimeError as error:
+            logger.warning(
+                "decode steps of %d rows and more run without a graph: %s",
+                n_rows,
+                first_line(error, 200),
+            )
+            return None
+
+
+class KernelCalls:
+    """The recorded kernel calls of a model on the CPU, for each number of rows.
+
+    Args:
+        model: The model; nothing is recorded if its operators are torch's.
+        caches: One KV cache per KV group.
+        layout: The layout of the caches; nothing is recorded if they are sharded by token.
+        tables: The rotary tables of each KV group.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        caches: Sequence[KVCache],
+        layout: KVLayout,
+        tables: Sequence[RotaryTables],
+    ) -> None:
+        self._model, self._caches, self._layout, self._tables = model, caches, layout, tables
+        # By number of rows; None if an operator is not a kernel.
+        self._steps: dict[int, _KernelCallStep | None] = {}
+
+    def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Logits | None:
+        """The logits of these rows, or None if the step must run operator by operator.
+
+        The next step may overwrite them.
+
+        Collective: those of `Transformer.__call__`.
+        """
+        step = self._replayed(chunks, rows)
+        return None if step is None else step.logits
+
+    @torch.inference_mode()
+    def hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Tensor | None:
+        """As `logits`, the residual stream of these rows. Shapes: [T, dim] replicated."""
+        step = self._replayed(chunks, rows)
+        return None if step is None else step.hidden.clone()
+
+    def _replayed(
+        self, chunks: Sequence[Chunk], rows: Sequence[int] | None
+    ) -> "_KernelCallStep | None":
+        """Run a step. Returns: its recording, or None if it must run operator by operator."""
+        ops = self._model.ops
+        if not isinstance(ops, CPUOps) or self._layout.part is not None:
+            return None
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        n_rows = len(tokens)
+        step = self._steps.get(n_rows)
+        is_refused = n_rows > _MAX_ROWS or (step is None and n_rows in self._steps)
+        if is_refused or not is_decode_step(chunks, rows) or self._layout.reaches_sinks(chunks):
+            return None
+        kv_groups = self._layout.steps(chunks)
+        rotations = rotations_of(self._tables, chunks)
+        if step is None or not step.fill(tokens, kv_groups, rotations):
+            try:
+                with torch.inference_mode():
+                    step = _KernelCallStep(self._model, ops, self._caches, kv_groups, rotations)
+            except NotRecorded:
+                self._steps[n_rows] = None
+                return None
+            self._steps[n_rows] = step
+            step.fill(tokens, kv_groups, rotations)
+        step.replay()
+        return step
+
+
+class _KernelCallStep:
+    """A recorded step, for steps with as many rows and at most as many keys as it has room.
+
+    `kv_groups` and `rotations` are those of the first step.
+
+    Shapes: `hidden` [T, dim], of the step that ran last.
+    Raises: NotRecorded if an operator after the embedding is not a kernel.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        ops: CPUOps,
+        caches: Sequence[KVCache],
+        kv_groups: Sequence[KVGroupStep],
+        rotations: Sequence[HostRotations],
+    ) -> None:
+        self._model, embedding = model, model.tok_embeddings
+        self._kv_groups = [_KVGroupRoom(*own) for own in zip(kv_groups, rotations, strict=True)]
+        self._token_ids = np.zeros(len(rotations[0]), dtype=np.int64)
+        self._tokens = torch.from_numpy(self._token_ids)
+        shape = len(self._tokens), embedding.dim
+        self._x = torch.empty(shape, dtype=embedding.weight.computed)
+        batch = Batch(self._tokens, tuple(room.batch for room in self._kv_groups), rows=None)
+        with ops.recording() as self._recording:
+            x = self._x if model.has_embedding_scale else model.embedded(self._tokens)
+            self.hidden = model.blocks(x, batch, caches)
+            scores = model.scores(self.hidden)
+            first = embedding.rows.start
+            largest = None if model.has_logit_scaling else ops.largest(scores, first)
+            # The logits are the largest tensor of a step. All recordings share its memory, which
+            # the first kernels of the next step may overwrite.
+            borrowed = self._recording.borrowed(scores)
+        self._scores = Logits(borrowed, None if largest is None else largest.numpy())
+
+    @property
+    def logits(self) -> Logits:
+        """The logits of the step that ran last; the next step may overwrite them."""
+        if not self._model.has_logit_scaling:
+            return self._scores
+        with torch.inference_mode():
+            return Logits(self._model.finish_logits(self._scores.values))
+
+    def fill(
+        self,
+        tokens: Sequence[int],
+        kv_groups: Sequence[KVGroupStep],
+        rotations: Sequence[HostRotations],
+    ) -> bool:
+        """Take a step in. Returns: False if there is no room for its keys."""
+        # With numpy, since a call of torch touches so much code and data that it takes ten times as
+        # long once a step's weights have evicted them from the caches.
+        self._token_ids[:] = tokens
+        return all(map(_KVGroupRoom.fill, self._kv_groups, kv_groups, rotations))
+
+    def replay(self) -> None:
+        """Run the step that was taken in through the model."""
+        if self._model.has_embedding_scale:
+            with torch.inference_mode():
+                self._x.copy_(self._model.embedded(self._tokens))
+        self._recording.replay()
+
+
+class _KVGroupRoom:
+    """The part of a batch for one KV group at fixed addresses, with room for more keys."""
+
+    def __init__(self, step: KVGroupStep, rotations: HostRotations) -> None:
+        self._room = DecodeRoom(step.queries)
+        self._slots = np.zeros(len(step.slots), dtype=np.int64)
+        self._rotations = np.zeros_like(rotations)
+        self.batch = KVGroupBatch(
+            torch.from_numpy(self._slots), torch.from_numpy(self._rotations), self._room.plan
+        )
+
+    def fill(self, step: KVGroupStep, rotations: HostRotations) -> bool:
+        self._slots[:] = step.slots
+        self._rotations[:] = rotations
+        return self._room.fill(step.queries)
+
+
+def is_decode_step(chunks: Sequence[Chunk], rows: Sequence[int] | None) -> bool:
+    """Whether all tokens are separate queries, and all rows are wanted, in order."""
+    n_tokens = sum(len(chunk.tokens) for chunk in chunks)
+    return all(chunk.is_decoded for chunk in chunks) and is_all(rows, n_tokens)
+
+
+def is_all(rows: Sequence[int] | None, n_rows: int) -> bool:
+    """Whether these are all of `n_rows` rows, in order."""
+    return rows is None or list(rows) == list(range(n_rows))
+
+
+def rotations_of(tables: Sequence[RotaryTables], chunks: Sequence[Chunk]) -> list[HostRotations]:
+    """The rotary embedding of each token, by KV group. Shapes: [T, 1, head_dim / 2] complex."""
+    found: dict[RotaryTables, HostRotations] = {}
+    for table in tables:
+        if table not in found:
+            rows = [table.rows(chunk.positions, chunk.n_prompt) for chunk in chunks]
+            found[table] = rows[0] if len(rows) == 1 else np.concatenate(rows)
+    return [found[table] for table in tables]

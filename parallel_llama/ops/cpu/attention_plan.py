@@ -1,0 +1,165 @@
+"""The queries of a batch as the CPU's attention kernels read them.
+
+`DecodeBatch` has single queries, whose keys are cut into parts that threads share; `QueryChunk` has
+queries that are computed together. A decode step that is recorded reads its queries from fixed
+addresses, `DecodeRoom`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel_llama.ops.attention import Plan, Queries, QueryChunk, SeenKeys
+
+# Keys per part of a query: its sequence's positions 0 to 127, 128 to 255, and so on. Threads share
+# the parts of a long query. The prefill kernel uses the same parts, so that the scores of one fit
+# in the L1 cache.
+PART_KEYS = 128
+
+# Columns of `DecodeBatch.parts`.
+PART_FIELDS = 7
+
+# The least room for keys of a row, and for ranges of slots per row.
+_LEAST_KEYS, _LEAST_RANGES = 1024, 8
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The decode rows of a batch: single queries, each with keys of its own.
+
+    Args:
+        parts: [room, PART_FIELDS] int64, grouped by row, rows with the most keys first. For each
+            part: its row of the batch, its number of keys, the first and the last + 1 of its
+            entries in `slot_ranges`, its number within the row, the row's number of parts, and how
+            many keys at the beginning of the part the row does not attend to.
+        n_parts: [1] int64, the number of parts in use.
+        slot_ranges: [m, 2] int64, the first slot and the last + 1 of each range of keys.
+        max_len: The largest number of keys of a row.
+        taken: [1] int64, the number of parts that a kernel's threads have taken; 0 while no kernel
+            runs.
+        done: [room] int64, at each row's first part the number of its parts that are done; 0 while
+            no kernel runs.
+    """
+
+    parts: Tensor
+    n_parts: Tensor
+    slot_ranges: Tensor
+    max_len: int
+    taken: Tensor
+    done: Tensor
+
+    @classmethod
+    def of(cls, seen: Mapping[int, SeenKeys]) -> "DecodeBatch":
+        """Build it from the keys of each row; every row has at least one key."""
+        parts, slot_ranges, max_len = _parts_of(seen)
+        return cls(
+            _int64(parts),
+            _int64([len(parts)]),
+            _int64(slot_ranges),
+            max_len,
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros(len(parts), dtype=torch.int64),
+        )
+
+
+@dataclass(frozen=True)
+class CPUPlan(Plan):
+    """The queries that are computed together, and those that are computed alone."""
+
+    chunks: tuple[QueryChunk, ...]
+    decode: DecodeBatch | None
+
+    @classmethod
+    def of(cls, queries: Queries) -> "CPUPlan":
+        decoded = queries.decoded()
+        return cls(tuple(queries.chunks()), DecodeBatch.of(decoded) if decoded else None)
+
+
+class DecodeRoom:
+    """A `CPUPlan` of decode rows at fixed addresses, which is filled anew for every step.
+
+    Args:
+        queries: The first step; later steps have as many rows, and perhaps more keys.
+    """
+
+    def __init__(self, queries: Queries) -> None:
+        seen = queries.decoded()
+        _, slot_ranges, max_len = _parts_of(seen)
+        n_rows, max_len = len(seen), max(_LEAST_KEYS, 2 * max_len)
+        n_ranges = max(_LEAST_RANGES * n_rows, 2 * len(slot_ranges))
+        n_parts = n_rows * (-(-max_len // PART_KEYS) + 1)  # a window begins and ends within parts
+        self._max_len = max_len
+        self._parts = np.zeros((n_parts, PART_FIELDS), dtype=np.int64)
+        self._n_parts = np.zeros(1, dtype=np.int64)
+        self._slot_ranges = np.zeros((n_ranges + n_parts, 2), dtype=np.int64)
+        batch = DecodeBatch(
+            torch.from_numpy(self._parts),
+            torch.from_numpy(self._n_parts),
+            torch.from_numpy(self._slot_ranges),
+            max_len,
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros(n_parts, dtype=torch.int64),
+        )
+        self.plan = CPUPlan((), batch)
+
+    def fill(self, queries: Queries) -> bool:
+        """Replace the rows. Returns: False if there is no room for these keys."""
+        parts, slot_ranges, max_len = _parts_of(queries.decoded())
+        if max_len > self._max_len or len(slot_ranges) > len(self._slot_ranges):
+            return False
+        self._parts[: len(parts)] = parts
+        self._n_parts[0] = len(parts)
+        self._slot_ranges[: len(slot_ranges)] = slot_ranges
+        return True
+
+
+def _parts_of(
+    seen: Mapping[int, SeenKeys],
+) -> tuple[list[tuple[int, ...]], list[tuple[int, int]], int]:
+    """The rows of `DecodeBatch.parts` and of `slot_ranges`, and `max_len`."""
+    lengths = {row: sum(s.stop - s.start for s in slices) for row, (_, slices) in seen.items()}
+    parts: list[tuple[int, ...]] = []
+    slot_ranges: list[tuple[int, int]] = []
+    # Longest rows first, so that no thread works on one alone at the end.
+    for row in sorted(seen, key=lengths.__getitem__, reverse=True):
+        at, slices = seen[row]
+        in_parts = _in_parts(slices, at % PART_KEYS, lengths[row])
+        for number, ranges in enumerate(in_parts):
+            first = len(slot_ranges)
+            slot_ranges += ranges
+            size = sum(stop - start for start, stop in ranges)
+            before = 0 if number else at % PART_KEYS
+            parts.append((row, size, first, len(slot_ranges), number, len(in_parts), before))
+    return parts, slot_ranges, max(lengths.values())
+
+
+def _in_parts(slices: Sequence[slice], before: int, n_keys: int) -> list[list[tuple[int, int]]]:
+    """The slot ranges of each part; a slice may span several parts.
+
+    The first part has `before` keys fewer than PART_KEYS; all parts together have `n_keys`.
+
+    >>> _in_parts([slice(9, 12), slice(100, 300)], 0, 203)
+    [[(9, 12), (100, 225)], [(225, 300)]]
+    >>> _in_parts([slice(0, 10)], 122, 10)
+    [[(0, 6)], [(6, 10)]]
+    """
+    parts: list[list[tuple[int, int]]] = [[] for _ in range(-(-(before + n_keys) // PART_KEYS))]
+    number, room = 0, PART_KEYS - before
+    for each in slices:
+        start = each.start
+        while start < each.stop:
+            if not room:
+                number, room = number + 1, PART_KEYS
+            stop = min(each.stop, start + room)
+            parts[number].append((start, stop))
+            room -= stop - start
+            start = stop
+    return parts
+
+
+def _int64(numbers: Sequence[object]) -> Tensor:
+    # Several times as fast as torch.tensor.
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))
