@@ -1,5 +1,7 @@
 """Fixtures and options of all tests, and the tests that `launch/test.sh --fast` leaves out."""
 
+import asyncio
+import inspect
 import os
 import signal
 import tempfile
@@ -11,6 +13,7 @@ import torch
 from hypothesis import settings
 from parity_steps import use_torch_operators
 from ranks import Pools
+from tiny_folder import write_chat_folder
 
 # Without a GPU, Triton kernels run in its interpreter. The variable must be set before Triton is
 # imported, which transformers does.
@@ -26,6 +29,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Folders whose tests start processes, as the fixture `ranks` does.
+SLOW = {"cli", "parallel", "serve"}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torch-ops", action="store_true", help="run models on torch's operators")
 
@@ -38,12 +45,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow_files = set()
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker("slow")  # it starts processes
+        if item.path.parent.name in SLOW or "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
         if item.get_closest_marker("slow"):
             slow_files.add(item.path)
     # Run files without slow tests last: a long file that starts last would run on one core alone.
     items.sort(key=lambda item: item.path not in slow_files)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine function, for 200 seconds at most."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {
+        name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters
+    }
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 200))
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,6 +72,12 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
         monkeypatch.setattr(tempfile, "tempdir", None)
         yield
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model of random weights, which no test changes."""
+    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture(scope="session")

@@ -2,35 +2,28 @@
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from commands import ROOT, run_python
 from llm_program import Counts, soaked, until_idle
-from tiny_folder import write_chat_folder
 
-from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams
+from parallel_llama import LLM, AsyncLLM, SamplingParams
 from parallel_llama.async_llm import RequestHandle
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import Grammar
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 LIMIT_S = 120  # for what takes a moment: a busy machine is no failure, and a hang is one
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture
@@ -42,19 +35,15 @@ def llm(model: Path) -> Iterator[LLM]:
     llm.close()
 
 
-def run(llm: LLM, talk: Callable[[AsyncLLM], Awaitable[object]]) -> None:
-    """A conversation with an engine that is closed afterwards, in bounded time."""
-
-    async def serve() -> None:
-        engine = AsyncLLM(llm)
-        try:
-            await asyncio.wait_for(talk(engine), LIMIT_S)
-        finally:
-            await asyncio.wait_for(engine.close(), LIMIT_S)
-        assert not engine._thread.is_alive()
-        assert not len(engine._loop)
-
-    asyncio.run(serve())
+@asynccontextmanager
+async def serving(llm: LLM) -> AsyncIterator[AsyncLLM]:
+    """An engine that is closed afterwards, and then has neither requests nor a thread."""
+    engine = AsyncLLM(llm)
+    try:
+        yield engine
+    finally:
+        await asyncio.wait_for(engine.close(), LIMIT_S)
+    assert not engine._thread.is_alive() and not len(engine._loop)
 
 
 # Many at once.
@@ -66,18 +55,17 @@ def check_counts(counts: Counts) -> None:
     assert 40 < counts.cancelled < 120 and counts.preempted > 0
 
 
-def test_a_crowd_gets_what_each_gets_alone(model: Path) -> None:
+def test_a_crowd_gets_what_each_gets_alone(model):
     llm = LLM(str(model), dtype="float64", kv_cache_bytes=100_000, block_size=4)
     check_counts(soaked(llm, 400))
     llm.close()
 
 
-def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model: Path) -> None:
+def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     program = str(ROOT / "tests" / "support" / "llm_program.py")
-    command = [sys.executable, "-m", *torchrun, program, "soak", str(model), "400"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    done = run_python("-m", *torchrun, program, "soak", str(model), "400", env=env)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     check_counts(msgspec.json.decode(lines["0"], type=Counts))
@@ -86,10 +74,9 @@ def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model: Path) -> None:
 # One.
 
 
-def test_progress_adds_up_to_the_completion(llm: LLM) -> None:
+async def test_progress_adds_up_to_the_completion(llm):
     (alone,) = llm.generate(["Hello"], PARAMS)
-
-    async def talk(engine: AsyncLLM) -> None:
+    async with serving(llm) as engine:
         text, tokens, ends = "", (), []
         async for progress in await engine.submit("Hello", PARAMS):
             text, tokens = text + progress.text, tokens + progress.tokens
@@ -97,33 +84,25 @@ def test_progress_adds_up_to_the_completion(llm: LLM) -> None:
         assert (text, tokens) == (alone.text, alone.tokens)
         assert [end for end in ends if end] == [ends[-1]]
 
-    run(llm, talk)
 
-
-def test_completions_come_in_order_with_their_choices(llm: LLM) -> None:
+async def test_completions_come_in_order_with_their_choices(llm):
     params = SamplingParams(max_tokens=8, temperature=1.5, seed=1, n=3)
     prompts = ["Hello", [5, 6, 7], [{"role": "user", "content": "Good day"}]]
     alone = llm.generate(prompts, params)
-
-    async def talk(engine: AsyncLLM) -> None:
+    async with serving(llm) as engine:
         assert await engine.generate(prompts, params) == alone
 
-    run(llm, talk)
 
-
-def test_requests_without_a_seed_draw_differently(llm: LLM) -> None:
+async def test_requests_without_a_seed_draw_differently(llm):
     """Each is another line of the same run."""
     params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
-
-    async def talk(engine: AsyncLLM) -> None:
+    async with serving(llm) as engine:
         one, other = await engine.generate(["Hello", "Hello"], params)
         assert one.tokens != other.tokens
 
-    run(llm, talk)
 
-
-def test_an_answer_that_is_cancelled_tells_of_its_end(llm: LLM) -> None:
-    async def talk(engine: AsyncLLM) -> None:
+async def test_an_answer_that_is_cancelled_tells_of_its_end(llm):
+    async with serving(llm) as engine:
         answer = await engine.submit("Hello", LONG)
         answer.cancel()
         answer.cancel()
@@ -132,11 +111,10 @@ def test_an_answer_that_is_cancelled_tells_of_its_end(llm: LLM) -> None:
         answer.cancel()  # it has ended: nothing happens
         assert await answer.completions() == []
 
-    run(llm, talk)
 
-
-def test_a_reader_whose_task_is_cancelled_takes_its_request_along(llm: LLM) -> None:
-    async def talk(engine: AsyncLLM) -> None:
+async def test_a_reader_whose_task_is_cancelled_takes_its_request_along(llm):
+    slow_down(llm)
+    async with serving(llm) as engine:
         answer = await engine.submit("Hello", LONG)
         task = asyncio.create_task(answer.completions())
         while not engine.statistics().n_running:
@@ -147,12 +125,10 @@ def test_a_reader_whose_task_is_cancelled_takes_its_request_along(llm: LLM) -> N
         await until_idle(engine)
         assert engine.statistics().times.n_steps < 390
 
+
+async def test_a_call_that_is_cancelled_or_fails_takes_all_its_requests_along(llm):
     slow_down(llm)
-    run(llm, talk)
-
-
-def test_a_call_that_is_cancelled_or_fails_takes_all_its_requests_along(llm: LLM) -> None:
-    async def talk(engine: AsyncLLM) -> None:
+    async with serving(llm) as engine:
         task = asyncio.create_task(engine.generate(["Hello", "you"], LONG))
         while engine.statistics().n_running < 2:
             await asyncio.sleep(0.001)
@@ -165,12 +141,10 @@ def test_a_call_that_is_cancelled_or_fails_takes_all_its_requests_along(llm: LLM
         await until_idle(engine)
         assert engine.statistics().times.n_steps < 390
 
+
+async def test_a_late_answer_ends_with_what_it_has(llm):
     slow_down(llm)
-    run(llm, talk)
-
-
-def test_a_late_answer_ends_with_what_it_has(llm: LLM) -> None:
-    async def talk(engine: AsyncLLM) -> None:
+    async with serving(llm) as engine:
         over = await engine.submit("Hello", LONG, timeout_s=0)
         late = await engine.submit("Hello", LONG, timeout_s=1)
         enough = await engine.submit("Hello", PARAMS, timeout_s=LIMIT_S)
@@ -178,13 +152,8 @@ def test_a_late_answer_ends_with_what_it_has(llm: LLM) -> None:
         assert [end.finish_reason for end in ends] == ["timeout", "timeout", "length"]
         assert not ends[0].tokens and 0 < len(ends[1].tokens) < 400
 
-    slow_down(llm)
-    run(llm, talk)
 
-
-def test_the_time_in_which_a_prompt_becomes_tokens_counts(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_time_in_which_a_prompt_becomes_tokens_counts(llm, monkeypatch):
     original = llm.input_processor.request
 
     def request(*args: object) -> object:
@@ -192,13 +161,10 @@ def test_the_time_in_which_a_prompt_becomes_tokens_counts(
         return original(*args)
 
     monkeypatch.setattr(llm.input_processor, "request", request)
-
-    async def talk(engine: AsyncLLM) -> None:
+    async with serving(llm) as engine:
         answer = await engine.submit("Hello", LONG, timeout_s=0.09)
         (completion,) = await answer.completions()
         assert (completion.finish_reason, completion.tokens) == ("timeout", ())
-
-    run(llm, talk)
 
 
 def slow_down(llm: LLM) -> None:
@@ -215,9 +181,7 @@ def slow_down(llm: LLM) -> None:
 # The event loop and the thread.
 
 
-def test_prompts_become_tokens_outside_the_event_loop(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_prompts_become_tokens_outside_the_event_loop(llm, monkeypatch):
     seen = []
     original = llm.input_processor.request
     monkeypatch.setattr(
@@ -225,18 +189,14 @@ def test_prompts_become_tokens_outside_the_event_loop(
         "request",
         lambda *args: seen.append(threading.get_ident()) or original(*args),
     )
-
-    async def talk(engine: AsyncLLM) -> None:
+    async with serving(llm) as engine:
         await engine.generate(["Hello", "you"], PARAMS)
-
-    run(llm, talk)
     assert len(set(seen)) == 1 and threading.get_ident() not in seen
 
 
-def test_an_engine_without_requests_does_nothing(llm: LLM) -> None:
+async def test_an_engine_without_requests_does_nothing(llm):
     """It waits without a step, also after a late cancellation."""
-
-    async def talk(engine: AsyncLLM) -> None:
+    async with serving(llm) as engine:
         await engine.generate(["Hello"], PARAMS)
         answer = await engine.submit("Hello", PARAMS)
         reading = aiter(answer)
@@ -252,11 +212,9 @@ def test_an_engine_without_requests_does_nothing(llm: LLM) -> None:
         assert engine.statistics().times.n_steps == before
         assert time.process_time() - used_s < 0.1
 
-    run(llm, talk)
 
-
-def test_statistics_are_those_of_the_moment(llm: LLM) -> None:
-    async def talk(engine: AsyncLLM) -> None:
+async def test_statistics_are_those_of_the_moment(llm):
+    async with serving(llm) as engine:
         before = engine.statistics()
         (n_blocks,) = llm.engine.capacity.n_blocks
         assert (before.n_running, before.n_blocks_free) == (0, n_blocks)
@@ -269,60 +227,49 @@ def test_statistics_are_those_of_the_moment(llm: LLM) -> None:
         await engine.generate([[5] * 40], PARAMS)
         assert engine.statistics().n_prefix_tokens == after.n_prefix_tokens + 32
 
-    run(llm, talk)
 
-
-def test_closing_ends_what_is_running(llm: LLM) -> None:
+async def test_closing_ends_what_is_running(llm):
     """Everyone hears of it, whether already running or just submitted; the LLM goes on."""
     before = llm.generate(["Hello"], PARAMS)
-
-    async def serve() -> None:
-        engine = AsyncLLM(llm)
-        answers = [await engine.submit("Hello", LONG) for _ in range(3)]
-        await anext(aiter(answers[0]))
-        answers.append(await engine.submit("Hello", LONG))
-        tasks = [asyncio.create_task(answer.completions()) for answer in answers[1:]]
-        await asyncio.wait_for(engine.close(), LIMIT_S)
-        for (end,) in await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_S):
-            assert end.finish_reason == "cancelled"
-        with pytest.raises(RuntimeError, match="closed"):
-            await engine.submit("Hello", PARAMS)
-        await asyncio.wait_for(engine.close(), LIMIT_S)
-
     slow_down(llm)
-    asyncio.run(serve())
+    engine = AsyncLLM(llm)
+    answers = [await engine.submit("Hello", LONG) for _ in range(3)]
+    await anext(aiter(answers[0]))
+    answers.append(await engine.submit("Hello", LONG))
+    tasks = [asyncio.create_task(answer.completions()) for answer in answers[1:]]
+    await asyncio.wait_for(engine.close(), LIMIT_S)
+    for (end,) in await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_S):
+        assert end.finish_reason == "cancelled"
+    with pytest.raises(RuntimeError, match="closed"):
+        await engine.submit("Hello", PARAMS)
+    await asyncio.wait_for(engine.close(), LIMIT_S)
     assert llm.generate(["Hello"], PARAMS) == before
 
 
-def test_who_submits_while_it_closes_is_refused(llm: LLM) -> None:
+async def test_who_submits_while_it_closes_is_refused(llm):
     """The message of a prompt that was still being tokenised came behind the last one."""
-
-    async def serve() -> None:
-        engine = AsyncLLM(llm)
-        task = asyncio.create_task(engine.submit("Hello", PARAMS))
-        await asyncio.sleep(0)  # it is at the tokenizer's now
-        closing = asyncio.create_task(engine.close())
-        with pytest.raises(RuntimeError, match="closed"):
-            await asyncio.wait_for(task, LIMIT_S)
-        await asyncio.wait_for(closing, LIMIT_S)
-
-    asyncio.run(serve())
+    engine = AsyncLLM(llm)
+    task = asyncio.create_task(engine.submit("Hello", PARAMS))
+    await asyncio.sleep(0)  # it is at the tokenizer's now
+    closing = asyncio.create_task(engine.close())
+    with pytest.raises(RuntimeError, match="closed"):
+        await asyncio.wait_for(task, LIMIT_S)
+    await asyncio.wait_for(closing, LIMIT_S)
 
 
-def test_a_loop_that_ends_early_ends_the_thread(llm: LLM) -> None:
+def test_a_loop_that_ends_early_ends_the_thread(llm):
     """Without `close`: the model runs for nobody no longer than a step or two."""
     before = llm.generate(["Hello"], PARAMS)
     slow_down(llm)
-    engines = []
 
-    async def forget() -> None:
-        engines.append(AsyncLLM(llm))
-        answer = await engines[0].submit("Hello", LONG)
-        await anext(aiter(answer))
+    async def forget() -> AsyncLLM:
+        engine = AsyncLLM(llm)
+        await anext(aiter(await engine.submit("Hello", LONG)))
+        return engine
 
-    asyncio.run(forget())
-    engines[0]._thread.join(LIMIT_S)
-    assert not engines[0]._thread.is_alive()
+    engine = asyncio.run(forget())
+    engine._thread.join(LIMIT_S)
+    assert not engine._thread.is_alive()
     assert llm.engine.idle and llm.engine.times.n_steps < 390
     assert llm.generate(["Hello"], PARAMS) == before
 
@@ -330,8 +277,8 @@ def test_a_loop_that_ends_early_ends_the_thread(llm: LLM) -> None:
 # Errors.
 
 
-def test_what_cannot_be_done_is_refused_at_once(llm: LLM) -> None:
-    async def talk(engine: AsyncLLM) -> None:
+async def test_what_cannot_be_done_is_refused_at_once(llm):
+    async with serving(llm) as engine:
         for prompt, params in (("", PARAMS), ([999], PARAMS), ([5] * 600, PARAMS)):
             with pytest.raises(UsageError):
                 await engine.submit(prompt, params)
@@ -339,13 +286,9 @@ def test_what_cannot_be_done_is_refused_at_once(llm: LLM) -> None:
             await engine.submit("a", SamplingParams(grammar=Grammar("regex", "(")))
         assert len(await engine.generate(["Hello"], PARAMS)) == 1
 
-    run(llm, talk)
 
-
-def test_what_the_engine_refuses_reaches_who_asked(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def talk(engine: AsyncLLM) -> None:
+async def test_what_the_engine_refuses_reaches_who_asked(llm, monkeypatch):
+    async with serving(llm) as engine:
         original = llm.engine.submit
 
         def submit(request: object, timeout_s: float | None) -> int:
@@ -359,15 +302,12 @@ def test_what_the_engine_refuses_reaches_who_asked(
             await wrong.completions()
         assert len(await right.completions()) == 1
 
-    run(llm, talk)
 
-
-def test_numbers_that_are_none_reach_all_and_the_next_gets_on(llm: LLM) -> None:
+async def test_numbers_that_are_none_reach_all_and_the_next_gets_on(llm):
     (before,) = llm.generate(["Hello"], PARAMS)
     weight = llm.engine.runner.model.norm.weight.values
     kept = weight.clone()
-
-    async def talk(engine: AsyncLLM) -> None:
+    async with serving(llm) as engine:
         with torch.no_grad():
             weight.fill_(torch.nan)
         answers = [await engine.submit("Hello", LONG) for _ in range(3)]
@@ -378,43 +318,35 @@ def test_numbers_that_are_none_reach_all_and_the_next_gets_on(llm: LLM) -> None:
         (after,) = await engine.generate(["Hello"], PARAMS)
         assert after.tokens == before.tokens
 
-    run(llm, talk)
 
-
-def test_an_error_of_the_engine_reaches_everyone_who_waits(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_of_the_engine_reaches_everyone_who_waits(llm, monkeypatch):
     """Running, just submitted, and those who come later; nobody hangs."""
-
-    async def serve() -> list[Completion]:
-        engine = AsyncLLM(llm)
-        answers = [await engine.submit("Hello", LONG) for _ in range(3)]
-        reading = aiter(answers[0])
-        await anext(reading)
-        tasks = [asyncio.create_task(answer.completions()) for answer in answers[1:]]
-
-        def fail(*_: object) -> None:
-            broken.set()
-            raise ValueError("something broke")
-
-        broken = threading.Event()
-        monkeypatch.setattr(llm.engine.runner, "step", fail)
-        while not broken.is_set():  # the event loop stands still: this comes when all is over
-            time.sleep(0.001)
-        engine._thread.join(LIMIT_S)
-        # What `submit` puts into the queue in the moment in which the engine ends.
-        engine._client.queue.put(late := RequestHandle(answers[0].request, engine._client.queue))
-        tasks.append(asyncio.create_task(late.completions()))
-        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
-        assert [str(end) for end in ends] == ["something broke"] * 3
-        with pytest.raises(ValueError, match="something broke"):
-            while True:
-                await asyncio.wait_for(anext(reading), LIMIT_S)
-        with pytest.raises(RuntimeError, match="ended on an error") as caught:
-            await engine.submit("Hello", PARAMS)
-        assert str(caught.value.__cause__) == "something broke"
-        with pytest.raises(ValueError, match="something broke"):
-            await asyncio.wait_for(engine.close(), LIMIT_S)
-
     slow_down(llm)
-    asyncio.run(serve())
+    engine = AsyncLLM(llm)
+    answers = [await engine.submit("Hello", LONG) for _ in range(3)]
+    reading = aiter(answers[0])
+    await anext(reading)
+    tasks = [asyncio.create_task(answer.completions()) for answer in answers[1:]]
+
+    def fail(*_: object) -> None:
+        broken.set()
+        raise ValueError("something broke")
+
+    broken = threading.Event()
+    monkeypatch.setattr(llm.engine.runner, "step", fail)
+    while not broken.is_set():  # the event loop stands still: this comes when all is over
+        time.sleep(0.001)
+    engine._thread.join(LIMIT_S)
+    # What `submit` puts into the queue in the moment in which the engine ends.
+    engine._client.queue.put(late := RequestHandle(answers[0].request, engine._client.queue))
+    tasks.append(asyncio.create_task(late.completions()))
+    ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
+    assert [str(end) for end in ends] == ["something broke"] * 3
+    with pytest.raises(ValueError, match="something broke"):
+        while True:
+            await asyncio.wait_for(anext(reading), LIMIT_S)
+    with pytest.raises(RuntimeError, match="ended on an error") as caught:
+        await engine.submit("Hello", PARAMS)
+    assert str(caught.value.__cause__) == "something broke"
+    with pytest.raises(ValueError, match="something broke"):
+        await asyncio.wait_for(engine.close(), LIMIT_S)

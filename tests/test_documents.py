@@ -105,7 +105,7 @@ def served(clone: Path) -> Served:
     return Served(command=argv, cwd=clone, env=environment(clone))
 
 
-def test_every_block_is_run_or_known() -> None:
+def test_every_block_is_run_or_known():
     assert len(PYTHON) == 5 and len(COMMANDS) >= 26
     apart = [each for each in COMMANDS if each.startswith(APART)]
     assert len(apart) <= len(SCRIPTS) + 4 + 1 + 1 + 1 + 1
@@ -128,7 +128,7 @@ def spoken() -> str:
     return "\0".join(texts)
 
 
-def test_every_message_that_operations_explains_is_one_that_is_given() -> None:
+def test_every_message_that_operations_explains_is_one_that_is_given():
     messages = re.findall(r"^### `(.+)`$", (ROOT / "docs/operations.md").read_text(), re.M)
     assert len(messages) > 40 and len(set(messages)) == len(messages)
     said = spoken()
@@ -137,11 +137,11 @@ def test_every_message_that_operations_explains_is_one_that_is_given() -> None:
             assert part.strip("; .") in said, message
 
 
-def test_readme_is_short() -> None:
+def test_readme_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 10_000
 
 
-def test_the_quickstart_prints_what_the_pages_show(clone: Path) -> None:
+def test_the_quickstart_prints_what_the_pages_show(clone):
     """All but the installation, whose environment is this one."""
     (clone / ".venv").mkdir()
     for entry in Path(sys.prefix).iterdir():
@@ -161,14 +161,14 @@ def test_the_quickstart_prints_what_the_pages_show(clone: Path) -> None:
 @pytest.mark.parametrize(
     ("printed", "first"), [("plan --model smollm2", "ranks "), ("plan --model llama", "llama")]
 )
-def test_a_plan_prints_what_the_page_shows(clone: Path, printed: str, first: str) -> None:
+def test_a_plan_prints_what_the_page_shows(clone, printed, first):
     (shown,) = [text for language, text in BLOCKS if language == "text" and text.startswith(first)]
     lines = run(command(f"parallel-llama {printed}"), clone).stdout.splitlines()
     assert not [line for line in shown.splitlines() if line not in lines]
 
 
 @pytest.mark.parametrize("printed", RUN)
-def test_a_command(clone: Path, printed: str) -> None:
+def test_a_command(clone, printed):
     """A later one may need the files of an earlier one, as for a reader of the pages."""
     done = run(printed, clone)
     assert done.stdout or any(each in printed for each in ("--output", " > ", " chat "))
@@ -176,7 +176,7 @@ def test_a_command(clone: Path, printed: str) -> None:
         assert done.stdout.count(" seed ") == 1
 
 
-def test_the_server_answers_until_it_is_told_to_end(clone: Path) -> None:
+def test_the_server_answers_until_it_is_told_to_end(clone):
     with served(clone) as server:
         asked = command("curl ").replace(f"http://127.0.0.1:{PORT}", server.url)
         assert json.loads(run(asked, clone).stdout)["choices"]
@@ -192,17 +192,17 @@ def python(text: str, clone: Path) -> str:
 
 
 @pytest.mark.parametrize("text", [text for text in PYTHON if f":{PORT}" not in text])
-def test_a_python_block(clone: Path, text: str) -> None:
+def test_a_python_block(clone, text):
     assert python(text, clone).strip()
 
 
 @pytest.mark.parametrize("printed", [each for each in COMMANDS if each.startswith(COMPARE)])
-def test_the_flags_of_a_comparison_are_known(printed: str) -> None:
+def test_the_flags_of_a_comparison_are_known(printed):
     compare._parser().parse_args(shlex.split(printed.removeprefix(COMPARE)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would take 8 minutes")
-def test_the_benchmark_of_a_gpu_says_what_to_do_without_one(clone: Path) -> None:
+def test_the_benchmark_of_a_gpu_says_what_to_do_without_one(clone):
     """That its steps run is in tests/launch/test_gpu.py."""
     assert "--dry-run for a rehearsal" in run(command(GPU), clone, code=2).stderr
 
@@ -210,7 +210,7 @@ def test_the_benchmark_of_a_gpu_says_what_to_do_without_one(clone: Path) -> None
 TABLE = re.compile(r"^\| ([^|]+) \| `([^`]+)` \|(?:.*\| ([0-9, -]+) \|)?", re.M)
 
 
-def test_the_families_balance_on_the_numbers_of_ranks_that_the_table_has() -> None:
+def test_the_families_balance_on_the_numbers_of_ranks_that_the_table_has():
     rows = [row for row in TABLE.findall((ROOT / "docs/models.md").read_text()) if row[2]]
     families = set()
     for _, name, numbers_given in rows:
@@ -226,9 +226,7 @@ def test_the_families_balance_on_the_numbers_of_ranks_that_the_table_has() -> No
 
 
 @pytest.mark.skipif(not all(map(find_spec, ("sphinx", "furo", "myst_parser"))), reason="no sphinx")
-def test_the_documentation_builds_without_a_warning_and_its_links_lead_somewhere(
-    tmp_path: Path,
-) -> None:
+def test_the_documentation_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path):
     """As launch/docs.sh builds it; the anchors of its pages are looked up in what was built."""
     built = tmp_path / "docs"
     flags = ["--fail-on-warning", "--keep-going", "--quiet"]

@@ -290,7 +290,7 @@ def test_the_rule_can_fail(rule: Rule, module: str, source: str) -> None:
     assert list(rule(f"parallel_llama.{module}", ast.parse(source)))
 
 
-def test_every_module_stands_on_a_floor() -> None:
+def test_every_module_stands_on_a_floor():
     rooms = {room(module) for module in modules()} - {"__init__"}
     assert rooms <= FLOOR.keys(), f"without a floor: {rooms - FLOOR.keys()}"
 
@@ -310,25 +310,25 @@ def circles(trees: Mapping[str, ast.AST]) -> list[str]:
     return []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_circle():
     """The package's `__init__` is left out, because it imports on demand."""
     trees = {name: tree for name, (_, tree) in modules().items() if name != "parallel_llama"}
     assert not circles(trees)
 
 
-def test_a_circle_is_found() -> None:
+def test_a_circle_is_found():
     sources = {"a": "import b", "b": "from c import x", "c": "def f():\n    from a import y"}
     assert circles({name: ast.parse(source) for name, source in sources.items()})
 
 
-def test_support_of_tests_does_not_import_launch() -> None:
+def test_support_of_tests_does_not_import_launch():
     """`launch` imports tests/support for its rehearsals, so the reverse would be a circle."""
     sources = (ROOT / "tests/support").glob("*.py")
     names = {name for path in sources for name, _ in imports(ast.parse(path.read_text()))}
     assert not [name for name in names if name.split(".")[0] == "launch"]
 
 
-def test_no_two_test_files_have_the_same_name() -> None:
+def test_no_two_test_files_have_the_same_name():
     """Test folders are not packages, so pytest imports one of two files with equal names."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
     assert [name for name, n in names.items() if n > 1 and name != "conftest.py"] == []
@@ -341,13 +341,13 @@ def tracked_but_ignored(checkout: Path) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-def test_no_ignored_file_is_tracked() -> None:
+def test_no_ignored_file_is_tracked():
     if not (ROOT / ".git").exists():
         pytest.skip("the source is not a git checkout")
     assert tracked_but_ignored(ROOT) == []
 
 
-def test_a_tracked_file_that_is_ignored_is_found(tmp_path: Path) -> None:
+def test_a_tracked_file_that_is_ignored_is_found(tmp_path):
     (tmp_path / ".gitignore").write_text("__pycache__/\n*.whl\n")
     (tmp_path / "kept.py").touch()
     (tmp_path / "a wheel.whl").touch()
@@ -356,7 +356,7 @@ def test_a_tracked_file_that_is_ignored_is_found(tmp_path: Path) -> None:
     assert tracked_but_ignored(tmp_path) == ["a wheel.whl"]
 
 
-def test_the_low_floors_load_without_torch() -> None:
+def test_the_low_floors_load_without_torch():
     """Neither directly nor through a library, because torch delays every command."""
     names = [name for name in modules() if is_torch_free(name)]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
@@ -383,14 +383,14 @@ def design_tree() -> list[str]:
     return paths
 
 
-def test_every_path_in_the_design_tree_exists() -> None:
+def test_every_path_in_the_design_tree_exists():
     paths = design_tree()
     assert len(paths) > 20
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing, f"docs/design.md names {missing}"
 
 
-def test_the_design_tree_lists_the_floors_from_below() -> None:
+def test_the_design_tree_lists_the_floors_from_below():
     """docs/design.md says so, but `input_processor` was listed above its imports."""
     paths = [path.removeprefix("parallel_llama/") for path in design_tree()]
     floors = [
@@ -399,7 +399,7 @@ def test_the_design_tree_lists_the_floors_from_below() -> None:
     assert len(floors) == len(FLOOR) and floors == sorted(floors)
 
 
-def test_every_module_is_in_the_design_tree() -> None:
+def test_every_module_is_in_the_design_tree():
     """A folder that is listed without its files stands for all of them."""
     listed = set(design_tree())
     rooms = {path.relative_to(ROOT).parts[:2] for path, _ in modules().values()} - {
@@ -415,7 +415,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_link_in_the_documents_leads_somewhere(document: Path) -> None:
+def test_every_link_in_the_documents_leads_somewhere(document):
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
     local = [target for target in targets if "://" not in target]
     assert not [target for target in local if not (document.parent / target).exists()]

@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -20,9 +18,9 @@ import msgspec
 import psutil
 import pytest
 import torch
+from commands import ROOT, run_python
 from llm_program import PARAMS, fail_once
 from parity_steps import full_logits
-from tiny_folder import write_chat_folder
 
 import parallel_llama
 from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
@@ -43,15 +41,9 @@ from parallel_llama.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 SUPPORT = str(ROOT / "tests" / "support")
 TOKENS = [5, 17, 3, 200, 42, 42, 9]
 CACHE_BYTES = 4 << 20
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +61,12 @@ def nothing_is_left(llm: LLM) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(
-    model: Path, llm: LLM, nproc: int
-) -> None:
+def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(model, llm, nproc):
     """It fails, is refused, leaves streams early and lets one wait: nobody hangs or goes away."""
     torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}")
     program = str(Path(SUPPORT) / "llm_program.py")
-    command = [sys.executable, "-m", *torchrun, program, "script", str(model)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
+    done = run_python("-m", *torchrun, program, "script", str(model), env=env)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     completions = msgspec.json.decode(line.removeprefix("0 "), type=list[Completion])
@@ -95,7 +84,7 @@ UNWANTED = {
 }
 
 
-def test_a_plain_start_loads_what_it_uses_and_holds_what_plan_says(model: Path) -> None:
+def test_a_plain_start_loads_what_it_uses_and_holds_what_plan_says(model):
     program = """if True:
         import gc, sys
         import parallel_llama
@@ -108,13 +97,7 @@ def test_a_plain_start_loads_what_it_uses_and_holds_what_plan_says(model: Path) 
         print(*sys.modules)
         print(status)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(model)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
+    done = run_python("-c", program, str(model))
     assert done.returncode == 0, done.stderr
     modules, _, status = done.stdout.partition("\n")
     assert UNWANTED.isdisjoint(modules.split())
@@ -123,9 +106,7 @@ def test_a_plain_start_loads_what_it_uses_and_holds_what_plan_says(model: Path) 
         assert 0.6 < int(held[1]) * 1024 / PROCESS_BYTES < 1.1
 
 
-def test_the_tokenizer_is_loaded_beside_the_weights(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tokenizer_is_loaded_beside_the_weights(model, monkeypatch):
     """It came after them, when another core had nothing to do."""
     loaded, load = threading.Event(), ModelRunner.load
 
@@ -154,7 +135,7 @@ def local_ranks() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 5])
-def test_an_llm_starts_its_other_ranks_and_ends_them(model: Path, llm: LLM, tp_size: int) -> None:
+def test_an_llm_starts_its_other_ranks_and_ends_them(model, llm, tp_size):
     alone = llm.generate(["Hello", [5, 6, 7]], PARAMS)
     n_threads, environment = torch.get_num_threads(), dict(os.environ)
     with LLM(str(model), dtype="float64", tp_size=tp_size) as many:
@@ -170,7 +151,7 @@ def test_an_llm_starts_its_other_ranks_and_ends_them(model: Path, llm: LLM, tp_s
     assert (torch.get_num_threads(), dict(os.environ)) == (n_threads, environment)
 
 
-def test_vllms_name_for_the_number_of_ranks_is_taken(model: Path) -> None:
+def test_vllms_name_for_the_number_of_ranks_is_taken(model):
     with LLM(str(model), tensor_parallel_size=2) as llm:
         assert llm.tp_size == 2
 
@@ -179,27 +160,20 @@ def test_vllms_name_for_the_number_of_ranks_is_taken(model: Path) -> None:
     ("tp_size", "says"),
     [(0, "from 1 to 1024"), (-1, "from 1 to 1024"), ("2", "from 1 to 1024"), (10, "use 1 to 9")],
 )
-def test_an_impossible_number_of_ranks_is_refused(model: Path, tp_size: Any, says: str) -> None:
+def test_an_impossible_number_of_ranks_is_refused(model, tp_size, says):
     with pytest.raises(UsageError, match=f"tp_size={tp_size!r}.*{says}"):
         LLM(str(model), tp_size=tp_size)
     assert local_ranks() == []
 
 
-def test_a_number_of_ranks_that_torchrun_contradicts_is_refused(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_of_ranks_that_torchrun_contradicts_is_refused(model, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(UsageError, match="tp_size=2 and there are 1 ranks"):
         LLM(str(model), tp_size=2)
 
 
-def test_two_ranks_share_no_card_and_say_so(
-    model: Path,
-    llm: LLM,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_two_ranks_share_no_card_and_say_so(model, llm, monkeypatch, caplog):
     """They died in set_device on a host with one card, and that was the quickstart."""
     monkeypatch.setattr("parallel_llama.engine.setup.visible_cards", lambda: 1)
     with pytest.raises(UsageError, match=r"2 ranks on this host and 1 CUDA card, .* at most 1 on"):
@@ -216,9 +190,7 @@ def test_two_ranks_share_no_card_and_say_so(
     assert [says in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(model, monkeypatch):
     """It was read until the card was full."""
     n_read: list[int] = []
     for name, gives in (
@@ -232,9 +204,7 @@ def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(
     assert n_read == []
 
 
-def test_a_model_says_what_it_has_taken_of_each_card(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_says_what_it_has_taken_of_each_card(model, monkeypatch):
     with LLM(str(model), dtype="float64") as on_cpu:
         assert on_cpu.statistics.cuda_bytes == ()
     monkeypatch.setattr("parallel_llama.engine.ranks.peak_cuda_bytes", lambda _: 9 << 30)
@@ -245,7 +215,7 @@ def test_a_model_says_what_it_has_taken_of_each_card(
         )
 
 
-def test_where_the_time_of_steps_goes_is_counted(model: Path) -> None:
+def test_where_the_time_of_steps_goes_is_counted(model):
     with LLM(str(model), dtype="float64") as own:
         began = time.perf_counter()
         own.generate("Hello", PARAMS)
@@ -256,9 +226,7 @@ def test_where_the_time_of_steps_goes_is_counted(model: Path) -> None:
         assert sum(phases) + times.messages_s + times.schedule_s <= elapsed_s
 
 
-def test_numbers_that_are_none_for_a_lost_rank_are_told_as_its_loss(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_are_none_for_a_lost_rank_are_told_as_its_loss(model, monkeypatch):
     """What a card makes once it has given a rank up looked like a broken model."""
 
     def tell(_: Solo) -> None:
@@ -270,9 +238,7 @@ def test_numbers_that_are_none_for_a_lost_rank_are_told_as_its_loss(
             fail_once(own)
 
 
-def test_graphs_are_dropped_before_the_group_of_ranks_is_left(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_are_dropped_before_the_group_of_ranks_is_left(model, monkeypatch):
     """NCCL waits for graphs that hold it, so that closing would take for ever."""
     dropped: list[str] = []
     with LLM(str(model), dtype="float64"):
@@ -281,7 +247,7 @@ def test_graphs_are_dropped_before_the_group_of_ranks_is_left(
     assert dropped == ["graphs", "group"]
 
 
-def test_ranks_of_two_devices_do_not_meet(model: Path) -> None:
+def test_ranks_of_two_devices_do_not_meet(model):
     """On auto each rank decides for itself, and one of them may see no card."""
     cards = []
     for rank, kind in enumerate(("cuda", "cpu")):
@@ -292,9 +258,7 @@ def test_ranks_of_two_devices_do_not_meet(model: Path) -> None:
         require_same(cards)
 
 
-def test_every_thread_that_touches_the_model_uses_its_device(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_thread_that_touches_the_model_uses_its_device(model, monkeypatch):
     """A thread begins with card 0, whichever is this rank's."""
     users, readers = set(), set()
     for name in ("llm", "engine.ranks", "engine.model_runner", "parallel.communicators"):
@@ -314,9 +278,7 @@ def test_every_thread_that_touches_the_model_uses_its_device(
             assert users == {thread.ident}
 
 
-def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(model, monkeypatch):
     """Its own process says what is wrong with it, and rank 0 saw only that it had gone."""
     monkeypatch.setattr("parallel_llama.engine.ranks.fingerprint", lambda _: {"weights": "other"})
     began = time.monotonic()
@@ -326,7 +288,7 @@ def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(
     assert local_ranks() == []
 
 
-def test_a_rank_that_dies_is_named_and_closing_is_quiet(model: Path) -> None:
+def test_a_rank_that_dies_is_named_and_closing_is_quiet(model):
     """`close` raised, and the ranks that were left stayed."""
     llm = LLM(str(model), tp_size=3, timeout_s=200)
     ranks = local_ranks()
@@ -338,7 +300,7 @@ def test_a_rank_that_dies_is_named_and_closing_is_quiet(model: Path) -> None:
     assert psutil.wait_procs(ranks, timeout=60)[1] == []
 
 
-def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model: Path) -> None:
+def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model):
     program = """if True:
         import os, sys
         from parallel_llama import LLM
@@ -349,16 +311,9 @@ def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model: Path) ->
             os.kill(os.getpid(), 9)
     """
     for way, code in (("forgets", 0), ("killed", -9)):
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(model), way],
-            capture_output=True,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), SUPPORT]),
-            },
-            timeout=120,
-        )
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), SUPPORT])
+        env = {**os.environ, "PYTHONPATH": paths}
+        done = run_python("-c", program, str(model), way, env=env)
         assert done.returncode == code, done.stderr
         (pid,) = map(int, done.stdout.split())
         deadline = time.monotonic() + 60
@@ -367,7 +322,7 @@ def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model: Path) ->
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
 
 
-def test_ctrl_c_in_the_middle_of_a_step_leaves_many_ranks_usable(model: Path) -> None:
+def test_ctrl_c_in_the_middle_of_a_step_leaves_many_ranks_usable(model):
     """Half a collective was the end of the group: a notebook had to load the model again."""
     with LLM(str(model), dtype="float64", tp_size=2) as llm:
         before = llm.generate("Hello", PARAMS)
@@ -387,7 +342,7 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_many_ranks_usable(model: Path) ->
         assert llm.generate("Hello", PARAMS) == before
 
 
-def test_a_closed_llm_says_so(model: Path) -> None:
+def test_a_closed_llm_says_so(model):
     with LLM(str(model)) as llm:
         stream = llm.stream("Hello", PARAMS)
         next(stream)
@@ -407,7 +362,7 @@ def test_a_closed_llm_says_so(model: Path) -> None:
 # What people give.
 
 
-def test_one_prompt_alone_gets_one_completion(llm: LLM) -> None:
+def test_one_prompt_alone_gets_one_completion(llm):
     """A text was taken for a list of letters."""
     for prompt in ("Hi!", [5, 6, 7], {"prompt": "Hi!"}, {"prompt_token_ids": [5, 6, 7]}):
         (completion,) = llm.generate(prompt, PARAMS)
@@ -415,7 +370,7 @@ def test_one_prompt_alone_gets_one_completion(llm: LLM) -> None:
         assert [completion] == llm.generate([again], PARAMS)
 
 
-def test_a_conversation_goes_through_the_chat_template(llm: LLM) -> None:
+def test_a_conversation_goes_through_the_chat_template(llm):
     messages = [{"role": "user", "content": "Hi!"}]
     text = "<|begin|><|turn|>user: Hi!\n<|turn|>assistant: "
     (expected,) = llm.generate([llm.get_tokenizer().encode(text, bos=False)], PARAMS)
@@ -427,7 +382,7 @@ def test_a_conversation_goes_through_the_chat_template(llm: LLM) -> None:
             llm.chat(wrong, PARAMS)
 
 
-def test_requests_without_a_seed_are_drawn_anew_in_every_call(model: Path, llm: LLM) -> None:
+def test_requests_without_a_seed_are_drawn_anew_in_every_call(model, llm):
     """Two calls gave the same text, and so did two programs."""
     params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
     first, second = llm.generate(["Hello"] * 2, params), llm.generate(["Hello"] * 2, params)
@@ -442,7 +397,7 @@ def test_requests_without_a_seed_are_drawn_anew_in_every_call(model: Path, llm: 
         assert calls[0] == calls[1]
 
 
-def test_an_open_length_ends_with_the_context_or_the_cache(model: Path, llm: LLM) -> None:
+def test_an_open_length_ends_with_the_context_or_the_cache(model, llm):
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     (completion,) = llm.generate([[5] * 500], params)
     assert len(completion.tokens) == llm.input_processor.max_seq_len - 500
@@ -451,7 +406,7 @@ def test_an_open_length_ends_with_the_context_or_the_cache(model: Path, llm: LLM
         assert len(small.generate([[5] * 10], params)[0].tokens) == room - 10
 
 
-def test_bad_words_are_never_completed(llm: LLM) -> None:
+def test_bad_words_are_never_completed(llm):
     """Of one token, of several, and in any place; others are drawn as before."""
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)
     tokens = llm.generate("Hello", params)[0].tokens
@@ -466,7 +421,7 @@ def test_bad_words_are_never_completed(llm: LLM) -> None:
         assert all(word not in banned.text for word in ([words] if words is word else words))
 
 
-def test_tokens_are_drawn_from_the_allowed_ones_alone(llm: LLM) -> None:
+def test_tokens_are_drawn_from_the_allowed_ones_alone(llm):
     params = SamplingParams(
         max_tokens=30, temperature=2.0, seed=1, ignore_eos=True, allowed_token_ids=[40, 41, 200]
     )
@@ -481,7 +436,7 @@ def test_tokens_are_drawn_from_the_allowed_ones_alone(llm: LLM) -> None:
         llm.generate("Hello", SamplingParams(allowed_token_ids=[211]))
 
 
-def test_the_stop_string_and_special_tokens_are_shown_where_they_are_wanted(llm: LLM) -> None:
+def test_the_stop_string_and_special_tokens_are_shown_where_they_are_wanted(llm):
     bias = dict.fromkeys(llm.get_tokenizer().encode("a", bos=False), 100.0)
     params = SamplingParams(max_tokens=5, logit_bias=bias, stop="aaa")
     assert llm.generate("Hello", params)[0].text == ""
@@ -497,16 +452,14 @@ def test_the_stop_string_and_special_tokens_are_shown_where_they_are_wanted(llm:
     assert llm.generate("Hello", replace(end, include_stop_str_in_output=True))[0].text == "<|end|>"
 
 
-def test_a_grammar_that_ends_before_min_tokens_says_so(
-    llm: LLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_grammar_that_ends_before_min_tokens_says_so(llm, caplog):
     params = SamplingParams(grammar=Grammar("regex", "[0-9]{3}"), min_tokens=10)
     (completion,) = llm.generate("Hello", params)
     assert len(completion.tokens) < 10
     assert "its grammar ends the completion after 3 tokens, before min_tokens=10" in caplog.text
 
 
-def test_an_llm_that_nobody_holds_has_given_its_memory_back(model: Path) -> None:
+def test_an_llm_that_nobody_holds_has_given_its_memory_back(model):
     """It waited for a collection of garbage, 2 GiB of cache a time."""
     gc.collect()
     gc.disable()
@@ -523,7 +476,7 @@ def test_an_llm_that_nobody_holds_has_given_its_memory_back(model: Path) -> None
 # What others' programs and a prompt of Python read.
 
 
-def test_a_program_for_vllm_reads_prompts_and_outputs(llm: LLM) -> None:
+def test_a_program_for_vllm_reads_prompts_and_outputs(llm):
     prompts, params = ["Hello", "The sky"], SamplingParams(max_tokens=4)
     results = llm.generate(prompts, sampling_params=params)
     assert [each.prompt for each in results] == prompts
@@ -535,7 +488,7 @@ def test_a_program_for_vllm_reads_prompts_and_outputs(llm: LLM) -> None:
     ]
 
 
-def test_outputs_are_all_choices_of_a_request(llm: LLM) -> None:
+def test_outputs_are_all_choices_of_a_request(llm):
     drawn = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=3)
     first, *others = llm.generate([TOKENS], sampling_params=drawn)
     assert [each.text for each in first.outputs] == [first.text, *(each.text for each in others)]
@@ -543,7 +496,7 @@ def test_outputs_are_all_choices_of_a_request(llm: LLM) -> None:
     assert first.prompt is None and first.prompt_token_ids == tuple(TOKENS)
 
 
-def test_the_prompt_of_a_conversation_is_what_its_template_writes(llm: LLM) -> None:
+def test_the_prompt_of_a_conversation_is_what_its_template_writes(llm):
     message = {"role": "user", "content": "Hello"}
     (answer,) = llm.chat([message], sampling_params=SamplingParams(max_tokens=2))
     assert answer.prompt is not None
@@ -551,13 +504,13 @@ def test_the_prompt_of_a_conversation_is_what_its_template_writes(llm: LLM) -> N
     assert tuple(encoded) == answer.prompt_token_ids and "Hello" in answer.prompt
 
 
-def test_two_names_of_the_settings_at_once_are_refused(llm: LLM) -> None:
+def test_two_names_of_the_settings_at_once_are_refused(llm):
     params = SamplingParams(max_tokens=2)
     with pytest.raises(UsageError, match="params and sampling_params"):
         llm.generate("Hello", params, sampling_params=params)
 
 
-def test_reprs_say_what_was_given(model: Path, llm: LLM) -> None:
+def test_reprs_say_what_was_given(model, llm):
     assert repr(SamplingParams(max_tokens=3, n=2)) == "SamplingParams(max_tokens=3, n=2)"
     assert repr(SamplingParams()) == "SamplingParams()"
     start = f"LLM({str(model)!r}, tp_size=1, dtype='float64', quant='none', device='cpu')"
@@ -568,7 +521,7 @@ def test_reprs_say_what_was_given(model: Path, llm: LLM) -> None:
     assert "None" not in repr(completion) and "outputs" not in repr(completion)
 
 
-def test_the_package_lists_its_public_names_alone() -> None:
+def test_the_package_lists_its_public_names_alone():
     names = [name for name in dir(parallel_llama) if not name.startswith("__")]
     assert sorted(names) == sorted(parallel_llama.__all__)
 
@@ -576,7 +529,7 @@ def test_the_package_lists_its_public_names_alone() -> None:
 # Scores.
 
 
-def test_a_score_is_the_log_softmax_of_the_full_logits(llm: LLM) -> None:
+def test_a_score_is_the_log_softmax_of_the_full_logits(llm):
     (ours,) = llm.score([TOKENS])
     runner = ModelRunner(llm.args, make_plan(llm.args, 1), llm.engine.comm, llm.engine.runner.model)
     runner.reserve([1], len(TOKENS))
@@ -586,12 +539,12 @@ def test_a_score_is_the_log_softmax_of_the_full_logits(llm: LLM) -> None:
     torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), expected)
 
 
-def test_a_single_token_has_nothing_to_score(llm: LLM) -> None:
+def test_a_single_token_has_nothing_to_score(llm):
     assert llm.score([[5], [5, 6]])[0] == []
 
 
 @pytest.mark.parametrize("stride", [None, 100, 511])
-def test_a_text_beyond_the_context_is_scored_in_windows(llm: LLM, stride: int | None) -> None:
+def test_a_text_beyond_the_context_is_scored_in_windows(llm, stride):
     """Each token's score is that of the first window that holds it, to the last bit."""
     context, tokens = llm.input_processor.max_seq_len, [5 + at * at % 97 for at in range(1200)]
     seen: list[int] = []
@@ -607,12 +560,12 @@ def test_a_text_beyond_the_context_is_scored_in_windows(llm: LLM, stride: int | 
 
 
 @pytest.mark.parametrize("stride", [0, -1, 512])
-def test_a_stride_out_of_range_is_refused(llm: LLM, stride: int) -> None:
+def test_a_stride_out_of_range_is_refused(llm, stride):
     with pytest.raises(UsageError, match=f"a stride of {stride} and a context of 512 .* 1 to 511"):
         llm.score([[5, 6]], stride)
 
 
-def test_a_score_while_a_stream_is_suspended_disturbs_neither(llm: LLM) -> None:
+def test_a_score_while_a_stream_is_suspended_disturbs_neither(llm):
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     whole, scores = "".join(llm.stream("Hello", params)), llm.score([TOKENS * 8])
     pieces = llm.stream("Hello", params)
@@ -621,7 +574,7 @@ def test_a_score_while_a_stream_is_suspended_disturbs_neither(llm: LLM) -> None:
     assert begun + "".join(pieces) == whole
 
 
-def test_a_score_that_a_suspended_stream_leaves_no_room_for_is_refused(model: Path) -> None:
+def test_a_score_that_a_suspended_stream_leaves_no_room_for_is_refused(model):
     small = LLM(str(model), dtype="float64", kv_cache_bytes=50_000)
     room = small.engine.capacity.n_tokens
     assert room < small.input_processor.max_seq_len
@@ -638,7 +591,7 @@ def test_a_score_that_a_suspended_stream_leaves_no_room_for_is_refused(model: Pa
 # Streams.
 
 
-def test_a_stream_that_is_left_early_leaves_the_model_usable(llm: LLM) -> None:
+def test_a_stream_that_is_left_early_leaves_the_model_usable(llm):
     params = SamplingParams(max_tokens=20)
     whole = "".join(llm.stream("Hello", params))
     pieces = llm.stream("Hello", params)
@@ -647,7 +600,7 @@ def test_a_stream_that_is_left_early_leaves_the_model_usable(llm: LLM) -> None:
     assert "".join(llm.stream("Hello", params)) == whole
 
 
-def test_streams_that_are_read_in_turns_are_what_each_is_alone(llm: LLM) -> None:
+def test_streams_that_are_read_in_turns_are_what_each_is_alone(llm):
     prompts = ["Hello", "Good day to you", "A", "of the"]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 30, 1, 17)]
     asked = list(zip(prompts, params, strict=True))
@@ -659,7 +612,7 @@ def test_streams_that_are_read_in_turns_are_what_each_is_alone(llm: LLM) -> None
     assert together == alone
 
 
-def test_one_of_several_streams_can_be_left(llm: LLM) -> None:
+def test_one_of_several_streams_can_be_left(llm):
     params = SamplingParams(max_tokens=25, ignore_eos=True)
     whole = "".join(llm.stream("Hello", params))
     left, read = llm.stream("Good day", params), llm.stream("Hello", params)
@@ -669,7 +622,7 @@ def test_one_of_several_streams_can_be_left(llm: LLM) -> None:
     assert begun + "".join(read) == whole
 
 
-def test_completions_while_a_stream_is_suspended_are_the_same(llm: LLM) -> None:
+def test_completions_while_a_stream_is_suspended_are_the_same(llm):
     params = SamplingParams(max_tokens=25, ignore_eos=True)
     whole, alone = "".join(llm.stream("Hello", params)), llm.generate(["A", [5, 6]], PARAMS)
     pieces = llm.stream("Hello", params)
@@ -679,7 +632,7 @@ def test_completions_while_a_stream_is_suspended_are_the_same(llm: LLM) -> None:
     assert begun + "".join(pieces) == whole
 
 
-def test_a_stream_is_one_text(llm: LLM) -> None:
+def test_a_stream_is_one_text(llm):
     with pytest.raises(UsageError, match="n=2"):
         next(llm.stream("Hello", SamplingParams(n=2)))
 
@@ -687,7 +640,7 @@ def test_a_stream_is_one_text(llm: LLM) -> None:
 # Completions.
 
 
-def test_choices_come_side_by_side_and_each_is_another(llm: LLM) -> None:
+def test_choices_come_side_by_side_and_each_is_another(llm):
     params = SamplingParams(max_tokens=12, temperature=1.5, seed=5, n=3, ignore_eos=True)
     completions = llm.generate(["Hello", [5, 6]], params)
     assert [(each.index, each.choice) for each in completions] == [
@@ -698,11 +651,11 @@ def test_choices_come_side_by_side_and_each_is_another(llm: LLM) -> None:
     assert llm.generate(["Hello"], first)[0].tokens == completions[0].tokens
 
 
-def test_nothing_asked_is_nothing_done(llm: LLM) -> None:
+def test_nothing_asked_is_nothing_done(llm):
     assert llm.generate([]) == [] and llm.score([]) == []
 
 
-def test_a_prompt_and_its_answer_may_fill_the_context_exactly(llm: LLM) -> None:
+def test_a_prompt_and_its_answer_may_fill_the_context_exactly(llm):
     n_prompt = llm.input_processor.max_seq_len - 2
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     (completion,) = llm.generate([[5] * n_prompt], params)
@@ -713,9 +666,7 @@ def test_a_prompt_and_its_answer_may_fill_the_context_exactly(llm: LLM) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 64])
 @pytest.mark.parametrize("max_drafts", [0, 8])
-def test_blocks_and_guesses_change_nothing(
-    model: Path, llm: LLM, block_size: int, max_drafts: int
-) -> None:
+def test_blocks_and_guesses_change_nothing(model, llm, block_size, max_drafts):
     prompts = ["Hello", [5, 6, 7] * 20, TOKENS]
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)
     other = LLM(
@@ -730,7 +681,7 @@ def test_blocks_and_guesses_change_nothing(
     other.close()
 
 
-def test_without_guesses_a_step_gives_one_token(model: Path) -> None:
+def test_without_guesses_a_step_gives_one_token(model):
     """The same text over and over, of which everything can be guessed."""
     params = SamplingParams(max_tokens=20, ignore_eos=True, logit_bias={7: 100.0})
     lengths = []
@@ -745,19 +696,19 @@ def test_without_guesses_a_step_gives_one_token(model: Path) -> None:
 # Errors.
 
 
-def test_a_cache_for_not_even_one_block_is_refused_before_weights_are_read(model: Path) -> None:
+def test_a_cache_for_not_even_one_block_is_refused_before_weights_are_read(model):
     read: list[int] = []
     with pytest.raises(UsageError, match=r"kv_cache_bytes=1000 .* 16 tokens takes \d{4,} bytes"):
         LLM(str(model), dtype="float64", kv_cache_bytes=1000, on_bytes=read.append)
     assert not read
 
 
-def test_a_dtype_that_no_cache_has_is_refused_with_those_there_are(model: Path) -> None:
+def test_a_dtype_that_no_cache_has_is_refused_with_those_there_are(model):
     with pytest.raises(UsageError, match=r"kv_cache_dtype='int4': use one of auto, .*int8, fp8"):
         LLM(str(model), kv_cache_dtype="int4")
 
 
-def test_a_cache_of_int8_holds_as_much_more_as_a_row_is_shorter(model: Path, llm: LLM) -> None:
+def test_a_cache_of_int8_holds_as_much_more_as_a_row_is_shorter(model, llm):
     options = {"dtype": "float64", "kv_cache_bytes": CACHE_BYTES}
     with LLM(str(model), **options, kv_cache_dtype="int8") as narrow:
         head_dim = narrow.args.head_dim
@@ -767,7 +718,7 @@ def test_a_cache_of_int8_holds_as_much_more_as_a_row_is_shorter(model: Path, llm
         assert narrow.generate(["Hello"], PARAMS)[0].tokens
 
 
-def test_a_request_that_the_cache_cannot_hold_is_refused_before_any_begins(model: Path) -> None:
+def test_a_request_that_the_cache_cannot_hold_is_refused_before_any_begins(model):
     small = LLM(str(model), dtype="float64", kv_cache_bytes=50_000)
     n_tokens = small.engine.capacity.n_tokens
     params = SamplingParams(max_tokens=n_tokens)
@@ -777,13 +728,13 @@ def test_a_request_that_the_cache_cannot_hold_is_refused_before_any_begins(model
     small.close()
 
 
-def test_after_numbers_that_are_none_the_model_can_be_asked_again(llm: LLM) -> None:
+def test_after_numbers_that_are_none_the_model_can_be_asked_again(llm):
     before = llm.generate(["Hello"], PARAMS)
     fail_once(llm)
     assert llm.generate(["Hello"], PARAMS) == before
 
 
-def test_a_stream_hears_that_it_ended_when_another_failed(llm: LLM) -> None:
+def test_a_stream_hears_that_it_ended_when_another_failed(llm):
     """Left or read on, it does not wait for what never comes."""
     params = SamplingParams(max_tokens=25, ignore_eos=True)
     read, left = (llm.run(llm.input_processor.requests(["Hello"], params)) for _ in range(2))
@@ -794,9 +745,7 @@ def test_a_stream_hears_that_it_ended_when_another_failed(llm: LLM) -> None:
         list(read)
 
 
-def test_an_interruption_in_the_middle_of_a_step_leaves_the_model_usable(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_in_the_middle_of_a_step_leaves_the_model_usable(llm, monkeypatch):
     """Ctrl-C in a notebook: the next call found a step that was never finished."""
     before = llm.generate(["Hello"], PARAMS)
 

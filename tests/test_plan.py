@@ -63,11 +63,7 @@ def plans(draw: st.DrawFn) -> tuple[ModelArgs, int, list[float] | None]:
 def test_every_head_channel_and_row_has_exactly_one_owner(case):
     args, tp_size, memory = case
     shards = make_plan(args, tp_size, memory).shards
-    for axis, size in (
-        ("heads", args.n_heads),
-        ("ffn", args.ffn_dim),
-        ("vocab", args.vocab_size),
-    ):
+    for axis, size in (("heads", args.n_heads), ("ffn", args.ffn_dim), ("vocab", args.vocab_size)):
         owned = [index for shard in shards for index in shard.extent(axis)]
         assert owned == list(range(size))
     assert all(shard.n_local_heads >= 1 for shard in shards)
@@ -228,10 +224,7 @@ def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypa
     counts = []
     for n_layers in (1, 4096):
         made.clear()
-        weight_bytes(
-            shard,
-            values_by_form(replace(shape(9, 3), n_layers=n_layers), HALF),
-        )
+        weight_bytes(shard, values_by_form(replace(shape(9, 3), n_layers=n_layers), HALF))
         counts.append(len(made))
     assert counts[0] == counts[1] > 0
 
@@ -417,7 +410,7 @@ def test_parameters_carry_metas_names_and_the_axis_that_cuts_them():
     assert cuts["output.weight"] == ("vocab", 0)
 
 
-def test_tokens_are_spread_where_ranks_would_hold_the_same_heads() -> None:
+def test_tokens_are_spread_where_ranks_would_hold_the_same_heads():
     """Every rank then takes as many bytes as an equal part of one copy."""
     form = KVFormat("float32")
     for n_heads, n_kv_heads, tp_size in [(9, 3, 2), (9, 3, 5), (7, 1, 4), (10, 2, 10)]:

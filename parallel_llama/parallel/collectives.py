@@ -55,7 +55,7 @@ class Communicator(Protocol):
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The x of every rank. Shapes: x, the same on all ranks; the result is [size, *x.shape]."""
+        """The x of every rank, of equal shapes. Shapes: the result is [size, *x.shape]."""
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         """Copies the x of rank src into x on every rank and returns x.

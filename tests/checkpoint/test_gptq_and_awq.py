@@ -171,6 +171,7 @@ def test_greedy_tokens_on_processes_are_those_of_one_rank(made):
     assert tokens(3) == expected
 
 
+@pytest.mark.slow
 def test_what_is_not_quantised_stays_plain(source, tmp_path):
     """Some of a layer, as modules_to_not_convert has it; and the head may be quantised as well."""
 
@@ -205,6 +206,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ("gptq", "awq"))
 def test_weights_that_share_a_tensor_and_experts_are_read_alike(kind, family, tmp_path):
@@ -239,6 +241,7 @@ def test_a_bias_of_zeros_that_the_model_has_not_is_passed_over(tmp_path):
 # Other layouts, and what commands say
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("gptq", "awq"))
 def test_resharded_plain_values_are_those_that_are_loaded_to_the_last_bit(kind, made, tmp_path):
     """From one file to two and three, and on any number of ranks."""

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +67,13 @@ def assert_loads_as_in_transformers(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_a_setting_means_what_it_means_to_transformers(
-    folder: Path, settings: dict[str, Any]
-) -> None:
+def test_a_setting_means_what_it_means_to_transformers(folder, settings):
     edit_config(folder, **settings)
     assert_loads_as_in_transformers(folder)
 
 
 @pytest.mark.parametrize("window", [{"sliding_window": 4}, {"attention_chunk_size": 4}], ids=str)
-def test_transformers_contradicts_itself_about_a_window_so_it_is_refused(
-    folder: Path, window: dict[str, int]
-) -> None:
+def test_transformers_contradicts_itself_about_a_window_so_it_is_refused(folder, window):
     """Its attention sees all keys and its cache drops some: no answer of ours would be right."""
     whole = AutoModelForCausalLM.from_pretrained(folder)
     edit_config(folder, **window)
@@ -95,7 +90,7 @@ def test_transformers_contradicts_itself_about_a_window_so_it_is_refused(
 
 
 @pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForCausalLM"])
-def test_a_base_model_with_tied_embeddings_is_read(tmp_path: Path, architecture: str) -> None:
+def test_a_base_model_with_tied_embeddings_is_read(tmp_path, architecture):
     """LlamaModel saves its weights without the `model.` before each name."""
     whole = write_hf(TINY_MODELS["9/3 tied"], tmp_path / "whole")
     base = tmp_path / "base"
@@ -106,16 +101,14 @@ def test_a_base_model_with_tied_embeddings_is_read(tmp_path: Path, architecture:
     torch.testing.assert_close(loaded_logits(base, TOKENS), loaded_logits(whole, TOKENS))
 
 
-def test_a_base_model_without_a_head_is_refused_with_that_reason(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_base_model_without_a_head_is_refused_with_that_reason(folder, tmp_path):
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(folder).model.save_pretrained(base)
     with pytest.raises(UsageError, match=r"config\.json: .*LlamaModel.* without a head"):
         load_model_args(find_model(str(base)))
 
 
-def test_a_weight_under_both_of_its_names_is_refused(folder: Path) -> None:
+def test_a_weight_under_both_of_its_names_is_refused(folder):
     """With and without the `model.`, which is ambiguous."""
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "norm.weight": torch.ones(72)}, folder / "model.safetensors")
@@ -124,9 +117,7 @@ def test_a_weight_under_both_of_its_names_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_that_transformers_made_of_a_gguf_file_is_read(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_transformers_made_of_a_gguf_file_is_read(folder, tmp_path):
     """Its config.json names a GGUF file as the source, and the weights are plain floats."""
     source = convert(folder, tmp_path / "tiny.gguf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=source.name)
@@ -156,9 +147,10 @@ def as_bin(folder: Path, n_files: int = 1) -> dict[str, torch.Tensor]:
     return dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_files", [1, 3])
 @pytest.mark.parametrize("name", ["9/3", "9/3 tied", "10/2 all biases, tied"])
-def test_torchs_own_files_are_read(tmp_path: Path, name: str, n_files: int) -> None:
+def test_torchs_own_files_are_read(tmp_path, name, n_files):
     """A tied head shares the storage of the embeddings, and is in the files under both names."""
     folder = write_hf(TINY_MODELS[name], tmp_path)
     state = as_bin(folder, n_files)
@@ -175,20 +167,18 @@ def as_one_vector(folder: Path) -> None:
     torch.save({name: piece.view(old.shape) for (name, old), piece in pairs}, folder / BIN)
 
 
-def test_a_tensor_may_be_a_part_of_a_longer_storage(folder: Path) -> None:
+def test_a_tensor_may_be_a_part_of_a_longer_storage(folder):
     as_one_vector(folder)
     assert_loads_as_in_transformers(folder)
 
 
-def test_safetensors_come_before_torchs_own_files(folder: Path) -> None:
+def test_safetensors_come_before_torchs_own_files(folder):
     torch.save({"model.norm.weight": torch.zeros(72)}, folder / BIN)
     assert [file.name for file in find_model(str(folder)).weights] == ["model.safetensors"]
     assert_loads_as_in_transformers(folder)
 
 
-def test_a_rank_reads_its_own_bytes_of_torchs_files(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_its_own_bytes_of_torchs_files(folder, monkeypatch):
     as_bin(folder, 2)
     counts: list[int] = []
     whole_read = os.preadv
@@ -204,7 +194,7 @@ def test_a_rank_reads_its_own_bytes_of_torchs_files(
     assert 0.9 * total < sum(counts) < total + 2 * norms
 
 
-def test_code_in_torchs_own_files_is_refused_and_not_run(folder: Path, tmp_path: Path) -> None:
+def test_code_in_torchs_own_files_is_refused_and_not_run(folder, tmp_path):
     as_bin(folder)
 
     def refused() -> None:
@@ -219,20 +209,20 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_torchs_own_files_of_the_old_form_are_refused_with_a_way_out(folder: Path) -> None:
+def test_torchs_own_files_of_the_old_form_are_refused_with_a_way_out(folder):
     state = as_bin(folder)
     torch.save(state, folder / BIN, _use_new_zipfile_serialization=False)
     assert "before torch 1.6" in refusal(folder)
 
 
-def test_a_tensor_that_is_not_stored_row_by_row_is_refused(folder: Path) -> None:
+def test_a_tensor_that_is_not_stored_row_by_row_is_refused(folder):
     state = as_bin(folder)
     name = "model.layers.0.mlp.up_proj.weight"
     torch.save({**state, name: state[name].t().contiguous().t()}, folder / BIN)
     assert f"{name!r} is not contiguous" in refusal(folder)
 
 
-def test_numbers_of_another_byte_order_are_refused(folder: Path) -> None:
+def test_numbers_of_another_byte_order_are_refused(folder):
     """torch turns them round as it loads; the bytes in the file would be other numbers."""
     as_bin(folder)
     with zipfile.ZipFile(folder / BIN) as archive:
@@ -244,10 +234,9 @@ def test_numbers_of_another_byte_order_are_refused(folder: Path) -> None:
     assert "byte order" in refusal(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_files", [1, 2])
-def test_torchs_own_files_are_verified_and_resharded(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], n_files: int
-) -> None:
+def test_torchs_own_files_are_verified_and_resharded(folder, tmp_path, capsys, n_files):
     before = write_hf(TINY_MODELS["9/3"], tmp_path / "before")
     as_bin(folder, n_files)
     assert main(["plan", "--model", str(folder), "--nproc", "3"]) == 0
@@ -260,9 +249,7 @@ def test_torchs_own_files_are_verified_and_resharded(
 @pytest.mark.parametrize(
     "write", [as_bin, lambda folder: as_bin(folder, 2), as_one_vector], ids=["one", "two", "vector"]
 )
-def test_damage_to_torchs_own_files_is_named_with_tensor_and_bytes(
-    folder: Path, write: Callable[[Path], object]
-) -> None:
+def test_damage_to_torchs_own_files_is_named_with_tensor_and_bytes(folder, write):
     write(folder)
     add_manifest(folder)
     path = sorted(folder.glob("*.bin"))[0]
@@ -276,7 +263,7 @@ def test_damage_to_torchs_own_files_is_named_with_tensor_and_bytes(
     assert int(match[1]) <= at < int(match[2]) <= len(data)
 
 
-def test_a_folder_of_torchs_own_files_that_is_not_whole_is_refused(folder: Path) -> None:
+def test_a_folder_of_torchs_own_files_that_is_not_whole_is_refused(folder):
     as_bin(folder, 3)
     (folder / "pytorch_model-00002-of-00003.bin").unlink()
     with pytest.raises(UsageError, match=r"1 of the 3 files.*pytorch_model-00002-of-00003\.bin"):

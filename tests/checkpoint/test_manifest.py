@@ -47,7 +47,7 @@ def refused(folder: Path, data: bytes) -> bool:
     return False
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path):
     assert read_manifest(tmp_path) is None
     write_manifest(tmp_path, SMALL)
     found = read_manifest(tmp_path)
@@ -59,7 +59,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_single_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_every_single_flipped_bit_is_found(tmp_path):
     """Also in white space, and in a hash that nothing else would compare."""
     data = bytearray(encode_manifest(SMALL))
     for at in range(len(data) * 8):
@@ -88,16 +88,14 @@ def test_every_single_flipped_bit_is_found(tmp_path: Path) -> None:
         ('"layout"', " " + "[" * 100_000 + '"layout"'),
     ],
 )
-def test_a_forged_manifest_is_refused(tmp_path: Path, old: str, new: str) -> None:
+def test_a_forged_manifest_is_refused(tmp_path, old, new):
     text = encode_manifest(SMALL).decode()
     assert old in text
     assert refused(tmp_path, text.replace(old, new, 1).encode())
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", ""])
-def test_a_name_outside_the_folder_is_refused_even_with_the_right_hash(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_name_outside_the_folder_is_refused_even_with_the_right_hash(tmp_path, name):
     """A forger can compute the hash of a manifest, so decoding must refuse the name itself."""
     with pytest.raises(ValueError, match="outside the folder"):
         Manifest("hf", {}, {name: FileEntry(0, hash_bytes(b""))})
@@ -108,18 +106,18 @@ def test_a_name_outside_the_folder_is_refused_even_with_the_right_hash(
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"null", b"\xff", b"{", b"1"])
-def test_what_is_no_manifest_is_refused(tmp_path: Path, text: bytes) -> None:
+def test_what_is_no_manifest_is_refused(tmp_path, text):
     assert refused(tmp_path, text)
 
 
-def test_a_manifest_is_read_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_is_read_within_a_bound(tmp_path, monkeypatch):
     write_manifest(tmp_path, SMALL)
     monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(CheckpointError, match="larger than 100 bytes"):
         read_manifest(tmp_path)
 
 
-def test_a_folder_or_a_dead_link_in_its_place_is_refused(tmp_path: Path) -> None:
+def test_a_folder_or_a_dead_link_in_its_place_is_refused(tmp_path):
     (tmp_path / MANIFEST).mkdir()
     with pytest.raises(CheckpointError, match="not a file"):
         read_manifest(tmp_path)
@@ -129,9 +127,7 @@ def test_a_folder_or_a_dead_link_in_its_place_is_refused(tmp_path: Path) -> None
         read_manifest(tmp_path)
 
 
-def test_a_write_that_fails_leaves_the_old_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_old_manifest(tmp_path, monkeypatch):
     write_manifest(tmp_path, SMALL)
     before = text_of(tmp_path)
 
@@ -146,9 +142,7 @@ def test_a_write_that_fails_leaves_the_old_manifest(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (5,), (3, 4), (600, 1000)])
-def test_the_hash_of_a_tensor_is_that_of_its_bytes(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_the_hash_of_a_tensor_is_that_of_its_bytes(dtype, shape):
     tensor = torch.randn(shape).to(dtype)
     raw = bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() < 100 else None
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -156,12 +150,12 @@ def test_the_hash_of_a_tensor_is_that_of_its_bytes(
     assert hash_bytes(tensor_bytes(tensor)) == blake3(data).hexdigest()
 
 
-def test_a_transposed_tensor_is_hashed_row_by_row() -> None:
+def test_a_transposed_tensor_is_hashed_row_by_row():
     tensor = torch.arange(6.0).view(2, 3)
     assert tensor_bytes(tensor.t()) == tensor_bytes(torch.tensor([[0.0, 3], [1, 4], [2, 5]]))
 
 
-def test_a_contiguous_tensor_is_not_copied_to_be_hashed() -> None:
+def test_a_contiguous_tensor_is_not_copied_to_be_hashed():
     tensor = torch.zeros(4)
     data = tensor_bytes(tensor)
     tensor[0] = 1.0
@@ -169,7 +163,7 @@ def test_a_contiguous_tensor_is_not_copied_to_be_hashed() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, (8 << 20) + 5])
-def test_a_file_is_hashed_whole_and_in_spans(tmp_path: Path, size: int) -> None:
+def test_a_file_is_hashed_whole_and_in_spans(tmp_path, size):
     path, data = tmp_path / "f", os.urandom(size)
     path.write_bytes(data)
     seen: list[int] = []
@@ -179,7 +173,7 @@ def test_a_file_is_hashed_whole_and_in_spans(tmp_path: Path, size: int) -> None:
         assert hash_file(path, span=span) == blake3(data[span.start : span.stop]).hexdigest()
 
 
-def test_a_file_that_ends_early_or_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_or_is_none_is_refused(tmp_path):
     (tmp_path / "f").write_bytes(b"12345")
     with pytest.raises(CheckpointError, match="ends at byte 5, expected 9"):
         hash_file(tmp_path / "f", span=range(2, 9))

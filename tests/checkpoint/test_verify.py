@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from broken_gguf import BROKEN as BROKEN_GGUF
-from checkpoint_samples import gguf_name, hf_name, interleaved
+from checkpoint_samples import hf_name, write_gguf
 from model_folders import NAMES, TINY, add_manifest, config_of, opened, write_folders
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
@@ -29,7 +28,6 @@ from parallel_llama.checkpoint.manifest import read_manifest, write_manifest
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.families import parameters
-from parallel_llama.families.model_args import ModelArgs
 
 DATA_FLIPS = 60  # of each folder, anywhere in its weight files
 OTHER_FLIPS = 30  # of each folder, in headers, JSON files and the manifest
@@ -72,7 +70,7 @@ def problems_of(folder: Path, against: Path | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_whole_folder_is_found_whole(folders: dict[str, Path], check: Check, name: str) -> None:
+def test_a_whole_folder_is_found_whole(folders, check, name):
     code, report = check(folders[name])
     n_tensors = 21
     n_files = len(list(folders[name].iterdir())) - 1
@@ -91,9 +89,7 @@ def test_a_whole_folder_is_found_whole(folders: dict[str, Path], check: Check, n
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_without_a_manifest_is_checked_for_structure(
-    copy: Copy, check: Check, name: str
-) -> None:
+def test_a_folder_without_a_manifest_is_checked_for_structure(copy, check, name):
     folder = copy(name)
     (folder / "manifest.json").unlink()
     code, report = check(folder)
@@ -162,9 +158,7 @@ def assert_named(found: list[str], path: Path, at: int, locations: dict[str, ran
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(
-    copy: Copy, check: Check, name: str
-) -> None:
+def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(copy, check, name):
     folder, random_source = copy(name), random.Random(name)
     paths = sorted(p for p in folder.iterdir() if p.suffix in (".pth", ".safetensors"))
     locations = {path: tensor_locations(path) for path in paths}
@@ -179,10 +173,9 @@ def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(
     assert check(folder)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit_of_anything_else_is_found_in_its_file(
-    copy: Copy, check: Check, name: str
-) -> None:
+def test_a_flipped_bit_of_anything_else_is_found_in_its_file(copy, check, name):
     """Headers, the zip's own records, JSON files, the index, the manifest."""
     folder, random_source = copy(name), random.Random(name)
     spots = [spot for path in sorted(folder.iterdir()) for spot in outside_tensors(path)]
@@ -209,7 +202,7 @@ def outside_tensors(path: Path) -> Iterator[tuple[Path, range]]:
         yield path, range(at, path.stat().st_size)
 
 
-def test_a_zip_directory_that_contradicts_itself_is_damage(copy: Copy) -> None:
+def test_a_zip_directory_that_contradicts_itself_is_damage(copy):
     """zipfile raises for it even when it is only asked whether this is a zip file."""
     folder = copy("meta of 2")
     path = folder / "consolidated.01.pth"
@@ -221,7 +214,7 @@ def test_a_zip_directory_that_contradicts_itself_is_damage(copy: Copy) -> None:
     assert "consolidated.01.pth: damaged zip archive" in problems_of(folder)[0]
 
 
-def test_damage_in_two_places_is_named_twice(copy: Copy) -> None:
+def test_damage_in_two_places_is_named_twice(copy):
     folder = copy("meta of 2")
     for path in (folder / "consolidated.00.pth", folder / "consolidated.01.pth"):
         location = tensor_locations(path)["layers.1.feed_forward.w2.weight"]
@@ -237,7 +230,7 @@ def test_damage_in_two_places_is_named_twice(copy: Copy) -> None:
 # Files.
 
 
-def test_missing_cut_and_grown_files_are_named(copy: Copy) -> None:
+def test_missing_cut_and_grown_files_are_named(copy):
     folder = copy("hf of 2 files")
     first, second = sorted(folder.glob("*.safetensors"))
     first.unlink()
@@ -250,7 +243,7 @@ def test_missing_cut_and_grown_files_are_named(copy: Copy) -> None:
     assert "config.json: too long" in found
 
 
-def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy: Copy, check: Check) -> None:
+def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy, check):
     folder = copy("hf")
     (folder / "LICENSE").write_text("yes")
     code, report = check(folder)
@@ -263,7 +256,7 @@ def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy: Copy, che
         (folder / name).unlink()
 
 
-def test_a_stranger_in_a_subfolder_is_seen_too(copy: Copy, check: Check) -> None:
+def test_a_stranger_in_a_subfolder_is_seen_too(copy, check):
     folder = copy("hf")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
@@ -272,14 +265,14 @@ def test_a_stranger_in_a_subfolder_is_seen_too(copy: Copy, check: Check) -> None
     assert "additional_chat_templates/tools.jinja: not in" in report["problems"][0]
 
 
-def test_a_link_out_of_the_folder_is_refused(copy: Copy, tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_refused(copy, tmp_path):
     folder = copy("hf")
     (folder / "config.json").rename(tmp_path / "config.json")
     (folder / "config.json").symlink_to(tmp_path / "config.json")
     assert "leads out of the folder" in problems_of(folder)[0]
 
 
-def test_a_pipe_in_place_of_a_file_does_not_hang(copy: Copy) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_hang(copy):
     folder = copy("hf")
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
@@ -289,14 +282,14 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(copy: Copy) -> None:
 @pytest.mark.parametrize(
     "name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors"]
 )
-def test_an_index_that_leads_out_of_the_folder_is_a_problem(copy: Copy, name: str) -> None:
+def test_an_index_that_leads_out_of_the_folder_is_a_problem(copy, name):
     folder = copy("hf of 2 files")
     (folder / "manifest.json").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     assert "is outside the folder" in problems_of(folder)[0]
 
 
-def test_a_manifest_that_says_another_hash_for_a_tensor_is_not_believed(copy: Copy) -> None:
+def test_a_manifest_that_says_another_hash_for_a_tensor_is_not_believed(copy):
     """All files are as listed, so only reading the tensors can tell."""
     folder = copy("meta of 2")
     manifest = read_manifest(folder)
@@ -314,7 +307,7 @@ def checklist(folder: Path, names: list[str]) -> None:
     (folder / "checklist.chk").write_text("\n".join(lines) + "\n")
 
 
-def test_metas_checklist_is_checked(copy: Copy) -> None:
+def test_metas_checklist_is_checked(copy):
     folder = copy("meta of 2")
     (folder / "manifest.json").unlink()
     checklist(folder, ["params.json", "consolidated.00.pth", "consolidated.01.pth"])
@@ -329,7 +322,7 @@ def test_metas_checklist_is_checked(copy: Copy) -> None:
     "line",
     ["x", "0" * 32 + "  ../a", "0" * 32 + "  none.pth", "0" * 32, "\udcff", "0" * 32 + "  .."],
 )
-def test_a_broken_checklist_is_a_problem(copy: Copy, line: str) -> None:
+def test_a_broken_checklist_is_a_problem(copy, line):
     folder = copy("meta of 2")
     (folder / "manifest.json").unlink()
     (folder / "checklist.chk").write_bytes(line.encode("utf-8", "surrogateescape"))
@@ -352,24 +345,8 @@ def assert_bounded(folder: Path, expected: str = "") -> None:
 
 GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 HEADERS: dict[str, object] = {
-    "a size that is not its bytes": {"a": {**GOOD, "data_offsets": [0, 12]}},
-    "a negative size": {"a": {**GOOD, "shape": [2, -2]}},
-    "a bool for a size": {"a": {**GOOD, "shape": [True, 4]}},
-    "a size beyond 64 bits": {"a": {**GOOD, "shape": [1 << 64, 4]}},
-    "nine dimensions": {"a": {**GOOD, "shape": [1] * 9}},
-    "offsets that fall": {"a": {**GOOD, "data_offsets": [16, 0]}},
-    "one offset": {"a": {**GOOD, "data_offsets": [0]}},
-    "an unknown dtype": {"a": {**GOOD, "dtype": "F33"}},
-    "no offsets": {"a": {"dtype": "F32", "shape": [2, 2]}},
-    "a number for a tensor": {"a": 7},
     "an overlap": {"a": GOOD, "b": GOOD},
-    "a gap": {"a": {**GOOD, "data_offsets": [8, 24]}},
-    "bytes left over": {"a": {**GOOD, "shape": [2], "data_offsets": [0, 8]}},
-    "a list": [1],
     "deep nesting": "[" * 100_000,
-    "half an object": "{",
-    "no text": b'{"\xff": 1}',
-    "a name twice": '{"a": 1, "a": 2}',
     "a name that leads elsewhere": {"../a": GOOD},
     "a tensor of no model": {"a": GOOD},
 }
@@ -377,9 +354,7 @@ HEADERS: dict[str, object] = {
 
 @pytest.mark.parametrize("name", HEADERS)
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_forged_safetensors_header_is_a_problem(
-    copy: Copy, name: str, has_manifest: bool
-) -> None:
+def test_a_forged_safetensors_header_is_a_problem(copy, name, has_manifest):
     folder, header = copy("hf"), HEADERS[name]
     text = header if isinstance(header, str | bytes) else json.dumps(header)
     raw = text.encode() if isinstance(text, str) else text
@@ -390,7 +365,7 @@ def test_a_forged_safetensors_header_is_a_problem(
 
 
 @pytest.mark.parametrize("raw", [b"", b"1234567", struct.pack("<Q", 2**64 - 1), b"\0" * 8])
-def test_a_safetensors_file_that_is_none_is_a_problem(copy: Copy, raw: bytes) -> None:
+def test_a_safetensors_file_that_is_none_is_a_problem(copy, raw):
     folder = copy("hf")
     (folder / "manifest.json").unlink()
     (folder / "model.safetensors").write_bytes(raw)
@@ -421,32 +396,21 @@ class Payload:
 ARCHIVE = "consolidated.01"
 TORCH: dict[str, Callable[[Path], None]] = {
     "no bytes": resized(0),
-    "ten bytes": resized(10),
     "half a file": resized(50_000),
     "a file with a hole behind it": resized(1 << 30),
     "not a zip": lambda path: path.write_bytes(b"x" * 1000) and None,
-    "before torch 1.6": saved({"a": torch.ones(2)}, _use_new_zipfile_serialization=False),
     "code": saved({"norm.weight": Payload()}),
-    "a list": saved([torch.ones(2)]),
-    "a number": saved({"a": 1}),
-    "a dictionary inside": saved({"model": {"a": torch.ones(2)}}),
-    "a name that is a number": saved({1: torch.ones(2)}),
-    "a sparse tensor": saved({"a": torch.ones(2, 2).to_sparse()}),
-    "a tensor without data": saved({"a": torch.ones(2, device="meta")}),
     "an empty dictionary": saved({}),
     "another model": saved({"norm.weight": torch.ones(3)}),
-    "a record too short": repacked(lambda r: r.update({f"{ARCHIVE}/data/0": b"1" * 64})),
-    "a record too many": repacked(lambda r: r.update({f"{ARCHIVE}/data/x": b"1"})),
     "no pickle": repacked(lambda r: r.pop(f"{ARCHIVE}/data.pkl")),
     "an empty pickle": repacked(lambda r: r.update({f"{ARCHIVE}/data.pkl": b""})),
     "a pickle of noise": repacked(lambda r: r.update({f"{ARCHIVE}/data.pkl": bytes(range(256))})),
-    "compressed": repacked(lambda _: None, zipfile.ZIP_DEFLATED),
 }
 
 
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_forged_torch_file_is_a_problem(copy: Copy, name: str, has_manifest: bool) -> None:
+def test_a_forged_torch_file_is_a_problem(copy, name, has_manifest):
     folder = copy("meta of 2")
     TORCH[name](folder / "consolidated.01.pth")
     if not has_manifest:
@@ -455,21 +419,8 @@ def test_a_forged_torch_file_is_a_problem(copy: Copy, name: str, has_manifest: b
 
 
 INDICES: dict[str, object] = {
-    "no text": b"\xff\xfe",
-    "nothing": "",
-    "half an object": '{"weight_map": {',
-    "a list": "[]",
-    "no map": "{}",
-    "a list for a map": {"weight_map": []},
-    "an empty map": {"weight_map": {}},
-    "a number for a file": {"weight_map": {"a": 1}},
-    "nothing for a file": {"weight_map": {"a": None}},
-    "a missing file": {"weight_map": {"a": "none.safetensors"}},
-    "a file of another kind": {"weight_map": {"a": "weights.bin"}},
-    "a name with a NUL": {"weight_map": {"a": "a\0.safetensors"}},
     "a very long name": {"weight_map": {"a": "a" * 5000 + ".safetensors"}},
     "the folder itself": {"weight_map": {"a": ".safetensors"}},
-    "a name twice": '{"weight_map": {"a": "b", "a": "c"}}',
     "deep nesting": "[" * 100_000,
     "a number of 5000 digits": '{"weight_map": ' + "9" * 5000 + "}",
     "a tensor of no file": {"weight_map": {"a": "model-00001-of-00002.safetensors"}},
@@ -479,7 +430,7 @@ INDICES: dict[str, object] = {
 
 @pytest.mark.parametrize("name", INDICES)
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_forged_index_is_a_problem(copy: Copy, name: str, has_manifest: bool) -> None:
+def test_a_forged_index_is_a_problem(copy, name, has_manifest):
     folder, index = copy("hf of 2 files"), INDICES[name]
     text = index if isinstance(index, str | bytes) else json.dumps(index)
     raw = text.encode() if isinstance(text, str) else text
@@ -489,8 +440,8 @@ def test_a_forged_index_is_a_problem(copy: Copy, name: str, has_manifest: bool) 
     assert_bounded(folder)
 
 
-@pytest.mark.parametrize("name", BROKEN_GGUF)
-def test_a_broken_gguf_file_is_a_problem(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [*BROKEN_GGUF][::6])
+def test_a_broken_gguf_file_is_a_problem(tmp_path, name):
     content, _ = BROKEN_GGUF[name]
     path = tmp_path / "m.gguf"
     path.write_bytes(content if isinstance(content, bytes) else content.to_bytes())
@@ -498,9 +449,7 @@ def test_a_broken_gguf_file_is_a_problem(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [RecursionError, MemoryError, KeyError, struct.error])
-def test_what_no_reader_foresaw_is_a_problem_too(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
+def test_what_no_reader_foresaw_is_a_problem_too(folders, monkeypatch, error):
     def fails(*_: object) -> None:
         raise error("unforeseen")
 
@@ -515,13 +464,7 @@ def test_what_no_reader_foresaw_is_a_problem_too(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("has_manifests", [True, False])
-def test_layouts_of_one_model_are_the_same(
-    folders: dict[str, Path],
-    copy: Copy,
-    check: Check,
-    name: str,
-    has_manifests: bool,
-) -> None:
+def test_layouts_of_one_model_are_the_same(folders, copy, check, name, has_manifests):
     other = NAMES[NAMES.index(name) - 1]
     one, two = (folders[n] if has_manifests else copy(n) for n in (name, other))
     if not has_manifests:
@@ -543,7 +486,7 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 WQ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def test_tensors_that_differ_are_named(copy: Copy, folders: dict[str, Path], check: Check) -> None:
+def test_tensors_that_differ_are_named(copy, folders, check):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[WQ][3, 5] += 1
         tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
@@ -559,7 +502,7 @@ def test_tensors_that_differ_are_named(copy: Copy, folders: dict[str, Path], che
     assert (code, len(report["problems"])) == (1, 2)
 
 
-def test_shapes_and_arguments_that_differ_are_named(copy: Copy, folders: dict[str, Path]) -> None:
+def test_shapes_and_arguments_that_differ_are_named(copy, folders):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in ("lm_head.weight", "model.embed_tokens.weight"):
             tensors[name] = tensors[name][:100].clone()
@@ -575,7 +518,7 @@ def test_shapes_and_arguments_that_differ_are_named(copy: Copy, folders: dict[st
     ]
 
 
-def test_layers_that_one_model_lacks_are_named(copy: Copy, folders: dict[str, Path]) -> None:
+def test_layers_that_one_model_lacks_are_named(copy, folders):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if ".layers.1." in name]:
             del tensors[name]
@@ -589,7 +532,7 @@ def test_layers_that_one_model_lacks_are_named(copy: Copy, folders: dict[str, Pa
     assert len(found) == 1 + 9
 
 
-def test_a_tied_head_is_the_embeddings(copy: Copy) -> None:
+def test_a_tied_head_is_the_embeddings(copy):
     """Meta's files have both, also where a HF folder has one for the two."""
 
     def tie(tensors: dict[str, torch.Tensor]) -> None:
@@ -609,9 +552,7 @@ def test_a_tied_head_is_the_embeddings(copy: Copy) -> None:
     assert problems_of(both, one) == []
 
 
-def test_damage_of_the_other_model_is_said_to_be_there(
-    copy: Copy, folders: dict[str, Path]
-) -> None:
+def test_damage_of_the_other_model_is_said_to_be_there(copy, folders):
     folder = copy("meta of 2")
     flipped(folder / "consolidated.00.pth", 8 * 100_000)
     found = problems_of(folders["hf"], folder)
@@ -622,36 +563,17 @@ def test_damage_of_the_other_model_is_said_to_be_there(
     assert str(folder) in problems_of(folders["hf"], folder)[0]
 
 
-def write_whole_gguf(path: Path, args: ModelArgs, weights: dict[str, torch.Tensor]) -> None:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_embedding_length(args.dim)
-    writer.add_block_count(args.n_layers)
-    writer.add_head_count(args.n_heads)
-    writer.add_head_count_kv(args.n_kv_heads)
-    writer.add_feed_forward_length(args.ffn_dim)
-    writer.add_vocab_size(args.vocab_size)
-    writer.add_context_length(args.max_seq_len)
-    writer.add_layer_norm_rms_eps(args.norm_eps)
-    writer.add_rope_freq_base(args.rope_theta)
-    for name, whole in weights.items():
-        writer.add_tensor(gguf_name(name), interleaved(name, whole, args.head_dim).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_gguf_file_is_compared_too(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_gguf_file_is_compared_too(folders, tmp_path):
     def narrow(tensors: dict[str, torch.Tensor]) -> None:
         tensors.update({name: tensor.float() for name, tensor in tensors.items()})
 
     folder = changed(shutil.copytree(folders["hf"], tmp_path / "hf"), narrow)
     _, args, checkpoint = opened(folder)
     weights = {p.name: checkpoint.read(p, range(p.shape[p.dim])) for p in parameters(args)}
-    write_whole_gguf(tmp_path / "m.gguf", args, weights)
+    write_gguf(tmp_path / "m.gguf", args, weights, {})
     assert problems_of(tmp_path / "m.gguf", folder) == []
     weights["norm.weight"][3] += 1
-    write_whole_gguf(tmp_path / "m.gguf", args, weights)
+    write_gguf(tmp_path / "m.gguf", args, weights, {})
     assert problems_of(tmp_path / "m.gguf", folder) == ["norm.weight: its values differ"]
 
 
@@ -670,21 +592,13 @@ def test_a_gguf_file_is_compared_too(folders: dict[str, Path], tmp_path: Path) -
         ([".", "--agains", "x"], "did you mean"),
     ],
 )
-def test_wrong_use_ends_with_2_and_damage_with_1(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    argv: list[str],
-    reason: str | None,
-) -> None:
+def test_wrong_use_ends_with_2_and_damage_with_1(tmp_path, monkeypatch, capsys, argv, reason):
     monkeypatch.chdir(tmp_path)
     assert main(["verify", *argv]) == (1 if reason is None else 2)
     assert (reason or "") in capsys.readouterr().err
 
 
-def test_people_get_a_line_for_each_problem_and_one_at_the_end(
-    copy: Copy, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_people_get_a_line_for_each_problem_and_one_at_the_end(copy, capsys):
     folder = copy("hf")
     assert main(["verify", str(folder)]) == 0
     assert "whole (3 files, 21 tensors, " in capsys.readouterr().out
@@ -710,9 +624,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ANSWER = ["--prompt", "x", "--max-tokens", "1", "--verify"]
 
 
-def test_a_whole_model_answers_after_verification(
-    chat_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_model_answers_after_verification(chat_folder, capfd):
     assert main(["generate", "--model", str(chat_folder), *ANSWER, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["tokens"]
 
@@ -723,9 +635,7 @@ def test_a_whole_model_answers_after_verification(
     ["model.safetensors", "config.json", "tokenizer.json", "manifest.json", "header", "missing"],
 )
 @pytest.mark.parametrize("nproc", ["1", "2"])
-def test_a_damaged_model_does_not_answer(
-    chat_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, nproc: str
-) -> None:
+def test_a_damaged_model_does_not_answer(chat_folder, tmp_path, capfd, file, nproc):
     """Two ranks check different files, so damage that only one rank finds must end both."""
     folder = shutil.copytree(chat_folder, tmp_path / "model")
     path = folder / ("model.safetensors" if file in ("header", "missing") else file)
@@ -742,9 +652,7 @@ def test_a_damaged_model_does_not_answer(
 
 
 @pytest.mark.parametrize("verb", ["generate", "score"])
-def test_a_model_without_a_manifest_cannot_be_verified(
-    chat_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
+def test_a_model_without_a_manifest_cannot_be_verified(chat_folder, tmp_path, capsys, verb):
     folder = shutil.copytree(chat_folder, tmp_path / "model")
     (folder / "manifest.json").unlink()
     asked = ["--prompt", "x"] if verb == "generate" else ["--tokens-file", "ids.json"]
@@ -755,7 +663,7 @@ def test_a_model_without_a_manifest_cannot_be_verified(
     assert "has no manifest.json to verify against" in capsys.readouterr().err
 
 
-def test_random_weights_cannot_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_weights_cannot_be_verified(capsys):
     argv = ["generate", "--model", "llama-2-7b", "--random-weights", "1", *ANSWER]
     assert main(argv) == 2
     assert "random weights have no files to --verify" in capsys.readouterr().err

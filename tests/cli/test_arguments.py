@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ROOT, run_python
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -44,9 +45,6 @@ from parallel_llama.errors import UsageError, escaped
 from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.tokenizer import Chat
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 GENERATE = load_verb("generate")
 TEXTS = [
     "Hello, world", "42", "None", "True", '{"a":1}', "[1, 2]", "", "-", "--", "-x", "--chat",
@@ -87,7 +85,6 @@ FILES = {
 WRONG: list[tuple[list[str], str]] = [
     ([], "usage: parallel-llama COMMAND"),
     (["generat"], "unknown command 'generat'; did you mean 'generate'?"),
-    (["doctor"], "unknown command 'doctor'"),
     (["serve", "--port", "70000"], "70000"),
     (["serve", "--host", "nowhere.invalid", "--port", "0"], "nowhere.invalid"),
     (["--prompt", "x"], "unknown command '--prompt'"),
@@ -99,7 +96,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--promt", "x"], "unknown flag '--promt'; did you mean '--prompt'?"),
     (["generate", "--prompt", "x", "--max-token=5"], "did you mean '--max-tokens'?"),
     (["generate", "--prompt", "x", "--quant", "int3"], "--quant 'int3': not one of none"),
-    (["generate", "--prompt", "x", "--exact"], "unknown flag '--exact'"),
     (["generate", "--prompt", "x", "-n", "2"], "unknown flag '-n'"),
     (["generate", "--prompt", "x", "--"], "unknown flag '--'"),
     (["generate", "--prompt", "x", "--chat=yes"], "--chat is a switch and takes no value"),
@@ -108,14 +104,11 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--seed", "1", "--seed", "2"], "--seed is given twice"),
     (["generate", "--prompt", "x", "--max-tokens=1", "--max_tokens=1"], "--max-tokens is given"),
     (["generate", "--prompt", "x", "--max-tokens", "0"], "--max-tokens '0': not a whole number"),
-    (["generate", "--prompt", "x", "--max-tokens", "2.5"], "--max-tokens '2.5': not a whole"),
     (["generate", "--prompt", "x", "--max-tokens", "1_000"], "--max-tokens '1_000': not a whole"),
     (["generate", "--prompt", "x", "--max-tokens", "\u0663"], "not a whole number"),
     (["generate", "--prompt", "x", "--max-tokens", "9" * 5000], "not a whole number"),
     (["generate", "--prompt", "x", "--max-tokens", "--seed"], "--max-tokens '--seed': not a whole"),
-    (["generate", "--prompt", "x", "--max-tokens="], "--max-tokens '': not a whole number"),
     (["generate", "--prompt", "x", "--temperature", "nan"], "--temperature 'nan': not a number"),
-    (["generate", "--prompt", "x", "--temperature", "inf"], "--temperature 'inf': not a number"),
     (["generate", "--prompt", "x", "--temperature", "1e999"], "not a number from 0"),
     (["generate", "--prompt", "x", "--temperature", "-1"], "not a number from 0"),
     (["generate", "--prompt", "x", "--top-p", "0"], "--top-p '0': not a number above 0, at most 1"),
@@ -155,7 +148,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "\udcff"], "not UTF-8 text"),
     (["generate", "--prompt", "x", "--prompts", "good.jsonl"], ", not both"),
     (["generate", "--prompts", "nowhere.jsonl"], "--prompts 'nowhere.jsonl': no such file"),
-    (["generate", "--prompts", "good.jsonl", "--prompts", "good.jsonl"], "--prompts is given"),
     (["generate", "--prompts", "empty.jsonl"], "empty.jsonl: contains no prompts"),
     (["generate", "--prompts", "broken.jsonl"], "broken.jsonl, line 2: not JSON"),
     (["generate", "--prompts", "list.jsonl"], "line 1: not an object"),
@@ -175,7 +167,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompts", "surrogate.jsonl"], "unpaired surrogate"),
     (["generate", "--prompts", "deep.jsonl"], "nested too deeply"),
     (["chat", "--prompt", "x"], "chat: unknown flag '--prompt'"),
-    (["chat", "--max-tokens", "x"], "--max-tokens 'x': not a whole number"),
     (["score"], "give either --text-file FILE or --tokens-file FILE"),
     (["score", "--text-file", "text.txt", "--tokens-file", "ids.json"], "give either"),
     (["score", "--text-file", "nowhere.txt"], "--text-file 'nowhere.txt': no such file"),
@@ -187,30 +178,21 @@ WRONG: list[tuple[list[str], str]] = [
     (["score", "--tokens-file", "outside.json"], "list 1: token id 49152 is outside"),
     (["plan", "--nproc", "4-2"], "--nproc '4-2': not a number of ranks"),
     (["plan", "--nproc", "10"], "use 1 to 9 ranks"),
-    (["plan", "--nproc", "10", "--memory", "8"], "use 1 to 9 ranks"),
-    (["plan", "--nproc", "2", "--memory", "8x1"], "memory has 1 sizes for 2 ranks"),
     (["plan", "--nproc", "2", "--memory", "8,8,8"], "memory has 3 sizes for 2 ranks"),
     (["plan", "--nproc", "1-2", "--memory", "8,8"], "is a range; give --nproc N"),
-    (["plan", "--nproc", "1-2", "--memory", "8x2"], "or one size for all ranks"),
     (["plan", "--memory", "8,,8"], "--memory '8,,8': not sizes such as 80 (GiB)"),
-    (["plan", "--memory", "8,-8"], "--memory '8,-8': not sizes such as 80 (GiB)"),
     (["plan", "--memory", "0"], "--memory '0': not sizes"),
     (["plan", "--memory", "1e300"], "--memory '1e300': not sizes"),  # its room was NaN: a crash
-    (["plan", "--memory", "80GX"], "--memory '80GX': not sizes"),
-    (["plan", "--memory", "8x80GB"], "--memory '8x80GB': not sizes"),
     (["plan", "--memory", "80x0"], "--memory '80x0': not sizes"),
     (["plan", "--memory", "80x1000,80x25"], "for at most 1024 ranks"),
-    (["plan", "--memory", "80x99999999999999999999"], "for at most 1024 ranks"),
     (["plan", "--memory", "8xH200"], "--memory '8xH200': not sizes such as 80 (GiB)"),
     (["plan", "--gpus", "8xH20"], "--gpus '8xH20': not GPUs such as 8xH200, 3x24 (GiB)"),
     (["plan", "--gpus", "A100"], "the names are B200, H200, H100, A100-80, A100-40, L40S"),
     (["plan", "--gpus", "0x24"], "--gpus '0x24': not GPUs such as"),
-    (["plan", "--gpus", "24,,24"], "--gpus '24,,24': not GPUs such as"),
     (["plan", "--gpus", "2000x24"], "at most 1024"),
     (["plan", "--gpus", "3x24", "--memory", "24"], "--gpus and --memory cannot"),
     (["plan", "--gpus", "3x24", "--device", "cpu"], "--gpus and --device cpu cannot"),
     (["plan", "--gpus", "3x24", "--nproc", "4"], "--gpus lists 3 GPUs, fewer than --nproc 4"),
-    (["plan", "--gpus", "3x24", "--nproc", "2-4"], "--gpus lists 3 GPUs, fewer than --nproc 4"),
     (["plan", "--gpus", "80,40", "--nproc", "1-2"], "--gpus lists 2 ranks, but --nproc is a range"),
     (["plan", "--batch", "0"], "--batch '0': not a whole number"),
     (["plan", "--prompt", "x"], "plan: unknown flag '--prompt'"),
@@ -241,18 +223,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_all(folder: Path, lines: list[list[str]], **environment: str) -> dict[str, Any]:
+def run_all(folder: Path, lines: list[list[str]]) -> dict[str, Any]:
     """Exit code, stdout and stderr of each command line, all in one process."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        timeout=250,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_python("-c", RUNNER, input=json.dumps(lines), cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
@@ -264,7 +238,7 @@ def answers(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", range(len(WRONG)), ids=lambda case: " ".join(WRONG[case][0])[:60])
-def test_wrong_use_is_named_and_ends_with_2(answers: dict[str, Any], case: int) -> None:
+def test_wrong_use_is_named_and_ends_with_2(answers, case):
     code, out, err = answers["results"][case]
     assert code == 2, err
     assert out == ""
@@ -273,11 +247,11 @@ def test_wrong_use_is_named_and_ends_with_2(answers: dict[str, Any], case: int) 
     assert "Traceback" not in err
 
 
-def test_wrong_use_is_found_before_torch_is_loaded(answers: dict[str, Any]) -> None:
+def test_wrong_use_is_found_before_torch_is_loaded(answers):
     assert answers["torch"] is False
 
 
-def test_a_plan_loads_no_torch(folder: Path) -> None:
+def test_a_plan_loads_no_torch(folder):
     lines = [
         ["plan", "--nproc", "3"],
         ["plan", "--nproc", "1-12"],
@@ -298,7 +272,7 @@ def parsed(verb: Verb, argv: Sequence[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_any_text_is_a_prompt_in_both_forms(text: str) -> None:
+def test_any_text_is_a_prompt_in_both_forms(text):
     assert parsed(GENERATE, ["--prompt", text])["prompt"] == [text]
     assert parsed(GENERATE, [f"--prompt={text}"])["prompt"] == [text]
 
@@ -318,7 +292,7 @@ ECHO = Verb("echo", "", "", (PROMPT, CHAT, N_X), "", echo)
 
 @given(st.lists(st.text(max_size=20), max_size=4))
 @example(TEXTS)
-def test_prompts_reach_the_verb_as_they_were_given(texts: list[str]) -> None:
+def test_prompts_reach_the_verb_as_they_were_given(texts):
     """fire alone turns 'a, b' into a tuple, keeps the last repeat, and takes '-x' for a flag."""
     argv = [word for text in texts for word in ("--prompt", text)]
     command_line._prepare(ECHO, ["--n_x=3", *argv, "--chat"])
@@ -326,20 +300,20 @@ def test_prompts_reach_the_verb_as_they_were_given(texts: list[str]) -> None:
     assert (flags[PROMPT], flags[CHAT], flags[N_X]) == (texts, True, 3)
 
 
-def test_a_flag_that_a_verb_does_not_take_has_its_default() -> None:
+def test_a_flag_that_a_verb_does_not_take_has_its_default():
     command_line._prepare(ECHO, [])
     flags = kept.pop()
     assert (flags[Flag("b", "", int, "N", 7)], flags[Flag("c", "")]) == (7, False)
 
 
 @pytest.mark.parametrize(("verb", "most"), [("generate", 128), ("chat", 512)])
-def test_an_answer_has_as_many_tokens_as_the_verbs_help_says(verb: str, most: int) -> None:
+def test_an_answer_has_as_many_tokens_as_the_verbs_help_says(verb, most):
     """chat took the default of generate's flag of the same name, 128."""
     assert given_sampling(parse_flags(load_verb(verb), []))["max_tokens"] == most
 
 
 @pytest.mark.parametrize("name", ["generate", "chat"])
-def test_the_default_model_is_sampled_unless_the_temperature_is_0(name: str) -> None:
+def test_the_default_model_is_sampled_unless_the_temperature_is_0(name):
     """It was greedy, and its answers went round in circles."""
     found = []
     for argv in ([], ["--temperature", "0"], ["--top-p", "0.5"]):
@@ -349,23 +323,23 @@ def test_the_default_model_is_sampled_unless_the_temperature_is_0(name: str) -> 
     assert found == [(0.2, 0.9), (0, 0.9), (0.2, 0.5)]
 
 
-def test_fire_prints_nothing_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fire_prints_nothing_of_its_own(capsys):
     command_line._prepare(ECHO, [])
     assert capsys.readouterr() == ("", "")
 
 
-def test_repeats_stay_in_order() -> None:
+def test_repeats_stay_in_order():
     argv = ["--stop", "b", "--prompt", "2", "--stop=a", "--prompt=1", "--prompt", "2"]
     values = parsed(GENERATE, argv)
     assert (values["prompt"], values["stop"]) == (["2", "1", "2"], ["b", "a"])
 
 
-def test_hyphens_and_underscores_are_alike() -> None:
+def test_hyphens_and_underscores_are_alike():
     for argv in (["--max-tokens", "5"], ["--max_tokens=5"], ["--max-tokens=5"]):
         assert parsed(GENERATE, argv)["max-tokens"] == 5
 
 
-def test_a_switch_can_be_turned_off() -> None:
+def test_a_switch_can_be_turned_off():
     values = [
         parsed(GENERATE, argv)["chat"] for argv in ([], ["--chat"], ["--nochat"], ["--no-chat"])
     ]
@@ -373,7 +347,7 @@ def test_a_switch_can_be_turned_off() -> None:
 
 
 @pytest.mark.parametrize("name", ["serve", "chat", "bench", "plan"])
-def test_the_model_may_be_given_by_its_place(name: str) -> None:
+def test_the_model_may_be_given_by_its_place(name):
     """As in `vllm serve MODEL`."""
     verb = load_verb(name)
     for argv in (["M", "--nproc", "2"], ["--nproc", "2", "M"], ["--model", "M"]):
@@ -400,24 +374,24 @@ def test_the_model_may_be_given_by_its_place(name: str) -> None:
         ("--dtype double", "dtype", "float64"),
     ],
 )
-def test_words_of_other_programs_are_understood(argv: str, flag: str, value: object) -> None:
+def test_words_of_other_programs_are_understood(argv, flag, value):
     assert parsed(GENERATE, argv.split())[flag] == value
 
 
-def test_no_two_flags_of_a_verb_share_a_name() -> None:
+def test_no_two_flags_of_a_verb_share_a_name():
     for verb in map(load_verb, VERBS):
         names = [name for flag in verb.flags for name in flag.names]
         assert len(set(names)) == len(names), verb.name
 
 
 @pytest.mark.parametrize("word", ["-V", "--version"])
-def test_the_version_is_shown(capsys: pytest.CaptureFixture[str], word: str) -> None:
+def test_the_version_is_shown(capsys, word):
     assert command_line.main([word]) == 0
     assert capsys.readouterr().out.startswith("parallel_llama ")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_help_fits_the_terminal(monkeypatch, width):
     """Lines had up to 250 characters, and the terminal broke them in the middle of words."""
     monkeypatch.setenv("COLUMNS", str(width))
     for text in (command_line.overview(), *(help_text(load_verb(name)) for name in VERBS)):
@@ -426,14 +400,14 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> 
     assert terminal_width() == 80  # stdout is no terminal here
 
 
-def test_an_example_that_is_wrapped_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_that_is_wrapped_can_be_copied(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     for verb in map(load_verb, VERBS):
         shown = help_text(verb).split("example:\n")[1]
         assert shlex.split(shown.replace("\\\n", "")) == shlex.split(verb.example)
 
 
-def test_help_is_grouped_by_subject_with_the_verbs_own_flags_first() -> None:
+def test_help_is_grouped_by_subject_with_the_verbs_own_flags_first():
     text = help_text(load_verb("serve"))
     headings = re.findall(r"^(\S.*):$", text, re.M)
     subjects = ["model", "ranks", "context and KV cache"]
@@ -445,7 +419,7 @@ def test_help_is_grouped_by_subject_with_the_verbs_own_flags_first() -> None:
 
 
 @pytest.mark.parametrize("verb", list(map(load_verb, VERBS)), ids=lambda verb: verb.name)
-def test_help_names_every_flag_and_its_default(verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_names_every_flag_and_its_default(verb, monkeypatch):
     monkeypatch.setenv("COLUMNS", "999")
     with pytest.raises(HelpRequested):
         parse_flags(verb, ["--json", "-h"] if JSON in verb.flags else ["--help"])
@@ -459,14 +433,14 @@ def test_help_names_every_flag_and_its_default(verb: Verb, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("verb", list(map(load_verb, VERBS)), ids=lambda verb: verb.name)
-def test_the_example_in_the_help_is_valid(verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_in_the_help_is_valid(verb, monkeypatch):
     monkeypatch.chdir(ROOT)
     program, name, *argv = shlex.split(verb.example)
     assert (program, name) == ("parallel-llama", verb.name)
     parse_flags(verb, argv)
 
 
-def test_a_prompts_file_may_mix_its_forms(folder: Path) -> None:
+def test_a_prompts_file_may_mix_its_forms(folder):
     lines = read_lines(str(folder / "good.jsonl"))
     assert [line.prompt for line in lines] == ["Hello", [1, 2]]
 
@@ -475,7 +449,7 @@ def gathered(*argv: str) -> list[Any]:
     return [line.prompt for line in gather(parse_flags(GENERATE, argv))]
 
 
-def test_chat_makes_every_text_a_conversation(folder: Path) -> None:
+def test_chat_makes_every_text_a_conversation(folder):
     user = {"role": "user", "content": "Hello"}
     system = {"role": "system", "content": "Be brief"}
     path = str(folder / "good.jsonl")
@@ -491,7 +465,7 @@ def test_chat_makes_every_text_a_conversation(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--prompt", "--prompts"])
-def test_a_closed_stdin_is_wrong_use(flag: str) -> None:
+def test_a_closed_stdin_is_wrong_use(flag):
     """A traceback: Python has no sys.stdin then."""
     command = f"{shlex.quote(sys.executable)} -m parallel_llama generate {flag} - <&-"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
@@ -499,7 +473,7 @@ def test_a_closed_stdin_is_wrong_use(flag: str) -> None:
     assert done.stderr.startswith("parallel-llama: stdin is closed; ")
 
 
-def test_torchrun_decides_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_decides_the_number_of_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert rank_count(None) == rank_count(3) == 3
@@ -510,7 +484,7 @@ def test_torchrun_decides_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -
         rank_count(None)
 
 
-def test_without_torchrun_the_flag_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_the_flag_decides(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert (rank_count(None), rank_count(4)) == (1, 4)
@@ -534,7 +508,7 @@ def plan_words(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return " ".join(plan_page(capsys, *argv).split())
 
 
-def test_plan_json_covers_every_unit_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_json_covers_every_unit_once(capsys):
     plan = plan_json(capsys, "--nproc", "4", "--dtype", "bfloat16")
     keys = {"rank", "heads", "kv_heads", "ffn", "experts", "vocab"}
     keys |= {"weight_bytes", "kv_bytes_per_token", "working_bytes", "needed_bytes", "memory_bytes"}
@@ -550,9 +524,7 @@ def test_plan_json_covers_every_unit_once(capsys: pytest.CaptureFixture[str]) ->
     assert wider["weight_bytes"] == 2 * (plan["weight_bytes"] - 2 * norms)
 
 
-def test_plan_counts_the_bytes_of_narrow_keys_and_values(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_plan_counts_the_bytes_of_narrow_keys_and_values(capsys):
     """30 layers, keys and values, 3 KV heads of 64: two bytes a number, or one and a scale."""
     in_float32 = ["--dtype", "float32", "--kv-cache-dtype"]
     for name, n_bytes in (("bfloat16", 2 * 64), ("int8", 64 + 4), ("fp8", 64 + 4)):
@@ -562,7 +534,7 @@ def test_plan_counts_the_bytes_of_narrow_keys_and_values(
     assert ", float32, KV cache in int8" in plan_page(capsys, *in_float32, "int8")
 
 
-def test_plan_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_whether_it_fits(capsys):
     assert plan_json(capsys, "--memory", "1,1")["fits"] is True
     memory = ["--memory", "0.8,0.8"]
     most = plan_json(capsys, *memory)["room_for_kv_tokens"]
@@ -571,9 +543,7 @@ def test_plan_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert fits == [True, False]
 
 
-def test_a_plan_for_cards_counts_what_they_need_to_work(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_for_cards_counts_what_they_need_to_work(capsys):
     """Weights and KV cache alone filled the card, and the first step found no memory."""
     asked = ["--model", "llama-3.1-8b", "--nproc", "2", "--dtype", "bfloat16"]
     on_cpu, on_cuda = (plan_json(capsys, *asked, "--device", each) for each in ("cpu", "cuda"))
@@ -596,9 +566,7 @@ def test_a_plan_for_cards_counts_what_they_need_to_work(
     assert f"rest       a process of about {PROCESS_BYTES >> 20} MiB" in page
 
 
-def test_plan_takes_cuda_only_where_each_rank_gets_a_card(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_takes_cuda_only_where_each_rank_gets_a_card(capsys, monkeypatch):
     """As the model would: --nproc 2 on a host with one card is float32 on the CPU."""
     for n_cards, dtype in ((0, "float32"), (1, "float32"), (2, "bfloat16")):
         monkeypatch.setattr("parallel_llama.cli.plan.count_cards", lambda n=n_cards: n)
@@ -606,16 +574,14 @@ def test_plan_takes_cuda_only_where_each_rank_gets_a_card(
         assert plan_json(capsys, "--nproc", "2", "--device", "cuda")["dtype"] == "bfloat16"
 
 
-def test_plan_of_a_range_gives_the_reason_for_each_refusal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_plan_of_a_range_gives_the_reason_for_each_refusal(capsys):
     plans = plan_json(capsys, "--nproc", "8-10")["plans"]
     assert [plan["tp_size"] for plan in plans] == [8, 9, 10]
     assert "use 1 to 9 ranks" in plans[2]["error"]
     assert "for 10 ranks: n_heads=9 and tp_size=10" in plan_page(capsys, "--nproc", "8-10")
 
 
-def test_a_window_bounds_what_a_sequence_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_bounds_what_a_sequence_takes(capsys):
     """Of 4096 tokens, beside which a step of 512 is kept."""
     asked = ["--model", "mistral-7b-v0.1", "--dtype", "bfloat16", "--nproc", "1"]
     for length, kept in (("4000", 4000), ("30000", 4095 + 512)):
@@ -628,7 +594,7 @@ def test_a_window_bounds_what_a_sequence_takes(capsys: pytest.CaptureFixture[str
     assert "sequences of 32,768 tokens" in page
 
 
-def test_sizes_that_are_refused_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_that_are_refused_share_a_row(capsys):
     """A range far beyond the model's heads was a page of the same reason over and over."""
     page = plan_page(capsys, "--nproc", "8-1024")
     assert len(page.splitlines()) < 16
@@ -636,9 +602,7 @@ def test_sizes_that_are_refused_share_a_row(capsys: pytest.CaptureFixture[str]) 
     assert "no plan    for 10-1024 ranks: n_heads=9 and tp_size=10" in page
 
 
-def test_the_plans_of_all_sizes_of_the_largest_model_take_a_moment(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_plans_of_all_sizes_of_the_largest_model_take_a_moment(capsys):
     """They took more than a minute: every layer of every share was counted anew."""
     started_s = time.process_time()
     asked = ["--model", "llama-3.1-405b", "--nproc", "1-1024", "--memory", "80"]
@@ -662,7 +626,7 @@ def test_the_plans_of_all_sizes_of_the_largest_model_take_a_moment(
         ("plan", "--max-seq-len"),
     ],
 )
-def test_every_number_of_tokens_may_be_given_in_k_or_m(verb: str, flag: str) -> None:
+def test_every_number_of_tokens_may_be_given_in_k_or_m(verb, flag):
     name = flag.removeprefix("--")
     for text, n_tokens in (("32k", 32_768), ("32K", 32_768), ("1M", 1 << 20), ("77", 77)):
         assert parsed(load_verb(verb), [flag, text])[name] == n_tokens
@@ -685,13 +649,13 @@ def test_every_number_of_tokens_may_be_given_in_k_or_m(verb: str, flag: str) -> 
         ("4096B", 4096),
     ],
 )
-def test_one_parser_reads_every_amount_of_memory(text: str, n_bytes: int) -> None:
+def test_one_parser_reads_every_amount_of_memory(text, n_bytes):
     assert parsed(GENERATE, ["--kv-cache-bytes", text])["kv-cache-bytes"] == n_bytes
     assert parsed(load_verb("plan"), ["--memory", text])["memory"] == n_bytes
 
 
 @given(st.text("0123456789.eE+- kmgtibKMGTIB", max_size=9))
-def test_a_size_is_read_or_refused_with_the_allowed_forms(text: str) -> None:
+def test_a_size_is_read_or_refused_with_the_allowed_forms(text):
     try:
         assert 1 <= byte_size(text) < 2**63
     except ValueError as error:
@@ -714,13 +678,11 @@ def test_a_size_is_read_or_refused_with_the_allowed_forms(text: str) -> None:
         ("24GBx2,1", [24 * 10**9] * 2 + [2**30]),
     ],
 )
-def test_memory_is_of_all_ranks_or_of_each_in_gib_or_a_unit(
-    text: str, sizes: int | list[int]
-) -> None:
+def test_memory_is_of_all_ranks_or_of_each_in_gib_or_a_unit(text, sizes):
     assert parsed(load_verb("plan"), ["--memory", text])["memory"] == sizes
 
 
-def test_one_size_of_memory_is_that_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_size_of_memory_is_that_of_every_rank(capsys):
     plans = [
         plan_json(capsys, *argv)
         for argv in (
@@ -736,9 +698,7 @@ def test_one_size_of_memory_is_that_of_every_rank(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("memory", ["1.3", "790MiB", "690MiB", "640MiB", "580MiB"])
-def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(
-    capsys: pytest.CaptureFixture[str], memory: str
-) -> None:
+def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(capsys, memory):
     compared = plan_json(capsys, "--nproc", "1-9", "--memory", memory)
     fits = [plan["fits"] for plan in compared["plans"]]
     fewest = fits.index(True) + 1
@@ -750,16 +710,14 @@ def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(
     assert not fewer or fewer["fits"] is False
 
 
-def test_the_page_says_that_one_rank_fewer_is_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_that_one_rank_fewer_is_too_few(capsys):
     page = plan_page(capsys, "--memory", "690MiB", "--dtype", "float32")
     assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 895.9 MiB" in page
     page = plan_page(capsys, "--memory", "1.3", "--dtype", "bfloat16")
     assert "fewest     1 rank is enough in bfloat16" in page
 
 
-def test_where_no_number_of_ranks_fits_the_largest_plan_says_why(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_where_no_number_of_ranks_fits_the_largest_plan_says_why(capsys):
     plan = plan_json(capsys, "--memory", "30MiB")
     assert (plan["tp_size"], plan["fits"], plan["smallest_that_fits"]) == (9, False, None)
     page = plan_words(capsys, "--memory", "30MiB", "--dtype", "float32")
@@ -783,12 +741,12 @@ def test_where_no_number_of_ranks_fits_the_largest_plan_says_why(
         (["--nproc", "10-12", "--memory", "80"], 1),
     ],
 )
-def test_what_does_not_fit_ends_with_1(argv: list[str], code: int) -> None:
+def test_what_does_not_fit_ends_with_1(argv, code):
     assert command_line.main(["plan", *argv]) == code
     assert command_line.main(["plan", *argv, "--json"]) == code
 
 
-def test_a_range_with_memory_shows_which_sizes_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_range_with_memory_shows_which_sizes_fit(capsys):
     memory = ["--memory", "690MiB", "--dtype", "float32"]
     page = plan_page(capsys, "--nproc", "2-4", *memory)
     plans = plan_json(capsys, "--nproc", "2-4", *memory)["plans"]
@@ -800,15 +758,13 @@ def test_a_range_with_memory_shows_which_sizes_fit(capsys: pytest.CaptureFixture
     assert "none of these is enough; with 2, rank 0 needs 895.9 MiB and has 690.0 MiB;" in none
 
 
-def test_a_kv_head_that_several_ranks_hold_counts_as_copies(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_kv_head_that_several_ranks_hold_counts_as_copies(capsys):
     """The page said that 6 of 3 KV heads were held again."""
     page = plan_words(capsys, "--nproc", "9")
     assert "9 copies of 3 KV heads (+200%)" in page
 
 
-def test_text_into_a_pipe_has_no_escape_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_into_a_pipe_has_no_escape_codes(capsys):
     command_line.main(["plan", "--nproc", "2", "--memory", "1,1"])
     assert "\x1b" not in capsys.readouterr().out
 
@@ -820,7 +776,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_colors_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_are_for_terminals_that_want_them(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert terminal.has_colors(Terminal())
@@ -829,7 +785,7 @@ def test_colors_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch
     assert not terminal.has_colors(Terminal())
 
 
-def test_a_model_cannot_steer_the_terminal() -> None:
+def test_a_model_cannot_steer_the_terminal():
     """Escape codes in an answer could retitle the window or rewrite what is on the screen."""
     hostile = "a\x1b]0;owned\x07\u202eb\r\x9b2J"
     shown = escaped(hostile)
@@ -838,12 +794,7 @@ def test_a_model_cannot_steer_the_terminal() -> None:
     assert escaped("tab\tline\n\u4f60 \U0001f600") == "tab\tline\n\u4f60 \U0001f600"
 
 
-@given(st.lists(st.floats(0, 1), max_size=2), st.integers(1, 40))
-def test_a_bar_has_its_width(parts: list[float], width: int) -> None:
-    assert len(terminal.bar([part / 2 for part in parts], width, Terminal())) == width
-
-
-def test_the_first_ctrl_c_is_a_question_and_the_second_an_end() -> None:
+def test_the_first_ctrl_c_is_a_question_and_the_second_an_end():
     with pytest.raises(KeyboardInterrupt), terminal.ctrl_c() as pressed:
         assert not pressed()
         signal.raise_signal(signal.SIGINT)
@@ -852,6 +803,6 @@ def test_the_first_ctrl_c_is_a_question_and_the_second_an_end() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_perplexity_of_a_uniform_guess_is_the_number_of_choices() -> None:
+def test_perplexity_of_a_uniform_guess_is_the_number_of_choices():
     assert perplexity([math.log(1 / 7)] * 5) == pytest.approx(7)
     assert perplexity([]) is None

@@ -1,19 +1,16 @@
 """What `bench` prints: the keys that scripts read, and figures that hang together."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_command
 from tiny_models import TINY_MODELS, write_hf
 
 from parallel_llama import LLM
 from parallel_llama.cli import bench
 from parallel_llama.cli.main import main
 from parallel_llama.engine.machine import Interruptions
-
-pytestmark = pytest.mark.slow
 
 KEYS = {
     "prefill_tokens_per_s", "decode_tokens_per_s", "decode_ms_per_step", "time_to_first_token_s",
@@ -32,15 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_figures_are_there_and_hang_together(folder, nproc):
-    command = [sys.executable, "-m", "parallel_llama", "bench", f"--model={folder}", *SIZES]
-    done = subprocess.run(
-        [*command, "--json", f"--nproc={nproc}"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=250,
-    )
+    asked = ("bench", f"--model={folder}", *SIZES, "--json", f"--nproc={nproc}")
+    done = run_command(*asked, check=True)
     figures = json.loads(done.stdout)
     assert figures.keys() >= KEYS
     assert (figures["tp_size"], figures["dtype"], figures["quant"]) == (nproc, "float32", "none")

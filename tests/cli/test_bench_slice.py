@@ -11,8 +11,6 @@ from parallel_llama.errors import UsageError
 from parallel_llama.parallel.collectives import Slice
 from parallel_llama.plan import make_plan
 
-pytestmark = pytest.mark.slow
-
 N_LAYERS = 3
 SIZES = ("--prompt-tokens=7", "--max-tokens=5", "--repeat=1", "--batch=2", "--dtype=float32")
 

@@ -13,9 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_folder import write_chat_folder
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
@@ -80,11 +77,6 @@ class Terminal:
 Open = Callable[[int], Terminal]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
-
-
 @pytest.fixture
 def open_chat(model: Path) -> Iterator[Open]:
     terminals: list[Terminal] = []
@@ -100,9 +92,7 @@ def open_chat(model: Path) -> Iterator[Open]:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(
-    open_chat: Open, nproc: int, tmp_path: Path
-) -> None:
+def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(open_chat, nproc, tmp_path):
     """Two within a second ended the program, lost the talk, and left no echo on the terminal."""
     chat = open_chat(nproc)
     chat.type("Hello\n")
@@ -121,27 +111,9 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(
     assert [each["role"] for each in json.loads(line)["messages"]] == ["user", "assistant"]
 
 
-def test_a_setting_and_another_try(open_chat: Open) -> None:
-    chat = open_chat(1)
-    chat.type("/retry\n")
-    chat.wait_for("no message yet")
-    chat.type("/set temperature 1.5\n")
-    chat.wait_for("temperature 1.5")
-    chat.type("/set temprature 1\n")
-    chat.wait_for("not a setting: 'temprature 1'")
-    chat.type("Hello\n")
-    chat.wait_for("tokens")
-    chat.type("/retry\n")
-    chat.wait_for("tokens")
-    chat.type("/exit\n")
-    assert chat.end() == 0
-
-
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(
-    open_chat: Open, nproc: int, number: int
-) -> None:
+def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(open_chat, nproc, number):
     chat = open_chat(nproc)
     time.sleep(PAUSE_S)
     os.kill(chat.process.pid, number)

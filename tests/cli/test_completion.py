@@ -15,8 +15,6 @@ from parallel_llama.cli import main as command_line
 from parallel_llama.cli.main import VERBS, load_verb
 from parallel_llama.cli.parsers import OneOf
 
-pytestmark = pytest.mark.slow
-
 LIMIT_S = 60
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "-i"],
@@ -97,7 +95,7 @@ LINES = [
 
 @pytest.mark.parametrize("script", ["bash", "zsh"], indirect=True)
 @pytest.mark.parametrize(("keys", "words"), LINES, ids=[keys.strip() for keys, _ in LINES])
-def test_tab_completes_what_was_begun(script: Path, keys: str, words: list[str]) -> None:
+def test_tab_completes_what_was_begun(script, keys, words):
     # The / of a folder and the = of a flag make way for what is typed next, in some shells.
     found = [word.rstrip("/=") for word in typed(script, f"parallel-llama {keys}")]
     assert found == ["parallel-llama", *words]
@@ -140,14 +138,14 @@ def cases() -> Iterator[tuple[list[str], set[str]]]:
 
 
 @pytest.mark.parametrize("script", ["bash", "fish"], indirect=True)
-def test_every_flag_and_choice_is_offered(script: Path) -> None:
+def test_every_flag_and_choice_is_offered(script):
     offered = offered_by_bash if script.suffix == ".bash" else offered_by_fish
     for words, expected in cases():
         assert offered(script, ["parallel-llama", *words]) == expected, words
 
 
 @pytest.mark.parametrize("script", ["bash", "fish"], indirect=True)
-def test_files_are_offered_where_a_file_is_wanted(script: Path) -> None:
+def test_files_are_offered_where_a_file_is_wanted(script):
     offered = offered_by_bash if script.suffix == ".bash" else offered_by_fish
     for words in (["generate", "--output", "my"], ["verify", "my"], ["chat", "--model", "my"]):
         found = offered(script, ["parallel-llama", *words])

@@ -8,8 +8,6 @@ import pytest
 
 from parallel_llama.serve.log import log_to_stderr
 
-pytestmark = pytest.mark.slow
-
 HOSTILE = "a\x1b[31mred\r\n2026 ERROR forged"
 
 

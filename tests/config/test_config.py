@@ -134,13 +134,13 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_shape_has_the_published_sizes(name: str) -> None:
+def test_a_shape_has_the_published_sizes(name):
     args = load_model_args(find_model(name))
     n_parameters = sum(math.prod(param.shape) for param in parameters(args))
     assert (args.ffn_dim, n_parameters, args.max_seq_len) == PUBLISHED[name]
 
 
-def test_every_shape_is_checked() -> None:
+def test_every_shape_is_checked():
     folder = Path(__file__).parents[2] / "configs" / "models"
     assert {path.stem for path in folder.glob("*.json")} == set(PUBLISHED)
 
@@ -152,9 +152,9 @@ def test_every_shape_is_checked() -> None:
     "name", ["dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"]
 )
 @pytest.mark.parametrize("value", [0, -1, 2**31])
-def test_a_size_out_of_range_is_refused(name: str, value: int) -> None:
+def test_a_size_out_of_range_is_refused(name, value):
     with pytest.raises(UsageError, match=rf"{name}={value}: use a whole number from 1 to"):
-        replace(ARGS, **{name: value})  # type: ignore[arg-type]
+        replace(ARGS, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_size_out_of_range_is_refused(name: str, value: int) -> None:
         ({"head_dim": 2, "rope_scaling": RopeScaling("dynamic", 2.0)}, "head_dim=2"),
     ],
 )
-def test_arguments_of_no_model_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_arguments_of_no_model_are_refused(changed, message):
     with pytest.raises(UsageError, match=message):
         replace(ARGS, **changed)
 
@@ -196,14 +196,12 @@ def test_arguments_of_no_model_are_refused(changed: dict[str, Any], message: str
         ({"kind": "yarn", "original_max_seq_len": 8, "attention_factor": 0.0}, "attention_factor"),
         (
             {"kind": "llama3", "original_max_seq_len": 8, "low_freq_factor": 4.0},
-            "the high one must be the larger",
+            "must be the larger",
         ),
         ({"kind": "factors", "factors": (1.0, math.inf)}, r"factors\[1\]=inf"),
     ],
 )
-def test_scaling_that_no_table_can_be_made_of_is_refused(
-    values: dict[str, Any], message: str
-) -> None:
+def test_scaling_that_no_table_can_be_made_of_is_refused(values, message):
     with pytest.raises(UsageError, match=message):
         RopeScaling(**values)
 
@@ -211,7 +209,7 @@ def test_scaling_that_no_table_can_be_made_of_is_refused(
 # params.json
 
 
-def test_params_json_is_read() -> None:
+def test_params_json_is_read():
     args = from_params({**PARAMS, "ffn_dim_multiplier": 1.3, "rope_theta": 500000})
     assert args == ModelArgs(
         dim=64, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=8, ffn_dim=224, vocab_size=320,
@@ -219,13 +217,13 @@ def test_params_json_is_read() -> None:
     )  # fmt: skip
 
 
-def test_params_json_of_llama_1_leaves_out_what_is_default() -> None:
+def test_params_json_of_llama_1_leaves_out_what_is_default():
     args = from_params({"dim": 64, "n_layers": 2, "n_heads": 8, "vocab_size": 5, "norm_eps": 1e-6})
     assert (args.n_kv_heads, args.rope_theta, args.ffn_dim) == (8, 10000.0, 256)
 
 
 @pytest.mark.parametrize("stated", [-1, None])
-def test_an_open_vocabulary_is_given_or_refused(stated: int | None) -> None:
+def test_an_open_vocabulary_is_given_or_refused(stated):
     """Llama 1 and 2 ship vocab_size -1: their program asks the tokenizer."""
     values = {**PARAMS, "vocab_size": stated}
     assert from_params(values, vocab_size=32000).vocab_size == 32000
@@ -245,11 +243,11 @@ def test_an_open_vocabulary_is_given_or_refused(stated: int | None) -> None:
         ({"rope_theta": 5e5, "use_scaled_rope": True, "max_seq_len": 77}, 77),
     ],
 )
-def test_the_context_of_a_meta_folder(changed: dict[str, Any], context: int) -> None:
+def test_the_context_of_a_meta_folder(changed, context):
     assert from_params({**PARAMS, **changed}).max_seq_len == context
 
 
-def test_scaled_rope_of_llama_3_1_and_3_2() -> None:
+def test_scaled_rope_of_llama_3_1_and_3_2():
     """Both say use_scaled_rope alone, and 3.2 1B and 3B were trained with 32 in the place of 8."""
     scaled = {**PARAMS, "use_scaled_rope": True}
     assert from_params(scaled).rope_scaling == RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
@@ -286,15 +284,13 @@ def test_scaled_rope_of_llama_3_1_and_3_2() -> None:
         ({"vision_chunk_size": 448}, "image model"),
     ],
 )
-def test_params_json_of_no_supported_model_is_refused(
-    changed: dict[str, Any], message: str
-) -> None:
+def test_params_json_of_no_supported_model_is_refused(changed, message):
     with pytest.raises(UsageError, match=f"params.json: .*{message}"):
         from_params({**PARAMS, **changed})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"dim": 1, "dim": 2}', '{"dim": ' + "9" * 5000])
-def test_a_config_that_is_no_json_object_is_damage(text: str) -> None:
+def test_a_config_that_is_no_json_object_is_damage(text):
     files = _folder(PARAMS, "params.json", "consolidated.00.pth")
     files.config.write_text(text)
     with pytest.raises(CheckpointError, match=r"params\.json"):
@@ -303,69 +299,22 @@ def test_a_config_that_is_no_json_object_is_damage(text: str) -> None:
 
 # config.json
 
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+_YARN_OF_64 = {**_YARN, "original_max_position_embeddings": 64}
+_MSCALES = {"beta_fast": 2.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "llama3 without its trained context": {
-        "rope_type": "llama3",
-        "rope_theta": 500.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn with a factor of null": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": None,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn with mscales": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 2.0,
-        "beta_slow": 0.5,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-        "truncate": False,
-    },
-    "yarn with one mscale": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "mscale": 3.0,
-    },
-    "yarn with an attention factor": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "attention_factor": 1.7,
-    },
-    "yarn with a truncate of null": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "truncate": None,
-    },
+    "llama3": {**_LLAMA3, "rope_theta": 500000.0, "original_max_position_embeddings": 64},
+    "llama3 without its trained context": {**_LLAMA3, "rope_theta": 500.0},
+    "yarn": _YARN_OF_64,
+    "yarn with a factor of null": {**_YARN, "factor": None, "original_max_position_embeddings": 32},
+    "yarn with mscales": {**_YARN_OF_64, **_MSCALES, "truncate": False},
+    "yarn with one mscale": {**_YARN_OF_64, "mscale": 3.0},
+    "yarn with an attention factor": {**_YARN_OF_64, "attention_factor": 1.7},
+    "yarn with a truncate of null": {**_YARN_OF_64, "truncate": None},
 }
 
 
@@ -398,7 +347,7 @@ def agrees_with_transformers(files: ModelFiles) -> None:
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("whole", [False, True], ids=["saved", "every key"])
-def test_what_transformers_saves_is_read_as_it_reads_it(rope: str, whole: bool) -> None:
+def test_what_transformers_saves_is_read_as_it_reads_it(rope, whole):
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=48,
@@ -424,7 +373,7 @@ def test_what_transformers_saves_is_read_as_it_reads_it(rope: str, whole: bool) 
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_the_form_before_transformers_5_is_read_as_it_reads_it(rope: str, key: str) -> None:
+def test_the_form_before_transformers_5_is_read_as_it_reads_it(rope, key):
     scaling = dict(ROPES[rope])
     theta = scaling.pop("rope_theta")
     scaling[key] = scaling.pop("rope_type")
@@ -454,31 +403,14 @@ def test_the_form_before_transformers_5_is_read_as_it_reads_it(rope: str, key: s
     ],
     ids=str,
 )
-def test_values_in_several_places_have_the_order_of_transformers(changed: dict[str, Any]) -> None:
+def test_values_in_several_places_have_the_order_of_transformers(changed):
     agrees_with_transformers(_folder({**HF, **changed}, "config.json", "model.safetensors"))
 
 
-def test_what_config_json_omits_has_the_defaults_of_transformers() -> None:
+def test_what_config_json_omits_has_the_defaults_of_transformers():
     args = from_hf({k: v for k, v in HF.items() if k != "max_position_embeddings"})
     assert (args.norm_eps, args.max_seq_len, args.dtype) == (1e-6, 2048, "float32")
     assert not (args.tied_embeddings or args.attention_bias or args.mlp_bias)
-
-
-def test_the_config_of_smollm2_is_read() -> None:
-    """Its own keys, is_llama_config and transformers.js_config, are harmless."""
-    values = {
-        **HF,
-        "is_llama_config": True,
-        "rope_interleaved": False,
-        "rope_scaling": None,
-        "rope_theta": 100000,
-        "tie_word_embeddings": True,
-        "transformers.js_config": {"dtype": "q4"},
-        "torch_dtype": "bfloat16",
-        "pad_token_id": 2,
-    }
-    args = from_hf(values)
-    assert (args.rope_theta, args.tied_embeddings, args.dtype) == (1e5, True, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -508,10 +440,7 @@ def test_the_config_of_smollm2_is_read() -> None:
             )
             for scalar in (0, -4)
         ),
-        (
-            {"model_type": "palm", "architectures": None, "hidden_size": 0},
-            "dim=0: use a whole number from 1",
-        ),
+        ({"model_type": "palm", "architectures": None, "hidden_size": 0}, "dim=0: use"),
         ({"head_dim": 7}, "head_dim=7"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; supported: silu"),
         ({"attention_bias": "no"}, "neither true nor false"),
@@ -548,31 +477,16 @@ def test_the_config_of_smollm2_is_read() -> None:
                 ("awq", {"group_size": 256}, "group_size=256 .*32, 64, 128 are"),
                 ("gptq", {"desc_act": True}, "desc_act=true"),
                 ("awq", {"zero_point": False}, "zero_point=false"),
-                (
-                    "gptq",
-                    {"checkpoint_format": "marlin"},
-                    "the format 'marlin' .*; gptq, gptq_v2 is",
-                ),
+                ("gptq", {"checkpoint_format": "marlin"}, ".*'marlin' .*; gptq, gptq_v2 is"),
                 ("gptq", {"is_marlin_format": True}, "the format 'marlin'"),
                 ("awq", {"version": "gemv"}, "the format 'gemv' .*; gemm is"),
-                (
-                    "awq",
-                    {"version": "GEMM", "format": "marlin"},
-                    "names the formats 'gemm', 'marlin'",
-                ),
+                ("awq", {"version": "GEMM", "format": "marlin"}, ".*formats 'gemm', 'marlin'"),
                 ("awq", {"version": None, "backend": "llm-awq"}, "the format 'llm-awq'"),
-                (
-                    "gptq",
-                    {"format": "gptq", "checkpoint_format": "gptq_v2"},
-                    "names the formats 'gptq', 'g",
-                ),
+                ("gptq", {"format": "gptq", "checkpoint_format": "gptq_v2"}, ".*'gptq', 'gptq_v2'"),
                 ("awq", {"bits": "4"}, "bits='4' is not a whole number"),
             )
         ),
-        (
-            {"sliding_window": 128},
-            "sliding_window=128 is not supported below .*=256 in 'llama'; .*remove it",
-        ),
+        ({"sliding_window": 128}, "sliding_window=128 .*=256 in 'llama'; .*remove it"),
         ({"sliding_window": 128, "use_sliding_window": False}, "sliding_window=128"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
         ({"layer_types": ["full_attention"] * 3}, "3 layers and num_hidden_layers=2"),
@@ -593,9 +507,7 @@ def test_the_config_of_smollm2_is_read() -> None:
         ),
     ],
 )
-def test_a_config_json_of_no_supported_model_is_refused(
-    changed: dict[str, Any], message: str
-) -> None:
+def test_a_config_json_of_no_supported_model_is_refused(changed, message):
     with pytest.raises(UsageError, match=f"config.json: .*{message}"):
         from_hf({**HF, **changed})
 
@@ -628,7 +540,7 @@ ELSEWHERE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_what_another_architecture_computes_is_refused_unless_it_is_off(key: str) -> None:
+def test_what_another_architecture_computes_is_refused_unless_it_is_off(key):
     """transformers' Llama passes over nearly all of these; the weights were trained with them."""
     with pytest.raises(UsageError, match=rf"config\.json: {key}=.* not supported.* remove it"):
         from_hf({**HF, key: ELSEWHERE[key]})
@@ -653,15 +565,13 @@ def test_what_another_architecture_computes_is_refused_unless_it_is_off(key: str
         ("residual_multipliers", "residual_multiplier"),
     ],
 )
-def test_a_misspelling_of_a_key_that_counts_is_refused(key: str, meant: str) -> None:
+def test_a_misspelling_of_a_key_that_counts_is_refused(key, meant):
     with pytest.raises(UsageError, match=f"unknown key '{key}'; did you mean '{meant}'"):
         from_hf({**HF, key: 2})
     assert from_hf({**HF, key: None}) == from_hf(HF)
 
 
-def test_keys_that_nobody_reads_are_ignored_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_keys_that_nobody_reads_are_ignored_with_one_warning(caplog):
     """Any unknown key used to be refused, and each training program leaves its own."""
     unknown = {
         "mm_vision_tower": "x",
@@ -678,22 +588,18 @@ def test_keys_that_nobody_reads_are_ignored_with_one_warning(
     )
 
 
-def test_a_config_of_more_keys_than_any_has_is_refused_at_once() -> None:
+def test_a_config_of_more_keys_than_any_has_is_refused_at_once():
     with pytest.raises(UsageError, match="has 100009 keys, at most 1000"):
         from_hf({**HF, **{f"num_heads_{number}": 1 for number in range(100_000)}})
 
 
-def test_code_named_by_a_config_is_left_alone_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_code_named_by_a_config_is_left_alone_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="parallel_llama"):
         from_hf({**HF, "auto_map": {"AutoModel": "m.M"}})
     assert "auto_map" in caplog.text
 
 
-def test_rope_settings_of_another_type_change_nothing_and_say_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_rope_settings_of_another_type_change_nothing_and_say_so(caplog):
     with caplog.at_level(logging.WARNING, logger="parallel_llama"):
         args = from_hf({**HF, "rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 3}})
     assert args.rope_scaling == RopeScaling("linear", 2.0)
@@ -703,7 +609,7 @@ def test_rope_settings_of_another_type_change_nothing_and_say_so(
 # GGUF
 
 
-def test_a_gguf_header_is_read() -> None:
+def test_a_gguf_header_is_read():
     assert from_gguf(gguf()) == ModelArgs(
         dim=8, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=12, vocab_size=5,
         norm_eps=struct.unpack("f", struct.pack("f", 1e-5))[0], rope_theta=10000.0,
@@ -711,7 +617,7 @@ def test_a_gguf_header_is_read() -> None:
     )  # fmt: skip
 
 
-def test_the_embedded_model_is_read() -> None:
+def test_the_embedded_model_is_read():
     args = load_model_args(find_model("smollm2"))
     assert (args.dim, args.n_layers, args.n_heads, args.n_kv_heads) == (576, 30, 9, 3)
     assert (args.vocab_size, args.tied_embeddings, args.dtype) == (49152, True, "float32")
@@ -719,7 +625,7 @@ def test_the_embedded_model_is_read() -> None:
     assert load_generation_defaults(find_model("smollm2")).eos_ids == (2,)
 
 
-def test_smollm2_is_sampled_as_its_authors_do() -> None:
+def test_smollm2_is_sampled_as_its_authors_do():
     """Greedy, it repeats its sentences; the GGUF file states no sampling."""
     files = find_model("smollm2")
     assert load_generation_defaults(files).sampling == {"temperature": 0.2, "top_p": 0.9}
@@ -727,7 +633,7 @@ def test_smollm2_is_sampled_as_its_authors_do() -> None:
     assert load_generation_defaults(alone).sampling == {}
 
 
-def test_what_a_gguf_file_may_leave_out_or_state() -> None:
+def test_what_a_gguf_file_may_leave_out_or_state():
     assert from_gguf(gguf(llama__attention__head_count_kv=None)).n_kv_heads == 2
     assert from_gguf(gguf(llama__rope__dimension_count=None)).head_dim == 4
     assert from_gguf(gguf(llama__vocab_size=7)).vocab_size == 7
@@ -751,19 +657,19 @@ def test_what_a_gguf_file_may_leave_out_or_state() -> None:
         ([Q8_0], "float32"),
     ],
 )
-def test_the_dtype_is_that_of_the_matrices(kinds: list[int], dtype: str) -> None:
+def test_the_dtype_is_that_of_the_matrices(kinds, dtype):
     """The norms are float32 in every file."""
     tensors = [Tensor(f"t{i}", (2, 32), kind) for i, kind in enumerate(kinds)]
     assert from_gguf(gguf([*tensors, Tensor("norm", (8,), F32)])).dtype == dtype
 
 
-def test_biases_and_the_output_are_told_from_the_tensors() -> None:
+def test_biases_and_the_output_are_told_from_the_tensors():
     args = from_gguf(gguf([Tensor("output.weight", (5, 8)), Tensor("blk.0.attn_k.bias", (4,))]))
     assert (args.tied_embeddings, args.attention_bias, args.mlp_bias) == (False, True, False)
     assert from_gguf(gguf([Tensor("blk.0.ffn_down.bias", (8,))])).mlp_bias
 
 
-def test_rope_factors_are_read_from_their_tensor() -> None:
+def test_rope_factors_are_read_from_their_tensor():
     """GGUF carries Llama 3.1's scaling as one divisor per rotary pair."""
     tensors = [
         Tensor("first", (3,)),
@@ -774,7 +680,7 @@ def test_rope_factors_are_read_from_their_tensor() -> None:
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "gemma3"])
-def test_no_layers_are_listed_before_their_number_is_held_to_its_limit(arch: str) -> None:
+def test_no_layers_are_listed_before_their_number_is_held_to_its_limit(arch):
     """The layers with a window were counted out first, in as much memory as the file liked."""
     own = {key.replace("llama.", f"{arch}."): value for key, value in TINY_FIELDS.items()}
     own |= {"general.architecture": arch, f"{arch}.attention.sliding_window": 4}
@@ -785,7 +691,7 @@ def test_no_layers_are_listed_before_their_number_is_held_to_its_limit(arch: str
 
 
 @pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-1b", "qwen2.5-7b"])
-def test_no_layers_of_config_json_are_listed_before_either(name: str) -> None:
+def test_no_layers_of_config_json_are_listed_before_either(name):
     values = json.loads(find_model(name).config.read_text())
     values |= {"num_hidden_layers": 2**62, "layer_types": None}
     if values["model_type"] == "qwen2":
@@ -794,7 +700,7 @@ def test_no_layers_of_config_json_are_listed_before_either(name: str) -> None:
         from_hf({**values, "sliding_window": 16})
 
 
-def test_rope_scaling_of_a_gguf_file() -> None:
+def test_rope_scaling_of_a_gguf_file():
     linear = RopeScaling("linear", 4.0)
     assert from_gguf(gguf(llama__rope__scaling__factor=4.0)).rope_scaling == linear
     assert from_gguf(gguf(llama__rope__scale_linear=4.0)).rope_scaling == linear
@@ -842,7 +748,7 @@ def test_rope_scaling_of_a_gguf_file() -> None:
         ({"split__count": 3}, "one of 3 parts"),
     ],
 )
-def test_a_gguf_file_of_no_supported_model_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_a_gguf_file_of_no_supported_model_is_refused(fields, message):
     with pytest.raises(UsageError, match=f"m.gguf: .*{message}"):
         from_gguf(gguf(**fields))
 
@@ -858,12 +764,12 @@ def test_a_gguf_file_of_no_supported_model_is_refused(fields: dict[str, Any], me
         (Tensor("rope_freqs.weight", (100_000,)), "100000 values; at most"),
     ],
 )
-def test_rope_factors_that_make_no_table_are_refused(tensor: Tensor, message: str) -> None:
+def test_rope_factors_that_make_no_table_are_refused(tensor, message):
     with pytest.raises(UsageError, match=message):
         from_gguf(gguf([tensor]))
 
 
-def test_random_damage_to_a_gguf_file_is_refused_in_our_own_words() -> None:
+def test_random_damage_to_a_gguf_file_is_refused_in_our_own_words():
     """Numbers that the header reader cannot doubt reach the arguments, and must stop there."""
     content = gguf([Tensor("rope_freqs.weight", (2,), data=struct.pack("<2f", 1, 8))])
     path = TEMPORARY[0] / "m.gguf"
@@ -878,25 +784,11 @@ def test_random_damage_to_a_gguf_file_is_refused_in_our_own_words() -> None:
     assert 100 < refused < 300
 
 
-WRONG: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    10**400,
-    1.5,
-    math.nan,
-    -math.inf,
-    "x",
-    [],
-    [[]],
-    {},
-    {"a": 1},
-]
+WRONG = [None, True, -1, 0, 10**400, 1.5, math.nan, -math.inf, "x", [], [[]], {}, {"a": 1}]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:8])
-def test_a_wrong_value_under_any_key_is_refused_or_read(wrong: Any) -> None:
+def test_a_wrong_value_under_any_key_is_refused_or_read(wrong):
     """Any exception but UsageError fails."""
     path = TEMPORARY[0] / "config.json"
     (path.parent / "model.safetensors").write_text("")
@@ -932,9 +824,9 @@ def defaults(config: Mapping[str, Any], generation: Any = None) -> GenerationDef
     return load_generation_defaults(files)
 
 
-def test_sampling_defaults_that_transformers_saves_are_read() -> None:
+def test_sampling_defaults_that_transformers_saves_are_read():
     files = _folder(HF, "config.json", "model.safetensors")
-    GenerationConfig(  # type: ignore[no-untyped-call]
+    GenerationConfig(
         do_sample=True,
         temperature=0.6,
         top_p=0.9,
@@ -950,18 +842,18 @@ def test_sampling_defaults_that_transformers_saves_are_read() -> None:
 
 
 @pytest.mark.parametrize("do_sample", [False, None])
-def test_without_do_sample_the_default_is_greedy(do_sample: bool | None) -> None:
+def test_without_do_sample_the_default_is_greedy(do_sample):
     """As in transformers, where of these the penalty alone changes anything."""
     stated = {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.1}
     found = defaults({}, {"do_sample": do_sample, **stated})
     assert found == GenerationDefaults(temperature=0.0, repetition_penalty=1.1)
 
 
-def test_sampling_without_a_temperature_has_1() -> None:
+def test_sampling_without_a_temperature_has_1():
     assert defaults({}, {"do_sample": True}) == GenerationDefaults(temperature=1.0)
 
 
-def test_ids_come_from_the_config_where_there_is_no_better_place() -> None:
+def test_ids_come_from_the_config_where_there_is_no_better_place():
     ids = {"eos_token_id": 2, "bos_token_id": 1}
     assert defaults(ids) == GenerationDefaults(eos_ids=(2,), bos_id=1)
     found = defaults(ids, {"eos_token_id": [7, 8, 7]})
@@ -969,7 +861,7 @@ def test_ids_come_from_the_config_where_there_is_no_better_place() -> None:
     assert defaults({"eos_token_id": None, "bos_token_id": -1}) == GenerationDefaults()
 
 
-def test_unsupported_sampling_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_sampling_is_left_out_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="parallel_llama"):
         defaults({}, {"typical_p": 1.0, "num_beams": 1, "repetition_penalty": 1.1})
         assert not caplog.text
@@ -987,19 +879,17 @@ def test_unsupported_sampling_is_left_out_with_a_warning(caplog: pytest.LogCaptu
         ({"eos_token_id": 1.5}, "eos_token_id=1.5"),
     ],
 )
-def test_sampling_defaults_of_the_wrong_type_are_refused(
-    generation: dict[str, Any], message: str
-) -> None:
+def test_sampling_defaults_of_the_wrong_type_are_refused(generation, message):
     with pytest.raises(UsageError, match=f"generation_config.json: {message}"):
         defaults({}, generation)
 
 
-def test_a_generation_config_that_is_no_object_is_damage() -> None:
+def test_a_generation_config_that_is_no_object_is_damage():
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         defaults({}, [])
 
 
-def test_the_ids_and_sampling_of_a_gguf_file() -> None:
+def test_the_ids_and_sampling_of_a_gguf_file():
     path = TEMPORARY[0] / "m.gguf"
     content = gguf(
         tokenizer__ggml__eot_token_id=3,
@@ -1012,12 +902,12 @@ def test_the_ids_and_sampling_of_a_gguf_file() -> None:
     assert found == GenerationDefaults(temperature=0.5, top_k=20, eos_ids=(1, 3), bos_id=0)
 
 
-def test_metas_files_state_no_defaults() -> None:
+def test_metas_files_state_no_defaults():
     files = _folder(PARAMS, "params.json", "consolidated.00.pth")
     assert load_generation_defaults(files) == GenerationDefaults()
 
 
-def test_layer_types_count_where_layers_of_a_family_differ() -> None:
+def test_layer_types_count_where_layers_of_a_family_differ():
     """A Gemma 3 with few layers has no full-attention layer by default, and may name some."""
     values = {
         **HF,
@@ -1037,7 +927,7 @@ _KEYS_OF_TEXT = ["dtype", "torch_dtype", "hidden_act", "model_type", "architectu
 
 
 @pytest.mark.parametrize("key", [*_KEYS_OF_TEXT, "hidden_size", "rope_scaling", "x" * 100_000])
-def test_an_error_does_not_print_a_long_value_whole(key: str) -> None:
+def test_an_error_does_not_print_a_long_value_whole(key):
     """A dtype of 100,000 characters was."""
     value: Any = "x" * 100_000
     if key in ("architectures", "layer_types"):
@@ -1053,14 +943,14 @@ def test_an_error_does_not_print_a_long_value_whole(key: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [UsageError, CheckpointError])
-def test_the_message_of_an_error_keeps_its_beginning_and_end(kind: type[ValueError]) -> None:
+def test_the_message_of_an_error_keeps_its_beginning_and_end(kind):
     message = str(kind("model.safetensors: " + "x" * 100_000 + "; fetch it again"))
     assert len(message) <= 2000
     assert message.startswith("model.safetensors: x") and message.endswith("x; fetch it again")
     assert str(kind("y" * 2000)) == "y" * 2000
 
 
-def test_a_cap_of_the_scores_of_gemma_3_is_refused() -> None:
+def test_a_cap_of_the_scores_of_gemma_3_is_refused():
     """It was applied, and transformers has the key and does not apply it."""
     gemma3 = {**HF, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
     with pytest.raises(UsageError, match=r"attn_logit_softcapping=2\.0 is not supported"):

@@ -84,7 +84,7 @@ def through_json(value: dict[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(models)
-def test_what_is_written_is_read_back(args: ModelArgs) -> None:
+def test_what_is_written_is_read_back(args):
     assert args_from_hf(through_json(hf_config(args))) == args
     config, params = through_json(meta_config(args)), through_json(meta_params(args))
     assert args_from_meta_config(config, params) == args
@@ -97,7 +97,7 @@ def test_what_is_written_is_read_back(args: ModelArgs) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(models)
-def test_transformers_reads_it_and_saves_the_same(tmp_path: Path, args: ModelArgs) -> None:
+def test_transformers_reads_it_and_saves_the_same(tmp_path, args):
     """What transformers makes of the file, written by itself, is the same model."""
     (tmp_path / "config.json").write_text(json.dumps(hf_config(args)))
     config = LlamaConfig.from_pretrained(tmp_path)
@@ -107,7 +107,7 @@ def test_transformers_reads_it_and_saves_the_same(tmp_path: Path, args: ModelArg
     assert args_from_hf(saved) == args
 
 
-def test_special_ids_are_stated() -> None:
+def test_special_ids_are_stated():
     config = hf_config(ARGS, GenerationDefaults(eos_ids=(5, 7), bos_id=1))
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, [5, 7])
     config = hf_config(ARGS, GenerationDefaults(eos_ids=(5,)))
@@ -146,7 +146,7 @@ def _rope(args: ModelArgs, scaling: RopeScaling | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_llama_3_scaling_is_found_again_in_ggufs_factors(factor: float, head_dim: int) -> None:
+def test_llama_3_scaling_is_found_again_in_ggufs_factors(factor, head_dim):
     args = replace(ARGS, head_dim=head_dim, rope_theta=500000.0, max_seq_len=131072)
     expected = replace(LLAMA_3_1, factor=factor)
     factors = float32_factors(args, expected)
@@ -157,7 +157,7 @@ def test_llama_3_scaling_is_found_again_in_ggufs_factors(factor: float, head_dim
     torch.testing.assert_close(frequencies(found, 0)[0], frequencies(own, 0)[0], rtol=1e-5, atol=0)
 
 
-def test_factors_of_no_llama_3_scaling_are_refused() -> None:
+def test_factors_of_no_llama_3_scaling_are_refused():
     args = replace(ARGS, head_dim=128, rope_theta=500000.0)
     factors = list(float32_factors(args, LLAMA_3_1))
     middle = next(at for at, value in enumerate(factors) if 1.5 < value < 7)
@@ -172,20 +172,20 @@ def test_factors_of_no_llama_3_scaling_are_refused() -> None:
 @example(dim=4096, ratio=14336 / 4096)
 @example(dim=1, ratio=1.0)
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_metas_formula_gives_the_exact_width(dim: int, ratio: float) -> None:
+def test_metas_formula_gives_the_exact_width(dim, ratio):
     ffn_dim = min(max(1, int(dim * ratio)), MAX_SIZES["ffn_dim"])
     params = through_json(meta_params(replace(ARGS, dim=dim, ffn_dim=ffn_dim)))
     assert params["multiple_of"] == 1
     assert meta_ffn_dim(dim, 1, params["ffn_dim_multiplier"]) == ffn_dim
 
 
-def test_a_width_beyond_metas_formula_is_refused() -> None:
+def test_a_width_beyond_metas_formula_is_refused():
     with pytest.raises(UsageError, match=r"ffn_dim=300000 and dim=96: .* at most 1000; use"):
         meta_params(replace(ARGS, ffn_dim=300000))
 
 
 @pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
-def test_metas_own_models_come_back_from_params_json_alone(path: Path) -> None:
+def test_metas_own_models_come_back_from_params_json_alone(path):
     """Except the context, which is an argument of Meta's program."""
     args = args_from_params(json.loads(path.read_text()))
     params = through_json(meta_params(args))
@@ -195,7 +195,7 @@ def test_metas_own_models_come_back_from_params_json_alone(path: Path) -> None:
     assert beyond_meta(args) == []
 
 
-def test_only_metas_own_scaling_is_stated_by_its_flag() -> None:
+def test_only_metas_own_scaling_is_stated_by_its_flag():
     for scaling, is_metas in (
         (None, True),
         (LLAMA_3_1, True),
@@ -208,7 +208,7 @@ def test_only_metas_own_scaling_is_stated_by_its_flag() -> None:
         assert (beyond_meta(args) == []) is is_metas
 
 
-def test_what_params_json_cannot_say_is_named() -> None:
+def test_what_params_json_cannot_say_is_named():
     args = replace(ARGS, head_dim=16, attention_bias=True, rope_scaling=RopeScaling("linear", 2.0))
     assert beyond_meta(args) == [
         "head_dim=16 where dim / n_heads is 8",
@@ -224,7 +224,7 @@ def meta_folder(folder: Path, params: dict[str, Any], config: dict[str, Any]) ->
     return folder
 
 
-def test_our_config_beside_params_json_counts(tmp_path: Path) -> None:
+def test_our_config_beside_params_json_counts(tmp_path):
     args = replace(ARGS, tied_embeddings=True, mlp_bias=True, head_dim=10, max_seq_len=77)
     folder = meta_folder(tmp_path, meta_params(args), meta_config(args))
     files = find_model(str(folder))
@@ -232,7 +232,7 @@ def test_our_config_beside_params_json_counts(tmp_path: Path) -> None:
     assert load_model_args(files) == args
 
 
-def test_somebody_elses_config_beside_params_json_is_left_alone(tmp_path: Path) -> None:
+def test_somebody_elses_config_beside_params_json_is_left_alone(tmp_path):
     """Nothing says that it belongs to these weights, or is of a Llama at all."""
     folder = meta_folder(tmp_path, meta_params(ARGS), {"model_type": "mistral"})
     expected = replace(ARGS, max_seq_len=4096)
@@ -240,7 +240,7 @@ def test_somebody_elses_config_beside_params_json_is_left_alone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("key", ["dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size"])
-def test_a_config_that_contradicts_params_json_is_refused(tmp_path: Path, key: str) -> None:
+def test_a_config_that_contradicts_params_json_is_refused(tmp_path, key):
     params = meta_params(ARGS)
     params[key] += 1
     folder = meta_folder(tmp_path, params, meta_config(ARGS))
@@ -248,7 +248,7 @@ def test_a_config_that_contradicts_params_json_is_refused(tmp_path: Path, key: s
         load_model_args(find_model(str(folder)))
 
 
-def test_a_config_of_another_format_is_refused(tmp_path: Path) -> None:
+def test_a_config_of_another_format_is_refused(tmp_path):
     config = meta_config(ARGS)
     config["parallel_llama"]["format"] = "parallel_llama meta 2"
     folder = meta_folder(tmp_path, meta_params(ARGS), config)
@@ -256,7 +256,7 @@ def test_a_config_of_another_format_is_refused(tmp_path: Path) -> None:
         load_model_args(find_model(str(folder)))
 
 
-def test_generation_settings_beside_params_json_count(tmp_path: Path) -> None:
+def test_generation_settings_beside_params_json_count(tmp_path):
     folder = meta_folder(tmp_path, meta_params(ARGS), meta_config(ARGS))
     assert load_generation_defaults(find_model(str(folder))) == GenerationDefaults()
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4], "do_sample": false}')

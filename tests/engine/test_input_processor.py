@@ -34,7 +34,7 @@ def input_processor(folder: Path) -> InputProcessor:
     return InputProcessor(files, load_model_args(files))
 
 
-def test_a_stated_repetition_penalty_shapes_greedy_tokens_as_in_transformers(folder: Path) -> None:
+def test_a_stated_repetition_penalty_shapes_greedy_tokens_as_in_transformers(folder):
     state(folder, repetition_penalty=3.0)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     prompt = torch.tensor([TOKENS])
@@ -51,13 +51,13 @@ def test_a_stated_repetition_penalty_shapes_greedy_tokens_as_in_transformers(fol
     assert tokens != others
 
 
-def test_what_is_given_stands_before_what_is_stated(folder: Path) -> None:
+def test_what_is_given_stands_before_what_is_stated(folder):
     state(folder, do_sample=True, temperature=0.6, top_k=7, repetition_penalty=1.2)
     params = input_processor(folder).sampling_params(top_k=3, repetition_penalty=1.0)
     assert (params.temperature, params.top_k, params.repetition_penalty) == (0.6, 3, 1.0)
 
 
-def test_a_stated_value_out_of_range_is_refused_unless_another_is_given(folder: Path) -> None:
+def test_a_stated_value_out_of_range_is_refused_unless_another_is_given(folder):
     state(folder, do_sample=True, top_k=-2)
     with pytest.raises(UsageError, match=r"own settings, in .*chat: top_k=-2.*give a value"):
         input_processor(folder).sampling_params(temperature=1)
@@ -66,7 +66,7 @@ def test_a_stated_value_out_of_range_is_refused_unless_another_is_given(folder: 
         input_processor(folder).sampling_params(top_k=0, top_p=2)
 
 
-def test_a_chat_is_a_prompt_beside_texts_token_ids_and_messages(folder: Path) -> None:
+def test_a_chat_is_a_prompt_beside_texts_token_ids_and_messages(folder):
     messages = [{"role": "user", "content": "hi"}]
     listed, chat = input_processor(folder).requests([messages, Chat(messages)])
     assert chat.prompt == listed.prompt
@@ -74,9 +74,7 @@ def test_a_chat_is_a_prompt_beside_texts_token_ids_and_messages(folder: Path) ->
         input_processor(folder).requests(["a", [{"role": "user", "content": 7}]])
 
 
-def test_dynamic_rope_scaling_gives_the_tokens_of_transformers_whatever_max_tokens_is(
-    tmp_path: Path,
-) -> None:
+def test_dynamic_rope_scaling_gives_the_tokens_of_transformers_whatever_max_tokens_is(tmp_path):
     """The first tokens changed with the number that was asked for."""
     folder = write_hf(TINY_MODELS["6/6 dynamic"], tmp_path / "dynamic")  # trained for 12 tokens
     with LLM(str(folder), dtype="float64", kv_cache_bytes=4 << 20, block_size=4) as llm:
@@ -99,7 +97,7 @@ def test_dynamic_rope_scaling_gives_the_tokens_of_transformers_whatever_max_toke
                 assert list(completion.tokens) == expected[:n_new]
 
 
-def test_dynamic_rope_scaling_survives_preemption_and_the_prefix_cache(tmp_path: Path) -> None:
+def test_dynamic_rope_scaling_survives_preemption_and_the_prefix_cache(tmp_path):
     folder = write_hf(TINY_MODELS["6/6 dynamic"], tmp_path / "dynamic")
     prompts = [(TOKENS * 3)[:n] for n in (5, 11, 14, 20, 11, 3)]
     params = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -114,9 +112,7 @@ def test_dynamic_rope_scaling_survives_preemption_and_the_prefix_cache(tmp_path:
         assert small.engine.scheduler.n_prefix_tokens > 0
 
 
-def test_a_bias_beside_a_grammar_is_warned_of(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bias_beside_a_grammar_is_warned_of(folder, caplog):
     """The grammar's mask overrode it without a word."""
     digits = Grammar("regex", "[0-9]+")
     input_processor(folder).request(3, "Hello", SamplingParams(logit_bias={5: 1.0}))

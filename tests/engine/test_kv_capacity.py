@@ -2,16 +2,15 @@
 
 import mmap
 import resource
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import run_python
 from mixes import ARGS
 from thread_ranks import run_on_threads
 
@@ -108,7 +107,7 @@ def test_a_limit_of_the_address_space_is_heeded():
         lambda: bytearray(1 << 60),
     ],
 )
-def test_memory_that_cannot_be_had_says_what_to_lower(take: Callable[[], object]):
+def test_memory_that_cannot_be_had_says_what_to_lower(take):
     told = pytest.raises(OutOfMemory, match=r"no memory for the cache.*; lower it")
     with told, MemoryFor("the cache", "lower it"):
         take()
@@ -122,7 +121,7 @@ def test_memory_that_cannot_be_had_says_what_to_lower(take: Callable[[], object]
         RankError("rank 1 has died: it was out of memory"),
     ],
 )
-def test_what_is_no_lack_of_memory_stays_what_it_is(error: Exception):
+def test_what_is_no_lack_of_memory_stays_what_it_is(error):
     with pytest.raises(type(error)) as caught, MemoryFor("the cache", "lower it"):
         raise error
     assert caught.value is error
@@ -140,9 +139,7 @@ raise SystemExit(main(
     "score --model llama-3.2-1b --random-weights 1 --tokens-file /dev/stdin --device cpu".split()
 ))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], input="[1, 2]", capture_output=True, text=True
-    )
+    done = run_python("-c", program, input="[1, 2]")
     said = [line for line in done.stderr.splitlines() if "memory" in line]
     assert (done.returncode, done.stderr.count("Traceback"), len(said)) == (1, 0, 1), done.stderr
     assert said[0].startswith("parallel-llama: there is no memory for the weights")

@@ -1,6 +1,6 @@
 import json
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 
@@ -9,7 +9,7 @@ from parallel_llama.engine.llm_config import LLMConfig, Settings
 from parallel_llama.errors import UsageError
 
 
-def test_settings_reach_other_processes_unchanged() -> None:
+def test_settings_reach_other_processes_unchanged():
     config = LLMConfig("model", dtype="float64", seed=2**70, slice_of=(1, 3), timeout_s=200)
     line = json.dumps(config.to_json()).encode()
     assert LLMConfig.from_json(line) == config
@@ -17,13 +17,13 @@ def test_settings_reach_other_processes_unchanged() -> None:
 
 
 @pytest.mark.parametrize("line", [b"[]", b'{"block_size": "16"}', b'{"slice_of": [1]}'])
-def test_a_line_of_other_types_is_refused(line: bytes) -> None:
+def test_a_line_of_other_types_is_refused(line):
     with pytest.raises(ValueError, match="Expected"):
         LLMConfig.from_json(line)
 
 
 @pytest.mark.parametrize("slice_of", [(-1, 2), (2, 2), (0, 0)])
-def test_a_slice_is_a_rank_of_its_ranks(slice_of: tuple[int, int]) -> None:
+def test_a_slice_is_a_rank_of_its_ranks(slice_of):
     with pytest.raises(UsageError, match="slice_of="):
         LLMConfig(slice_of=slice_of)
 
@@ -39,19 +39,19 @@ def test_a_slice_is_a_rank_of_its_ranks(slice_of: tuple[int, int]) -> None:
         ({"timeout_s": float("nan")}, "timeout_s=nan: use a number of seconds above 0"),
     ],
 )
-def test_a_value_that_no_model_runs_with_is_refused(settings: dict[str, Any], remedy: str) -> None:
+def test_a_value_that_no_model_runs_with_is_refused(settings, remedy):
     """These were accepted; kv_split='tokens' ran as heads."""
     with pytest.raises(UsageError, match=remedy):
         LLMConfig(**settings)
 
 
-def test_keyword_arguments_of_llm_are_the_fields() -> None:
+def test_keyword_arguments_of_llm_are_the_fields():
     own = get_type_hints(LLMConfig)
     del own["model"]
     assert get_type_hints(Settings) == own
 
 
-def test_every_setting_with_a_flag_has_its_name() -> None:
+def test_every_setting_with_a_flag_has_its_name():
     """One without would not reach the LLM."""
     without = {"tp_size", "slice_of", "max_drafts", "timeout_s"}
     named = {flag.name.replace("-", "_") for flag in _SETTINGS}

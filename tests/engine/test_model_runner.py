@@ -34,9 +34,7 @@ def rows_and_all(comm: ThreadComm, folder: Path) -> tuple[Tensor, Tensor, Tensor
 
 
 @pytest.mark.parametrize("tp_size", [2, 5])
-def test_wanted_rows_are_those_of_the_whole_and_none_is_a_number_too(
-    folder: Path, tp_size: int
-) -> None:
+def test_wanted_rows_are_those_of_the_whole_and_none_is_a_number_too(folder, tp_size):
     """A step that only fills the cache takes part in every collective all the same."""
     for whole, rows, none, n_all_reduces in run_on_threads(tp_size, rows_and_all, folder):
         torch.testing.assert_close(rows, whole[[N + 4, 2]], rtol=0, atol=1e-12)
@@ -64,7 +62,7 @@ def hidden_by_blocks(comm: ThreadComm, folder: Path) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_any_block_size_and_order_of_blocks_is_the_same(folder: Path, tp_size: int) -> None:
+def test_any_block_size_and_order_of_blocks_is_the_same(folder, tp_size):
     for whole, *others in run_on_threads(tp_size, hidden_by_blocks, folder):
         for other in others:
             torch.testing.assert_close(other, whole, rtol=0, atol=1e-12)
@@ -84,9 +82,7 @@ def hidden_by_tiles(
     return results
 
 
-def test_a_prompt_seen_in_several_tiles_is_the_same(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_seen_in_several_tiles_is_the_same(folder, monkeypatch):
     """As torch's operators see it; kernels have tiles of their own."""
     monkeypatch.setattr("parity_steps.on_torch", True)
     sizes = [N, 5, 4, 1]
@@ -112,7 +108,7 @@ def hidden_by_scale(comm: ThreadComm, folder: Path) -> tuple[Tensor, Tensor, Ten
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_model_attends_with_its_own_scale_and_cap(folder: Path, tp_size: int) -> None:
+def test_a_model_attends_with_its_own_scale_and_cap(folder, tp_size):
     for scaled, turned, capped in run_on_threads(tp_size, hidden_by_scale, folder):
         torch.testing.assert_close(scaled, turned, rtol=0, atol=1e-12)
         assert (capped - turned).abs().max() > 1e-3

@@ -22,9 +22,7 @@ def latest_continuation(tokens: list[int], most: int) -> list[int]:
 
 
 @given(SEQUENCES, st.integers(0, 8), st.lists(st.integers(1, 9), max_size=12))
-def test_drafts_are_what_followed_the_latest_occurrence_of_the_longest_end(
-    tokens: list[int], most: int, steps: list[int]
-) -> None:
+def test_drafts_are_what_followed_the_latest_occurrence_of_the_longest_end(tokens, most, steps):
     """Whatever the lengths at which the sequence was looked at on its way."""
     lookup = PromptLookup()
     for n_tokens in [*(sum(steps[:n]) for n in range(len(steps))), len(tokens)]:
@@ -34,7 +32,7 @@ def test_drafts_are_what_followed_the_latest_occurrence_of_the_longest_end(
 
 
 @given(SEQUENCES, st.integers(0, 40))
-def test_there_are_never_more_drafts_than_asked_for(tokens: list[int], most: int) -> None:
+def test_there_are_never_more_drafts_than_asked_for(tokens, most):
     assert len(PromptLookup().draft(tokens, most)) <= most
 
 
@@ -60,21 +58,21 @@ def noise(n_tokens: int, seed: int, vocab_size: int = 40) -> list[int]:
     return [draw.randrange(vocab_size) for _ in range(n_tokens)]
 
 
-def test_copied_text_is_drafted_in_long_runs() -> None:
+def test_copied_text_is_drafted_in_long_runs():
     text = noise(400, seed=1, vocab_size=10_000)
     n_forwards, _, n_right = run(PromptLookup(), text + text, start=len(text) + LONGEST)
     assert n_right > 0.85 * len(text)
     assert n_forwards < len(text) / 8
 
 
-def test_the_gate_closes_on_random_text_and_then_costs_little() -> None:
+def test_the_gate_closes_on_random_text_and_then_costs_little():
     lookup, text = PromptLookup(), noise(4000, seed=2)
     run(lookup, text[:2000], start=10)
     n_forwards, n_drafts, _ = run(lookup, text, start=2000)
     assert 0 < n_drafts < 0.02 * n_forwards
 
 
-def test_a_closed_gate_opens_again_on_copied_text() -> None:
+def test_a_closed_gate_opens_again_on_copied_text():
     lookup, text = PromptLookup(), noise(2000, seed=3)
     run(lookup, text, start=10)
     fresh = noise(1500, seed=4, vocab_size=10_000)
@@ -82,12 +80,12 @@ def test_a_closed_gate_opens_again_on_copied_text() -> None:
     assert n_forwards < len(fresh) / 2
 
 
-def test_drafts_that_cost_as_much_as_they_bring_are_not_made() -> None:
+def test_drafts_that_cost_as_much_as_they_bring_are_not_made():
     text = noise(200, seed=5, vocab_size=10_000)
     dear = PromptLookup(row_costs=((1, 1.0), (16, 16.0)))
     _, n_drafts, _ = run(dear, text + text, start=len(text) + LONGEST)
     assert n_drafts < len(text) / 10
 
 
-def test_the_examples_in_the_docstrings_hold() -> None:
+def test_the_examples_in_the_docstrings_hold():
     assert doctest.testmod(prompt_lookup).failed == 0

@@ -1,7 +1,5 @@
 """Prompts in all the forms that people know from elsewhere: one alone is one."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -41,7 +39,7 @@ TALK = [{"role": "user", "content": "Hi!"}]
         ("", [""]),
     ],
 )
-def test_a_prompt_is_what_its_author_means(given: Any, prompts: list[Any]) -> None:
+def test_a_prompt_is_what_its_author_means(given, prompts):
     """A bare text was a prompt per character, and a dict one of its keys' names."""
     assert as_prompts(given) == prompts
 
@@ -69,6 +67,6 @@ def test_a_prompt_is_what_its_author_means(given: Any, prompts: list[Any]) -> No
         ([{"prompt": 5}], "prompt 0: .* must be a string"),
     ],
 )
-def test_anything_else_is_refused_with_what_is_taken(given: Any, says: str) -> None:
+def test_anything_else_is_refused_with_what_is_taken(given, says):
     with pytest.raises(UsageError, match=says):
         as_prompts(given)

@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from parallel_llama.engine.block_pool import BlockPool
-from parallel_llama.engine.scheduler import (
-    MAX_HELD_STEPS,
-    ScheduledTokens,
-    Scheduler,
-    Sequence,
-)
+from parallel_llama.engine.scheduler import MAX_HELD_STEPS, ScheduledTokens, Scheduler, Sequence
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request, SamplingParams
 

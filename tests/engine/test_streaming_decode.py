@@ -1,7 +1,6 @@
 """Text of a running completion: the pieces joined are the text of all tokens at once."""
 
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -29,14 +28,14 @@ def streamed(tokenizer: Tokenizer, ids: list[int], prompt: tuple[int, ...] = ())
 
 
 @every_real_file
-def test_pieces_joined_are_the_whole_decode_for_random_ids(path: Path) -> None:
+def test_pieces_joined_are_the_whole_decode_for_random_ids(path):
     tokenizer = real_tokenizer(path)
     for ids in random_ids(tokenizer.vocab_size, 1500):
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @every_real_file
-def test_pieces_joined_are_the_text_for_random_text(path: Path) -> None:
+def test_pieces_joined_are_the_text_for_random_text(path):
     """U+2581 is SentencePiece's own space, so it comes back as one; SmolLM2 lacks some bytes."""
     tokenizer = real_tokenizer(path)
     for text in random_texts(1000):
@@ -50,14 +49,14 @@ def test_pieces_joined_are_the_text_for_random_text(path: Path) -> None:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.text(max_size=30))
-def test_any_text_streams_back_whole(text: str) -> None:
+def test_any_text_streams_back_whole(text):
     tokenizer = real_tokenizer(LLAMA3)
     assert "".join(streamed(tokenizer, tokenizer.encode(text, special=False))) == text
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.binary(max_size=12))
-def test_bytes_that_are_not_utf8_stream_as_they_decode(data: bytes) -> None:
+def test_bytes_that_are_not_utf8_stream_as_they_decode(data):
     """Each byte is a token of its own, by byte fallback and by byte-level BPE."""
     spm, bpe = real_tokenizer(MISTRAL_V1), real_tokenizer(LLAMA3)
     bytes_of_bpe = {bpe.vocabulary.piece(id): id for id in range(256)}
@@ -72,7 +71,7 @@ def test_bytes_that_are_not_utf8_stream_as_they_decode(data: bytes) -> None:
 
 
 @every_real_file
-def test_no_piece_holds_part_of_an_emoji(path: Path) -> None:
+def test_no_piece_holds_part_of_an_emoji(path):
     tokenizer = real_tokenizer(path)
     ids = tokenizer.encode("🦙🫠𝕏", bos=False)
     assert len(ids) > 3, "the test wants characters that several tokens spell"
@@ -82,7 +81,7 @@ def test_no_piece_holds_part_of_an_emoji(path: Path) -> None:
 
 
 @every_real_file
-def test_an_unfinished_character_is_flushed_as_one_replacement(path: Path) -> None:
+def test_an_unfinished_character_is_flushed_as_one_replacement(path):
     tokenizer = real_tokenizer(path)
     ids = tokenizer.encode("hi 🦙", bos=False)[:-1]
     pieces = streamed(tokenizer, ids)
@@ -91,7 +90,7 @@ def test_an_unfinished_character_is_flushed_as_one_replacement(path: Path) -> No
     assert "".join(pieces) == tokenizer.decode(ids)
 
 
-def test_a_completion_of_a_prompt_keeps_its_leading_space() -> None:
+def test_a_completion_of_a_prompt_keeps_its_leading_space():
     """Decoded by itself a SentencePiece text loses its first space, so words would run together."""
     tokenizer = real_tokenizer(MISTRAL_V1)
     prompt = tokenizer.encode("The capital of France is")
@@ -102,20 +101,20 @@ def test_a_completion_of_a_prompt_keeps_its_leading_space() -> None:
     assert "".join(streamed(tokenizer, answer, (tokenizer.bos_id,))) == "Paris"
 
 
-def test_a_completion_finishes_the_character_that_its_prompt_began() -> None:
+def test_a_completion_finishes_the_character_that_its_prompt_began():
     tokenizer = real_tokenizer(SMOLLM2)
     ids = tokenizer.encode("🦙!", bos=False)
     assert "".join(streamed(tokenizer, ids[1:], tuple(ids[:1]))) == "🦙!"
 
 
-def test_padded_ids_of_the_model_spell_nothing() -> None:
+def test_padded_ids_of_the_model_spell_nothing():
     tokenizer = real_tokenizer(SMOLLM2)
     assert tokenizer.decode([tokenizer.vocab_size, tokenizer.vocab_size + 100]) == ""
     with pytest.raises(ValueError, match="token id -1 is negative"):
         tokenizer.decode([-1])
 
 
-def test_a_push_costs_the_same_late_as_early() -> None:
+def test_a_push_costs_the_same_late_as_early():
     """Decoding the whole completion again at each token would make this 100 times slower."""
     tokenizer = real_tokenizer(SMOLLM2)
     ids = tokenizer.encode("the 🦙 runs 12 times\n" * 4000, bos=False)

@@ -90,14 +90,14 @@ def chatglm(glm: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_chatglm_computes_what_glm_does_at_every_tp_size(glm: Path, chatglm: Path) -> None:
+def test_chatglm_computes_what_glm_does_at_every_tp_size(glm, chatglm):
     expected = reference_logits(glm, TOKENS)
     for tp_size in range(1, TINY.n_heads + 1):
         for (logits,) in run_on_threads(tp_size, logits_of_models, [(chatglm, TOKENS)]):
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-def test_chatglm_goes_through_every_layout_and_back(chatglm: Path, tmp_path: Path) -> None:
+def test_chatglm_goes_through_every_layout_and_back(chatglm, tmp_path):
     folder = chatglm
     for layout, n_parts in (("native", 2), ("meta", 3), ("hf", 2)):
         reshard(find_model(str(folder)), tmp_path / layout, layout=layout, n_parts=n_parts)
@@ -113,7 +113,7 @@ def test_chatglm_goes_through_every_layout_and_back(chatglm: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("key", ["rmsnorm", "multi_query_attention", "original_rope"])
-def test_what_no_published_chatglm_does_is_refused(chatglm: Path, key: str) -> None:
+def test_what_no_published_chatglm_does_is_refused(chatglm, key):
     (chatglm / "config.json").write_text(json.dumps({**CONFIG, key: False}))
     with pytest.raises(UsageError, match=f"{key}=False is not supported"):
         load_model_args(find_model(str(chatglm)))

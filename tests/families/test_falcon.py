@@ -1,7 +1,6 @@
 """Falcon in all its forms against transformers, and what its configuration may not say."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def some_tokens(tiny: TinyModel) -> list[int]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_computes_what_transformers_does(form: str, tmp_path: Path) -> None:
+def test_every_form_computes_what_transformers_does(form, tmp_path):
     tiny = FORMS[form]
     folder, tokens = write_hf(tiny, tmp_path / "falcon", seed=3), some_tokens(tiny)
     expected = reference_logits(folder, tokens)
@@ -54,7 +53,7 @@ def test_every_form_computes_what_transformers_does(form: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_comes_back_from_every_layout(form: str, tmp_path: Path) -> None:
+def test_every_form_comes_back_from_every_layout(form, tmp_path):
     tiny = FORMS[form]
     folder = source = write_hf(tiny, tmp_path / "falcon", seed=3)
     manifests = []
@@ -75,7 +74,7 @@ def test_every_form_comes_back_from_every_layout(form: str, tmp_path: Path) -> N
     assert load_model_args(find_model(str(folder))) == args
 
 
-def test_the_published_configurations_are_understood(tmp_path: Path) -> None:
+def test_the_published_configurations_are_understood(tmp_path):
     """As they stand on the hub, with keys of the first code and without those of the second."""
     common: dict[str, Any] = {
         "alibi": False,
@@ -126,9 +125,7 @@ def test_the_published_configurations_are_understood(tmp_path: Path) -> None:
         ({"num_kv_head": 2}, "did you mean 'num_kv_heads'"),
     ],
 )
-def test_what_is_not_computed_is_refused(
-    values: dict[str, Any], expected: str, tmp_path: Path
-) -> None:
+def test_what_is_not_computed_is_refused(values, expected, tmp_path):
     folder = write_hf(FORMS["a KV head a head"], tmp_path / "falcon")
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
@@ -136,7 +133,7 @@ def test_what_is_not_computed_is_refused(
         load_model_args(find_model(str(folder)))
 
 
-def test_a_base_models_names_are_known_and_another_forms_weights_are_not(tmp_path: Path) -> None:
+def test_a_base_models_names_are_known_and_another_forms_weights_are_not(tmp_path):
     folder = write_hf(SEVEN, tmp_path / "falcon")
     expected = reference_logits(folder, some_tokens(SEVEN))
     weights = load_file(folder / "model.safetensors")

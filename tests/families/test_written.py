@@ -22,9 +22,7 @@ TOKENS = list(range(3, 90, 3))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_that_went_through_every_layout_is_the_same_model_to_transformers(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_folder_that_went_through_every_layout_is_the_same_model_to_transformers(tmp_path, name):
     source = write_hf(TINY_MODELS[name], tmp_path / "source", seed=4)
     folder, args = source, load_model_args(find_model(str(source)))
     for layout, n_parts in (("native", 2), ("meta", 3), ("hf", 2)):
@@ -45,12 +43,12 @@ def test_a_folder_that_went_through_every_layout_is_the_same_model_to_transforme
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_damage_is_named_with_the_one_weight_that_has_it(tmp_path: Path, name: str) -> None:
-    """Weights of families with other names, or another order of rows, were named wrongly."""
-    source = write_hf(TINY_MODELS[name], tmp_path / "source")
-    reshard(find_model(str(source)), tmp_path / "hf", layout="hf", n_parts=1)
-    path = tmp_path / "hf" / "model.safetensors"
+def written_with_damage(name: str, folder: Path) -> Path:
+    """A folder in HF's layout with a bit flipped in the first norm of layer 1."""
+    target = folder / "hf"
+    source = write_hf(TINY_MODELS[name], folder / "source")
+    reshard(find_model(str(source)), target, layout="hf", n_parts=1)
+    path = target / "model.safetensors"
     norm = next(
         weight
         for stored, weight in load_file(path).items()
@@ -59,28 +57,26 @@ def test_damage_is_named_with_the_one_weight_that_has_it(tmp_path: Path, name: s
     data = bytearray(path.read_bytes())
     data[data.index(norm.numpy().tobytes()) + 8] ^= 1
     path.write_bytes(data)
-    (problem,) = verify(str(tmp_path / "hf")).problems
+    return target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damage_is_named_with_the_one_weight_that_has_it(tmp_path, name):
+    """Weights of families with other names, or another order of rows, were named wrongly."""
+    (problem,) = verify(str(written_with_damage(name, tmp_path))).problems
     assert "damaged in layers.1.attention_norm.weight, bytes" in problem
 
 
-def test_damage_is_named_where_config_json_is_damaged_too(tmp_path: Path) -> None:
+def test_damage_is_named_where_config_json_is_damaged_too(tmp_path):
     """By the name that all families have for it."""
-    source = write_hf(TINY_MODELS["8/2 qwen3"], tmp_path / "source")
-    reshard(find_model(str(source)), tmp_path / "hf", layout="hf", n_parts=1)
-    path = tmp_path / "hf" / "model.safetensors"
-    norm = load_file(path)["model.layers.1.input_layernorm.weight"]
-    data = bytearray(path.read_bytes())
-    data[data.index(norm.numpy().tobytes()) + 8] ^= 1
-    path.write_bytes(data)
-    (tmp_path / "hf" / "config.json").write_text("{")
-    problems = verify(str(tmp_path / "hf")).problems
+    folder = written_with_damage("8/2 qwen3", tmp_path)
+    (folder / "config.json").write_text("{")
+    problems = verify(str(folder)).problems
     assert any("damaged in layers.1.attention_norm.weight, bytes" in line for line in problems)
 
 
 @pytest.mark.parametrize("name", ["8/2 qwen3", "8/2 gemma3"])
-def test_damage_in_one_weight_leaves_the_norms_of_queries_and_keys_whole(
-    tmp_path: Path, name: str
-) -> None:
+def test_damage_in_one_weight_leaves_the_norms_of_queries_and_keys_whole(tmp_path, name):
     """Meta's files have another order of rows, and an error named the wrong weight."""
     source, folder = write_hf(TINY_MODELS[name], tmp_path / "source"), tmp_path / "meta"
     reshard(find_model(str(source)), folder, layout="meta", n_parts=1)

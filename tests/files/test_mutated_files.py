@@ -71,9 +71,7 @@ def mutants(whole: bytes, seed: str) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("file", KINDS)
-def test_a_mutant_is_read_or_refused_in_one_line(
-    folders: Path, capsys: pytest.CaptureFixture[str], file: str
-) -> None:
+def test_a_mutant_is_read_or_refused_in_one_line(folders, capsys, file):
     folder = folders / KINDS[file]
     whole = (folder / file).read_bytes()
     codes: set[int] = set()

@@ -147,9 +147,7 @@ def refuses(
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o111])
-def test_a_folder_that_is_somebody_elses(
-    good: Path, refuses: Refuses, verb: str, mode: int
-) -> None:
+def test_a_folder_that_is_somebody_elses(good, refuses, verb, mode):
     """Not to be entered, only to be listed, only to be entered."""
     with locked(good / "hf", mode):
         assert "hf" in (said := refuses(verb, "hf"))
@@ -173,9 +171,7 @@ def test_a_folder_that_is_somebody_elses(
     ],
 )
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_file_that_is_somebody_elses(
-    good: Path, refuses: Refuses, verb: str, model: str, file: str, spared: list[str]
-) -> None:
+def test_a_file_that_is_somebody_elses(good, refuses, verb, model, file, spared):
     """`spared` are the verbs that do not read it."""
     path = good / model / file
     with locked(path):
@@ -185,9 +181,7 @@ def test_a_file_that_is_somebody_elses(
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "tokenizer.json", "model.safetensors"])
-def test_a_file_to_be_verified_that_is_somebody_elses(
-    good: Path, capsys: pytest.CaptureFixture[str], file: str
-) -> None:
+def test_a_file_to_be_verified_that_is_somebody_elses(good, capsys, file):
     """An unreadable file used to count as damaged, although its content is unknown."""
     argv = ["generate", "--model", str(good / "listed"), "--prompt=Hi", "--max-tokens=2"]
     assert main([*argv, "--verify"]) == 0
@@ -199,18 +193,16 @@ def test_a_file_to_be_verified_that_is_somebody_elses(
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", [LONG, f"{LONG}/m.gguf", f"hf/{LONG}", "a/" * 2500])
-def test_a_path_that_is_too_long(refuses: Refuses, verb: str, name: str) -> None:
+def test_a_path_that_is_too_long(refuses, verb, name):
     refuses(verb, name)
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "verify"])
-def test_an_index_that_names_a_file_of_300_letters(refuses: Refuses, verb: str) -> None:
+def test_an_index_that_names_a_file_of_300_letters(refuses, verb):
     assert "1 of the 1 files" in refuses(verb, "indexed")
 
 
-def test_verify_reports_an_index_that_names_a_file_of_300_letters(
-    good: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_reports_an_index_that_names_a_file_of_300_letters(good, capsys):
     """As it does any file that is missing: the folder is damaged, and that is a verdict."""
     assert main(["verify", str(good / "indexed")]) == 1
     assert "1 of the 1 files" in capsys.readouterr().out
@@ -218,7 +210,7 @@ def test_verify_reports_an_index_that_names_a_file_of_300_letters(
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", ["loop", "loop/m.gguf", "loop.gguf"])
-def test_a_loop_of_links(good: Path, refuses: Refuses, verb: str, name: str) -> None:
+def test_a_loop_of_links(good, refuses, verb, name):
     links = [good / "loop", good / "loop.gguf"]
     for link in links:
         link.symlink_to(link.name)
@@ -231,7 +223,7 @@ def test_a_loop_of_links(good: Path, refuses: Refuses, verb: str, name: str) -> 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_file_that_is_a_loop_of_links(good: Path, refuses: Refuses, verb: str, file: str) -> None:
+def test_a_file_that_is_a_loop_of_links(good, refuses, verb, file):
     path = good / "hf" / file
     path.rename(good / "away")
     path.symlink_to(path.name)
@@ -246,12 +238,7 @@ def test_a_file_that_is_a_loop_of_links(good: Path, refuses: Refuses, verb: str,
 @pytest.mark.parametrize(
     "target", [LONG, f"hf/{LONG}/new", "closed/new", "closed/in/new", "y" * 250]
 )
-def test_a_target_that_cannot_be_written(
-    good: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    target: str,
-) -> None:
+def test_a_target_that_cannot_be_written(good, capsys, monkeypatch, target):
     monkeypatch.chdir(good)
     closed = good / "closed"
     closed.mkdir(exist_ok=True)
@@ -274,14 +261,7 @@ FLAGS = [
 
 @pytest.mark.parametrize(("verb", "flag"), FLAGS)
 @pytest.mark.parametrize("path", ["closed/file", "closed.txt", "loop", "loop/file", LONG])
-def test_a_file_of_a_flag_that_cannot_be_read(
-    good: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    verb: str,
-    flag: str,
-    path: str,
-) -> None:
+def test_a_file_of_a_flag_that_cannot_be_read(good, capsys, monkeypatch, verb, flag, path):
     monkeypatch.chdir(good)
     (good / "closed").mkdir(exist_ok=True)
     (good / "closed.txt").write_text("{}")
@@ -337,9 +317,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
         ("indexed", "model.safetensors.index.json"),
     ],
 )
-def test_a_file_that_is_not_regular_is_refused_at_once(
-    good: Path, refuses: Refuses, model: str, file: str, kind: str
-) -> None:
+def test_a_file_that_is_not_regular_is_refused_at_once(good, refuses, model, file, kind):
     """A named pipe in a model's folder was waited for without end."""
     path = good / model / file
     path.rename(good / "away")
@@ -354,9 +332,7 @@ def test_a_file_that_is_not_regular_is_refused_at_once(
 
 
 @pytest.mark.parametrize("file", ["rope_freqs", "weights", "journal"])
-def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(
-    tmp_path: Path, file: str
-) -> None:
+def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(tmp_path, file):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     opens: dict[str, Callable[[], object]] = {
@@ -377,14 +353,7 @@ def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(
     ("verb", "flag"),
     [flag for flag in FLAGS if "--output" not in flag] + [("serve", "--api-key-file")],
 )
-def test_a_named_pipe_of_a_flag_is_refused_at_once(
-    good: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    verb: str,
-    flag: str,
-) -> None:
+def test_a_named_pipe_of_a_flag_is_refused_at_once(good, capsys, monkeypatch, tmp_path, verb, flag):
     """It was waited for without end."""
     monkeypatch.chdir(good)
     path = tmp_path / "pipe"
@@ -398,9 +367,7 @@ def test_a_named_pipe_of_a_flag_is_refused_at_once(
     assert len(lines) == 1 and ("regular file" in lines[0]), lines
 
 
-def test_a_pipe_of_the_shell_is_read(
-    good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_of_the_shell_is_read(good, capsys, monkeypatch):
     """As in --text-file <(command)."""
     monkeypatch.chdir(good)
     assert main(["score", "--model", "hf", "--text-file", "text.txt", "--json"]) == 0
@@ -414,7 +381,7 @@ def test_a_pipe_of_the_shell_is_read(
     assert capsys.readouterr().out == expected
 
 
-def test_a_program_gets_the_same_error(good: Path) -> None:
+def test_a_program_gets_the_same_error(good):
     refused = pytest.raises(CheckpointError, match=r"config\.json: cannot be read: Permission")
     with locked(good / "hf" / "config.json"), powerless(), refused:
         LLM(str(good / "hf"))

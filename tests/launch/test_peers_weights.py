@@ -13,9 +13,7 @@ from tiny_folder import TINY, write_tokenizer
 from tiny_models import TINY_MODELS, write_hf
 
 from launch.bench.compare import main
-from launch.bench.engines import engines
 from launch.bench.weights import Weights, write_gguf
-from launch.bench.worker import RuntimeFailed
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config.layouts import load_model_args
@@ -59,35 +57,6 @@ def test_a_model_that_its_sizes_do_not_tell_is_refused(name, tmp_path):
     with pytest.raises(UsageError, match="plain models"):
         write_gguf(made.files, made.args, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
-
-
-@pytest.mark.parametrize(("name", "share"), [("9/3 tied", 1.0), ("9/3", None)])
-def test_a_step_reads_an_engines_own_file_but_for_what_is_looked_up(name, share, tmp_path):
-    made = weights_of(name, tmp_path)
-    names = "ours:1,ours:1@float16,ours:1@int8,llama.cpp@Q8_0,ours:2@Q8_0"
-    ours, half, eight, peer, stored = engines(names)
-    (made.folder / "llama_cpp-Q8_0.gguf").write_bytes(bytes(10_000))
-    values = made.step_bytes(ours, batch=1) // 4
-    n_norms = (2 * made.args.n_layers + 1) * made.args.dim
-    assert made.step_bytes(half, batch=1) == 2 * (values + n_norms)
-    n_matrices = values - n_norms
-    assert (
-        34 / 32 * n_matrices * 0.99
-        < made.step_bytes(eight, batch=1) - 4 * n_norms
-        <= 34 / 32 * n_matrices + 2  # a group that is not whole
-    )
-    looked_up = made.args.vocab_size * made.args.dim
-    expected = share or values / (values + looked_up)
-    assert made.step_bytes(peer, batch=1) == round(10_000 * expected)
-    assert made.step_bytes(stored, batch=1) == round(10_000 * expected)
-    assert made.path(stored) == made.path(peer)
-
-
-def test_weights_that_an_engine_cannot_make_are_told_with_its_last_words(tmp_path):
-    made = weights_of("9/3", tmp_path)
-    (llama_models,) = engines("llama-models")
-    with pytest.raises(RuntimeFailed, match=r"could not be made: AttributeError.*'convert'"):
-        made.path(replace(llama_models, makes=".bin"))
 
 
 PEERS = {

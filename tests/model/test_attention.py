@@ -42,9 +42,7 @@ def make_queries(slots: list[int], n_rows: int, n_decoded: int) -> Queries:
 @pytest.mark.parametrize(("n_rows", "n_decoded"), [(1, 0), (1, 1), (3, 0), (3, 1), (4, 4), (9, 2)])
 @pytest.mark.parametrize("keys", [(slice(5, 14),), (slice(20, 24), slice(2, 6), slice(10, 11))])
 @pytest.mark.parametrize("scores", [Scores(), Scores(scale=0.9, soft_cap=1.5)], ids=str)
-def test_every_query_sees_its_own_past(
-    keys: tuple[slice, ...], n_rows: int, n_decoded: int, scores: Scores
-) -> None:
+def test_every_query_sees_its_own_past(keys, n_rows, n_decoded, scores):
     slots = [slot for own in keys for slot in range(own.start, own.stop)]
     q = torch.randn(n_rows, 7, D, dtype=torch.float64)[:, 1:6]  # a part of a wider product
     # Memory that is not written is NaN, as uninitialised memory may be.

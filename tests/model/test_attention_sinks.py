@@ -88,13 +88,13 @@ def sinking_logits(comm: Communicator, cuts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("cuts", [[], [5, 21], list(range(2, 60))], ids=["whole", "three", "each"])
-def test_logits_are_those_of_positions_in_the_cache(tp_size: int, cuts: list[int]) -> None:
+def test_logits_are_those_of_positions_in_the_cache(tp_size, cuts):
     expected = reference(SINKING, TOKENS)
     for logits in run_on_threads(tp_size, sinking_logits, cuts):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-def test_sinks_are_kept_while_the_window_goes_round() -> None:
+def test_sinks_are_kept_while_the_window_goes_round():
     pool = BlockPool(40, 2)
     kv_group = KVGroupBlocks(pool, window=6, step_tokens=4, n_sinks=3)
     table = kv_group.prefix([])
@@ -115,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_folder(tmp_path_factory.mktemp("sinks") / "model")
 
 
-def test_a_text_goes_on_beyond_the_context(folder: Path) -> None:
+def test_a_text_goes_on_beyond_the_context(folder):
     """Five contexts on, in as few blocks as at the beginning; without sinks it is refused."""
     params = SamplingParams(max_tokens=300, ignore_eos=True)
     options = {"dtype": "float64", "max_seq_len": 64, "kv_cache_bytes": 1 << 22, "block_size": 4}
@@ -128,7 +128,7 @@ def test_a_text_goes_on_beyond_the_context(folder: Path) -> None:
         assert both[0].tokens == one.tokens
 
 
-def test_what_cannot_go_on_without_end_is_refused() -> None:
+def test_what_cannot_go_on_without_end_is_refused():
     hybrid = replace(ARGS, sliding_window=5, full_layers=(0,))
     with pytest.raises(UsageError, match="attention_sinks=4: some layers attend to all keys"):
         with_sinks(hybrid, 4, 2048)

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from fairscale.nn.model_parallel import layers as fairscale_layers
-from fairscale_alone import fairscale_alone
+from meta_oracle import fairscale_alone
 from ranks import Pools
 from torch import Tensor
 
@@ -115,23 +115,23 @@ def run_embedding(comm: Communicator, cut: Cut) -> Pair:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_our_column_parallel_linear_is_fairscales(on_each_rank: Run, has_bias: bool) -> None:
+def test_our_column_parallel_linear_is_fairscales(on_each_rank, has_bias):
     assert_same(on_each_rank(run_column_parallel, has_bias))
 
 
 @pytest.mark.parametrize("cut", [even_range, uneven_range])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_our_row_parallel_linear_is_fairscales(on_each_rank: Run, has_bias: bool, cut: Cut) -> None:
+def test_our_row_parallel_linear_is_fairscales(on_each_rank, has_bias, cut):
     """A bias added before the reduce would count once per rank."""
     assert_same(on_each_rank(run_row_parallel, has_bias, cut))
 
 
 @pytest.mark.parametrize("cut", [even_range, uneven_range])
-def test_our_vocabulary_parallel_embedding_is_fairscales(on_each_rank: Run, cut: Cut) -> None:
+def test_our_vocabulary_parallel_embedding_is_fairscales(on_each_rank, cut):
     assert_same(on_each_rank(run_embedding, cut))
 
 
-def test_layers_on_the_meta_device_allocate_nothing() -> None:
+def test_layers_on_the_meta_device_allocate_nothing():
     """fairscale's at 2 ranks fail there, because they copy from a whole weight on the CPU."""
     layer = layers.ColumnParallelLinear(
         DIM, range(5), Backend(Solo(), OPS, torch.float64), bias=True

@@ -18,7 +18,7 @@ TABLE = [7, 8, 2, 5, 6]  # three runs of consecutive blocks
 
 @pytest.mark.parametrize("name", KV_DTYPES)
 @pytest.mark.parametrize("tp_size", [1, 3])
-def test_a_cache_takes_the_bytes_that_the_plan_counts(name: str, tp_size: int):
+def test_a_cache_takes_the_bytes_that_the_plan_counts(name, tp_size):
     form = kv_format(name, "float32")
     for shard in make_plan(ARGS, tp_size).shards:
         cache = KVCache(ARGS, shard, 2, 10, 4, form=form, device=torch.device("cpu"))

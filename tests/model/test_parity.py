@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fairscale_alone import fairscale_alone
-from meta_oracle import meta_logits
+from meta_oracle import fairscale_alone, meta_logits
 from parity_steps import (
     load_runner,
     logits_alone_and_together,
@@ -20,7 +19,6 @@ from parity_steps import (
     logits_in_pieces,
     logits_of_models,
 )
-from ranks import Pools
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import META_SCALED_ROPE, TINY_MODELS, TinyModel, write_hf, write_meta
 from torch import Tensor
@@ -43,14 +41,7 @@ DYNAMIC = "6/6 dynamic"
 META_MODELS = {
     "plain": TinyModel(12, 4, 8, 96, ffn_dim=92, vocab_size=212),
     "scaled": TinyModel(
-        8,
-        4,
-        16,
-        128,
-        ffn_dim=100,
-        vocab_size=204,
-        max_seq_len=16384,
-        rope=META_SCALED_ROPE,
+        8, 4, 16, 128, ffn_dim=100, vocab_size=204, max_seq_len=16384, rope=META_SCALED_ROPE
     ),
 }
 
@@ -97,7 +88,7 @@ def meta_hf_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != DYNAMIC])
-def test_the_reference_is_float64_throughout(models: Models, name: str) -> None:
+def test_the_reference_is_float64_throughout(models, name):
     """One bare float32 cast left in it would differ by 1e-7 between prefill and decode."""
     model = models[name]
     by_token = reference_logits_token_by_token(model.folder, model.tokens)
@@ -105,16 +96,14 @@ def test_the_reference_is_float64_throughout(models: Models, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_unpatched_reference_is_not_float64(models: Models) -> None:
+def test_the_unpatched_reference_is_not_float64(models):
     for model in models.values():
         error = (unpatched_logits(model.folder, model.tokens) - model.logits).abs().max()
         assert 1e-8 < error < 3e-5
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_the_sequence_is_long_enough_to_feel_the_rope_scaling(
-    models: Models, tmp_path: Path, name: str
-) -> None:
+def test_the_sequence_is_long_enough_to_feel_the_rope_scaling(models, tmp_path, name):
     model = models[name]
     rope = {"rope_type": "default", "rope_theta": model.tiny.rope["rope_theta"]}
     folder = write_hf(replace(model.tiny, rope=rope), tmp_path, seed=NAMES.index(name))
@@ -122,14 +111,14 @@ def test_the_sequence_is_long_enough_to_feel_the_rope_scaling(
     assert (unscaled - model.logits).abs().max() > 1e-2
 
 
-def test_logits_on_one_rank_equal_transformers(models: Models) -> None:
+def test_logits_on_one_rank_equal_transformers(models):
     for model in models.values():
         runner = load_runner(Solo(), model.folder, N_TOKENS)
         assert_same(logits_in_pieces(runner, model.tokens), model.logits)
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
-def test_logits_on_processes_equal_transformers(ranks: Pools, models: Models, tp_size: int) -> None:
+def test_logits_on_processes_equal_transformers(ranks, models, tp_size):
     fitting = [model for model in models.values() if model.tiny.n_heads >= tp_size]
     work = [(model.folder, model.tokens) for model in fitting]
     for results in ranks(tp_size).run(logits_of_models, work):
@@ -139,7 +128,7 @@ def test_logits_on_processes_equal_transformers(ranks: Pools, models: Models, tp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_at_every_size_up_to_n_heads_equal_transformers(models: Models, name: str) -> None:
+def test_logits_at_every_size_up_to_n_heads_equal_transformers(models, name):
     model = models[name]
     for tp_size in range(1, model.tiny.n_heads + 1):
         work = [(model.folder, model.tokens)]
@@ -148,7 +137,7 @@ def test_logits_at_every_size_up_to_n_heads_equal_transformers(models: Models, n
 
 
 @pytest.mark.slow
-def test_logits_are_within_float32_rounding_of_transformers_as_it_is(models: Models) -> None:
+def test_logits_are_within_float32_rounding_of_transformers_as_it_is(models):
     for model in models.values():
         runner = load_runner(Solo(), model.folder, N_TOKENS)
         expected = unpatched_logits(model.folder, model.tokens)
@@ -160,13 +149,8 @@ def test_logits_are_within_float32_rounding_of_transformers_as_it_is(models: Mod
 @pytest.mark.parametrize("name", META_MODELS)
 @pytest.mark.parametrize("n_files", [1, 2, 4])
 def test_a_meta_folder_equals_its_hf_folder_and_metas_model(
-    ranks: Pools,
-    meta_hf_folders: dict[str, Path],
-    tmp_path: Path,
-    name: str,
-    n_files: int,
-    embeddings_dim: int,
-) -> None:
+    ranks, meta_hf_folders, tmp_path, name, n_files, embeddings_dim
+):
     """Meta's model runs at the folder's own model-parallel size; it knows embeddings on dim 0."""
     tiny, hf_folder = META_MODELS[name], meta_hf_folders[name]
     tokens = some_tokens(N_TOKENS, tiny.vocab_size)
@@ -196,9 +180,7 @@ def some_cuts() -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_prefill_at_once_equals_prefill_in_pieces_and_token_by_token(
-    models: Models, name: str, tp_size: int
-) -> None:
+def test_prefill_at_once_equals_prefill_in_pieces_and_token_by_token(models, name, tp_size):
     """Dynamic scaling included: its base follows from the total length, not from what is there."""
     model = models[name]
     results = run_on_threads(tp_size, logits_by_cuts, model.folder, model.tokens, some_cuts())
@@ -207,7 +189,7 @@ def test_prefill_at_once_equals_prefill_in_pieces_and_token_by_token(
             assert_same(logits, model.logits)
 
 
-def test_decoding_on_processes_equals_transformers(ranks: Pools, models: Models) -> None:
+def test_decoding_on_processes_equals_transformers(ranks, models):
     model = models[UNEVEN]
     cuts = [list(range(1, N_TOKENS))]
     for (logits,) in ranks(2).run(logits_by_cuts, model.folder, model.tokens, cuts):
@@ -216,9 +198,7 @@ def test_decoding_on_processes_equals_transformers(ranks: Pools, models: Models)
 
 @pytest.mark.parametrize("tp_size", [1, 2, 5])
 @pytest.mark.parametrize("name", [BIASED, DYNAMIC])
-def test_a_request_alone_equals_itself_among_strangers(
-    models: Models, name: str, tp_size: int
-) -> None:
+def test_a_request_alone_equals_itself_among_strangers(models, name, tp_size):
     """Prefills and decodes share forwards; dynamic scaling has one base per sequence, not one."""
     model = models[name]
     prompts = [some_tokens(n, model.tiny.vocab_size, seed=n) for n in (9, 1, 30, 2, 17, 13)]
@@ -250,9 +230,7 @@ def counts_of_a_greedy_step(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tp_size", [2, 5])
-def test_a_greedy_step_is_2_n_layers_plus_1_all_reduces_and_one_all_gather(
-    models: Models, name: str, tp_size: int
-) -> None:
+def test_a_greedy_step_is_2_n_layers_plus_1_all_reduces_and_one_all_gather(models, name, tp_size):
     """Counted on prefill and decode; a family with parallel blocks has one for each."""
     model = models[name]
     per_layer = 1 if model.tiny.family == "falcon" else 2

@@ -38,10 +38,7 @@ SCALINGS = {
             "original_max_position_embeddings": 32,
         },
     ),
-    "yarn": (
-        RopeScaling("yarn", 4.0, 32),
-        {"factor": 4.0, "original_max_position_embeddings": 32},
-    ),
+    "yarn": (RopeScaling("yarn", 4.0, 32), {"factor": 4.0, "original_max_position_embeddings": 32}),
     "dynamic": (RopeScaling("dynamic", 2.0), {"factor": 2.0}),
 }
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mixes import ARGS, differences, make_engine, make_runner, random_mix, run_mix
+from mixes import ARGS, make_runner, run_mixes
 from parity_steps import BLOCK_SIZE, full_logits, load_runner
-from ranks import Pools
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TINY_MODELS, write_hf
 from torch import Tensor
@@ -47,7 +46,7 @@ def spread_logits(comm: Communicator, folder: Path, cuts: Sequence[Sequence[int]
 
 
 @pytest.mark.parametrize("name", ["7/1 llama3", "10/2 all biases, tied", "8/1 gemma", "8/4 gemma2"])
-def test_logits_equal_transformers_at_every_size(tmp_path: Path, name: str) -> None:
+def test_logits_equal_transformers_at_every_size(tmp_path, name):
     tiny = TINY_MODELS[name]
     folder = write_hf(tiny, tmp_path, seed=2)
     expected = reference_logits(folder, TOKENS)
@@ -57,7 +56,7 @@ def test_logits_equal_transformers_at_every_size(tmp_path: Path, name: str) -> N
                 torch.testing.assert_close(each, expected, rtol=0, atol=1e-10)
 
 
-def test_logits_of_processes_equal_transformers(ranks: Pools, tmp_path: Path) -> None:
+def test_logits_of_processes_equal_transformers(ranks, tmp_path):
     folder = write_hf(TINY_MODELS["7/1 llama3"], tmp_path, seed=2)
     expected = reference_logits(folder, TOKENS)
     for tp_size in (3, 5):
@@ -69,25 +68,10 @@ def test_logits_of_processes_equal_transformers(ranks: Pools, tmp_path: Path) ->
 MQA = replace(ARGS, n_kv_heads=1)
 
 
-def mixed(comm: Communicator, seeds: range) -> list[list[str]]:
-    """Where a request got anything else in a mix than alone on one rank."""
-    runner = make_runner(comm, MQA, kv_split="sequence")
-    assert comm.size == runner.plan.kv_parts
-    found = []
-    for seed in seeds:
-        mix = random_mix(seed)
-        engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
-        outcomes = run_mix(engine, mix)
-        found += differences(mix, outcomes, MQA) if comm.rank == 0 else []
-    return found
-
-
 @pytest.mark.parametrize(("tp_size", "seeds"), [(2, range(10)), (5, range(10, 14))])
-def test_a_request_gets_in_any_mix_what_it_gets_alone_on_one_rank(
-    tp_size: int, seeds: range
-) -> None:
+def test_a_request_gets_in_any_mix_what_it_gets_alone_on_one_rank(tp_size, seeds):
     """Preempted, from the prefix cache, in chunks and with guesses, as anywhere."""
-    assert not run_on_threads(tp_size, mixed, seeds)[0]
+    assert not run_on_threads(tp_size, run_mixes, seeds, MQA, None, "sequence")[0]
 
 
 def int8_logits(comm: Communicator, kv_split: KVSplit) -> Tensor:
@@ -102,13 +86,13 @@ def int8_logits(comm: Communicator, kv_split: KVSplit) -> Tensor:
 
 
 @pytest.mark.parametrize("tp_size", [2, 3])
-def test_keys_of_int8_are_the_same_wherever_they_are_kept(tp_size: int) -> None:
+def test_keys_of_int8_are_the_same_wherever_they_are_kept(tp_size):
     (expected, *_) = run_on_threads(tp_size, int8_logits, "heads")
     for logits in run_on_threads(tp_size, int8_logits, "sequence"):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-def test_a_rank_keeps_its_part_of_the_blocks_and_one_more(tmp_path: Path) -> None:
+def test_a_rank_keeps_its_part_of_the_blocks_and_one_more(tmp_path):
     folder = write_hf(TINY_MODELS["7/1 llama3"], tmp_path)
 
     def kept(comm: ThreadComm) -> int:
@@ -127,7 +111,7 @@ def counts_of_a_step(comm: ThreadComm, folder: Path) -> dict[str, int]:
     return dict(comm.counts)
 
 
-def test_a_layer_takes_two_all_gathers_more(tmp_path: Path) -> None:
+def test_a_layer_takes_two_all_gathers_more(tmp_path):
     tiny = TINY_MODELS["7/1 llama3"]
     folder = write_hf(tiny, tmp_path)
     expected = {"all_reduce": 2 * tiny.n_layers + 1, "all_gather": 2 * tiny.n_layers}

@@ -118,27 +118,22 @@ def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "rank"), [(3, 1), (2, 0)])
 def test_a_rank_that_dies_within_a_program_is_named_by_all_others(size, rank):
-    pool = Ranks(size, shared_memory=True)
-    try:
+    with Ranks(size, shared_memory=True) as pool:
         for other, outcome in enumerate(pool.outcomes(fault, rank, signal.SIGKILL)):
             if other != rank:
                 waited_s, message = outcome
                 assert waited_s < SOON_S
                 assert message.startswith(f"rank {rank} of {size} has died")
-    finally:
-        pool.end()
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_within_a_program_is_named_after_the_timeout():
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         pool.run(many_turns)  # so that all kernels are compiled
         waited_s, message = pool.outcomes(fault, 1, signal.SIGSTOP, lost=[1])[0]
         assert 1.5 <= waited_s < SOON_S
         assert message.startswith("rank 1 of 2 is late: no progress for 1.5 s")
         assert message.endswith("it is stopped by a signal or a debugger")
-    finally:
-        pool.end()
 
 
 def go_different_ways(comm: Communicator) -> str:
@@ -153,12 +148,10 @@ def go_different_ways(comm: Communicator) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_ranks_whose_programs_differ_are_told_so():
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         first, second = pool.run(go_different_ways)
-    finally:
-        pool.end()
     assert "rank 1 is in all_reduce of 11 values" in first
     assert "rank 0 is in all_reduce of 10 values" in second
 
@@ -191,11 +184,9 @@ def interrupt_the_wait(comm: Communicator) -> tuple[float, str]:
     raise AssertionError("a group that is out of step went on")
 
 
+@pytest.mark.slow
 def test_a_program_that_waits_can_be_interrupted_and_the_group_is_not_used_after_it():
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         waited_s, message = pool.run(interrupt_the_wait)[0]
-    finally:
-        pool.end()
     assert waited_s < SOON_S
     assert message.startswith("rank 0 left a collective unfinished")

@@ -99,6 +99,7 @@ def test_where_the_system_allows_no_tiles_none_are_used(monkeypatch, answer):
     assert not tiles_are_allowed.__wrapped__()
 
 
+@pytest.mark.slow
 @has_tiles
 def test_asking_for_tiles_is_what_allows_them():
     """In a process that has not requested permission, the first instruction kills the process."""

@@ -20,10 +20,7 @@ MACHINES = [
     CPUFeatures(16, 32),
     CPUFeatures(16, 16),
 ]
-CLOSE = {
-    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
-    torch.float64: {"rtol": 1e-13, "atol": 1e-13},
-}
+CLOSE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.float64: {"rtol": 1e-13, "atol": 1e-13}}
 
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")

@@ -26,12 +26,7 @@ from parallel_llama.ops.gumbel import gumbel
 from parallel_llama.plan import HeadRun
 
 HEAD_DIM, HEADS_PER_KV, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-5,
-    torch.bfloat16: 3e-2,
-    torch.float16: 4e-3,
-}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SCORES = [Scores(), Scores(scale=0.7), Scores(scale=0.7, soft_cap=2.0), Scores(soft_cap=1.5)]
 CACHES = [None, torch.bfloat16, torch.int8, torch.float8_e4m3fn]  # None: the model's own dtype
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -82,7 +77,7 @@ def check(ours: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("n_rows", [0, 1, 7, 40])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear(backend: Backend, n_rows: int, has_bias: bool) -> None:
+def test_linear(backend, n_rows, has_bias):
     ops, dtype, device = backend
     x, weight, bias = (
         torch.randn(shape, dtype=dtype, device=device) for shape in ((n_rows, 37), (21, 37), (21,))
@@ -92,7 +87,7 @@ def test_linear(backend: Backend, n_rows: int, has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 1], [0, 0, 0], [40, 2, 7]])
-def test_routed_linear(backend: Backend, counts: list[int]) -> None:
+def test_routed_linear(backend, counts):
     """Rows of x are used several times, and some rows of y have no weight."""
     ops, dtype, device = backend
     x = torch.randn(9, 37, dtype=dtype, device=device)
@@ -111,7 +106,7 @@ def test_routed_linear(backend: Backend, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("own", [range(6), range(2, 5), range(3, 3)], ids=str)
 @pytest.mark.parametrize("n_tokens", [0, 1, 3, 50])
-def test_routes_of(backend: Backend, n_tokens: int, own: range) -> None:
+def test_routes_of(backend, n_tokens, own):
     """The tokens of each expert in order, and a row for each pair; pairs of other ranks last."""
     ops, _, device = backend
     experts = torch.rand(n_tokens, 6, device=device).topk(2).indices
@@ -132,7 +127,7 @@ def test_routes_of(backend: Backend, n_tokens: int, own: range) -> None:
 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("n_experts", "n_active"), [(1, 1), (4, 2), (7, 7), (130, 8)])
-def test_route(backend: Backend, n_experts: int, n_active: int, normed: bool) -> None:
+def test_route(backend, n_experts, n_active, normed):
     """The router is a unit matrix, so that its scores are x itself."""
     ops, dtype, device = backend
     x = torch.stack([torch.randperm(n_experts, device=device) for _ in range(3)]).to(dtype) / 16
@@ -147,7 +142,7 @@ def test_route(backend: Backend, n_experts: int, n_active: int, normed: bool) ->
 
 @pytest.mark.parametrize("tokens", [[], [7], [9, 2, 28, 27, 7, 0, 2**40, -(2**40)]], ids=len)
 @pytest.mark.parametrize("n_rows", [0, 21])
-def test_lookup(backend: Backend, tokens: list[int], n_rows: int) -> None:
+def test_lookup(backend, tokens, n_rows):
     """The weight has the tokens from 7 on; the others are zeros."""
     ops, dtype, device = backend
     for stored in {dtype, *([torch.bfloat16] if dtype == torch.float32 else [])}:
@@ -161,7 +156,7 @@ def test_lookup(backend: Backend, tokens: list[int], n_rows: int) -> None:
 
 @pytest.mark.parametrize("n_columns", [1, 5, 16, 101, 70_000])
 @pytest.mark.parametrize("n_rows", [0, 1, 5])
-def test_the_first_of_the_largest(backend: Backend, n_rows: int, n_columns: int) -> None:
+def test_the_first_of_the_largest(backend, n_rows, n_columns):
     ops, dtype, device = backend
     x = torch.randint(-40, 40, (n_rows, n_columns), device=device).to(dtype)
     expected = [[max(row), row.index(max(row)) + 9] for row in x.tolist()]
@@ -170,7 +165,7 @@ def test_the_first_of_the_largest(backend: Backend, n_rows: int, n_columns: int)
 
 @pytest.mark.parametrize("n_columns", [1, 101, 3000])
 @pytest.mark.parametrize("n_rows", [0, 1, 5])
-def test_draw(backend: Backend, n_rows: int, n_columns: int) -> None:
+def test_draw(backend, n_rows, n_columns):
     """The first row is greedy and has equal logits, of which the first counts."""
     ops, dtype, device = backend
     x = torch.randn(n_rows, n_columns, device=device).to(dtype)
@@ -186,7 +181,7 @@ def test_draw(backend: Backend, n_rows: int, n_columns: int) -> None:
         torch.testing.assert_close(score, scores.max(), rtol=1e-14, atol=1e-14)
 
 
-def test_the_largest_tells_of_what_is_no_number(backend: Backend) -> None:
+def test_the_largest_tells_of_what_is_no_number(backend):
     ops, dtype, device = backend
     x = torch.zeros(5, 101, dtype=dtype, device=device)
     x[0], x[1, 60], x[2, 3], x[3, 100] = -torch.inf, torch.nan, torch.inf, -torch.inf
@@ -198,7 +193,7 @@ def test_the_largest_tells_of_what_is_no_number(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("n_columns", [37, 1030])
-def test_weighted_sum(backend: Backend, n_columns: int) -> None:
+def test_weighted_sum(backend, n_columns):
     ops, dtype, device = backend
     parts = torch.randn(5 * 3, n_columns, dtype=dtype, device=device)
     routing_weights = torch.rand(5, 3, device=device).to(torch.promote_types(dtype, torch.float32))
@@ -208,9 +203,7 @@ def test_weighted_sum(backend: Backend, n_columns: int) -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(0, 96), (1, 2), (5, 130), (2, 3, 48)], ids=str)
-def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(
-    backend: Backend, shape: tuple[int, ...], offset: float
-) -> None:
+def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(backend, shape, offset):
     ops, dtype, device = backend
     x = (300 * torch.randn(shape, device=device)).to(dtype)
     weight, before = torch.randn(shape[-1], device=device).to(dtype), x.clone()
@@ -220,7 +213,7 @@ def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(
     assert torch.equal(x, before)
 
 
-def test_heads_are_normed_in_place_and_nothing_else_is(backend: Backend) -> None:
+def test_heads_are_normed_in_place_and_nothing_else_is(backend):
     ops, dtype, device = backend
     around = torch.full((3, 9, 40), 7.0, dtype=dtype, device=device)
     heads = around[:, 2:6].normal_()
@@ -233,7 +226,7 @@ def test_heads_are_normed_in_place_and_nothing_else_is(backend: Backend) -> None
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("n_rows", [0, 1, 5])
-def test_a_sum_is_kept_and_normed(backend: Backend, n_rows: int, offset: float) -> None:
+def test_a_sum_is_kept_and_normed(backend, n_rows, offset):
     """As by the two operators, to the last bit."""
     ops, dtype, device = backend
     x, y = torch.randn(2, n_rows, 96, device=device).to(dtype)
@@ -244,7 +237,7 @@ def test_a_sum_is_kept_and_normed(backend: Backend, n_rows: int, offset: float) 
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in multiply")
-def test_a_row_that_is_too_large_to_be_normed_becomes_nan(backend: Backend) -> None:
+def test_a_row_that_is_too_large_to_be_normed_becomes_nan(backend):
     """It became zeros, and the model went on to token 0 with exit code 0."""
     ops, dtype, device = backend
     x = torch.randn(3, 96, device=device).to(dtype)
@@ -254,7 +247,7 @@ def test_a_row_that_is_too_large_to_be_normed_becomes_nan(backend: Backend) -> N
 
 
 @pytest.mark.parametrize("shape", [(0, 58), (1, 2), (3, 58), (2, 2200)], ids=str)
-def test_gates(backend: Backend, shape: tuple[int, int]) -> None:
+def test_gates(backend, shape):
     """silu, gelu and its approximation, also of gates that are large or 0."""
     ops, dtype, device = backend
     x = (4 * torch.randn(shape, device=device)).to(dtype)
@@ -267,7 +260,7 @@ def test_gates(backend: Backend, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
-def test_rotate_and_store(backend: Backend, cache: torch.dtype | None) -> None:
+def test_rotate_and_store(backend, cache):
     """Pair i of a head is its values 2 i and 2 i + 1; nothing else is written."""
     ops, dtype, device = backend
     n, n_heads, stored = 4, N_KV_HEADS * HEADS_PER_KV, cache or dtype

@@ -239,10 +239,7 @@ def test_a_row_is_the_same_in_any_batch_and_on_any_number_of_threads(form):
 def test_a_number_that_is_none_spoils_its_own_row_alone(form, wrong):
     x, weight = torch.randn(3, 64), a_matrix(form, 20, 64)
     x[1, 40] = wrong
-    for result in (
-        multiplied(kernel_for(form, this_machine()), x, weight),
-        quant_gemm(x, weight),
-    ):
+    for result in (multiplied(kernel_for(form, this_machine()), x, weight), quant_gemm(x, weight)):
         assert not result[1].isfinite().any() and result[[0, 2]].isfinite().all()
 
 

@@ -31,8 +31,6 @@ from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.shared_memory import SharedMemory
 from parallel_llama.parallel.watchdog import Watchdog
 
-pytestmark = pytest.mark.slow
-
 
 def is_float64(x: Tensor) -> bool:
     return x.dtype == torch.float64

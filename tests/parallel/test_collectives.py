@@ -20,8 +20,6 @@ from parallel_llama.parallel.collectives import (
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SLOT_BYTES
 
-pytestmark = pytest.mark.slow
-
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
 
 # Values, so that pieces end before, at and behind the borders of a slot and of the shared sum.

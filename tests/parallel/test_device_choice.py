@@ -1,7 +1,6 @@
 """The device of ranks on a host with no card, one or two, and of every thread."""
 
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from parallel_llama.parallel import communicators
 from parallel_llama.parallel.communicators import own_device, use_device
 from parallel_llama.parallel.device_choice import choose_device, count_cards
 from parallel_llama.parallel.rank_env import local_world
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -48,9 +45,7 @@ def test_cards_are_counted_without_torch_as_the_driver_would_show_them(tmp_path,
     assert count_cards(tmp_path, visible) == n_seen
 
 
-def test_all_cards_of_a_host_are_counted_where_nothing_hides_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_cards_of_a_host_are_counted_where_nothing_hides_them(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert count_cards(tmp_path) == 0
     (tmp_path / "dev").mkdir()
@@ -58,7 +53,7 @@ def test_all_cards_of_a_host_are_counted_where_nothing_hides_them(
     assert count_cards(tmp_path) == 1
 
 
-def test_a_rank_has_the_card_of_its_number_on_its_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_the_card_of_its_number_on_its_own_host(monkeypatch):
     """Rank 5 is the second of its host; it took card 5."""
     for name, value in {"RANK": "5", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
@@ -76,9 +71,7 @@ def test_a_rank_has_the_card_of_its_number_on_its_own_host(monkeypatch: pytest.M
     assert local_world(3) == (0, 3)
 
 
-def test_a_local_rank_is_enough_to_tell_the_ranks_of_a_host_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_local_rank_is_enough_to_tell_the_ranks_of_a_host_apart(monkeypatch):
     """Without LOCAL_WORLD_SIZE it was refused, though it alone decides which card a rank takes."""
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -88,9 +81,7 @@ def test_a_local_rank_is_enough_to_tell_the_ranks_of_a_host_apart(
         local_world(8)
 
 
-def test_a_card_becomes_the_current_one_of_the_thread_that_asks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_card_becomes_the_current_one_of_the_thread_that_asks(monkeypatch):
     taken: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         communicators.torch.cuda,

@@ -13,19 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_folder import write_chat_folder
 
 from parallel_llama.files.model_files import TOKENIZER_FILES, find_model, fingerprint
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 GENERATE = ("generate", "--prompt", "Hello", "--max-tokens", "4", "--json")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 @pytest.fixture
@@ -72,7 +64,7 @@ def run() -> Iterator[Run]:
         process.wait()
 
 
-def test_ranks_with_the_same_in_other_places_go_on(model: Path, other: Path, run: Run) -> None:
+def test_ranks_with_the_same_in_other_places_go_on(model, other, run):
     first, second = run((*GENERATE, "--model", str(model)), (*GENERATE, "--model", str(other)))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert json.loads(first[1])["tokens"] and not second[1]
@@ -87,9 +79,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("flags", "says"), DIFFERENT, ids=lambda case: str(case)[:30])
-def test_a_setting_that_differs_is_named(
-    model: Path, run: Run, flags: tuple[str, ...], says: str
-) -> None:
+def test_a_setting_that_differs_is_named(model, run, flags, says):
     """Each was exit code 0 and wrong tokens, or a hang."""
     command = (*GENERATE, "--model", str(model))
     for code, out, err in run(command, (*command, *flags)):
@@ -125,9 +115,7 @@ def add_a_manifest(folder: Path) -> str:
 @pytest.mark.parametrize(
     "change", [change_weights, change_tokenizer, change_config, add_a_manifest]
 )
-def test_a_file_that_differs_is_named(
-    model: Path, other: Path, run: Run, change: Callable[[Path], str]
-) -> None:
+def test_a_file_that_differs_is_named(model, other, run, change):
     """Two checkpoints of one shape gave wrong tokens and exit code 0."""
     says = change(other)
     for code, out, err in run(
@@ -137,23 +125,21 @@ def test_a_file_that_differs_is_named(
         assert says in err and "Traceback" not in err
 
 
-def test_another_command_is_named(model: Path, run: Run) -> None:
+def test_another_command_is_named(model, run):
     bench = ("bench", "--model", str(model), "--prompt-tokens", "8", "--max-tokens", "4")
     for code, _, err in run((*GENERATE, "--model", str(model)), bench):
         assert code == 1
         assert "command: rank 1 of 2 has bench and rank 0 has generate" in err
 
 
-def test_the_odd_one_of_three_is_named(model: Path, run: Run) -> None:
+def test_the_odd_one_of_three_is_named(model, run):
     command = (*GENERATE, "--model", str(model))
     for code, _, err in run((*command, "--block-size", "8"), command, command):
         assert code == 1
         assert "block_size: rank 0 of 3 has 8 and rank 1 has 16" in err
 
 
-def test_a_fingerprint_is_of_what_files_hold_and_not_of_where_they_lie(
-    model: Path, other: Path
-) -> None:
+def test_a_fingerprint_is_of_what_files_hold_and_not_of_where_they_lie(model, other):
     before = fingerprint(find_model(str(model)))
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= before.keys()
     assert fingerprint(find_model(str(other))) == before
@@ -167,7 +153,7 @@ def test_a_fingerprint_is_of_what_files_hold_and_not_of_where_they_lie(
         data[at] ^= 1
 
 
-def test_a_fingerprint_has_every_tokenizer_that_could_be_read(tmp_path: Path, model: Path) -> None:
+def test_a_fingerprint_has_every_tokenizer_that_could_be_read(tmp_path, model):
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     for name in TOKENIZER_FILES:
         (folder / name).write_text("{}")
@@ -177,7 +163,7 @@ def test_a_fingerprint_has_every_tokenizer_that_could_be_read(tmp_path: Path, mo
         assert fingerprint(find_model(str(folder)))[name] != before[name]
 
 
-def test_a_fingerprint_of_large_weights_samples_them(tmp_path: Path, model: Path) -> None:
+def test_a_fingerprint_of_large_weights_samples_them(tmp_path, model):
     folder = Path(shutil.copytree(model, tmp_path / "large"))
     path = folder / "model.safetensors"
     with path.open("r+b") as file:
@@ -190,9 +176,7 @@ def test_a_fingerprint_of_large_weights_samples_them(tmp_path: Path, model: Path
 
 
 @pytest.mark.parametrize(("n", "failed"), [(2, 1), (3, 0)])
-def test_ranks_hear_of_one_that_fails_before_it_joins(
-    model: Path, run: Run, n: int, failed: int
-) -> None:
+def test_ranks_hear_of_one_that_fails_before_it_joins(model, run, n, failed):
     """They waited a minute for it, and said only that it never joined."""
     command = (*GENERATE, "--model", str(model), "--timeout", "150")
     commands = [command] * n
@@ -206,7 +190,7 @@ def test_ranks_hear_of_one_that_fails_before_it_joins(
     assert time.monotonic() - started < 100
 
 
-def test_the_same_mistake_on_all_ranks_ends_them_all(model: Path, run: Run) -> None:
+def test_the_same_mistake_on_all_ranks_ends_them_all(model, run):
     command = (*GENERATE, "--model", str(model), "--temperature", "hot")
     for code, out, err in run(command, command, command):
         assert (code, out) == (2, "") and err.count("--temperature") == 1

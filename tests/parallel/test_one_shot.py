@@ -10,8 +10,6 @@ from torch import Tensor
 
 from parallel_llama.parallel.one_shot import OneShotSums, with_one_shot_sums
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 SIZES = [1 << n for n in range(10, 19, 2)]
 

@@ -13,8 +13,6 @@ from parallel_llama.parallel.handshake import RankInfo, rendezvous, require_same
 from parallel_llama.parallel.process_group import _Heartbeats
 from parallel_llama.parallel.sealed_store import MAX_VALUE_BYTES, ForgedValue, SealedStore
 
-pytestmark = pytest.mark.slow
-
 
 def sealed(store: Store, secret: bytes = b"s", run: str = "a") -> SealedStore:
     return SealedStore(store, secret, run)
@@ -26,7 +24,7 @@ def forge(store: Store, ending: str, value: str) -> None:
     store.set(key, value)
 
 
-def test_ranks_with_one_secret_read_what_they_write() -> None:
+def test_ranks_with_one_secret_read_what_they_write():
     bare = HashStore()
     first, second = sealed(bare), sealed(bare)
     first.set("info", b"\x00\xff")
@@ -39,7 +37,7 @@ def test_ranks_with_one_secret_read_what_they_write() -> None:
 
 
 @pytest.mark.parametrize("n_ranks", [3, 5])
-def test_sums_of_ranks_that_add_at_once_miss_none(n_ranks: int) -> None:
+def test_sums_of_ranks_that_add_at_once_miss_none(n_ranks):
     bare = HashStore()
 
     def add_some(_: int) -> list[int]:
@@ -52,7 +50,7 @@ def test_sums_of_ranks_that_add_at_once_miss_none(n_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("secret", "run"), [(b"t", "a"), (b"", "a"), (b"s", "b")])
-def test_another_run_at_the_same_store_is_not_seen(secret: bytes, run: str) -> None:
+def test_another_run_at_the_same_store_is_not_seen(secret, run):
     bare = HashStore()
     sealed(bare).set("info", "ours")
     other = sealed(bare, secret, run)
@@ -71,9 +69,7 @@ FORGERIES: list[Callable[[Store], None]] = [
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_value_of_somebody_without_the_secret_is_refused(
-    forgery: Callable[[Store], None],
-) -> None:
+def test_a_value_of_somebody_without_the_secret_is_refused(forgery):
     bare = HashStore()
     own = sealed(bare)
     for rank in range(2):
@@ -84,7 +80,7 @@ def test_a_value_of_somebody_without_the_secret_is_refused(
     assert own.get("info/1") == b"a rank's"
 
 
-def test_a_value_without_bound_is_not_written() -> None:
+def test_a_value_without_bound_is_not_written():
     with pytest.raises(ValueError, match="at most"):
         sealed(HashStore()).set("info", "x" * (MAX_VALUE_BYTES + 1))
 
@@ -102,7 +98,7 @@ BAD_INFOS = [
 
 
 @pytest.mark.parametrize("info", BAD_INFOS, ids=lambda info: info[:10])
-def test_anything_but_a_rank_info_is_refused_in_one_line(info: str) -> None:
+def test_anything_but_a_rank_info_is_refused_in_one_line(info):
     """100,000 brackets were a RecursionError. Under torchrun alone there is no secret."""
     store = sealed(HashStore(), b"")
     store.set("info/0", info)
@@ -110,7 +106,7 @@ def test_anything_but_a_rank_info_is_refused_in_one_line(info: str) -> None:
         rendezvous(store, RankInfo.of_this_process(1, 2, {}), {0, 1})
 
 
-def test_what_a_rank_says_is_printable_and_short() -> None:
+def test_what_a_rank_says_is_printable_and_short():
     """An objection came out as it was written, with its escape sequences."""
     store = sealed(HashStore(), b"")
     store.set("objection", "\x1b[2J\r\n" + "x" * 100_000)
@@ -125,7 +121,7 @@ def test_what_a_rank_says_is_printable_and_short() -> None:
     assert str(caught.value).isprintable()
 
 
-def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch):
     """Neither by what it writes itself, nor by what it has read before and writes again."""
     monkeypatch.setattr(process_group, "_BEAT_S", 0.01)
     monkeypatch.setattr(process_group, "_LISTEN_S", 0.2)
@@ -145,7 +141,7 @@ def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch: pytest.Mo
         def interfere() -> None:
             for word in words:
                 time.sleep(0.04)
-                bare.set(sealed(bare)._name("heartbeat/1"), word)  # type: ignore[arg-type]
+                bare.set(sealed(bare)._name("heartbeat/1"), word)
 
         with ThreadPoolExecutor(1) as stranger:
             stranger.submit(interfere)
@@ -155,7 +151,7 @@ def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch: pytest.Mo
         own.end()
 
 
-def test_a_barrier_is_not_passed_by_another_process() -> None:
+def test_a_barrier_is_not_passed_by_another_process():
     bare = HashStore()
     own = _Heartbeats(sealed(bare), 0, 2)
     try:

@@ -21,8 +21,6 @@ from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.shared_memory import SharedMemory, share
 from parallel_llama.parallel.watchdog import Peers
 
-pytestmark = pytest.mark.slow
-
 
 def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
     """One rank sends itself a signal during a run; returns the errors of the others."""
@@ -172,8 +170,7 @@ def spins(comm: Communicator, cores: list[set[int]]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("cores", "spinning"),
-    [([{0, 1}, {0, 1}], True), ([{0}, {700}], True), ([{3}, {3}], False)],
+    ("cores", "spinning"), [([{0, 1}, {0, 1}], True), ([{0}, {700}], True), ([{3}, {3}], False)]
 )
 def test_ranks_spin_only_where_each_has_a_core(ranks, cores, spinning):
     """Two ranks pinned to a core each see one core, and still have two together."""

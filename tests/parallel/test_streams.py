@@ -5,16 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_folder import write_chat_folder
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 
 def shell(model: Path, command: str, redirection: str) -> "subprocess.CompletedProcess[str]":
@@ -35,7 +27,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_closed_stdout_is_an_error(model: Path, command: str) -> None:
+def test_a_closed_stdout_is_an_error(model, command):
     """Exit code 0, and the answers were gone."""
     done = shell(model, command, ">&-")
     assert done.returncode == 1
@@ -43,19 +35,19 @@ def test_a_closed_stdout_is_an_error(model: Path, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_closed_stderr_is_an_error_that_stdout_tells_of(model: Path, command: str) -> None:
+def test_a_closed_stderr_is_an_error_that_stdout_tells_of(model, command):
     """Exit code 1, and silence."""
     done = shell(model, command, "2>&-")
     assert done.returncode == 1
     assert done.stdout == "parallel-llama: stderr is closed; send it to a file, or to /dev/null\n"
 
 
-def test_where_both_are_closed_the_exit_code_says_it(model: Path) -> None:
+def test_where_both_are_closed_the_exit_code_says_it(model):
     assert shell(model, COMMANDS[0], ">&- 2>&-").returncode == 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_stdout_is_told_of_in_one_line(model: Path, command: str) -> None:
+def test_a_full_stdout_is_told_of_in_one_line(model, command):
     """A traceback, or exit code 120 and two lines from Python's own end."""
     done = shell(model, command, ">/dev/full")
     assert done.returncode == 1
@@ -65,11 +57,11 @@ def test_a_full_stdout_is_told_of_in_one_line(model: Path, command: str) -> None
 
 
 @pytest.mark.parametrize("command", COMMANDS[:2])
-def test_a_full_stderr_ends_with_1(model: Path, command: str) -> None:
+def test_a_full_stderr_ends_with_1(model, command):
     assert shell(model, command, "2>/dev/full").returncode == 1
 
 
 @pytest.mark.parametrize("command", ["plan --model {model} --nproc 1-9", "generate --help"])
-def test_a_reader_that_has_gone_is_no_error_to_speak_of(model: Path, command: str) -> None:
+def test_a_reader_that_has_gone_is_no_error_to_speak_of(model, command):
     done = shell(model, command, "| true; exit ${PIPESTATUS[0]}")
     assert done.returncode == 141 and done.stderr == ""

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_samples import TINY, meta_shards, weights_of, write_meta
-from fairscale_alone import fairscale_alone
-from meta_oracle import meta_logits
-from ranks import Pools
+from meta_oracle import fairscale_alone, meta_logits
 from reshard_samples import fill, hashes_of, read, write
 from tiny_models import META_SCALED_ROPE, TINY_MODELS, TinyModel, write_hf
 from torch import Tensor
@@ -61,7 +59,7 @@ def states(folder: Path) -> list[dict[str, Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-def test_any_number_of_files_is_read_back_exactly(tmp_path: Path, name: str) -> None:
+def test_any_number_of_files_is_read_back_exactly(tmp_path, name):
     args = SHAPES[name]
     tensors = weights_of(args, torch.bfloat16)
     for n_files in (n for n in (*N_FILES, args.n_heads) if n <= args.n_heads):
@@ -77,8 +75,8 @@ def test_any_number_of_files_is_read_back_exactly(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(8, 4), (8, 8), (8, 1)])
 @pytest.mark.parametrize("n_files", [1, 2, 4, 8])
 def test_the_cuts_are_metas_where_everything_divides(
-    tmp_path: Path, n_files: int, n_heads: int, n_kv_heads: int, embeddings_dim: int
-) -> None:
+    tmp_path, n_files, n_heads, n_kv_heads, embeddings_dim
+):
     """The plan cuts the vocabulary between its units, 12 + 4 rows of 16 blocks: Meta never does."""
     args = shape(n_heads, n_kv_heads, ffn_dim=72, vocab_size=104)
     tensors = weights_of(args)
@@ -91,7 +89,7 @@ def test_the_cuts_are_metas_where_everything_divides(
 
 
 @pytest.mark.parametrize("name", ["9/3", "40/10"])
-def test_embeddings_on_dim_1_need_no_even_width(tmp_path: Path, name: str) -> None:
+def test_embeddings_on_dim_1_need_no_even_width(tmp_path, name):
     args = SHAPES[name]
     tensors = weights_of(args)
     for n_files in (5, 7):
@@ -103,9 +101,7 @@ def test_embeddings_on_dim_1_need_no_even_width(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(9, 3), (40, 10), (64, 8)])
-def test_every_query_head_finds_its_kv_head_in_its_own_file(
-    tmp_path: Path, n_heads: int, n_kv_heads: int
-) -> None:
+def test_every_query_head_finds_its_kv_head_in_its_own_file(tmp_path, n_heads, n_kv_heads):
     """Each head's values are its own number, so a head in the wrong place names itself."""
     args = shape(n_heads, n_kv_heads, n_layers=1, attention_bias=False, mlp_bias=False)
     tensors = weights_of(args)
@@ -135,7 +131,7 @@ def test_every_query_head_finds_its_kv_head_in_its_own_file(
         assert_same_bytes(previous, tensors)
 
 
-def test_a_repeated_kv_head_that_differs_is_refused(tmp_path: Path) -> None:
+def test_a_repeated_kv_head_that_differs_is_refused(tmp_path):
     """9 heads of 3 KV heads over 2 files: both hold KV head 1, whole."""
     tensors = weights_of(TINY)
     folder = write(MetaLayout(TINY, dtypes_of(tensors), 2), TINY, tensors, tmp_path / "meta")
@@ -147,7 +143,7 @@ def test_a_repeated_kv_head_that_differs_is_refused(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_tied_embeddings_are_written_for_meta_and_read_once(tmp_path: Path) -> None:
+def test_tied_embeddings_are_written_for_meta_and_read_once(tmp_path):
     args = replace(SHAPES["12/4"], tied_embeddings=True)
     tensors = weights_of(args)
     folder = write(MetaLayout(args, dtypes_of(tensors), 2, 1), args, tensors, tmp_path / "meta")
@@ -158,7 +154,7 @@ def test_tied_embeddings_are_written_for_meta_and_read_once(tmp_path: Path) -> N
     assert_same_bytes(alone, tensors)
 
 
-def test_each_tensor_keeps_its_own_dtype(tmp_path: Path) -> None:
+def test_each_tensor_keeps_its_own_dtype(tmp_path):
     tensors = weights_of(TINY, torch.bfloat16)
     tensors["norm.weight"] = tensors["norm.weight"].float()
     tensors["output.weight"] = tensors["output.weight"].double()
@@ -166,7 +162,7 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path: Path) -> None:
     assert_same_bytes(read(folder), tensors)
 
 
-def test_torch_and_zip_programs_find_the_files_whole(tmp_path: Path) -> None:
+def test_torch_and_zip_programs_find_the_files_whole(tmp_path):
     tensors = weights_of(TINY)
     folder = write(MetaLayout(TINY, dtypes_of(tensors), 2), TINY, tensors, tmp_path / "meta")
     for path in sorted(folder.glob("*.pth")):
@@ -182,7 +178,7 @@ def test_torch_and_zip_programs_find_the_files_whole(tmp_path: Path) -> None:
         assert archive.testzip() is not None
 
 
-def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path):
     """Another process continues an unfinished run, or calls `finish` a second time."""
     args = SHAPES["8/1 tied"]
     tensors = weights_of(args)
@@ -211,7 +207,7 @@ def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path: Path) -> None:
     assert hashes_of(resumed) == hashes_of(whole)
 
 
-def test_a_file_cut_short_before_the_end_is_refused(tmp_path: Path) -> None:
+def test_a_file_cut_short_before_the_end_is_refused(tmp_path):
     tensors = weights_of(TINY)
     layout = MetaLayout(TINY, dtypes_of(tensors), 1)
     layout.create(tmp_path)
@@ -222,7 +218,7 @@ def test_a_file_cut_short_before_the_end_is_refused(tmp_path: Path) -> None:
         layout.finish(tmp_path)
 
 
-def test_a_skeleton_holds_no_data_and_knows_places_beyond_4_gib(tmp_path: Path) -> None:
+def test_a_skeleton_holds_no_data_and_knows_places_beyond_4_gib(tmp_path):
     """2 x 6 GiB: large archives name sizes and places in another way."""
     large = ((3 << 10, 1 << 20), torch.bfloat16)
     layout = pth_layout({"a": large, "none": ((0, 3), torch.float32), "b": large})
@@ -248,7 +244,7 @@ def test_a_skeleton_holds_no_data_and_knows_places_beyond_4_gib(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("n_files", [0, 10])
-def test_a_file_needs_a_query_head(n_files: int) -> None:
+def test_a_file_needs_a_query_head(n_files):
     with pytest.raises(UsageError, match="at least one query head"):
         MetaLayout(TINY, dtypes_of(weights_of(TINY)), n_files)
 
@@ -266,9 +262,7 @@ def two_norms(tmp_path: Path) -> ModelFiles:
     return find_model(str(folder))
 
 
-def test_norms_that_differ_are_found_and_told(
-    two_norms: ModelFiles, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_norms_that_differ_are_found_and_told(two_norms, caplog):
     with caplog.at_level(logging.WARNING):
         variants = norm_variants(two_norms)
     assert sorted(variants) == ["layers.1.ffn_norm.weight", "norm.weight"]
@@ -276,9 +270,7 @@ def test_norms_that_differ_are_found_and_told(
     assert "norm.weight, by up to 0.5" in caplog.text
 
 
-def test_norms_that_differ_come_back_with_the_same_number_of_files(
-    two_norms: ModelFiles, tmp_path: Path
-) -> None:
+def test_norms_that_differ_come_back_with_the_same_number_of_files(two_norms, tmp_path):
     """2 files to 3 and back: no file of 3 can hold both copies, so they have their own file."""
     expected = states(two_norms.path)
     three, two = tmp_path / "three", tmp_path / "two"
@@ -294,7 +286,7 @@ def test_norms_that_differ_come_back_with_the_same_number_of_files(
             assert state[name].numpy().tobytes() == tensor.numpy().tobytes(), name
 
 
-def test_equal_norms_leave_nothing_behind(tmp_path: Path) -> None:
+def test_equal_norms_leave_nothing_behind(tmp_path):
     tensors = weights_of(TINY)
     folder = write(MetaLayout(TINY, dtypes_of(tensors), 3), TINY, tensors, tmp_path / "meta")
     assert norm_variants(find_model(str(folder))) == {}
@@ -304,7 +296,7 @@ def test_equal_norms_leave_nothing_behind(tmp_path: Path) -> None:
     ]
 
 
-def test_damaged_norm_variants_are_refused(tmp_path: Path) -> None:
+def test_damaged_norm_variants_are_refused(tmp_path):
     tensors = weights_of(TINY)
     folder = write(MetaLayout(TINY, dtypes_of(tensors), 1), TINY, tensors, tmp_path / "meta")
     (folder / NORM_VARIANTS).write_bytes(b"\x10" + bytes(30))
@@ -312,7 +304,7 @@ def test_damaged_norm_variants_are_refused(tmp_path: Path) -> None:
         norm_variants(find_model(str(folder)))
 
 
-def test_what_metas_program_cannot_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_metas_program_cannot_run_is_told(caplog):
     with caplog.at_level(logging.WARNING):
         MetaLayout(SHAPES["12/4"], dtypes_of(weights_of(SHAPES["12/4"])), 1)
         assert not caplog.records
@@ -339,9 +331,7 @@ META_MODELS = {
 
 
 @pytest.mark.parametrize("name", META_MODELS)
-def test_metas_own_program_computes_the_same_from_what_is_written(
-    ranks: Pools, tmp_path: Path, name: str
-) -> None:
+def test_metas_own_program_computes_the_same_from_what_is_written(ranks, tmp_path, name):
     tiny = META_MODELS[name]
     hf_folder = write_hf(tiny, tmp_path / "hf")
     args = load_model_args(find_model(str(hf_folder)))
@@ -357,9 +347,7 @@ def test_metas_own_program_computes_the_same_from_what_is_written(
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_a_hf_folder_comes_back_from_a_meta_folder_with_its_arguments(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_hf_folder_comes_back_from_a_meta_folder_with_its_arguments(tmp_path, name):
     """Ties, biases, context, rope scaling and heads wider than dim / n_heads included."""
     hf_folder = write_hf(TINY_MODELS[name], tmp_path / "hf")
     args, tensors = load_model_args(find_model(str(hf_folder))), read(hf_folder)

@@ -122,15 +122,13 @@ class Case:
             if params.min_p:
                 steps.append(MinPLogitsWarper(params.min_p))
         tokens = torch.tensor([self.prompt + self.drawn])
-        processed: Tensor = steps(tokens, self.logits.clone())  # type: ignore[arg-type]
+        processed: Tensor = steps(tokens, self.logits.clone())
         return processed[0]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("favoured")
-def test_kept_sets_and_distributions_are_those_of_transformers_for_400_combinations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kept_sets_and_distributions_are_those_of_transformers_for_400_combinations(monkeypatch):
     """In its own order of processors and warpers; few candidates, so that all ways are taken.
 
     The noise makes the token whose id is the position win if it is kept, so VOCAB draws
@@ -191,7 +189,7 @@ def penalized_case(rng: random.Random, seed: int) -> Case:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 7])
-def test_presence_and_frequency_follow_their_formula_after_all_else(tp_size: int) -> None:
+def test_presence_and_frequency_follow_their_formula_after_all_else(tp_size):
     rng = random.Random(tp_size)
     for number in range(200):
         case = penalized_case(rng, number)
@@ -201,14 +199,14 @@ def test_presence_and_frequency_follow_their_formula_after_all_else(tp_size: int
         torch.testing.assert_close(adjusted, expected_row, rtol=0, atol=1e-12)
 
 
-def test_presence_and_frequency_leave_the_tokens_of_the_prompt_alone() -> None:
+def test_presence_and_frequency_leave_the_tokens_of_the_prompt_alone():
     params = SamplingParams(presence_penalty=1.5, frequency_penalty=0.5)
     draw = SamplingRow(params, 0, 0, 9, history=history_of([1, 1, 2], [2, 2, 3]))
     change = adjust(torch.zeros(1, 5), range(5), [draw])[0]
     assert change.tolist() == [0, 0, -2.5, -2, 0]
 
 
-def test_a_draft_counts_as_drawn_for_the_rows_after_it_and_for_no_other_step() -> None:
+def test_a_draft_counts_as_drawn_for_the_rows_after_it_and_for_no_other_step():
     """Row j of a sequence under speculation sees the drafts before it, accepted or not."""
     rng = random.Random(5)
     for number in range(100):
@@ -230,7 +228,7 @@ def test_a_draft_counts_as_drawn_for_the_rows_after_it_and_for_no_other_step() -
             assert torch.equal(adjust_cut(logits, rows, 2), adjust_cut(logits, alone, 2))
 
 
-def test_a_history_that_grows_counts_what_a_new_one_counts() -> None:
+def test_a_history_that_grows_counts_what_a_new_one_counts():
     """Across many enlargements, and for ids that were in the prompt."""
     rng = random.Random(1)
     prompt = [rng.randrange(500) for _ in range(40)]
@@ -245,7 +243,7 @@ def test_a_history_that_grows_counts_what_a_new_one_counts() -> None:
             assert counted == {token: drawn.count(token) for token in {*prompt, *drawn}}
 
 
-def test_rows_that_change_nothing_are_the_models_own_and_cost_no_copy() -> None:
+def test_rows_that_change_nothing_are_the_models_own_and_cost_no_copy():
     logits = random_logits(3, VOCAB)
     before = logits.clone()
     plain, biased = SamplingParams(), SamplingParams(logit_bias=((7, -3.0),))
@@ -257,7 +255,7 @@ def test_rows_that_change_nothing_are_the_models_own_and_cost_no_copy() -> None:
     assert torch.equal(logits, before)
 
 
-def test_a_small_bias_counts_on_half_precision_logits_too() -> None:
+def test_a_small_bias_counts_on_half_precision_logits_too():
     """bfloat16 has steps of 0.5 at 100: a bias of 0.1 would vanish."""
     logits = torch.full((1, 9), 100.0, dtype=torch.bfloat16)
     draw = SamplingRow(SamplingParams(logit_bias=((4, 0.1),)), 0, 0, 0)
@@ -265,7 +263,7 @@ def test_a_small_bias_counts_on_half_precision_logits_too() -> None:
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
-def test_a_mask_has_token_t_in_bit_t_mod_8_and_allows_nothing_beyond_its_end(tp_size: int) -> None:
+def test_a_mask_has_token_t_in_bit_t_mod_8_and_allows_nothing_beyond_its_end(tp_size):
     """Ranks begin and end within bytes; and 19 bytes say nothing about tokens from 152 on."""
     logits = torch.zeros(1, 211)
     mask = bytes([0b00000010, 0b10000001, *bytes(16), 0b01000000])
@@ -306,13 +304,13 @@ def mixed_case_draws() -> tuple[Tensor, list[SamplingRow]]:
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
-def test_adjusted_draws_are_the_same_at_every_tp_size(tp_size: int) -> None:
+def test_adjusted_draws_are_the_same_at_every_tp_size(tp_size):
     logits, draws = mixed_case_draws()
     alone, cut = sample_cut(logits, draws, 1)[0], sample_cut(logits, draws, tp_size)[0]
     assert [each.token for each in cut] == [each.token for each in alone]
 
 
-def test_an_adjusted_draw_depends_on_no_other_row() -> None:
+def test_an_adjusted_draw_depends_on_no_other_row():
     logits, draws = mixed_case_draws()
     together = tokens_of(logits, draws, 2)
     order = list(range(len(draws)))
@@ -323,7 +321,7 @@ def test_an_adjusted_draw_depends_on_no_other_row() -> None:
         assert tokens_of(logits[row : row + 1], [draws[row]], 3) == [together[row]]
 
 
-def test_logprobs_are_of_the_model_whatever_was_changed_before_the_draw() -> None:
+def test_logprobs_are_of_the_model_whatever_was_changed_before_the_draw():
     logits, draws = mixed_case_draws()
     expected = logits.double().log_softmax(-1)
     scored = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
@@ -341,7 +339,7 @@ def test_logprobs_are_of_the_model_whatever_was_changed_before_the_draw() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 12}])
-def test_ten_thousand_penalized_draws_fit_their_distribution(filters: dict[str, Any]) -> None:
+def test_ten_thousand_penalized_draws_fit_their_distribution(filters):
     """False alarms: 1e-4 per case for new noise; without the penalties the fit is below 1e-30."""
     n = 10_000
     params = SamplingParams(
@@ -358,9 +356,7 @@ def test_ten_thousand_penalized_draws_fit_their_distribution(filters: dict[str, 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}])
 @pytest.mark.parametrize("tp_size", [1, 3])
-def test_draws_without_any_token_left_are_named_and_the_others_can_go_on(
-    params: dict[str, Any], tp_size: int
-) -> None:
+def test_draws_without_any_token_left_are_named_and_the_others_can_go_on(params, tp_size):
     logits = random_logits(4)
     own = SamplingParams(**params)
     draws = [SamplingRow(own, 0, 0, 9, request) for request in (40, 41, 42, 43)]
@@ -373,7 +369,7 @@ def test_draws_without_any_token_left_are_named_and_the_others_can_go_on(
     assert len(sample_cut(logits[left], [draws[row] for row in left], tp_size)[0]) == 2
 
 
-def test_damaged_logits_are_not_blamed_on_the_request() -> None:
+def test_damaged_logits_are_not_blamed_on_the_request():
     logits = random_logits(2)
     logits[0, 5] = math.nan
     draws = [SamplingRow(SamplingParams(logit_bias=((3, 1.0),)), 0, 0, 9, 7)] * 2
@@ -382,12 +378,12 @@ def test_damaged_logits_are_not_blamed_on_the_request() -> None:
     assert not isinstance(caught.value, NoTokenLeft)
 
 
-def test_stop_ids_are_banned_until_there_are_min_tokens() -> None:
+def test_stop_ids_are_banned_until_there_are_min_tokens():
     request = Request(0, (1,), SamplingParams(min_tokens=3), 0, frozenset({4, 9}))
     assert [request.banned_ids(n) for n in range(5)] == [frozenset({4, 9})] * 3 + [frozenset()] * 2
 
 
-def test_greedy_generation_with_a_penalty_stops_repeating_itself() -> None:
+def test_greedy_generation_with_a_penalty_stops_repeating_itself():
     """A model that always wants token 3 goes through the vocabulary instead."""
 
     def one_rank(comm: Communicator) -> list[int]:

@@ -137,7 +137,7 @@ def logprobs_of(drawn: SampledToken) -> TokenLogprob:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
-def test_every_cut_of_the_vocabulary_draws_the_same(tp_size: int, dtype: torch.dtype) -> None:
+def test_every_cut_of_the_vocabulary_draws_the_same(tp_size, dtype):
     """bfloat16 brings ties, at the border of top_k too; tp 3, 5 and 7 have ranks without rows."""
     logits = random_logits(5 * len(MIXED), dtype=dtype)
     draws = mixed_draws(len(logits))
@@ -149,7 +149,7 @@ def test_every_cut_of_the_vocabulary_draws_the_same(tp_size: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
-def test_greedy_takes_the_smallest_of_equal_tokens(tp_size: int) -> None:
+def test_greedy_takes_the_smallest_of_equal_tokens(tp_size):
     """Ties within a rank and across ranks; what argmax returns must not depend on the cut."""
     logits = random_logits(40).round().clamp(max=4)
     logits[0] = 0
@@ -159,9 +159,7 @@ def test_greedy_takes_the_smallest_of_equal_tokens(tp_size: int) -> None:
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
-def test_alternatives_are_the_next_likeliest_and_never_the_chosen_one(
-    tp_size: int,
-) -> None:
+def test_alternatives_are_the_next_likeliest_and_never_the_chosen_one(tp_size):
     logits = random_logits(20).round()  # ties: alternatives rank by (-logit, token)
     draws = draws_at(10, logprobs=7) + draws_at(10, logprobs=7, temperature=2.0)
     expected = logits.double().log_softmax(-1)
@@ -174,7 +172,7 @@ def test_alternatives_are_the_next_likeliest_and_never_the_chosen_one(
             assert logprob == pytest.approx(float(expected[row, token]), abs=1e-12)
 
 
-def test_logprobs_are_of_the_model_and_not_of_the_filtered_draw() -> None:
+def test_logprobs_are_of_the_model_and_not_of_the_filtered_draw():
     logits = random_logits(30)
     draws = draws_at(30, temperature=0.5, top_k=3, logprobs=0)
     for row, drawn in enumerate(sample_cut(logits, draws)[0]):
@@ -183,11 +181,11 @@ def test_logprobs_are_of_the_model_and_not_of_the_filtered_draw() -> None:
         assert logprobs_of(drawn).top == ()
 
 
-def test_no_logprobs_come_unless_they_are_asked_for() -> None:
+def test_no_logprobs_come_unless_they_are_asked_for():
     assert [each.logprobs for each in sample_cut(random_logits(2), draws_at(2))[0]] == [None, None]
 
 
-def test_a_masked_token_is_never_drawn_nor_an_alternative() -> None:
+def test_a_masked_token_is_never_drawn_nor_an_alternative():
     """A grammar leaves a few tokens; -inf on all rows of some rank must not become nan."""
     logits = torch.full((len(MIXED), VOCAB), -math.inf)
     logits[:, 205:208] = random_logits(len(MIXED), 3)
@@ -237,15 +235,13 @@ def oracle(params: SamplingParams, logits: Tensor) -> Tensor:
     if params.min_p:
         warpers.append(MinPLogitsWarper(params.min_p))
     no_tokens = torch.empty(1, 0, dtype=torch.int64)
-    filtered: Tensor = warpers(no_tokens, logits)  # type: ignore[arg-type]
+    filtered: Tensor = warpers(no_tokens, logits)
     return filtered[0]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("favoured")
-def test_the_kept_set_is_that_of_transformers_for_300_combinations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_kept_set_is_that_of_transformers_for_300_combinations(monkeypatch):
     """Few candidates, so that the combinations take every way through both exchanges."""
     monkeypatch.setattr(f"{HEAD}.N_CANDIDATES", 12)
     monkeypatch.setattr(f"{HEAD}.MAX_CANDIDATES", 20)
@@ -268,7 +264,7 @@ def test_the_kept_set_is_that_of_transformers_for_300_combinations(
 
 
 @pytest.mark.usefixtures("favoured")
-def test_the_nucleus_of_equal_tokens_is_no_larger_than_it_must_be() -> None:
+def test_the_nucleus_of_equal_tokens_is_no_larger_than_it_must_be():
     """0.28 * 25 is above 7 in float64; and -inf fills whole ranks, where no mass may be nan."""
     logits = torch.full((VOCAB,), -math.inf, dtype=torch.float64)
     logits[95:120] = 0.1
@@ -279,7 +275,7 @@ def test_the_nucleus_of_equal_tokens_is_no_larger_than_it_must_be() -> None:
 
 
 @pytest.mark.usefixtures("favoured")
-def test_a_nucleus_that_ends_exactly_at_top_p_is_the_same_at_every_cut() -> None:
+def test_a_nucleus_that_ends_exactly_at_top_p_is_the_same_at_every_cut():
     """The sum over ranks rounds differently at every tp_size; the set must not follow it."""
     for seed in range(8):
         logits = random_logits(1, 40, seed=seed, scale=1.0, dtype=torch.float64)[0]
@@ -291,7 +287,7 @@ def test_a_nucleus_that_ends_exactly_at_top_p_is_the_same_at_every_cut() -> None
 
 
 @pytest.mark.usefixtures("favoured")
-def test_top_k_keeps_exactly_k_of_equal_tokens() -> None:
+def test_top_k_keeps_exactly_k_of_equal_tokens():
     logits = torch.zeros(VOCAB)
     for tp_size in CUTS:
         for top_k in (1, 2, 60, 120):
@@ -324,7 +320,7 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     [{}, {"top_k": 12}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.8, "min_p": 0.02}],
 )
 @pytest.mark.parametrize("vary", ["position", "seed", "choice"])
-def test_ten_thousand_draws_fit_the_filtered_softmax(filters: dict[str, Any], vary: str) -> None:
+def test_ten_thousand_draws_fit_the_filtered_softmax(filters, vary):
     """False alarms: 1e-4 per case for new noise, 15 cases; wrong temperatures give below 1e-30."""
     n = 10_000
     params = SamplingParams(temperature=0.8, **filters)
@@ -336,7 +332,7 @@ def test_ten_thousand_draws_fit_the_filtered_softmax(filters: dict[str, Any], va
     assert chi_square(counts, oracle(params, logits).softmax(-1)) > 1e-4
 
 
-def test_consecutive_draws_are_independent() -> None:
+def test_consecutive_draws_are_independent():
     """Pairs of draws at neighbouring positions fill the table of 8 x 8; false alarms 1e-4."""
     logits = random_logits(1, 8, scale=1.0, dtype=torch.float64)
     tokens = torch.tensor(tokens_of(logits.expand(20_000, -1), draws_at(20_000, temperature=1.0)))
@@ -345,7 +341,7 @@ def test_consecutive_draws_are_independent() -> None:
     assert chi_square(pairs, torch.outer(p, p).flatten()) > 1e-4
 
 
-def test_a_draw_depends_on_its_key_alone_and_not_on_its_batch() -> None:
+def test_a_draw_depends_on_its_key_alone_and_not_on_its_batch():
     logits = random_logits(60)
     draws = mixed_draws(60)
     together = tokens_of(logits, draws, 3)
@@ -358,7 +354,7 @@ def test_a_draw_depends_on_its_key_alone_and_not_on_its_batch() -> None:
 
 
 @pytest.mark.parametrize("field", ["seed", "choice", "position"])
-def test_another_seed_choice_or_position_is_another_draw(field: str) -> None:
+def test_another_seed_choice_or_position_is_another_draw(field):
     """On 211 equal tokens two draws agree with odds of 1/211: 40 of 100 agree by chance never."""
     logits = torch.zeros(100, VOCAB)
     draws = draws_at(100, temperature=1.0)
@@ -371,7 +367,7 @@ def test_another_seed_choice_or_position_is_another_draw(field: str) -> None:
     assert agree < 10
 
 
-def test_filters_that_keep_everything_draw_what_no_filter_draws() -> None:
+def test_filters_that_keep_everything_draw_what_no_filter_draws():
     """The same noise decides in each rank's rows, among candidates and in whole rows."""
     logits = random_logits(50)
     plain = tokens_of(logits, draws_at(50, temperature=1.1), 5)
@@ -379,7 +375,7 @@ def test_filters_that_keep_everything_draw_what_no_filter_draws() -> None:
         assert tokens_of(logits, draws_at(50, temperature=1.1, **filters), 5) == plain
 
 
-def test_the_second_exchange_does_not_change_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_exchange_does_not_change_a_draw(monkeypatch):
     logits = random_logits(60)
     draws = mixed_draws(60)
     monkeypatch.setattr(f"{HEAD}.N_CANDIDATES", 300)
@@ -406,9 +402,7 @@ def test_the_second_exchange_does_not_change_a_draw(monkeypatch: pytest.MonkeyPa
         ({"temperature": 1e30, "min_p": 0.1}, 2),
     ],
 )
-def test_one_exchange_serves_without_logprobs_and_open_filters(
-    params: dict[str, Any], n_collectives: int
-) -> None:
+def test_one_exchange_serves_without_logprobs_and_open_filters(params, n_collectives):
     assert sample_cut(random_logits(4), draws_at(4, **params), 3)[1] == n_collectives
 
 
@@ -422,19 +416,19 @@ class _Scales(Solo):
         return super().all_gather(x)
 
 
-def test_a_greedy_row_sends_16_bytes_whatever_the_vocabulary() -> None:
+def test_a_greedy_row_sends_16_bytes_whatever_the_vocabulary():
     comm = _Scales()
     sample(random_logits(1, 5000), range(5000), draws_at(1), comm)
     assert comm.sent_bytes == 16
 
 
-def test_nothing_to_draw_needs_no_exchange() -> None:
+def test_nothing_to_draw_needs_no_exchange():
     assert sample_cut(torch.empty(0, VOCAB), [], 2) == ([], 0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("params", [MIXED[0], MIXED[2], MIXED[6]])
-def test_logits_that_are_no_numbers_name_their_request(bad: float, params: SamplingParams) -> None:
+def test_logits_that_are_no_numbers_name_their_request(bad, params):
     logits = random_logits(3)
     logits[1, slice(None) if bad == -math.inf else 207] = bad
     draws = [SamplingRow(params, 0, 0, 9, request) for request in (40, 41, 42)]
@@ -453,7 +447,7 @@ def best_of(logits: Tensor, vocab: range, draws: Sequence[SamplingRow]) -> Tenso
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
-def test_what_the_device_draws_is_what_is_sampled(tp_size: int) -> None:
+def test_what_the_device_draws_is_what_is_sampled(tp_size):
     """Greedy and plain rows, some of equal logits; the tokens are on the device before they are
     read, and log-probabilities are found where somebody asks for them.
     """
@@ -488,8 +482,8 @@ def test_what_the_device_draws_is_what_is_sampled(tp_size: int) -> None:
 @pytest.mark.parametrize("tp_size", list(CUTS))
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40])
 def test_draws_with_filters_are_on_the_device_where_candidates_decide_them(
-    tp_size: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tp_size, vocab_size, monkeypatch
+):
     """Rows of all kinds in one batch; those that are not decided have no token until they are
     read, and then the one that the sampler draws.
     """
@@ -527,9 +521,7 @@ def test_draws_with_filters_are_on_the_device_where_candidates_decide_them(
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 1.0), (0.7, 0.9)])
-def test_a_draw_of_the_devices_fails_where_there_are_no_numbers(
-    temperature: float, top_p: float, bad: float
-) -> None:
+def test_a_draw_of_the_devices_fails_where_there_are_no_numbers(temperature, top_p, bad):
     logits = random_logits(3)
     logits[1, slice(None) if bad == -math.inf else 207] = bad
     params = SamplingParams(temperature=temperature, top_p=top_p)
@@ -545,7 +537,7 @@ def test_a_draw_of_the_devices_fails_where_there_are_no_numbers(
     run_on_threads(3, one_rank)
 
 
-def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform_without_overflow() -> None:
+def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform_without_overflow():
     logits = random_logits(300) * 1e4
     greedy = tokens_of(logits, draws_at(300))
     assert tokens_of(logits, draws_at(300, temperature=1e-6), 3) == greedy
@@ -554,7 +546,7 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform_without_overflow() 
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
-def test_score_is_log_softmax_of_the_targets(tp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_is_log_softmax_of_the_targets(tp_size, monkeypatch):
     monkeypatch.setattr(
         "parallel_llama.sampling.scoring._CHUNK", 1000
     )  # several rows at a time, the last time fewer
@@ -574,7 +566,7 @@ def test_score_is_log_softmax_of_the_targets(tp_size: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("target", [-1, VOCAB])
-def test_score_refuses_a_target_outside_the_vocabulary(target: int) -> None:
+def test_score_refuses_a_target_outside_the_vocabulary(target):
     """Without the check a target that no rank holds scores -inf, as if it were impossible."""
     vocabs = vocabs_of(3)
 
@@ -586,7 +578,7 @@ def test_score_refuses_a_target_outside_the_vocabulary(target: int) -> None:
         run_on_threads(3, one_rank)
 
 
-def test_score_refuses_logits_that_are_no_numbers() -> None:
+def test_score_refuses_logits_that_are_no_numbers():
     logits = torch.zeros(2, VOCAB)
     logits[1, 3] = math.nan
     with pytest.raises(NumericalError, match="row 1"):
@@ -594,7 +586,7 @@ def test_score_refuses_logits_that_are_no_numbers() -> None:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 7])
-def test_scored_tokens_have_the_likeliest_others_beside_them(tp_size: int) -> None:
+def test_scored_tokens_have_the_likeliest_others_beside_them(tp_size):
     """Ties rank by token id, across ranks too; every row has as many as it wants, at most 20."""
     logits = random_logits(23).round()
     logits[3, 2:] = -math.inf  # fewer tokens than alternatives
@@ -622,7 +614,7 @@ def test_scored_tokens_have_the_likeliest_others_beside_them(tp_size: int) -> No
 
 
 @pytest.mark.parametrize("k", [2, 5, 20])
-def test_the_largest_of_many_tiles_are_those_of_a_stable_sort(k: int) -> None:
+def test_the_largest_of_many_tiles_are_those_of_a_stable_sort(k):
     """Ties at the border, more tiles than k, and tiles that reach beyond the vocabulary."""
     logits = random_logits(20, 9000).mul(4).round()
     for vocab in (range(0, 9000), range(100, 9100)):
@@ -633,7 +625,7 @@ def test_the_largest_of_many_tiles_are_those_of_a_stable_sort(k: int) -> None:
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
-def test_gathered_logits_are_the_whole_rows(tp_size: int) -> None:
+def test_gathered_logits_are_the_whole_rows(tp_size):
     logits = random_logits(3)
     vocabs = vocabs_of(tp_size)
 
@@ -646,7 +638,7 @@ def test_gathered_logits_are_the_whole_rows(tp_size: int) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [211, 256])
-def test_scoring_and_sampling_leave_the_logits_as_they_were(vocab_size: int) -> None:
+def test_scoring_and_sampling_leave_the_logits_as_they_were(vocab_size):
     """Float64 logits in whole tiles are copied nowhere on the way: 256 changed them in place."""
     logits = random_logits(len(MIXED), vocab_size, dtype=torch.float64)
     before = logits.clone()
@@ -655,7 +647,7 @@ def test_scoring_and_sampling_leave_the_logits_as_they_were(vocab_size: int) -> 
     assert torch.equal(logits, before)
 
 
-def test_logits_from_inference_mode_can_be_sampled_outside_it() -> None:
+def test_logits_from_inference_mode_can_be_sampled_outside_it():
     with torch.inference_mode():
         logits = random_logits(len(MIXED)) * 1.0
     assert tokens_of(logits, mixed_draws(len(MIXED)), 2) == tokens_of(
@@ -679,7 +671,7 @@ def _exponential(key: int, place: int) -> tuple[float, int]:
     return -math.log(uniform), word & 127
 
 
-def test_the_noise_is_a_race_of_tiles_timed_by_splitmix64() -> None:
+def test_the_noise_is_a_race_of_tiles_timed_by_splitmix64():
     """Pins the shifts and the wrap-around of int64, for keys of both signs and large ids."""
     assert _splitmix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # first output for seed 0
     rng = random.Random(3)
@@ -694,7 +686,7 @@ def test_the_noise_is_a_race_of_tiles_timed_by_splitmix64() -> None:
             assert value == pytest.approx(-math.log(arrival), rel=1e-12, abs=1e-12)
 
 
-def test_the_noise_is_standard_gumbel_and_independent_of_its_neighbours() -> None:
+def test_the_noise_is_standard_gumbel_and_independent_of_its_neighbours():
     """Arrival times of one tile's tokens, of 4 * 50,000 keys, each against the exponential.
 
     Deciles of a token's time, and pairs of deciles of two tokens of one tile: chi-square tests with
@@ -711,7 +703,7 @@ def test_the_noise_is_standard_gumbel_and_independent_of_its_neighbours() -> Non
         assert chi_square(pairs, torch.full((100,), 0.01, dtype=torch.float64)) > 1e-4
 
 
-def test_no_token_has_more_noise_than_its_tile() -> None:
+def test_no_token_has_more_noise_than_its_tile():
     """And one token has exactly that: a draw rules tiles out by it."""
     keys = torch.arange(500) * 31
     noise = gumbel(keys, torch.arange(3 * 128)).view(500, 3, 128)
@@ -720,7 +712,7 @@ def test_no_token_has_more_noise_than_its_tile() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 30.0])
-def test_a_plain_draw_misses_no_winner_in_the_tiles_it_skips(scale: float) -> None:
+def test_a_plain_draw_misses_no_winner_in_the_tiles_it_skips(scale):
     """Against the noise of every token, over forty tiles cut in the middle of some."""
     logits = random_logits(60, 5000, scale=scale)
     draws = draws_at(60, temperature=0.9)
@@ -730,7 +722,7 @@ def test_a_plain_draw_misses_no_winner_in_the_tiles_it_skips(scale: float) -> No
         assert tokens_of(logits, draws, tp_size) == scores.argmax(1).tolist()
 
 
-def test_the_noise_of_a_token_does_not_depend_on_its_neighbours() -> None:
+def test_the_noise_of_a_token_does_not_depend_on_its_neighbours():
     """To the last bit: a rank computes it for its rows, all ranks once more for the candidates."""
     keys = torch.tensor([sampling_key(draw) for draw in draws_at(3)])
     whole = gumbel(keys, torch.arange(4001))
@@ -738,7 +730,7 @@ def test_the_noise_of_a_token_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(gumbel(keys, torch.arange(start, stop)), whole[:, start:stop])
 
 
-def test_the_noise_of_a_draw_is_pinned() -> None:
+def test_the_noise_of_a_draw_is_pinned():
     """A seed must give the same completion after an upgrade; change this only on purpose."""
     assert sampling_key(SamplingRow(SamplingParams(), 1, 2, 3)) == -5405627362230748553
     logits = torch.zeros(8, VOCAB)

@@ -6,7 +6,6 @@ from pathlib import Path
 import openai
 import pytest
 from served import Served
-from tiny_folder import write_chat_folder
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +29,7 @@ def client(smollm2: Served) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def tiny(tiny_folder: Path) -> Iterator[Served]:
+def tiny(model: Path) -> Iterator[Served]:
     """A model of random weights, which answers nonsense at once."""
-    with Served(f"--model={tiny_folder}", "--served-model-name=tiny") as served:
+    with Served(f"--model={model}", "--served-model-name=tiny") as served:
         yield served

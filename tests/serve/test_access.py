@@ -6,13 +6,11 @@ import logging
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from commands import run_command
 from served import Served
 from starlette.routing import Route
 from tiny_folder import write_chat_folder
@@ -24,8 +22,6 @@ from parallel_llama.serve.access import OPEN, is_loopback, read_keys
 from parallel_llama.serve.app import make_app
 from parallel_llama.serve.bodies import MAX_BODY_BYTES
 from parallel_llama.serve.log import _Lines
-
-pytestmark = pytest.mark.slow
 
 KEYS = ["sk-of-one-person", "sk-of-another-person"]
 APP = make_app(MagicMock())
@@ -143,7 +139,7 @@ def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o620, 0o601])
-def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path, mode: int):
+def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path, mode):
     path = tmp_path / "keys"
     path.write_text(KEYS[0])
     path.chmod(mode)
@@ -155,7 +151,7 @@ def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path, mode: in
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_keys_of_another_owner_is_theirs_to_protect(tmp_path: Path):
+def test_a_file_of_keys_of_another_owner_is_theirs_to_protect(tmp_path):
     path = tmp_path / "keys"
     path.write_text(KEYS[0])
     path.chmod(0o644)
@@ -176,7 +172,7 @@ def test_a_file_of_keys_of_another_owner_is_theirs_to_protect(tmp_path: Path):
         ("sk-of-one-person\n" * 1025, "has 1025 keys"),
     ],
 )
-def test_what_is_no_file_of_keys_is_refused(tmp_path: Path, text: str, says: str):
+def test_what_is_no_file_of_keys_is_refused(tmp_path, text, says):
     path = tmp_path / "keys"
     path.write_text(text)
     path.chmod(0o600)
@@ -185,13 +181,10 @@ def test_what_is_no_file_of_keys_is_refused(tmp_path: Path, text: str, says: str
     assert "sk-" not in str(refused.value).replace(str(path), "")
 
 
-def test_a_host_beyond_this_machine_without_keys_is_warned_of(tiny_folder):
+def test_a_host_beyond_this_machine_without_keys_is_warned_of(model):
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "parallel_llama", "serve", f"--model={tiny_folder}"]
-        done = subprocess.run(
-            [*command, "--host=0.0.0.0", f"--port={port}"], capture_output=True, text=True
-        )
+        done = run_command("serve", f"--model={model}", "--host=0.0.0.0", f"--port={port}")
     assert "--host 0.0.0.0 without --api-key-file: anyone who can reach" in done.stderr
     assert done.returncode == 2
 

@@ -16,8 +16,6 @@ from parallel_llama.serve.answer import Answer, Diverged, Stalled
 from parallel_llama.serve.asgi import unless_gone
 from parallel_llama.serve.wire import Output
 
-pytestmark = pytest.mark.slow
-
 TOKENS = tuple(range(100, 112))
 TEXTS = [f"<{token}>" if token % 3 else "" for token in TOKENS]  # some tokens show nothing
 
@@ -64,47 +62,37 @@ def test_what_was_told_is_not_told_again_however_steps_fall(first, second, n_tol
     assert [output.completion is not None for output in told][-1]
 
 
-def test_an_engine_that_draws_other_tokens_is_found_out():
-    async def run() -> None:
-        cancelled: list[Answer] = []
-        answer = new_answer(cancelled)
-        for output in outputs([3, 6])[:2]:
-            answer.put(output)
-        answer.begin_again()
-        answer.put(outputs([4], (*TOKENS[:2], 7, *TOKENS[3:]))[0])
-        assert cancelled == [answer]
-        with pytest.raises(Diverged):
-            await answer.whole()
-
-    asyncio.run(run())
+async def test_an_engine_that_draws_other_tokens_is_found_out():
+    cancelled: list[Answer] = []
+    answer = new_answer(cancelled)
+    for output in outputs([3, 6])[:2]:
+        answer.put(output)
+    answer.begin_again()
+    answer.put(outputs([4], (*TOKENS[:2], 7, *TOKENS[3:]))[0])
+    assert cancelled == [answer]
+    with pytest.raises(Diverged):
+        await answer.whole()
 
 
-def test_who_reads_nothing_is_given_up(monkeypatch):
+async def test_who_reads_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr(answers, "MAX_HELD", 3)
-
-    async def run() -> None:
-        cancelled: list[Answer] = []
-        answer = new_answer(cancelled)
-        for output in outputs([1, 2, 3, 4, 5, 6])[:4]:
-            answer.put(output)
-        assert cancelled == [answer]
-        with pytest.raises(Stalled):
-            await answer.whole()
-
-    asyncio.run(run())
+    cancelled: list[Answer] = []
+    answer = new_answer(cancelled)
+    for output in outputs([1, 2, 3, 4, 5, 6])[:4]:
+        answer.put(output)
+    assert cancelled == [answer]
+    with pytest.raises(Stalled):
+        await answer.whole()
 
 
-def test_who_leaves_early_cancels():
-    async def run() -> None:
-        cancelled: list[Answer] = []
-        answer = new_answer(cancelled)
-        answer.put(outputs([2])[0])
-        told = answer.outputs()
-        await anext(told)
-        await told.aclose()
-        assert cancelled == [answer] and answer.is_abandoned
-
-    asyncio.run(run())
+async def test_who_leaves_early_cancels():
+    cancelled: list[Answer] = []
+    answer = new_answer(cancelled)
+    answer.put(outputs([2])[0])
+    told = answer.outputs()
+    await anext(told)
+    await told.aclose()
+    assert cancelled == [answer] and answer.is_abandoned
 
 
 def test_what_a_refused_request_held_is_free_at_once():

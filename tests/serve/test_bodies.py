@@ -20,8 +20,6 @@ from parallel_llama.serve.bodies import (
     TokenizeBody,
 )
 
-pytestmark = pytest.mark.slow
-
 PATHS = {each.body: each.path for each in OPERATIONS if each.body is not None}
 BODIES = [*PATHS]
 

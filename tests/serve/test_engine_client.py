@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -24,8 +25,6 @@ from parallel_llama.serve.wire import (
     framed,
     to_engine,
 )
-
-pytestmark = pytest.mark.slow
 
 LOADED = Loaded("float32", "none", 1, 1000, 16, 1000, (RankFacts(0, 1),))
 STATISTICS = EngineStatistics(1, 0, 1, 0, 9, 1, 0, 0, StepTimes())
@@ -70,30 +69,26 @@ def step(key: int, *tokens: int, ends: bool = False) -> Stepped:
     return Stepped((output,), (), 0.01, STATISTICS)
 
 
-Story = Callable[[EngineClient, list[Played]], Awaitable[None]]
+@asynccontextmanager
+async def playing(
+    **settings: float,
+) -> AsyncIterator[tuple[EngineClient, list[Played], asyncio.Task]]:
+    """A client, the engines that it starts one after the other, and the task in which it runs."""
+    engines: list[Played] = []
 
+    def start() -> Played:
+        engines.append(Played())
+        return engines[-1]
 
-def play(story: Story, **settings: float) -> None:
-    """Run a story with a client, and the engines that it starts one after the other."""
-
-    async def run() -> None:
-        engines: list[Played] = []
-
-        def start() -> Played:
-            engines.append(Played())
-            return engines[-1]
-
-        given = {"max_choices": 4, "restarts": 9, "step_timeout_s": 100.0, **settings}
-        client = EngineClient(start, request(), Metrics("m"), **given)
-        running = asyncio.create_task(client.run())
-        await asyncio.sleep(0.01)
-        try:
-            await asyncio.wait_for(story(client, engines), 120)
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(run())
+    given = {"max_choices": 4, "restarts": 9, "step_timeout_s": 100.0, **settings}
+    client = EngineClient(start, request(), Metrics("m"), **given)
+    running = asyncio.create_task(client.run())
+    await asyncio.sleep(0.01)
+    try:
+        yield client, engines, running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def ready(client: EngineClient, engines: list[Played], number: int = 0) -> Played:
@@ -106,19 +101,17 @@ async def ready(client: EngineClient, engines: list[Played], number: int = 0) ->
     return engines[number]
 
 
-def test_nothing_is_taken_in_before_the_engine_is_there():
-    async def story(client, engines):
+async def test_nothing_is_taken_in_before_the_engine_is_there():
+    async with playing() as (client, engines, _):
         with pytest.raises(NotReady, match="being loaded"):
             client.submit(request())
         assert not client.is_ready
         await ready(client, engines)
         assert client.is_ready
 
-    play(story)
 
-
-def test_a_bound_of_choices_is_kept_and_room_comes_back():
-    async def story(client, engines):
+async def test_a_bound_of_choices_is_kept_and_room_comes_back():
+    async with playing() as (client, engines, _):
         engine = await ready(client, engines)
         with pytest.raises(UsageError, match="5 completions at once exceed the limit of 4"):
             client.submit(request(n=5))
@@ -130,11 +123,9 @@ def test_a_bound_of_choices_is_kept_and_room_comes_back():
         assert [output.tokens for output in await first.whole()] == [(5,)]
         client.submit(request())
 
-    play(story)
 
-
-def test_what_an_engine_refuses_or_fails_ends_that_request_alone():
-    async def story(client, engines):
+async def test_what_an_engine_refuses_or_fails_ends_that_request_alone():
+    async with playing() as (client, engines, _):
         engine = await ready(client, engines)
         refused, failed, good = (client.submit(request()) for _ in range(3))
         engine.say(EngineRefused(refused.key, "no such grammar"))
@@ -146,13 +137,10 @@ def test_what_an_engine_refuses_or_fails_ends_that_request_alone():
             await failed.whole()
         assert len(await good.whole()) == 1 and client.n_choices == 0
 
-    play(story)
 
-
-def test_a_request_goes_to_the_next_engines_but_not_to_a_fourth():
+async def test_a_request_goes_to_the_next_engines_but_not_to_a_fourth():
     """Or one request that ends engines would end the server."""
-
-    async def story(client, engines):
+    async with playing() as (client, engines, _):
         for number in range(3):
             engine = await ready(client, engines, number)
             if number == 0:
@@ -165,11 +153,9 @@ def test_a_request_goes_to_the_next_engines_but_not_to_a_fourth():
             await answer.whole()
         assert client.n_choices == 0 and client.n_restarts == 3
 
-    play(story)
 
-
-def test_what_nobody_waits_for_is_cancelled_and_not_run_again():
-    async def story(client, engines):
+async def test_what_nobody_waits_for_is_cancelled_and_not_run_again():
+    async with playing() as (client, engines, _):
         engine = await ready(client, engines)
         answer = client.submit(request())
         answer.abandon()
@@ -179,22 +165,18 @@ def test_what_nobody_waits_for_is_cancelled_and_not_run_again():
         await ready(client, engines, 1)
         assert client.n_choices == 0
 
-    play(story)
 
-
-def test_an_engine_that_does_not_step_is_ended():
-    async def story(client, engines):
+async def test_an_engine_that_does_not_step_is_ended():
+    async with playing(step_timeout_s=0.3) as (client, engines, _):
         await ready(client, engines)
         client.submit(request())
         while len(engines) < 2:
             await asyncio.sleep(0.01)
         assert not client.is_ready
 
-    play(story, step_timeout_s=0.3)
 
-
-def test_an_idle_engine_is_asked_to_step_and_says_so_by_stepping():
-    async def story(client, engines):
+async def test_an_idle_engine_is_asked_to_step_and_says_so_by_stepping():
+    async with playing(step_timeout_s=2) as (client, engines, _):
         engine = await ready(client, engines)
         probe = await engine.hear()
         engine.say(step(probe.key, 1, ends=True))
@@ -202,22 +184,9 @@ def test_an_idle_engine_is_asked_to_step_and_says_so_by_stepping():
             await asyncio.sleep(0.01)
         assert client.is_ready and client.n_choices == 0 and len(engines) == 1
 
-    play(story, step_timeout_s=2)
 
-
-def test_an_engine_that_ends_too_often_ends_the_client_and_all_requests():
-    async def run() -> None:
-        engines: list[Played] = []
-
-        def start() -> Played:
-            engines.append(Played())
-            return engines[-1]
-
-        client = EngineClient(
-            start, request(), Metrics("m"), max_choices=4, restarts=1, step_timeout_s=100
-        )
-        running = asyncio.create_task(client.run())
-        await asyncio.sleep(0.01)
+async def test_an_engine_that_ends_too_often_ends_the_client_and_all_requests():
+    async with playing(restarts=1) as (client, engines, running):
         engine = await ready(client, engines)
         answer = client.submit(request())
         engine.die()
@@ -226,5 +195,3 @@ def test_an_engine_that_ends_too_often_ends_the_client_and_all_requests():
             await running
         with pytest.raises(NotReady, match="it was played"):
             await answer.whole()
-
-    asyncio.run(run())

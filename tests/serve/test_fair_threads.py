@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from functools import partial
 
 import msgspec
@@ -13,13 +13,7 @@ from parallel_llama.serve.fair_threads import LARGE_WORK, MAX_LARGE_WAITING, Fai
 from parallel_llama.serve.replies import CompletionChoice, CompletionReply
 from parallel_llama.serve.service import RequestContext, Service
 
-pytestmark = pytest.mark.slow
-
 LARGE = LARGE_WORK + 1
-
-
-def play(story: Callable[[FairThreads], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(story(FairThreads()), 60))
 
 
 async def started(work: Awaitable[object]) -> "asyncio.Task[object]":
@@ -28,105 +22,85 @@ async def started(work: Awaitable[object]) -> "asyncio.Task[object]":
     return task
 
 
-def test_small_work_is_done_while_large_work_of_many_waits():
+async def test_small_work_is_done_while_large_work_of_many_waits():
     """All work was first come, first served in four threads."""
-
-    async def story(threads):
-        goes_on = threading.Event()
-        large = [await started(threads.run(goes_on.wait, LARGE, str(n))) for n in range(40)]
-        assert await threads.run(lambda: 7, 100, "small") == 7
-        assert not any(task.done() for task in large)
-        goes_on.set()
-        await asyncio.gather(*large)
-
-    play(story)
+    threads = FairThreads()
+    goes_on = threading.Event()
+    large = [await started(threads.run(goes_on.wait, LARGE, str(n))) for n in range(40)]
+    assert await threads.run(lambda: 7, 100, "small") == 7
+    assert not any(task.done() for task in large)
+    goes_on.set()
+    await asyncio.gather(*large)
 
 
-def test_a_client_of_little_work_passes_the_queue_of_one_with_much():
-    async def story(threads):
-        goes_on, order = threading.Event(), []
-        tasks = [await started(threads.run(goes_on.wait, LARGE, "greedy"))]
-        for n in range(9):
-            work = threads.run(partial(order.append, n), LARGE, "greedy")
-            tasks.append(await started(work))
-        tasks.append(await started(threads.run(lambda: order.append("fair"), LARGE, "fair")))
-        goes_on.set()
-        await asyncio.gather(*tasks)
-        assert order == ["fair", *range(9)]
-
-    play(story)
+async def test_a_client_of_little_work_passes_the_queue_of_one_with_much():
+    threads = FairThreads()
+    goes_on, order = threading.Event(), []
+    tasks = [await started(threads.run(goes_on.wait, LARGE, "greedy"))]
+    for n in range(9):
+        work = threads.run(partial(order.append, n), LARGE, "greedy")
+        tasks.append(await started(work))
+    tasks.append(await started(threads.run(lambda: order.append("fair"), LARGE, "fair")))
+    goes_on.set()
+    await asyncio.gather(*tasks)
+    assert order == ["fair", *range(9)]
 
 
-def test_large_bodies_wait_while_much_large_work_is_waiting():
+async def test_large_bodies_wait_while_much_large_work_is_waiting():
     """They were all read at once, and 100 clients took 900 MB."""
-
-    async def story(threads):
+    threads = FairThreads()
+    await threads.room_for_large(0.05)
+    goes_on = threading.Event()
+    half = MAX_LARGE_WAITING // 2
+    tasks = [await started(threads.run(goes_on.wait, half, str(n))) for n in range(2)]
+    with pytest.raises(TimeoutError):
         await threads.room_for_large(0.05)
-        goes_on = threading.Event()
-        half = MAX_LARGE_WAITING // 2
-        tasks = [await started(threads.run(goes_on.wait, half, str(n))) for n in range(2)]
-        with pytest.raises(TimeoutError):
-            await threads.room_for_large(0.05)
-        waiting = [await started(threads.room_for_large(60)) for _ in range(3)]
-        assert not any(task.done() for task in waiting)
-        tasks[1].cancel()
-        await asyncio.gather(*waiting)
-        goes_on.set()
-        await tasks[0]
-
-    play(story)
+    waiting = [await started(threads.room_for_large(60)) for _ in range(3)]
+    assert not any(task.done() for task in waiting)
+    tasks[1].cancel()
+    await asyncio.gather(*waiting)
+    goes_on.set()
+    await tasks[0]
 
 
-def test_work_that_does_not_begin_in_time_is_refused_and_not_done():
-    async def story(threads):
-        goes_on, done = threading.Event(), []
-        first = await started(threads.run(goes_on.wait, LARGE, "a"))
-        with pytest.raises(TimeoutError):
-            await threads.run(lambda: done.append(1), LARGE, "b", 0.05)
-        goes_on.set()
-        assert await first
-        assert await threads.run(lambda: 3, LARGE, "b") == 3 and done == []
-
-    play(story)
+async def test_work_that_does_not_begin_in_time_is_refused_and_not_done():
+    threads = FairThreads()
+    goes_on, done = threading.Event(), []
+    first = await started(threads.run(goes_on.wait, LARGE, "a"))
+    with pytest.raises(TimeoutError):
+        await threads.run(lambda: done.append(1), LARGE, "b", 0.05)
+    goes_on.set()
+    assert await first
+    assert await threads.run(lambda: 3, LARGE, "b") == 3 and done == []
 
 
-def test_a_thread_is_busy_until_work_ends_that_nobody_waits_for():
-    async def story(threads):
-        goes_on, left = threading.Event(), []
-        first = await started(threads.run(goes_on.wait, LARGE, "gone"))
-        first.cancel()
-        second = await started(threads.run(lambda: left.append(goes_on.is_set()), LARGE, "b"))
-        assert not second.done()
-        goes_on.set()
-        await second
-        assert left == [True]
-
-    play(story)
+async def test_a_thread_is_busy_until_work_ends_that_nobody_waits_for():
+    threads = FairThreads()
+    goes_on, left = threading.Event(), []
+    first = await started(threads.run(goes_on.wait, LARGE, "gone"))
+    first.cancel()
+    second = await started(threads.run(lambda: left.append(goes_on.is_set()), LARGE, "b"))
+    assert not second.done()
+    goes_on.set()
+    await second
+    assert left == [True]
 
 
-def test_a_template_that_takes_long_holds_up_templates_alone():
-    async def story(threads):
-        goes_on = threading.Event()
-        chats = [
-            await started(threads.run(goes_on.wait, 100, str(n), renders=True)) for n in range(9)
-        ]
-        assert await threads.run(lambda: 7, 100, "small") == 7
-        goes_on.set()
-        await asyncio.gather(*chats)
-
-    play(story)
+async def test_a_template_that_takes_long_holds_up_templates_alone():
+    threads = FairThreads()
+    goes_on = threading.Event()
+    chats = [await started(threads.run(goes_on.wait, 100, str(n), renders=True)) for n in range(9)]
+    assert await threads.run(lambda: 7, 100, "small") == 7
+    goes_on.set()
+    await asyncio.gather(*chats)
 
 
-def test_large_parts_of_an_answer_are_written_in_a_thread():
+async def test_large_parts_of_an_answer_are_written_in_a_thread():
     """All were written by the event loop, which other clients waited for."""
-
-    async def story(_threads):
-        context = RequestContext(Service(["m"], None, None), None)
-        own = threading.get_ident()
-        assert await context.serialize(threading.get_ident, 100) == own
-        assert await context.serialize(threading.get_ident, LARGE) != own
-
-    play(story)
+    context = RequestContext(Service(["m"], None, None), None)
+    own = threading.get_ident()
+    assert await context.serialize(threading.get_ident, 100) == own
+    assert await context.serialize(threading.get_ident, LARGE) != own
 
 
 def test_a_body_is_sent_in_pieces_each_when_the_client_has_room():

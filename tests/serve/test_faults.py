@@ -4,8 +4,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import ROOT, Served
+from commands import run_command
+from served import Served
 from tiny_folder import write_endless_folder
-
-pytestmark = pytest.mark.slow
 
 LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 3}
 ENDLESS = {**LONG, "max_tokens": 60_000}  # minutes of it, where its client stays
@@ -40,9 +37,9 @@ def tiny(folder: Path) -> Iterator[Served]:
 def restarting(folder: Path) -> Iterator[Served]:
     """A server that starts its ranks again after each death or hang.
 
-    The ranks wait for each other for 10 s; where they take longer to start, the server tries again.
+    The ranks wait for each other for 7 s; where they take longer to start, the server tries again.
     """
-    limits = "--timeout=10", "--restarts=20"
+    limits = "--timeout=7", "--restarts=20"
     with Served("--model", str(folder), "--nproc=2", *limits) as served:
         yield served
 
@@ -176,10 +173,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_at_once(folder, tmp_path)
     for path in folder.iterdir():
         data = path.read_bytes()
         (damaged / path.name).write_bytes(data[:-64] if path.suffix == ".safetensors" else data)
-    done = subprocess.run(
-        [sys.executable, "-m", "parallel_llama", "serve", "--port=0", "--model", str(damaged)],
-        capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S,
-    )  # fmt: skip
+    done = run_command("serve", "--port=0", "--model", str(damaged))
     assert done.returncode in (1, 2) and "safetensors" in done.stderr
     assert "Traceback" not in done.stderr
 

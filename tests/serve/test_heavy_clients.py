@@ -12,8 +12,6 @@ from load import Client
 from served import Served
 from tiny_folder import write_endless_folder
 
-pytestmark = pytest.mark.slow
-
 HONEST = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "stream": False}
 N_HEAVY, N_HONEST = 40, 7
 # Half of the answers come within this: of two cores that others may use too, hence the slack.
@@ -39,10 +37,7 @@ HEAVY = {
         "/v1/completions",
         lambda n: {**HONEST, "structured_outputs": {"regex": slow_pattern(n)}},
     ),
-    "long prompt": (
-        "/v1/completions",
-        lambda n: {**HONEST, "prompt": f"{n:04}" + "x" * 6000},
-    ),
+    "long prompt": ("/v1/completions", lambda n: {**HONEST, "prompt": f"{n:04}" + "x" * 6000}),
     "large answer": (
         "/v1/completions",
         lambda n: {**HONEST, "prompt": f"{n:04}" + "x" * 2000, "echo": True, "logprobs": 5, "n": 5},

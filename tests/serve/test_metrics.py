@@ -8,8 +8,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from served import Served
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 
 # Series that dashboards, autoscalers and gateways made for vLLM read.

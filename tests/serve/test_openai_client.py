@@ -8,8 +8,6 @@ import openai
 import pytest
 from smollm2 import parallel_llama
 
-pytestmark = pytest.mark.slow
-
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TOOL = {"type": "function", "function": {"name": "look"}}
 MARKS = ("<|im_start|>", "<|im_end|>")

@@ -5,8 +5,6 @@ import json
 import openai
 import pytest
 
-pytestmark = pytest.mark.slow
-
 QUESTION = [{"role": "user", "content": "How much does it rain in Oslo?"}]
 RAIN = {
     "type": "function",

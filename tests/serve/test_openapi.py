@@ -8,8 +8,6 @@ import pytest
 from parallel_llama.serve.app import OPERATIONS
 from parallel_llama.serve.openapi import description
 
-pytestmark = pytest.mark.slow
-
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 

@@ -15,8 +15,6 @@ from stand_in_server import StandIn, stand_in_server
 
 from parallel_llama.serve import page_files
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 PAGE = Path(page_files.__file__).with_name("page")
 VENDOR = PAGE / "vendor"
@@ -54,7 +52,7 @@ def references(path: str, text: str) -> set[str]:
     return set(REFERENCES[kind].findall(text)) if kind in REFERENCES else set()
 
 
-def test_everything_that_the_page_loads_is_served_and_nothing_else(server: StandIn) -> None:
+def test_everything_that_the_page_loads_is_served_and_nothing_else(server):
     found: set[str] = set()
     left = {"/"}
     while left:
@@ -71,7 +69,7 @@ def test_everything_that_the_page_loads_is_served_and_nothing_else(server: Stand
     assert found == served - {"/page/index.html"} | {"/"}
 
 
-def test_references_are_found() -> None:
+def test_references_are_found():
     assert references("/", '<a href="a.css"> <img src="b"> <a href="#c">') == {"a.css", "b"}
     assert references("/page/a.css", "@import 'b.css'; a { background: url(c.png) }") == {
         "b.css",
@@ -82,18 +80,18 @@ def test_references_are_found() -> None:
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
-def test_the_page_names_no_other_origin(path: Path) -> None:
+def test_the_page_names_no_other_origin(path):
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")
     assert not re.findall(r"""https?://\S+|["'(]//\S+""", text)
 
 
-def test_the_html_has_no_script_or_style_of_its_own() -> None:
+def test_the_html_has_no_script_or_style_of_its_own():
     html = (PAGE / "index.html").read_text()
     assert not re.findall(r"<style|<script(?![^>]*\ssrc=)|\sstyle=|\son\w+=|javascript:", html)
 
 
 @pytest.mark.parametrize("path", ["/", "/page/page.js", "/page/none"])
-def test_every_answer_has_the_security_headers(server: StandIn, path: str) -> None:
+def test_every_answer_has_the_security_headers(server, path):
     _, headers, _ = get(server, path)
     policy = headers["Content-Security-Policy"]
     assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy
@@ -103,7 +101,7 @@ def test_every_answer_has_the_security_headers(server: StandIn, path: str) -> No
 
 
 @pytest.mark.parametrize("path", ["/", "/page/vendor/marked.esm.js"])
-def test_a_file_that_a_browser_has_is_not_sent_again(server: StandIn, path: str) -> None:
+def test_a_file_that_a_browser_has_is_not_sent_again(server, path):
     _, headers, body = get(server, path)
     assert body and headers["Cache-Control"] == "no-cache"
     status, _, body = get(server, path, {"If-None-Match": f'"other", W/{headers["ETag"]}'})
@@ -116,11 +114,11 @@ def test_a_file_that_a_browser_has_is_not_sent_again(server: StandIn, path: str)
     ["/page/", "/page/index.html", "/page/../page_files.py", "/page/%2e%2e/page_files.py",
      "/page//etc/passwd", "/page/vendor/sources.json", "/page/vendor"],
 )  # fmt: skip
-def test_nothing_but_the_listed_files_is_served(server: StandIn, path: str) -> None:
+def test_nothing_but_the_listed_files_is_served(server, path):
     assert get(server, path)[0] == 404
 
 
-def test_vendored_files_are_the_published_ones() -> None:
+def test_vendored_files_are_the_published_ones():
     sources = json.loads((VENDOR / "sources.json").read_text())
     licences = {source["licence_file"] for source in sources.values()}
     assert {path.name for path in VENDOR.iterdir()} == {*sources, *licences, "sources.json"}
@@ -131,7 +129,7 @@ def test_vendored_files_are_the_published_ones() -> None:
     assert all("Licen" in (VENDOR / name).read_text() for name in licences)
 
 
-def test_the_package_ships_every_file_of_the_page() -> None:
+def test_the_package_ships_every_file_of_the_page():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     patterns = setup["options.package_data"]["parallel_llama"].split()

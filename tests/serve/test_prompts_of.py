@@ -8,8 +8,6 @@ from parallel_llama.errors import UsageError
 from parallel_llama.serve.bodies import CompletionBody
 from parallel_llama.serve.completions import prompts_of
 
-pytestmark = pytest.mark.slow
-
 
 class Tokenizer:
     def encode(self, text, *, bos=True, special=True):

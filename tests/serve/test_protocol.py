@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -23,11 +23,8 @@ from parallel_llama.serve.protocol import (
 )
 from parallel_llama.serve.server import abort_slow_readers
 
-pytestmark = pytest.mark.slow
-
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def reads_all(_scope, receive, send) -> None:
@@ -63,14 +60,13 @@ async def listening(app):
             connection.transport.abort()
 
 
-def talk(told: Talk, app=reads_all) -> None:
-    async def run() -> None:
-        async with listening(app) as (port, _):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            await asyncio.wait_for(told(reader, writer), 100)
-            writer.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def talking(app=reads_all):
+    """A connection to an application."""
+    async with listening(app) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        yield reader, writer
+        writer.close()
 
 
 async def reply(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
@@ -83,14 +79,13 @@ async def reply(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byte
 
 def asked(data: bytes, app=reads_all) -> tuple[int, dict[str, str], bytes]:
     """The reply to these bytes."""
-    got = []
 
-    async def told(reader, writer) -> None:
-        writer.write(data)
-        got.append(await reply(reader))
+    async def ask() -> tuple[int, dict[str, str], bytes]:
+        async with talking(app) as (reader, writer):
+            writer.write(data)
+            return await asyncio.wait_for(reply(reader), 100)
 
-    talk(told, app)
-    return got[0]
+    return asyncio.run(ask())
 
 
 def refused(data: bytes, status: int, says: str) -> None:
@@ -140,10 +135,9 @@ def test_the_length_of_a_url_is_bounded():
     ],
     ids=["value", "name", "method", "trailer", "chunk extension"],
 )
-def test_what_never_ends_is_cut_off_before_it_fills_memory(before):
+async def test_what_never_ends_is_cut_off_before_it_fills_memory(before):
     """The parser keeps a header until it is whole: 64 MB of one were kept."""
-
-    async def told(reader, writer) -> None:
+    async with talking() as (reader, writer):
         writer.write(before)
         n_sent = 0
         with pytest.raises(ConnectionError):
@@ -155,8 +149,6 @@ def test_what_never_ends_is_cut_off_before_it_fills_memory(before):
                 if reader.at_eof():
                     raise ConnectionResetError
         assert n_sent < 8 << 20  # most of it in the buffers of both ends
-
-    talk(told)
 
 
 def test_a_long_body_is_no_long_header():
@@ -194,10 +186,7 @@ def test_what_is_no_http_is_refused_in_the_same_form(data):
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (
-            POST + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-            "is chunked",
-        ),
+        (POST + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "is chunked"),
         (POST + b"transfer-encoding: gzip\r\n\r\n", "is chunked"),
         (POST.replace(b"1.1", b"1.0") + b"transfer-encoding: chunked\r\n\r\n", "or HTTP/1.0"),
         (b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n", "CONNECT"),
@@ -223,10 +212,9 @@ def test_who_is_slow_is_turned_away(monkeypatch, data, says):
     refused(data, 408, says)
 
 
-def test_a_byte_now_and_then_does_not_keep_a_connection(monkeypatch):
+async def test_a_byte_now_and_then_does_not_keep_a_connection(monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_LIMIT_S", 0.3)
-
-    async def told(reader, writer) -> None:
+    async with talking() as (reader, writer):
         writer.write(GET + b"\r\n")
         assert (await reply(reader))[0] == 200
         started = asyncio.get_running_loop().time()
@@ -236,8 +224,6 @@ def test_a_byte_now_and_then_does_not_keep_a_connection(monkeypatch):
         assert status == 408 and headers["connection"] == "close"
         assert asyncio.get_running_loop().time() - started < 60
 
-    talk(told)
-
 
 async def _drip(writer: asyncio.StreamWriter) -> None:
     while True:
@@ -245,7 +231,7 @@ async def _drip(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_an_answer_that_takes_long_is_not_cut_off(monkeypatch):
+async def test_an_answer_that_takes_long_is_not_cut_off(monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_LIMIT_S", 0.4)
     monkeypatch.setattr(protocol, "BODY_LIMIT_S", 0.4)
 
@@ -254,18 +240,17 @@ def test_an_answer_that_takes_long_is_not_cut_off(monkeypatch):
         await reads_all(scope, receive, send)
 
     for data in (GET + b"\r\n", POST + b"content-length: 3\r\n\r\nabc"):
-        assert asked(data, slow)[0] == 200
+        async with talking(slow) as (reader, writer):
+            writer.write(data)
+            assert (await reply(reader))[0] == 200
     # Nor where the next request waits behind it, unread.
     long = POST + b"content-length: 200000\r\n\r\n" + b"a" * 200_000
-
-    async def told(reader, writer) -> None:
+    async with talking(slow) as (reader, writer):
         writer.write(GET + b"\r\n" + long)
         assert [(await reply(reader))[2], (await reply(reader))[2]] == [b"0", b"200000"]
 
-    talk(told, slow)
 
-
-def test_one_request_of_a_connection_is_in_work_and_the_others_wait_in_the_socket():
+async def test_one_request_of_a_connection_is_in_work_and_the_others_wait_in_the_socket():
     """100 connections with 24 MB of requests each took 1.4 GB, and all were begun."""
     begun, may_go_on = [], asyncio.Event()
     n_requests = 2 << 20
@@ -275,23 +260,20 @@ def test_one_request_of_a_connection_is_in_work_and_the_others_wait_in_the_socke
         await may_go_on.wait()
         await reads_all(scope, receive, send)
 
-    async def run() -> None:
-        async with listening(held) as (port, state):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            data = b"".join(b"GET /%d HTTP/1.1\r\nhost: localhost\r\n\r\n" % i for i in range(99))
-            writer.write(data * (n_requests // len(data)))
-            for _ in range(100):
-                await asyncio.sleep(0.01)
-            (protocol,) = state.connections
-            assert begun == ["/0"] and not protocol.pipeline
-            assert len(protocol._unread) < MAX_UNREAD_BYTES + (256 << 10)  # and a read
-            may_go_on.set()
-            for _ in range(500):
-                assert (await reply(reader))[0] == 200
-            assert begun[:500] == [f"/{i % 99}" for i in range(500)]
-            writer.close()
-
-    asyncio.run(run())
+    async with listening(held) as (port, state):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        data = b"".join(b"GET /%d HTTP/1.1\r\nhost: localhost\r\n\r\n" % i for i in range(99))
+        writer.write(data * (n_requests // len(data)))
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+        (protocol,) = state.connections
+        assert begun == ["/0"] and not protocol.pipeline
+        assert len(protocol._unread) < MAX_UNREAD_BYTES + (256 << 10)  # and a read
+        may_go_on.set()
+        for _ in range(500):
+            assert (await reply(reader))[0] == 200
+        assert begun[:500] == [f"/{i % 99}" for i in range(500)]
+        writer.close()
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -319,7 +301,7 @@ def test_who_leaves_requests_unanswered_behind_is_no_news_to_the_log(caplog, run
     assert not caplog.records
 
 
-def test_a_client_that_leaves_ends_its_request_though_others_wait_behind_it():
+async def test_a_client_that_leaves_ends_its_request_though_others_wait_behind_it():
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def endless(_scope, receive, _send) -> None:
@@ -328,13 +310,11 @@ def test_a_client_that_leaves_ends_its_request_though_others_wait_behind_it():
             pass
         ended.set()
 
-    async def told(_, writer) -> None:
+    async with talking(endless) as (_, writer):
         writer.write((GET + b"\r\n") * 10)
         await begun.wait()
         writer.transport.abort()
         await ended.wait()
-
-    talk(told, endless)
 
 
 KEY = "sk-of-one-person"
@@ -370,35 +350,29 @@ class Crowd:
         return found
 
 
-def crowd(monkeypatch, told: Callable[[Crowd], Awaitable[None]], keys: Sequence[str] = ()) -> None:
+@asynccontextmanager
+async def crowding(monkeypatch, keys: Sequence[str] = ()):
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 4)
     monkeypatch.setattr(protocol, "max_others", lambda: 2, raising=False)
-
-    async def run() -> None:
-        async with listening(Access(reads_all, keys, "127.0.0.1")) as (port, state):
-            each = Crowd(port, state)
-            await asyncio.wait_for(told(each), 100)
-            for _, writer in each.open:
-                writer.close()
-
-    asyncio.run(run())
+    async with listening(Access(reads_all, keys, "127.0.0.1")) as (port, state):
+        crowd = Crowd(port, state)
+        yield crowd
+        for _, writer in crowd.open:
+            writer.close()
 
 
-def test_a_health_check_is_answered_though_all_places_are_taken(monkeypatch):
+async def test_a_health_check_is_answered_though_all_places_are_taken(monkeypatch):
     """It got 503, as everybody did, so that a busy server was taken for a dead one."""
-
-    async def told(crowd: Crowd) -> None:
+    async with crowding(monkeypatch) as crowd:
         assert [await crowd.connect(GET + b"\r\n") for _ in range(6)] == [200] * 4 + [503] * 2
         for _ in range(5):
             assert await crowd.connect(HEALTH) == 200
         assert await crowd.connect(GET + b"\r\n") == 503
         assert (await crowd.statuses(GET + b"\r\n"))[:4] == [200] * 4
 
-    crowd(monkeypatch, told)
 
-
-def test_a_place_is_free_again_when_its_connection_ends(monkeypatch):
-    async def told(crowd: Crowd) -> None:
+async def test_a_place_is_free_again_when_its_connection_ends(monkeypatch):
+    async with crowding(monkeypatch) as crowd:
         for _ in range(4):
             assert await crowd.connect(GET + b"\r\n") == 200
         assert await crowd.connect(GET + b"\r\n") == 503
@@ -407,13 +381,10 @@ def test_a_place_is_free_again_when_its_connection_ends(monkeypatch):
             await asyncio.sleep(0.01)
         assert await crowd.connect(GET + b"\r\n") == 200
 
-    crowd(monkeypatch, told)
 
-
-def test_the_oldest_silent_connection_makes_room_for_a_new_one(monkeypatch):
+async def test_the_oldest_silent_connection_makes_room_for_a_new_one(monkeypatch):
     """1,024 connections that sent nothing kept everybody else out for as long as they liked."""
-
-    async def told(crowd: Crowd) -> None:
+    async with crowding(monkeypatch) as crowd:
         for _ in range(20):
             await crowd.connect()
         assert len(crowd.connections) == 6
@@ -422,13 +393,10 @@ def test_the_oldest_silent_connection_makes_room_for_a_new_one(monkeypatch):
         (reader, _), *_ = crowd.open
         assert (await reply(reader))[0] == 503 and await reader.read() == b""
 
-    crowd(monkeypatch, told)
 
-
-def test_a_silent_client_that_reads_nothing_makes_room_too(monkeypatch):
+async def test_a_silent_client_that_reads_nothing_makes_room_too(monkeypatch):
     """Closing waits for such a client to take what is unsent."""
-
-    async def told(crowd: Crowd) -> None:
+    async with crowding(monkeypatch) as crowd:
         for _ in range(6):
             await crowd.connect()
         for each in crowd.connections:
@@ -438,13 +406,10 @@ def test_a_silent_client_that_reads_nothing_makes_room_too(monkeypatch):
         await asyncio.sleep(0.05)
         assert len(crowd.connections) == 6
 
-    crowd(monkeypatch, told)
 
-
-def test_clients_that_do_not_read_make_room_when_all_places_are_taken(monkeypatch):
+async def test_clients_that_do_not_read_make_room_when_all_places_are_taken(monkeypatch):
     """1,024 of them held the server at 503 for a minute, and then came again."""
-
-    async def told(crowd: Crowd) -> None:
+    async with crowding(monkeypatch) as crowd:
         for _ in range(4):
             assert await crowd.connect(GET + b"\r\n") == 200
         first, *_ = crowd.connections
@@ -458,13 +423,10 @@ def test_clients_that_do_not_read_make_room_when_all_places_are_taken(monkeypatc
         assert first not in crowd.connections
         assert await crowd.connect(GET + b"\r\n") == 503
 
-    crowd(monkeypatch, told)
 
-
-def test_clients_without_a_key_hold_no_place_of_those_with_one(monkeypatch):
+async def test_clients_without_a_key_hold_no_place_of_those_with_one(monkeypatch):
     """Whoever asked first had it, key or not."""
-
-    async def told(crowd: Crowd) -> None:
+    async with crowding(monkeypatch, [KEY]) as crowd:
         for _ in range(30):  # who stay, and ask without a key or for what needs none
             assert await crowd.connect(GET + b"\r\n") == 401
             assert await crowd.connect(HEALTH) == 200
@@ -478,59 +440,50 @@ def test_clients_without_a_key_hold_no_place_of_those_with_one(monkeypatch):
         assert await crowd.connect(HEALTH) == 200
         assert (await crowd.statuses(GET + WITH_KEY))[:4] == [200] * 4
 
-    crowd(monkeypatch, told, [KEY])
 
-
-def test_the_bytes_of_all_bodies_are_bounded(monkeypatch):
+async def test_the_bytes_of_all_bodies_are_bounded(monkeypatch):
     """1,000 connections with 2 MB each of a body that never ended took 2.3 GB."""
     monkeypatch.setattr(protocol, "MAX_BODIES_BYTES", 1 << 20, raising=False)
     length, part = b"content-length: 2000000\r\n\r\n", b"a" * 200_000
-
-    async def run() -> None:
-        async with listening(reads_all) as (port, state):
-            slow = []
-            for _ in range(12):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(POST + length + part)
-                await writer.drain()
-                slow.append((reader, writer))
-                await asyncio.sleep(0.05)
-                held = [each for each in state.connections if not each.transport.is_closing()]
-                assert len(held) <= 5
-            for reader, writer in slow[:7]:
-                assert (await reply(reader))[0] == 503
-                writer.close()
+    async with listening(reads_all) as (port, state):
+        slow = []
+        for _ in range(12):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for _ in range(3):  # nobody is in the way of a client that sends its body at once
-                writer.write(POST + b"content-length: 200000\r\n\r\n" + part)
-                assert (await reply(reader))[2] == b"200000"
+            writer.write(POST + length + part)
+            await writer.drain()
+            slow.append((reader, writer))
+            await asyncio.sleep(0.05)
+            held = [each for each in state.connections if not each.transport.is_closing()]
+            assert len(held) <= 5
+        for reader, writer in slow[:7]:
+            assert (await reply(reader))[0] == 503
             writer.close()
-            for _, each in slow[7:]:
-                each.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(3):  # nobody is in the way of a client that sends its body at once
+            writer.write(POST + b"content-length: 200000\r\n\r\n" + part)
+            assert (await reply(reader))[2] == b"200000"
+        writer.close()
+        for _, each in slow[7:]:
+            each.close()
 
-    asyncio.run(run())
 
-
-def test_a_connection_that_ends_keeps_nothing_of_what_it_sent():
+async def test_a_connection_that_ends_keeps_nothing_of_what_it_sent():
     """Connections are in cycles, and 1,050 of them kept 190 MB until these were looked for."""
-
-    async def run() -> None:
-        async with listening(endless) as (port, state):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write((GET + b"\r\n") * 1000)
-            while not state.connections or not all(each._unread for each in state.connections):
-                await asyncio.sleep(0.01)
-            (connection,) = state.connections
-            writer.transport.abort()
-            while state.connections:
-                await asyncio.sleep(0.01)
-            assert not connection._unread
 
     async def endless(_scope, receive, _send) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    asyncio.run(run())
+    async with listening(endless) as (port, state):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write((GET + b"\r\n") * 1000)
+        while not state.connections or not all(each._unread for each in state.connections):
+            await asyncio.sleep(0.01)
+        (connection,) = state.connections
+        writer.transport.abort()
+        while state.connections:
+            await asyncio.sleep(0.01)
+        assert not connection._unread
 
 
 def test_what_the_protocol_refuses_is_in_the_log_with_its_reason(caplog):

@@ -17,8 +17,6 @@ from served import Served
 
 from parallel_llama.serve.wire import Frames, from_engine, to_engine
 
-pytestmark = pytest.mark.slow
-
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
@@ -44,7 +42,7 @@ class _Harm:
         return Path.touch, (self.path,)
 
 
-def test_a_pickle_on_the_engines_socket_is_refused(tmp_path: Path) -> None:
+def test_a_pickle_on_the_engines_socket_is_refused(tmp_path):
     path = tmp_path / "done"
     data = pickle.dumps(_Harm(path))
     (body,) = Frames().feed(len(data).to_bytes(4, "little") + data)
@@ -54,7 +52,7 @@ def test_a_pickle_on_the_engines_socket_is_refused(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_server_listens_once_and_on_loopback(tiny: Served) -> None:
+def test_a_server_listens_once_and_on_loopback(tiny):
     parent = psutil.Process(tiny.process.pid)
     every = [parent, *parent.children(recursive=True)]
     found = [
@@ -67,7 +65,7 @@ def test_a_server_listens_once_and_on_loopback(tiny: Served) -> None:
     assert [tuple(address) for address in found] == [("127.0.0.1", port)]
 
 
-def test_a_request_brings_no_template(tiny: Served, canary: Canary) -> None:
+def test_a_request_brings_no_template(tiny, canary):
     text = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     refused(tiny, canary, "/v1/chat/completions", "chat_template", messages=HI, chat_template=text)
     names = {"chat_template": text}
@@ -79,9 +77,7 @@ def test_a_request_brings_no_template(tiny: Served, canary: Canary) -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])
-def test_names_for_the_template_replace_none_of_ours(
-    tiny: Served, canary: Canary, name: str
-) -> None:
+def test_names_for_the_template_replace_none_of_ours(tiny, canary, name):
     refused(
         tiny, canary, "/v1/chat/completions", name,
         messages=HI, chat_template_kwargs={name: [1, 2]},
@@ -89,14 +85,12 @@ def test_names_for_the_template_replace_none_of_ours(
 
 
 @pytest.mark.parametrize("name", ["n", "best_of"])
-def test_the_number_of_choices_is_bounded(tiny: Served, canary: Canary, name: str) -> None:
+def test_the_number_of_choices_is_bounded(tiny, canary, name):
     for n in (17, 16_384, 10**9):
         refused(tiny, canary, "/v1/completions", "", prompt="a", **{name: n})
 
 
-def test_min_tokens_beside_an_open_max_tokens_is_bounded_by_the_context(
-    tiny: Served, canary: Canary
-) -> None:
+def test_min_tokens_beside_an_open_max_tokens_is_bounded_by_the_context(tiny, canary):
     for least in (513, 10**6, 2**31 - 1):
         refused(
             tiny, canary, "/v1/chat/completions", "", messages=HI, min_tokens=least, max_tokens=None
@@ -111,11 +105,11 @@ def test_min_tokens_beside_an_open_max_tokens_is_bounded_by_the_context(
         {"logprobs": True, "top_logprobs": 10**9},
     ],
 )
-def test_the_number_of_probabilities_is_bounded(tiny: Served, canary: Canary, fields: Any) -> None:
+def test_the_number_of_probabilities_is_bounded(tiny, canary, fields):
     refused(tiny, canary, "/v1/chat/completions", "logprob", messages=HI, **fields)
 
 
-def test_penalties_of_a_long_answer_cost_little(tiny: Served, canary: Canary) -> None:
+def test_penalties_of_a_long_answer_cost_little(tiny, canary):
     front = psutil.Process(tiny.process.pid)
 
     def cpu_s(**fields: Any) -> float:
@@ -131,12 +125,12 @@ def test_penalties_of_a_long_answer_cost_little(tiny: Served, canary: Canary) ->
     refused(tiny, canary, "/v1/completions", "", prompt="a", frequency_penalty=-1e308)
 
 
-def test_a_budget_for_thoughts_that_we_do_not_keep_is_refused(tiny: Served, canary: Canary) -> None:
+def test_a_budget_for_thoughts_that_we_do_not_keep_is_refused(tiny, canary):
     for name in ("thinking_token_budget", "max_thinking_tokens"):
         refused(tiny, canary, "/v1/chat/completions", name, messages=HI, **{name: 10**9})
 
 
-def test_a_prompt_is_text_or_ids_and_no_tensor(tiny: Served, canary: Canary) -> None:
+def test_a_prompt_is_text_or_ids_and_no_tensor(tiny, canary):
     refused(tiny, canary, "/v1/completions", "prompt_embeds", prompt="a", prompt_embeds="UEsDBA==")
     refused(tiny, canary, "/v1/completions", "prompt", prompt={"data": "UEsDBA=="})
 
@@ -150,9 +144,7 @@ def test_a_prompt_is_text_or_ids_and_no_tensor(tiny: Served, canary: Canary) -> 
         {"type": "object", "properties": 7},
     ],
 )
-def test_parameters_of_a_tool_that_are_no_schema_are_refused(
-    tiny: Served, canary: Canary, parameters: Any
-) -> None:
+def test_parameters_of_a_tool_that_are_no_schema_are_refused(tiny, canary, parameters):
     function = {"name": "f", "parameters": parameters, "strict": True}
     status, _, body = tiny.send(
         "POST", "/v1/chat/completions",
@@ -163,21 +155,21 @@ def test_parameters_of_a_tool_that_are_no_schema_are_refused(
     canary.check()
 
 
-def test_a_schema_that_is_none_is_refused(tiny: Served, canary: Canary) -> None:
+def test_a_schema_that_is_none_is_refused(tiny, canary):
     for schema in ({"type": "nothing"}, {"$ref": "#/nowhere"}, {"properties": 7}):
         refused(
             tiny, canary, "/v1/completions", "", prompt="a", structured_outputs={"json": schema}
         )
 
 
-def test_a_regular_expression_that_is_none_is_refused(tiny: Served, canary: Canary) -> None:
+def test_a_regular_expression_that_is_none_is_refused(tiny, canary):
     for regex in ("(", "*", "[", "(?P<a", "a{99999999999}"):
         refused(
             tiny, canary, "/v1/completions", "", prompt="a", structured_outputs={"regex": regex}
         )
 
 
-def test_a_malformed_grammar_behind_a_good_one_is_refused(tiny: Served, canary: Canary) -> None:
+def test_a_malformed_grammar_behind_a_good_one_is_refused(tiny, canary):
     good = {"prompt": "a", "max_tokens": 3, "structured_outputs": {"grammar": 'start: "abc"'}}
     for _ in range(3):
         assert tiny.post("/v1/completions", **good)["choices"][0]["text"] == "abc"
@@ -186,11 +178,11 @@ def test_a_malformed_grammar_behind_a_good_one_is_refused(tiny: Served, canary: 
 
 
 @pytest.mark.parametrize("salt", ["a" * 257, "\U0001f999" * 65, 7, ["a"], {}])
-def test_a_salt_is_a_short_text(tiny: Served, canary: Canary, salt: Any) -> None:
+def test_a_salt_is_a_short_text(tiny, canary, salt):
     refused(tiny, canary, "/v1/completions", "cache_salt", prompt="a", cache_salt=salt)
 
 
-def test_the_name_of_a_tool_is_checked_in_one_pass(tiny: Served, canary: Canary) -> None:
+def test_the_name_of_a_tool_is_checked_in_one_pass(tiny, canary):
     """Whatever a pattern could go back over, a megabyte of it is refused at once."""
     for name in ("a" * (1 << 20), "a." * (1 << 19) + "!", "f(" * (1 << 19)):
         function = {"name": name, "parameters": SCHEMA}
@@ -203,7 +195,7 @@ def test_the_name_of_a_tool_is_checked_in_one_pass(tiny: Served, canary: Canary)
 
 
 @pytest.mark.parametrize("own", ["a", "a" * 32, ""])
-def test_no_client_ends_anothers_request_by_its_id(tiny: Served, own: str) -> None:
+def test_no_client_ends_anothers_request_by_its_id(tiny, own):
     """Ids of clients are for their notes: whoever leaves, or has the same one, ends their own."""
     fields = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "request_id": "a" * 32}
     texts: list[str] = []
@@ -226,7 +218,7 @@ def test_no_client_ends_anothers_request_by_its_id(tiny: Served, own: str) -> No
     assert len(texts[0]) > 100 and texts[0] == texts[1]
 
 
-def test_nothing_is_fetched_for_a_client(tiny: Served, canary: Canary) -> None:
+def test_nothing_is_fetched_for_a_client(tiny, canary):
     with socket.create_server(("127.0.0.1", 0)) as own:
         own.settimeout(0.2)
         url = f"http://127.0.0.1:{own.getsockname()[1]}/"
@@ -256,6 +248,6 @@ def test_nothing_is_fetched_for_a_client(tiny: Served, canary: Canary) -> None:
      "/set_internal_state", "/update_weights_from_disk", "/flush_cache", "/abort_request",
      "/inference/v1/generate", "/debug", "/docs", "/shutdown", "/props", "/slots"],
 )  # fmt: skip
-def test_there_is_nothing_to_administer_or_debug(tiny: Served, path: str) -> None:
+def test_there_is_nothing_to_administer_or_debug(tiny, path):
     for method in ("GET", "POST", "PUT", "DELETE"):
         assert tiny.send(method, path, b"{}", {"content-type": "application/json"})[0] == 404

@@ -23,7 +23,7 @@ from parallel_llama.serve.server import (
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LARGE = b"a" * (16 << 20)  # more than the buffers of both ends
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("run", [asyncio.run, uvloop.run])]
+pytestmark = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 Test = Callable[[int, set[BoundedProtocol]], Awaitable[None]]
 
 

@@ -11,8 +11,6 @@ import random
 import pytest
 from raw_http import read_by_h11, read_by_server
 
-pytestmark = pytest.mark.slow
-
 HIDDEN = b"GET /hidden HTTP/1.1\r\nhost: a\r\n\r\n"
 NEXT = b"GET /next HTTP/1.1\r\nhost: a\r\n\r\n"
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(HIDDEN), HIDDEN)

@@ -11,8 +11,6 @@ from parallel_llama.serve.metrics import MINUTE_S, Rate
 from parallel_llama.serve.status import status_of
 from parallel_llama.serve.wire import Loaded, RankFacts, framed, from_engine
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("cuda_bytes", [5 << 30, None])
 def test_what_ranks_have_taken_of_their_cards_stands_beside_the_hosts_memory(cuda_bytes):
@@ -31,9 +29,7 @@ def test_what_ranks_have_taken_of_their_cards_stands_beside_the_hosts_memory(cud
     assert msgspec.json.encode(status)
 
 
-def test_the_speed_of_now_and_of_the_last_minute_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_speed_of_now_and_of_the_last_minute_are_told_apart(monkeypatch):
     now_s = 1000.0
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now_s))
     counted = Rate()

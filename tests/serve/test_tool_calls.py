@@ -7,8 +7,6 @@ import pytest
 from parallel_llama.serve.replies import CalledFunction
 from parallel_llama.serve.tool_calls import HERMES, LLAMA3, MISTRAL, CallReader, format_of
 
-pytestmark = pytest.mark.slow
-
 NAMES = frozenset(("rain", "time"))
 OSLO = {"city": "Oslo"}
 

@@ -12,8 +12,6 @@ from parallel_llama.serve.bodies import ChatBody, ChosenFunction, Tool, ToolChoi
 from parallel_llama.serve.tools import conversation, tools_of
 from parallel_llama.structured.grammar_check import compile_grammar
 
-pytestmark = pytest.mark.slow
-
 RAIN = ToolFunction(
     name="rain",
     description="How much rain falls",

@@ -50,10 +50,7 @@ BROKEN: dict[str, tuple[GGUF | bytes, str]] = {
     "a name longer than the file": (extra(struct.pack("<Q", 4000)), "truncated or damaged"),
     "a name of 16 exbibytes": (extra(struct.pack("<Q", HUGE)), "at most 4096"),
     "a name that is not text": (extra(string(b"\xff\xfe") + struct.pack("<IB", 0, 1)), "UTF-8"),
-    "a field twice": (
-        extra(string("llama.block_count") + struct.pack("<II", UINT32, 1)),
-        "twice",
-    ),
+    "a field twice": (extra(string("llama.block_count") + struct.pack("<II", UINT32, 1)), "twice"),
     "an unknown value type": (extra(string("x") + struct.pack("<I", 13)), "type 13"),
     "a string longer than the file": (
         extra(string("x") + struct.pack("<IQ", STRING, 1 << 40)),

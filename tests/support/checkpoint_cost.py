@@ -1,13 +1,10 @@
 """Measures the load of one rank's shard: bytes read, and memory beyond the shard.
 
-Each rank is measured in a separate process. As a script it measures a HF folder of a 1B shape:
-
-    python tests/support/checkpoint_cost.py NEW_FOLDER
+Each rank is measured in a separate process, which runs this file.
 """
 
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -16,6 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 from checkpoint_samples import hf_name
+from commands import ROOT, run_python
 from safetensors.torch import save_file
 
 from parallel_llama.checkpoint import reading
@@ -26,10 +24,6 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.plan import make_plan
-
-ONE_B = ModelArgs(
-    dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=8192, vocab_size=128256
-)
 
 
 @dataclass(frozen=True)
@@ -57,13 +51,7 @@ def cost_of_rank(
 ) -> Cost:
     """Loads the shard of a rank in bfloat16 in a new process."""
     task = json.dumps([str(folder), asdict(args), tp_size, rank, piece_values])
-    done = subprocess.run(
-        [sys.executable, __file__, "--task", task],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(__file__, task, env=os.environ | {"PYTHONPATH": str(ROOT)})
     if done.returncode:
         raise RuntimeError(done.stderr)
     return Cost(**json.loads(done.stdout))
@@ -94,24 +82,10 @@ def _measure(folder: str, args: ModelArgs, tp_size: int, rank: int) -> Cost:
 
 
 def main() -> None:
-    if sys.argv[1] == "--task":
-        folder, args, tp_size, rank, piece_values = json.loads(sys.argv[2])
-        if piece_values is not None:
-            reading.PIECE_VALUES = piece_values
-        print(json.dumps(asdict(_measure(folder, msgspec.convert(args, ModelArgs), tp_size, rank))))
-        return
-    folder = Path(sys.argv[1])
-    folder.mkdir()
-    n_bytes = write_random_folder(folder, ONE_B, torch.bfloat16)
-    print(f"one file of {n_bytes / 1e6:.0f} MB")
-    for tp_size in (2, 3, 8):
-        costs = [cost_of_rank(folder, ONE_B, tp_size, rank) for rank in range(tp_size)]
-        beside = max(cost.peak_bytes - cost.shard_bytes for cost in costs)
-        print(
-            f"tp_size {tp_size}: read {sum(c.read_bytes for c in costs) / n_bytes:.4f} x the file; "
-            f"share {max(c.shard_bytes for c in costs) / 1e6:.0f} MB, "
-            f"beside it at most {beside / 1e6:.0f} MB; {max(c.elapsed_s for c in costs):.2f} s"
-        )
+    folder, args, tp_size, rank, piece_values = json.loads(sys.argv[1])
+    if piece_values is not None:
+        reading.PIECE_VALUES = piece_values
+    print(json.dumps(asdict(_measure(folder, msgspec.convert(args, ModelArgs), tp_size, rank))))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,14 @@
-"""Many concurrent clients with known answers; some clients disconnect early.
+"""Many concurrent clients with known answers; some clients disconnect early."""
 
-PYTHONPATH=.:tests/support python -m load MODEL [--requests 100000] [--connections 64]
-"""
-
-import argparse
 import asyncio
 import json
 import random
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 from served import Served
-from tiny_folder import write_chat_folder
 
 WORDS = ("the", "cat", "sat", "on", "a mat", "and looked", "at an", "old", "red house", "by", "sea")
 
@@ -203,31 +196,3 @@ def resident_bytes(served: Served) -> int:
     """Resident memory of the server process and all ranks."""
     front = psutil.Process(served.process.pid)
     return sum(each.memory_info().rss for each in (front, *front.children(recursive=True)))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--connections", type=int, default=64)
-    parser.add_argument("--nproc", type=int, default=2)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_chat_folder(Path(folder) / "tiny")
-        with Served("--model", str(model), f"--nproc={given.nproc}") as served:
-            part = max(1, given.requests // 10)
-            for number in range(0, given.requests, part):
-                started = time.monotonic()
-                tally = asyncio.run(load(served, part, given.connections))
-                print(
-                    f"{number + part} requests: {tally.n_right} right, {tally.n_left} left, "
-                    f"{len(tally.wrong)} wrong, statuses {tally.statuses}, slowest "
-                    f"{tally.slowest_s:.2f} s, {part / (time.monotonic() - started):.0f}/s, "
-                    f"{resident_bytes(served) / 1e6:.1f} MB",
-                    flush=True,
-                )
-                for wrong in tally.wrong[:3]:
-                    print(wrong)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,14 +4,19 @@ It is separate from the transformers oracle, so that rank processes need not imp
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
+from fairscale.nn.model_parallel import initialize as fs_init
 from float64_mode import float64_throughout
 from llama_models.llama3.args import ModelArgs
 from llama_models.llama3.model import Transformer
 from torch import Tensor
+from torch.distributed import HashStore
 
 from parallel_llama.parallel.collectives import Communicator
 
@@ -34,3 +39,17 @@ def meta_logits(comm: Communicator, folder: Path, tokens: Sequence[int]) -> Tens
         model.load_state_dict(weights)
         logits: Tensor = model(torch.tensor([list(tokens)]), 0)[0]
     return logits.clone()
+
+
+@contextmanager
+def fairscale_alone() -> Iterator[None]:
+    """fairscale's groups in a process with a single rank; real ranks already have them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        fs_init.initialize_model_parallel(1)
+        try:
+            yield
+        finally:
+            fs_init.destroy_model_parallel()
+            dist.destroy_process_group()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _IMAGES, _LANGUAGES = types.ModuleType("PIL"), types.ModuleType("language_code")
-_IMAGES.Image = types.SimpleNamespace(Image=object)  # type: ignore[attr-defined]
-_LANGUAGES.LanguageAlpha2 = str  # type: ignore[attr-defined]
+_IMAGES.Image = types.SimpleNamespace(Image=object)
+_LANGUAGES.LanguageAlpha2 = str
 _UNUSED = {
     "PIL": _IMAGES,
     "pydantic_extra_types": types.ModuleType("pydantic_extra_types"),

@@ -5,6 +5,7 @@ The oracle uses neither the scheduler nor blocks: it runs the whole sequence for
 
 import random
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -282,6 +283,25 @@ def run_mix(engine: Engine, mix: Mix) -> dict[tuple[int, int], Outcome]:
         assert step < 3000, "a request starves"
     assert not any(pool.n_used for pool in engine.pools)
     return outcomes
+
+
+def run_mixes(
+    comm: Communicator,
+    seeds: Iterable[int],
+    args: ModelArgs = ARGS,
+    kv_format: KVFormat | None = None,
+    kv_split: KVSplit = "heads",
+) -> list[str]:
+    """All differences in the mixes of these seeds, on rank 0. Collective: every rank calls it."""
+    runner = make_runner(comm, args, kv_format, kv_split)
+    found = []
+    for seed in seeds:
+        mix = random_mix(seed)
+        engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
+        outcomes = run_mix(engine, mix)
+        if comm.rank == 0:
+            found += [f"mix {seed}: {each}" for each in differences(mix, outcomes, args, kv_format)]
+    return found
 
 
 def differences(

@@ -56,9 +56,7 @@ class Ranks:
         for rank in range(tp_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve,
-                args=(theirs, rank, tp_size, store, shared_memory),
-                daemon=True,
+                target=_serve, args=(theirs, rank, tp_size, store, shared_memory), daemon=True
             )
             process.start()
             theirs.close()
@@ -191,13 +189,7 @@ def _barrier(comm: Communicator) -> None:
     comm.barrier()
 
 
-def _serve(
-    connection: Connection,
-    rank: int,
-    size: int,
-    store: str,
-    shared_memory: bool,
-) -> None:
+def _serve(connection: Connection, rank: int, size: int, store: str, shared_memory: bool) -> None:
     """The main loop of a rank: calls functions until the connection or the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the test run, which ends the pool
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

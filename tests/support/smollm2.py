@@ -1,17 +1,13 @@
 """The embedded chat model, run by commands."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from commands import run_python
 
 
 def parallel_llama(*arguments: str, launcher: tuple[str, ...] = ()) -> list[dict]:
     """The JSON lines that a command prints."""
-    command = [sys.executable, *launcher, "-m", "parallel_llama", *arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = run_python(*launcher, "-m", "parallel_llama", *arguments, "--json", timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -184,11 +184,7 @@ async def _events(
     if end:
         yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         n = len(pieces)
-        usage = {
-            "prompt_tokens": n_prompt,
-            "completion_tokens": n,
-            "total_tokens": n_prompt + n,
-        }
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
         yield _event({"choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
     elif last is not None:

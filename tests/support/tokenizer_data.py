@@ -95,7 +95,7 @@ def byte_level_tokenizer() -> tokenizers.Tokenizer:
 
 def sentencepiece_model(path: Path, **changes: bytes) -> Any:
     """The first pieces of a real model; `changes` are fields of its normalizer."""
-    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString(path.read_bytes())
     del proto.pieces[400:]
     for name, value in changes.items():

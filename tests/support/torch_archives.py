@@ -30,9 +30,7 @@ def assert_not_run(path: Path, trace: Path, read: Callable[[], object]) -> None:
 
 
 def rewritten(
-    path: Path,
-    change: Callable[[dict[str, bytes]], object],
-    compression: int = zipfile.ZIP_STORED,
+    path: Path, change: Callable[[dict[str, bytes]], object], compression: int = zipfile.ZIP_STORED
 ) -> None:
     """Rewrites an archive after `change` has modified its records, a dict of names and bytes."""
     with zipfile.ZipFile(path) as archive:

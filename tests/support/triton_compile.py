@@ -134,8 +134,7 @@ def _compile(source: Any, options: dict[str, Any], target: int) -> Compiled:
         command = [tool, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack, shared = (
-        int(re.search(rf"{name}:(\d+)", usage)[1])  # type: ignore[index]
-        for name in ("REG", "STACK", "SHARED")
+        int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "SHARED")
     )
     return Compiled(source.name, target, registers, stack, max(shared, made.metadata.shared))
 

@@ -41,14 +41,14 @@ def worker_of(process: BoundedProcess) -> psutil.Process:
     return psutil.Process(process._child._process.pid)
 
 
-def test_an_answer_takes_the_cpu_time_that_its_request_may_take(process: BoundedProcess) -> None:
+def test_an_answer_takes_the_cpu_time_that_its_request_may_take(process):
     assert process.ask(request("ready")) == {"text": "ready"}
     with pytest.raises(Stopped, match=r"more than 0\.3 s of CPU time"):
         process.ask(request(ENDLESS))
     assert process.ask(request("next")) == {"text": "next"}
 
 
-def test_a_longer_request_may_take_more_time(process: BoundedProcess) -> None:
+def test_a_longer_request_may_take_more_time(process):
     """A second for each kB: what is stopped when short ends when long."""
     slow = "{% for a in range(60) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(Stopped, match="CPU time"):
@@ -56,7 +56,7 @@ def test_a_longer_request_may_take_more_time(process: BoundedProcess) -> None:
     assert process.ask(request(slow + "x" * 30_000, 0.05, 0.001)) == {"text": "x" * 30_000}
 
 
-def test_time_of_earlier_requests_is_not_counted(process: BoundedProcess) -> None:
+def test_time_of_earlier_requests_is_not_counted(process):
     slow = "{% for a in range(4) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     process.ask(request("ready"))
     pid = worker_of(process).pid
@@ -65,7 +65,7 @@ def test_time_of_earlier_requests_is_not_counted(process: BoundedProcess) -> Non
     assert worker_of(process).pid == pid
 
 
-def test_a_process_that_waits_for_a_busy_machine_is_not_stopped(process: BoundedProcess) -> None:
+def test_a_process_that_waits_for_a_busy_machine_is_not_stopped(process):
     """The clock ran on while other programs had the cores, and a second of waiting was too much."""
     process.ask(request("ready"))
     child = worker_of(process)
@@ -76,9 +76,7 @@ def test_a_process_that_waits_for_a_busy_machine_is_not_stopped(process: Bounded
     timer.join()
 
 
-def test_a_process_that_is_stopped_is_given_up_by_the_clock(
-    process: BoundedProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_is_stopped_is_given_up_by_the_clock(process, monkeypatch):
     process.ask(request("ready"))
     worker_of(process).suspend()
     with monkeypatch.context() as impatient:
@@ -89,7 +87,7 @@ def test_a_process_that_is_stopped_is_given_up_by_the_clock(
     assert process.ask(request("next")) == {"text": "next"}
 
 
-def test_a_killed_process_is_started_again(process: BoundedProcess) -> None:
+def test_a_killed_process_is_started_again(process):
     process.ask(request("ready"))
     killed = worker_of(process)
     killed.kill()
@@ -98,7 +96,7 @@ def test_a_killed_process_is_started_again(process: BoundedProcess) -> None:
     assert worker_of(process).pid != killed.pid
 
 
-def test_an_interrupted_question_leaves_no_answer_for_the_next(process: BoundedProcess) -> None:
+def test_an_interrupted_question_leaves_no_answer_for_the_next(process):
     """The answer to what Ctrl-C had interrupted was read as the answer to what came next."""
 
     def interrupt(*_: object) -> None:
@@ -115,14 +113,14 @@ def test_an_interrupted_question_leaves_no_answer_for_the_next(process: BoundedP
     assert process.ask(request("second")) == {"text": "second"}
 
 
-def test_a_reply_is_bounded(process: BoundedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_is_bounded(process, monkeypatch):
     monkeypatch.setattr(bounded_process, "MAX_REPLY_BYTES", 1000)
     assert process.ask(request("{{ 'a' * 1000 }}")) == {"text": "a" * 1000}
     with pytest.raises(Stopped, match="its result is too long"):
         process.ask(request("{{ 'a' * 900000 }}"))
 
 
-def test_what_is_asked_first_is_asked_of_every_new_process() -> None:
+def test_what_is_asked_first_is_asked_of_every_new_process():
     process = BoundedProcess("sandbox_tokenizers", 128 << 20)
     ids = {"a": 0, "b": 1}
     model = {"type": "BPE", "vocab": ids, "merges": []}
@@ -134,7 +132,7 @@ def test_what_is_asked_first_is_asked_of_every_new_process() -> None:
         process.close()
 
 
-def test_a_process_has_the_priority_of_the_thread_that_starts_it(process: BoundedProcess) -> None:
+def test_a_process_has_the_priority_of_the_thread_that_starts_it(process):
     """Linux gave its session as much of a core as the whole engine's."""
     if not Path("/proc/self/autogroup").exists():
         pytest.skip("this kernel does not schedule sessions as groups")
@@ -151,7 +149,7 @@ def test_a_process_has_the_priority_of_the_thread_that_starts_it(process: Bounde
     assert session.split()[-2:] == ["nice", "7"]
 
 
-def test_close_leaves_no_process_behind(process: BoundedProcess) -> None:
+def test_close_leaves_no_process_behind(process):
     process.ask(request("ready"))
     pid = worker_of(process).pid
     process.close()
@@ -159,15 +157,13 @@ def test_close_leaves_no_process_behind(process: BoundedProcess) -> None:
 
 
 @pytest.mark.parametrize("program", ["/bin/false", "/bin/nothing"])
-def test_a_process_that_cannot_start_is_named(
-    monkeypatch: pytest.MonkeyPatch, program: str
-) -> None:
+def test_a_process_that_cannot_start_is_named(monkeypatch, program):
     monkeypatch.setattr(sys, "executable", program)
     with pytest.raises(CheckpointError, match=rf"did not start: {program} .*sandbox_main\.py"):
         BoundedProcess("sandbox_templates", 128 << 20).ask(request("x"))
 
 
-def test_a_process_opens_no_socket_and_no_file_for_writing(process: BoundedProcess) -> None:
+def test_a_process_opens_no_socket_and_no_file_for_writing(process):
     process.ask(request("ready"))
     child = worker_of(process)
     assert child.net_connections() == []
@@ -191,7 +187,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("state", ["idle", "working"])
-def test_a_process_ends_with_its_parent_however_that_ends(state: str) -> None:
+def test_a_process_ends_with_its_parent_however_that_ends(state):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -203,7 +199,7 @@ def test_a_process_ends_with_its_parent_however_that_ends(state: str) -> None:
         assert psutil.wait_procs([child], timeout=200)[1] == []
 
 
-def test_work_that_its_parent_no_longer_waits_for_ends_by_its_own_timer() -> None:
+def test_work_that_its_parent_no_longer_waits_for_ends_by_its_own_timer():
     child = subprocess.Popen(
         [sys.executable, sandbox_main.__file__, sandbox_templates.__file__, str(128 << 20)],
         stdin=subprocess.PIPE,

@@ -3,7 +3,6 @@
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def texts(seed: int = 0, n_texts: int = N_TEXTS) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", MISTRAL_FILES, ids=lambda path: path.name)
-def test_ids_and_texts_are_those_of_mistral_common(path: Path) -> None:
+def test_ids_and_texts_are_those_of_mistral_common(path):
     ours = real_tokenizer(path)
     oracle = mistral_tokenizer(path).instruct_tokenizer.tokenizer
     assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (
@@ -79,7 +78,7 @@ def test_ids_and_texts_are_those_of_mistral_common(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MISTRAL_FILES, ids=lambda path: path.name)
-def test_special_tokens_are_those_of_mistral_common(path: Path) -> None:
+def test_special_tokens_are_those_of_mistral_common(path):
     tokenizer = real_tokenizer(path)
     oracle = mistral_tokenizer(path).instruct_tokenizer.tokenizer
     assert set(tokenizer.vocabulary.special_ids.values()) == oracle.special_ids
@@ -91,7 +90,7 @@ def test_special_tokens_are_those_of_mistral_common(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MISTRAL_FILES, ids=lambda path: path.name)
-def test_a_stream_gives_whole_characters_and_the_text_of_all_tokens(path: Path) -> None:
+def test_a_stream_gives_whole_characters_and_the_text_of_all_tokens(path):
     tokenizer = real_tokenizer(path)
     for text in texts(seed=1, n_texts=1000):
         ids = tokenizer.encode(text, special=False)
@@ -102,9 +101,7 @@ def test_a_stream_gives_whole_characters_and_the_text_of_all_tokens(path: Path) 
 
 
 @pytest.mark.parametrize("version", [3, 7, 11, 13])
-def test_a_tekken_file_that_lists_its_special_tokens_is_cut_to_its_size(
-    tmp_path: Path, version: int
-) -> None:
+def test_a_tekken_file_that_lists_its_special_tokens_is_cut_to_its_size(tmp_path, version):
     path = write_tekken(tmp_path, version)
     ours = load_tokenizer(tmp_path)
     oracle = mistral_tokenizer(path).instruct_tokenizer.tokenizer
@@ -119,7 +116,7 @@ def test_a_tekken_file_that_lists_its_special_tokens_is_cut_to_its_size(
         assert ours.encode(text, special=False) == oracle.encode(text, bos=True, eos=False)
 
 
-def test_runs_of_a_million_spaces_are_read() -> None:
+def test_runs_of_a_million_spaces_are_read():
     """Uncut, the pattern gives up with a panic of the library."""
     ours = real_tokenizer(TEKKEN)
     text = "a" + " " * (MAX_SPACES - 1) + "b" + "\n" * (MAX_SPACES // 2)
@@ -137,9 +134,7 @@ def test_runs_of_a_million_spaces_are_read() -> None:
         (["tokenizer.model.v7m1", "tekken.json"], "tekken.json"),
     ],
 )  # fmt: skip
-def test_the_newest_file_is_taken_as_in_mistral_common(
-    tmp_path: Path, names: list[str], taken: str
-) -> None:
+def test_the_newest_file_is_taken_as_in_mistral_common(tmp_path, names, taken):
     assert taken_of(names) == taken
     for name in names:
         (tmp_path / name).write_bytes(b"")
@@ -147,7 +142,7 @@ def test_the_newest_file_is_taken_as_in_mistral_common(
         load_tokenizer(tmp_path)
 
 
-def test_the_content_tells_tekken_from_other_json(tmp_path: Path) -> None:
+def test_the_content_tells_tekken_from_other_json(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.symlink_to(TEKKEN)
     assert load_tokenizer(tmp_path).encode("Hello [INST]") == real_tokenizer(TEKKEN).encode(
@@ -199,9 +194,7 @@ def last_token(**changes: Any) -> dict[str, Any]:
         ({"special_tokens": ["<s>"]}, "token_str is None"),
     ],
 )  # fmt: skip
-def test_a_damaged_tekken_file_is_named_with_the_reason(
-    tmp_path: Path, changes: dict[str, Any], reason: str | None
-) -> None:
+def test_a_damaged_tekken_file_is_named_with_the_reason(tmp_path, changes, reason):
     write_tekken(tmp_path, 7, **changes)
     if reason is None:
         assert load_tokenizer(tmp_path).vocab_size == 2000
@@ -210,7 +203,7 @@ def test_a_damaged_tekken_file_is_named_with_the_reason(
         load_tokenizer(tmp_path)
 
 
-def test_a_tekken_file_of_many_small_values_is_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_a_tekken_file_of_many_small_values_is_refused_before_they_are_read(tmp_path):
     """64 MB of empty objects would take gigabytes once they are read."""
     path = tmp_path / "tekken.json"
     path.write_text('{"token_bytes": "", "vocab": [' + "{}," * 4_000_000 + "{}]}")

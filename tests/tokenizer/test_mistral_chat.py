@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 from mistral_oracle import chat_template, encoded_chat
 from tekken_files import specials, write_tekken
-from tokenizer_data import (
-    MISTRAL_FILES,
-    MISTRAL_V1,
-    MISTRAL_V3,
-    MISTRAL_V7,
-    TEKKEN,
-    real_tokenizer,
-)
+from tokenizer_data import MISTRAL_FILES, MISTRAL_V1, MISTRAL_V3, MISTRAL_V7, TEKKEN, real_tokenizer
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer import Chat, ChatTemplate, load_chat_template, load_tokenizer
@@ -61,7 +54,7 @@ def mistral_chat(folder: Path, file: Path) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("path", MISTRAL_FILES, ids=lambda path: path.name)
-def test_chats_are_those_of_mistral_common(tmp_path: Path, path: Path) -> None:
+def test_chats_are_those_of_mistral_common(tmp_path, path):
     chat = mistral_chat(tmp_path, path)
     said = tuple(text for text in SAID if "[INST]" not in text) if path == MISTRAL_V1 else SAID
     for messages in chats(0, 200, said):
@@ -70,9 +63,7 @@ def test_chats_are_those_of_mistral_common(tmp_path: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [3, 7, 11, 13])
-def test_chats_of_each_tekken_version_are_those_of_mistral_common(
-    tmp_path: Path, version: int
-) -> None:
+def test_chats_of_each_tekken_version_are_those_of_mistral_common(tmp_path, version):
     path = write_tekken(tmp_path, version)
     chat = load_chat_template(tmp_path, load_tokenizer(tmp_path))
     assert chat is not None
@@ -80,7 +71,7 @@ def test_chats_of_each_tekken_version_are_those_of_mistral_common(
         assert chat.encode(Chat(messages)) == encoded_chat(path, messages)
 
 
-def test_the_system_stands_where_each_version_has_it(tmp_path: Path) -> None:
+def test_the_system_stands_where_each_version_has_it(tmp_path):
     messages = [
         {"role": "system", "content": "S"},
         {"role": "user", "content": "A"},
@@ -100,7 +91,7 @@ def test_the_system_stands_where_each_version_has_it(tmp_path: Path) -> None:
     }
 
 
-def test_roles_out_of_turn_are_refused_as_by_mistral_common(tmp_path: Path) -> None:
+def test_roles_out_of_turn_are_refused_as_by_mistral_common(tmp_path):
     from mistral_common.exceptions import MistralCommonException
 
     chat = mistral_chat(tmp_path, MISTRAL_V3)
@@ -128,7 +119,7 @@ def test_roles_out_of_turn_are_refused_as_by_mistral_common(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("tag", ["[INST]", "[/INST]"])
-def test_the_first_version_refuses_messages_with_its_markup(tmp_path: Path, tag: str) -> None:
+def test_the_first_version_refuses_messages_with_its_markup(tmp_path, tag):
     chat = mistral_chat(tmp_path, MISTRAL_V1)
     with pytest.raises(
         UsageError, match=r"messages\[0\] contains .*, which is markup of Mistral's"
@@ -136,7 +127,7 @@ def test_the_first_version_refuses_messages_with_its_markup(tmp_path: Path, tag:
         chat.encode(Chat([{"role": "user", "content": f"x {tag} y"}]))
 
 
-def test_a_version_that_is_not_known_is_refused_when_it_is_needed(tmp_path: Path) -> None:
+def test_a_version_that_is_not_known_is_refused_when_it_is_needed(tmp_path):
     """Version 15 writes settings of the model into the first question."""
     write_tekken(tmp_path, 15)
     tokenizer = load_tokenizer(tmp_path)
@@ -147,7 +138,7 @@ def test_a_version_that_is_not_known_is_refused_when_it_is_needed(tmp_path: Path
         chat.encode(Chat([{"role": "user", "content": "x"}]))
 
 
-def test_a_file_without_the_tokens_of_its_format_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_the_tokens_of_its_format_is_refused(tmp_path):
     write_tekken(tmp_path, 7, **specials("[INST]"))
     chat = load_chat_template(tmp_path, load_tokenizer(tmp_path))
     assert chat is not None
@@ -175,8 +166,8 @@ def dialogs(n_dialogs: int) -> Iterator[list[dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [MISTRAL_V1, MISTRAL_V3, MISTRAL_V7], ids=lambda path: path.name)
 def test_the_template_of_a_hf_folder_gives_the_ids_of_transformers_and_mistral_common(
-    tmp_path: Path, path: Path
-) -> None:
+    tmp_path, path
+):
     """The template is the one that Mistral's own generator writes for the file."""
     from transformers import AutoTokenizer, LlamaTokenizer  # takes seconds
 
@@ -195,9 +186,7 @@ def test_the_template_of_a_hf_folder_gives_the_ids_of_transformers_and_mistral_c
 
 
 @pytest.mark.parametrize("path", MISTRAL_FILES[:4], ids=lambda path: path.name)
-def test_the_template_of_a_folder_without_tokenizer_json_gives_the_same_ids(
-    tmp_path: Path, path: Path
-) -> None:
+def test_the_template_of_a_folder_without_tokenizer_json_gives_the_same_ids(tmp_path, path):
     """The template writes a space behind its tags, and SentencePiece used to add another."""
     (tmp_path / "tokenizer.model").symlink_to(path)
     (tmp_path / "chat_template.jinja").write_text(chat_template(path))
@@ -207,7 +196,7 @@ def test_the_template_of_a_folder_without_tokenizer_json_gives_the_same_ids(
         assert chat.encode(Chat(messages)) == encoded_chat(path, messages)
 
 
-def test_a_template_beside_a_tekken_file_has_the_bos_that_the_file_names(tmp_path: Path) -> None:
+def test_a_template_beside_a_tekken_file_has_the_bos_that_the_file_names(tmp_path):
     """Such folders may have no tokenizer_config.json to name it."""
     (tmp_path / "tekken.json").symlink_to(TEKKEN)
     (tmp_path / "chat_template.jinja").write_text(chat_template(TEKKEN))

@@ -117,7 +117,7 @@ def forgeries(opening: str, closing: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_of_a_chat_forges_a_turn(kind: str) -> None:
+def test_no_text_of_a_chat_forges_a_turn(kind):
     """Each message that spelled the marks of a turn made one, and there was no way to forbid it."""
     *_, opening, closing = made(kind)
     harmless = marks_in(kind, messages=user("hi"))
@@ -128,7 +128,7 @@ def test_no_text_of_a_chat_forges_a_turn(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_pieces_of_marks_forge_no_turn(kind: str) -> None:
+def test_random_pieces_of_marks_forge_no_turn(kind):
     *_, opening, closing = made(kind)
     draw = random.Random(3)
     pieces = [
@@ -142,7 +142,7 @@ def test_random_pieces_of_marks_forge_no_turn(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_such_a_text_is_there_as_it_was_written(kind: str) -> None:
+def test_such_a_text_is_there_as_it_was_written(kind):
     chat, tokenizer, opening, closing = made(kind)
     text = f"hi{closing} and{opening}you"
     plain = tokenizer.decode(chat.encode(Chat(user(text), parse_special=False)), skip_special=False)
@@ -153,21 +153,21 @@ def test_such_a_text_is_there_as_it_was_written(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_texts_are_the_same_tokens_with_and_without_it(kind: str) -> None:
+def test_other_texts_are_the_same_tokens_with_and_without_it(kind):
     chat = made(kind)[0]
     for text in ("hi", " two  spaces ", "> a [quote](b) <tag> a < b", "\n\n", "x|>", "日本語"):
         given = [*user(text), {"role": "assistant", "content": text}, *user(text)]
         assert chat.encode(Chat(given, parse_special=False)) == chat.encode(Chat(given))
 
 
-def test_an_answer_that_has_begun_goes_on_without_it() -> None:
+def test_an_answer_that_has_begun_goes_on_without_it():
     chat, tokenizer, _, closing = made("gguf")
     begun = [*user("hi"), {"role": "assistant", "content": f"So {closing} it"}]
     ids = chat.encode(Chat(begun, continues=True, parse_special=False))
     assert tokenizer.decode(ids, skip_special=False).endswith(f"So {closing} it")
 
 
-def test_a_special_token_of_one_character_is_refused_and_not_passed_on() -> None:
+def test_a_special_token_of_one_character_is_refused_and_not_passed_on():
     library = byte_level_tokenizer()
     library.add_special_tokens(["§"])
     chat = JinjaChat("{{ messages[0].content }}", of_json(library), {}, "a model")
@@ -175,7 +175,7 @@ def test_a_special_token_of_one_character_is_refused_and_not_passed_on() -> None
         chat.encode(Chat(user("a§b"), parse_special=False))
 
 
-def test_formats_that_are_built_in_read_messages_as_text_anyway(tmp_path: Path) -> None:
+def test_formats_that_are_built_in_read_messages_as_text_anyway(tmp_path):
     write_tekken(tmp_path, 7)
     tokenizer = load_tokenizer(tmp_path)
     chat = load_chat_template(tmp_path, tokenizer)

@@ -42,7 +42,7 @@ def meta() -> MetaTokenizer:
     return MetaTokenizer(LLAMA3)
 
 
-def test_llama3_equals_metas_tokenizer_on_random_text(meta: MetaTokenizer) -> None:
+def test_llama3_equals_metas_tokenizer_on_random_text(meta):
     ours = real_tokenizer(LLAMA3)
     for text in random_texts(4000):
         ids = ours.encode(text)
@@ -50,14 +50,14 @@ def test_llama3_equals_metas_tokenizer_on_random_text(meta: MetaTokenizer) -> No
         assert ours.decode(ids) == text
 
 
-def test_llama3_special_tokens_are_metas(meta: MetaTokenizer) -> None:
+def test_llama3_special_tokens_are_metas(meta):
     ours = real_tokenizer(LLAMA3)
     assert ours.vocabulary.special_ids == meta.special_tokens
     assert (ours.vocab_size, ours.bos_id) == (meta.n_words, meta.bos_id)
     assert ours.eos_ids == frozenset(meta.stop_tokens)
 
 
-def test_llama3_long_runs_are_cut_where_meta_cuts_them(meta: MetaTokenizer) -> None:
+def test_llama3_long_runs_are_cut_where_meta_cuts_them(meta):
     """Uncut, the pattern takes time that grows with the square of a run of spaces."""
     ours = real_tokenizer(LLAMA3)
     for text in (
@@ -69,7 +69,7 @@ def test_llama3_long_runs_are_cut_where_meta_cuts_them(meta: MetaTokenizer) -> N
 
 
 @pytest.mark.parametrize("path", [MISTRAL_V1, MISTRAL_V3], ids=lambda path: path.name)
-def test_sentencepiece_models_equal_sentencepiece(path: Path) -> None:
+def test_sentencepiece_models_equal_sentencepiece(path):
     ours, oracle = real_tokenizer(path), SentencePieceProcessor(str(path))
     for text in random_texts(2000):
         assert ours.encode(text, bos=False, special=False) == oracle.EncodeAsIds(text)
@@ -84,7 +84,7 @@ def test_sentencepiece_models_equal_sentencepiece(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
-def test_special_text_is_special_only_when_asked_for(path: Path) -> None:
+def test_special_text_is_special_only_when_asked_for(path):
     tokenizer = real_tokenizer(path)
     for text, id in list(tokenizer.vocabulary.special_ids.items())[:20]:
         assert id in tokenizer.encode(f"a{text}b")
@@ -95,14 +95,14 @@ def test_special_text_is_special_only_when_asked_for(path: Path) -> None:
         assert tokenizer.decode([id], skip_special=False) == text
 
 
-def test_sentencepiece_parts_between_special_tokens_are_encoded_by_themselves() -> None:
+def test_sentencepiece_parts_between_special_tokens_are_encoded_by_themselves():
     tokenizer, oracle = real_tokenizer(MISTRAL_V1), SentencePieceProcessor(str(MISTRAL_V1))
     assert tokenizer.encode("<s>one</s>two", bos=False) == [
         1, *oracle.EncodeAsIds("one"), 2, *oracle.EncodeAsIds("two"),
     ]  # fmt: skip
 
 
-def test_a_space_behind_a_special_token_is_the_one_that_sentencepiece_would_put_there() -> None:
+def test_a_space_behind_a_special_token_is_the_one_that_sentencepiece_would_put_there():
     tokenizer, oracle = real_tokenizer(MISTRAL_V1), SentencePieceProcessor(str(MISTRAL_V1))
     space = oracle.PieceToId("\u2581")
     assert tokenizer.encode("</s> two", bos=False) == [2, *oracle.EncodeAsIds("two")]
@@ -112,7 +112,7 @@ def test_a_space_behind_a_special_token_is_the_one_that_sentencepiece_would_put_
 
 
 @pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
-def test_half_a_surrogate_pair_is_refused(path: Path) -> None:
+def test_half_a_surrogate_pair_is_refused(path):
     with pytest.raises(UsageError, match=r"character 2 of the text is '\\udce4'"):
         real_tokenizer(path).encode("ab\udce4")
 
@@ -121,14 +121,14 @@ def test_half_a_surrogate_pair_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [LLAMA3, MISTRAL_V1, SMOLLM2], ids=lambda path: path.name)
-def test_the_content_of_a_file_tells_its_kind_and_not_its_name(tmp_path: Path, path: Path) -> None:
+def test_the_content_of_a_file_tells_its_kind_and_not_its_name(tmp_path, path):
     (tmp_path / "tokenizer.model").symlink_to(path)
     found = load_tokenizer(tmp_path)
     assert type(found) is type(real_tokenizer(path))
     assert found.encode("Hello, world 42") == real_tokenizer(path).encode("Hello, world 42")
 
 
-def test_a_missing_tokenizer_names_the_files_looked_for(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_names_the_files_looked_for(tmp_path):
     with pytest.raises(
         UsageError, match=r"looked for tokenizer\.json, tekken\.json, .*, tokenizer\.model\. Copy"
     ):
@@ -151,9 +151,7 @@ def test_a_missing_tokenizer_names_the_files_looked_for(tmp_path: Path) -> None:
         (b"GGUF\x03\x00\x00\x00", "left|ends"),
     ],
 )
-def test_a_damaged_file_is_named_with_the_reason(
-    tmp_path: Path, content: bytes, reason: str
-) -> None:
+def test_a_damaged_file_is_named_with_the_reason(tmp_path, content, reason):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=reason) as caught:
@@ -161,7 +159,7 @@ def test_a_damaged_file_is_named_with_the_reason(
     assert str(path) in str(caught.value)
 
 
-def test_a_sentencepiece_model_with_changed_bytes_works_or_gives_the_error(tmp_path: Path) -> None:
+def test_a_sentencepiece_model_with_changed_bytes_works_or_gives_the_error(tmp_path):
     """protobuf accepts text that is not UTF-8, which then failed far from the file."""
     whole = sentencepiece_model(MISTRAL_V1).SerializeToString()
     draw = random.Random(0)
@@ -183,24 +181,20 @@ def test_a_sentencepiece_model_with_changed_bytes_works_or_gives_the_error(tmp_p
     ("name", "start", "bound"),
     [("tokenizer.json", b"{", 64 << 20), ("tokenizer.model", b"\n", 16 << 20)],
 )
-def test_a_file_beyond_the_bound_is_not_read(
-    tmp_path: Path, name: str, start: bytes, bound: int
-) -> None:
+def test_a_file_beyond_the_bound_is_not_read(tmp_path, name, start, bound):
     (tmp_path / name).write_bytes(start)
     os.truncate(tmp_path / name, bound + 1)
     with pytest.raises(CheckpointError, match=f"larger than {bound} bytes"):
         load_tokenizer(tmp_path)
 
 
-def test_another_models_rank_file_is_refused() -> None:
+def test_another_models_rank_file_is_refused():
     """Llama 4's file looks the same and cuts text by another pattern."""
     with pytest.raises(CheckpointError, match=r"has 200000 ranks, not 128000"):
         load_tokenizer(LLAMA3.parents[1] / "llama4" / "tokenizer.model")
 
 
-def test_a_sentencepiece_model_that_lengthens_texts_without_bound_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_sentencepiece_model_that_lengthens_texts_without_bound_is_refused(tmp_path):
     """A rule that writes a kB for each letter took gigabytes; another may write megabytes."""
     charsmap = (4).to_bytes(4, "little") + b"trie" + b"b" * 65 + b"\0"
     proto = sentencepiece_model(MISTRAL_V1, precompiled_charsmap=charsmap)
@@ -209,7 +203,7 @@ def test_a_sentencepiece_model_that_lengthens_texts_without_bound_is_refused(
         load_tokenizer(tmp_path)
 
 
-def test_a_sentencepiece_model_with_long_pieces_is_refused(tmp_path: Path) -> None:
+def test_a_sentencepiece_model_with_long_pieces_is_refused(tmp_path):
     """A unigram model looks for as many pieces at each place as it has that long."""
     proto = sentencepiece_model(MISTRAL_V1)
     proto.pieces[300].piece = "a" * 1025
@@ -218,7 +212,7 @@ def test_a_sentencepiece_model_with_long_pieces_is_refused(tmp_path: Path) -> No
         load_tokenizer(tmp_path)
 
 
-def test_a_rank_file_without_a_token_for_a_byte_is_refused(tmp_path: Path) -> None:
+def test_a_rank_file_without_a_token_for_a_byte_is_refused(tmp_path):
     """tiktoken panicked at the first text with that byte, past every handler of exceptions."""
     lines = LLAMA3.read_bytes().splitlines()
     (at,) = (n for n, line in enumerate(lines) if line.split()[0] == base64.b64encode(b"~"))
@@ -246,7 +240,7 @@ def hf_folder(folder: Path, tokenizer: Tokenizer, **config: Any) -> Path:
     return folder
 
 
-def test_byte_level_json_equals_tokenizers(tmp_path: Path) -> None:
+def test_byte_level_json_equals_tokenizers(tmp_path):
     oracle = byte_level_tokenizer()
     ours = load_tokenizer(hf_folder(tmp_path, oracle))
     for text in random_texts(500):
@@ -259,7 +253,7 @@ def test_byte_level_json_equals_tokenizers(tmp_path: Path) -> None:
         assert ours.decode(ids, skip_special=False) == everything
 
 
-def test_added_tokens_of_byte_level_files_spell_their_text(tmp_path: Path) -> None:
+def test_added_tokens_of_byte_level_files_spell_their_text(tmp_path):
     """Read as byte-level characters, the e with its accent is one byte that is not UTF-8."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens(["caf\u00e9"])
@@ -282,7 +276,7 @@ def test_added_tokens_of_byte_level_files_spell_their_text(tmp_path: Path) -> No
     ],
     ids=["sequence", "metaspace"],
 )
-def test_sentencepiece_like_json_decodes_as_tokenizers(tmp_path: Path, decoder: Any) -> None:
+def test_sentencepiece_like_json_decodes_as_tokenizers(tmp_path, decoder):
     words = ["<unk>", "<s>", "\u2581he", "llo", "\u2581", "a", "ä", "<0xF0>", "b\u2581c"]
     vocab = [(word, -float(index)) for index, word in enumerate(words)]
     oracle = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=False))
@@ -307,9 +301,7 @@ def test_sentencepiece_like_json_decodes_as_tokenizers(tmp_path: Path, decoder: 
         ("$A", {"bos_token": "<s>"}, []),
     ],
 )
-def test_bos_is_what_the_models_own_tokenizer_puts_in_front(
-    tmp_path: Path, single: str, config: dict[str, Any], prefix: list[str]
-) -> None:
+def test_bos_is_what_the_models_own_tokenizer_puts_in_front(tmp_path, single, config, prefix):
     tokenizer = with_template(single)
     ours = load_tokenizer(hf_folder(tmp_path, tokenizer, **config))
     plain = tokenizer.encode("hello", add_special_tokens=False).ids
@@ -317,7 +309,7 @@ def test_bos_is_what_the_models_own_tokenizer_puts_in_front(
     assert ours.encode("hello", bos=False) == plain
 
 
-def test_config_names_bos_and_eos(tmp_path: Path) -> None:
+def test_config_names_bos_and_eos(tmp_path):
     tokenizer = byte_level_tokenizer()
     hf_folder(tmp_path, tokenizer, eos_token={"content": "<|im_end|>", "lstrip": False})
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
@@ -326,7 +318,7 @@ def test_config_names_bos_and_eos(tmp_path: Path) -> None:
     assert ours.eos_ids == {tokenizer.token_to_id("<|im_end|>")}
 
 
-def test_truncation_and_padding_of_the_file_are_not_used(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_not_used(tmp_path):
     tokenizer = byte_level_tokenizer()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
@@ -334,13 +326,13 @@ def test_truncation_and_padding_of_the_file_are_not_used(tmp_path: Path) -> None
     assert len(ours.encode("xyzxyzxyz")) == 9
 
 
-def test_tokenizer_json_wins_over_tokenizer_model(tmp_path: Path) -> None:
+def test_tokenizer_json_wins_over_tokenizer_model(tmp_path):
     hf_folder(tmp_path, byte_level_tokenizer())
     shutil.copy(MISTRAL_V1, tmp_path / "tokenizer.model")
     assert load_tokenizer(tmp_path).vocab_size == byte_level_tokenizer().get_vocab_size()
 
 
-def test_an_unknown_decoder_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+def test_an_unknown_decoder_is_refused_with_those_that_are_known(tmp_path):
     tokenizer = byte_level_tokenizer()
     tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(CheckpointError, match=r"WordPiece.*supported are ByteLevel"):
@@ -357,14 +349,14 @@ def test_an_unknown_decoder_is_refused_with_those_that_are_known(tmp_path: Path)
         '{"added_tokens_decoder": {"%s": {"content": "x"}}}' % ("9" * 5000),
     ],
 )
-def test_a_damaged_config_is_named(tmp_path: Path, config: str) -> None:
+def test_a_damaged_config_is_named(tmp_path, config):
     hf_folder(tmp_path, byte_level_tokenizer())
     (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
         load_tokenizer(tmp_path)
 
 
-def test_added_tokens_extend_a_sentencepiece_model(tmp_path: Path) -> None:
+def test_added_tokens_extend_a_sentencepiece_model(tmp_path):
     (tmp_path / "tokenizer.model").symlink_to(MISTRAL_V1)
     (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 32000}')
     added = {"32001": {"content": "<tool>", "special": False}}
@@ -380,14 +372,14 @@ def test_added_tokens_extend_a_sentencepiece_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("id", [4000000000, -1])
-def test_an_added_token_beyond_the_end_is_refused(tmp_path: Path, id: int) -> None:
+def test_an_added_token_beyond_the_end_is_refused(tmp_path, id):
     (tmp_path / "tokenizer.model").symlink_to(MISTRAL_V1)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": id}))
     with pytest.raises(CheckpointError, match=f"id {id}, beyond the model's 32000"):
         load_tokenizer(tmp_path)
 
 
-def test_an_added_token_may_be_its_text_alone(tmp_path: Path) -> None:
+def test_an_added_token_may_be_its_text_alone(tmp_path):
     (tmp_path / "tokenizer.model").symlink_to(MISTRAL_V1)
     config = {"added_tokens_decoder": {"32000": "<tool>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -395,7 +387,7 @@ def test_an_added_token_may_be_its_text_alone(tmp_path: Path) -> None:
     assert ours.decode(ours.encode("a<tool>")) == "a<tool>"
 
 
-def test_ranks_may_stand_in_any_order(tmp_path: Path) -> None:
+def test_ranks_may_stand_in_any_order(tmp_path):
     lines = LLAMA3.read_bytes().splitlines()
     random.Random(0).shuffle(lines)
     path = tmp_path / "tokenizer.model"
@@ -403,7 +395,7 @@ def test_ranks_may_stand_in_any_order(tmp_path: Path) -> None:
     assert load_tokenizer(path).encode("any order") == real_tokenizer(LLAMA3).encode("any order")
 
 
-def test_pieces_of_llama3_are_those_of_tiktoken() -> None:
+def test_pieces_of_llama3_are_those_of_tiktoken():
     ours = real_tokenizer(LLAMA3)
     ranks = {
         base64.b64decode(line.split()[0]): int(line.split()[1])
@@ -414,7 +406,7 @@ def test_pieces_of_llama3_are_those_of_tiktoken() -> None:
         assert ours.vocabulary.piece(id) == encoding.decode_single_token_bytes(id)
 
 
-def test_the_longest_special_token_at_a_place_is_taken() -> None:
+def test_the_longest_special_token_at_a_place_is_taken():
     tokens = SpecialTokens({"<a": 1, "<a>": 2, "": 3})
     assert list(tokens.split("x<a><ay")) == ["x", 2, 1, "y"]
     assert list(SpecialTokens({}).split("x")) == ["x"]
@@ -425,9 +417,7 @@ def test_the_longest_special_token_at_a_place_is_taken() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["byte-level", "byte-level with whole words", "sentencepiece"])
-def test_real_files_give_the_ids_that_tokenizers_gives_in_this_process(
-    tmp_path: Path, kind: str
-) -> None:
+def test_real_files_give_the_ids_that_tokenizers_gives_in_this_process(tmp_path, kind):
     file = real_tokenizer_files()[kind]
     (tmp_path / "tokenizer.json").write_bytes(file)
     ours, oracle, plain = load_tokenizer(tmp_path), *(Tokenizer.from_buffer(file) for _ in "ab")
@@ -466,14 +456,14 @@ CHARSMAP = {
 }  # one that `tokenizers` panics at
 
 
-def test_a_file_that_asks_for_gigabytes_is_stopped_when_it_is_loaded(tmp_path: Path) -> None:
+def test_a_file_that_asks_for_gigabytes_is_stopped_when_it_is_loaded(tmp_path):
     """These 2 kB took 90 s and 9 GB, in the process that was to load a model."""
     path = small_file(tmp_path, normalizer=replacements(9))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* more than \d+ MiB of memory"):
         load_tokenizer(path)
 
 
-def test_a_text_that_becomes_gigabytes_is_stopped(tmp_path: Path) -> None:
+def test_a_text_that_becomes_gigabytes_is_stopped(tmp_path):
     tokenizer = load_tokenizer(small_file(tmp_path, normalizer=replacements(4)))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*(memory|CPU time)"):
         tokenizer.encode("a" * 10_000)
@@ -481,7 +471,7 @@ def test_a_text_that_becomes_gigabytes_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pattern_that_backtracks_is_stopped(tmp_path: Path) -> None:
+def test_a_pattern_that_backtracks_is_stopped(tmp_path):
     """Each of the words costs a tenth of a second: hours, for a text of some megabytes."""
     tokenizer = load_tokenizer(small_file(tmp_path, pre_tokenizer=backtracking("(a|aa)+$")))
     started = time.monotonic()
@@ -491,12 +481,12 @@ def test_a_pattern_that_backtracks_is_stopped(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("aab")) == "aab"
 
 
-def test_a_panic_at_loading_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_a_panic_at_loading_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*precompiled_charsmap"):
         load_tokenizer(small_file(tmp_path, normalizer=CHARSMAP))
 
 
-def test_a_panic_at_encoding_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_a_panic_at_encoding_is_an_error_that_names_the_file(tmp_path):
     """It passed every handler of exceptions, as a BaseException."""
     tokenizer = load_tokenizer(small_file(tmp_path, pre_tokenizer=backtracking("(a+)+$")))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*retry-limit-in-match"):
@@ -504,7 +494,7 @@ def test_a_panic_at_encoding_is_an_error_that_names_the_file(tmp_path: Path) -> 
     assert tokenizer.decode(tokenizer.encode("aab")) == "aab"
 
 
-def test_a_panic_of_a_tokenizer_built_here_is_an_error_too() -> None:
+def test_a_panic_of_a_tokenizer_built_here_is_an_error_too():
     def build() -> Tokenizer:
         tokenizer = byte_level_tokenizer()
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
@@ -515,7 +505,7 @@ def test_a_panic_of_a_tokenizer_built_here_is_an_error_too() -> None:
         encoder.encode("a" * 40 + "!", special=True)
 
 
-def test_a_killed_tokenizer_process_is_started_again_with_what_was_loaded(tmp_path: Path) -> None:
+def test_a_killed_tokenizer_process_is_started_again_with_what_was_loaded(tmp_path):
     others = set(psutil.Process().children())
     tokenizer = load_tokenizer(hf_folder(tmp_path, with_template("<s> $A"), bos_token="<s>"))
     before = tokenizer.encode("hello</s>")
@@ -533,17 +523,13 @@ def test_a_killed_tokenizer_process_is_started_again_with_what_was_loaded(tmp_pa
         ([{"type": "Fuse"}] * 17, "more than 16 steps"),
     ],
 )
-def test_a_decoder_that_costs_more_than_its_file_is_refused(
-    tmp_path: Path, decoder: list[Any], reason: str
-) -> None:
+def test_a_decoder_that_costs_more_than_its_file_is_refused(tmp_path, decoder, reason):
     """Ten steps that each write ten letters for one took all memory."""
     with pytest.raises(CheckpointError, match=reason):
         load_tokenizer(small_file(tmp_path, decoder={"type": "Sequence", "decoders": decoder}))
 
 
-def test_a_tokenizer_that_is_partly_code_is_refused_without_a_tokenizer_json(
-    tmp_path: Path,
-) -> None:
+def test_a_tokenizer_that_is_partly_code_is_refused_without_a_tokenizer_json(tmp_path):
     """ChatGLM's puts tokens before every text, and without them the model answers nonsense."""
     shutil.copy(MISTRAL_V1, tmp_path / "tokenizer.model")
     config = tmp_path / "tokenizer_config.json"
@@ -554,7 +540,7 @@ def test_a_tokenizer_that_is_partly_code_is_refused_without_a_tokenizer_json(
     assert load_tokenizer(tmp_path).vocab_size > 0
 
 
-def test_a_long_text_keeps_no_other_thread_waiting() -> None:
+def test_a_long_text_keeps_no_other_thread_waiting():
     """`tokenizers` held Python's lock for 1.2 s over a megabyte: all streams of a server stood."""
     tokenizer = real_tokenizer(SMOLLM2)
     tokenizer.encode("a")

@@ -156,7 +156,7 @@ def cut(file: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
-def test_a_damaged_tokenizer_json_works_or_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_tokenizer_json_works_or_is_refused(tmp_path, kind):
     whole = cut(real_tokenizer_files()[kind])
     n_refused = count_refused(
         damaged_json(whole, 40, damage_tokenizer), tmp_path / "tokenizer.json"
@@ -164,7 +164,7 @@ def test_a_damaged_tokenizer_json_works_or_is_refused(tmp_path: Path, kind: str)
     assert 5 < n_refused < 38
 
 
-def test_a_damaged_tekken_file_works_or_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_tekken_file_works_or_is_refused(tmp_path):
     path = write_tekken(tmp_path, 7)
     whole = json.loads(path.read_text())
     n_refused = count_refused(damaged_json(whole, 60, damage), path, CHATS[:1])
@@ -191,16 +191,14 @@ CONFIG = {
         ("added_tokens.json", {"<a>": 400, "<b>": 401}, 200),
     ],
 )
-def test_a_damaged_configuration_works_or_is_refused(
-    tmp_path: Path, name: str, whole: dict[str, Any], n_files: int
-) -> None:
+def test_a_damaged_configuration_works_or_is_refused(tmp_path, name, whole, n_files):
     model = sentencepiece_model(MISTRAL_V1).SerializeToString()
     (tmp_path / "tokenizer.model").write_bytes(model)
     n_refused = count_refused(damaged_json(whole, n_files, damage), tmp_path / name)
     assert n_refused < n_files
 
 
-def test_a_damaged_chat_template_works_or_is_refused() -> None:
+def test_a_damaged_chat_template_works_or_is_refused():
     whole = real_template()
     draw = random.Random(0)
     renderer = TemplateRenderer()
@@ -225,7 +223,7 @@ def real_template() -> str:
     return chat._template
 
 
-def test_a_damaged_rank_file_works_or_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_rank_file_works_or_is_refused(tmp_path):
     draw = random.Random(0)
     lines = LLAMA3.read_bytes().splitlines()
     path = tmp_path / "tokenizer.model"

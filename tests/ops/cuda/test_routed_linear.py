@@ -96,10 +96,7 @@ def test_weights_of_several_dtypes_and_more_rows_are_torchs(device, monkeypatch)
     monkeypatch.setattr(kernels, "_routed", None)
     x = torch.randn(4, 50, device=device)
     weights = [torch.randn(9, 50, device=device) for _ in range(2)]
-    for counts, own in (
-        ((2, 1), [weights[0], weights[1].half()]),
-        ((MAX_ROUTED_ROWS, 1), weights),
-    ):
+    for counts, own in (((2, 1), [weights[0], weights[1].half()]), ((MAX_ROUTED_ROWS, 1), weights)):
         dispatch = random_routes(counts, len(x), 0, device)
         expected = TorchOps().routed_linear(x, own, dispatch)
         torch.testing.assert_close(CUDAOps().routed_linear(x, own, dispatch), expected)

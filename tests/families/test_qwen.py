@@ -1,4 +1,4 @@
-"""What the config.json of a Qwen 3 with experts may say; for its logits see test_parity."""
+"""What the config.json of a Qwen may say; for its logits see test_parity and test_families_gguf."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,16 @@ from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
 
-TINY = TINY_MODELS["8/2 qwen3_moe"]
+
+@pytest.fixture
+def dense(tmp_path):
+    return write_hf(TINY_MODELS["8/2 qwen2"], tmp_path)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_hf(TINY, tmp_path)
+def folder(tmp_path):
+    """A Qwen 3 with experts."""
+    return write_hf(TINY_MODELS["8/2 qwen3_moe"], tmp_path)
 
 
 def args_with(folder: Path, **values: Any) -> ModelArgs:
@@ -28,24 +32,36 @@ def args_with(folder: Path, **values: Any) -> ModelArgs:
     return load_model_args(find_model(str(folder)))
 
 
-def test_experts_have_a_width_and_a_number_of_their_own(folder: Path) -> None:
+def test_a_window_counts_only_where_it_is_switched_on(dense):
+    window = {"sliding_window": 16, "layer_types": None}
+    assert args_with(dense, **window).sliding_window is None
+    args = args_with(dense, use_sliding_window=True, max_window_layers=1)
+    assert (args.sliding_window, args.full_layers) == (16, (0,))
+
+
+def test_a_class_and_a_type_of_two_families_are_refused(dense):
+    with pytest.raises(UsageError, match=r"Qwen2ForCausalLM.*model_type='llama'"):
+        args_with(dense, model_type="llama")
+
+
+def test_experts_have_a_width_and_a_number_of_their_own(folder):
     args = args_with(folder)
     assert (args.ffn_dim, args.n_experts, args.n_active_experts) == (18, 11, 3)
     assert args.normed_experts and args.qk_norm
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_the_number_of_experts_has_two_names(folder: Path, key: str) -> None:
+def test_the_number_of_experts_has_two_names(folder, key):
     """Qwen's own files have the first, and transformers 5 writes the second."""
     stated = {"num_experts": None, "num_local_experts": None, key: 11}
     assert args_with(folder, **stated).n_experts == 11
 
 
-def test_shares_that_are_not_stated_to_sum_to_1_do_not(folder: Path) -> None:
+def test_shares_that_are_not_stated_to_sum_to_1_do_not(folder):
     assert not args_with(folder, norm_topk_prob=None).normed_experts
 
 
 @pytest.mark.parametrize(("key", "value"), [("decoder_sparse_step", 2), ("mlp_only_layers", [1])])
-def test_layers_without_experts_are_refused(folder: Path, key: str, value: Any) -> None:
+def test_layers_without_experts_are_refused(folder, key, value):
     with pytest.raises(UsageError, match=f"{key}=.*experts in every layer"):
         args_with(folder, **{key: value})
