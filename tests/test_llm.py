@@ -131,7 +131,7 @@ def test_the_tokenizer_is_loaded_beside_the_weights(model, monkeypatch):
 def local_ranks() -> list[psutil.Process]:
     """The ranks that this process has started; it has others that run tokenizers."""
     children = psutil.Process().children()
-    return [each for each in children if "parallel_llama.engine.rank_process" in each.cmdline()]
+    return [each for each in children if "parallel_llama.engine.ranks" in each.cmdline()]
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 5])

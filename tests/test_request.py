@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel_llama.engine.detokenizer import StopChecker
 from parallel_llama.engine.messages import StepMessage, decode_message
 from parallel_llama.errors import ContextExceeded, UsageError
 from parallel_llama.request import (
@@ -24,7 +25,6 @@ from parallel_llama.request import (
     resolve_seed,
     resolve_stop_ids,
 )
-from parallel_llama.stop import StopChecker
 
 BAD_PARAMS: dict[str, list[Any]] = {
     "max_tokens": [0, 1.5, True, "8", 2**40],

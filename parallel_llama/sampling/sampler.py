@@ -25,16 +25,8 @@ from parallel_llama.errors import NumericalError
 from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
-from parallel_llama.sampling.draw import NoTokenLeft, SampledToken, SamplingRow, filters_of
-from parallel_llama.sampling.logits_processors import adjust
-from parallel_llama.sampling.scoring import (
-    N_LOCAL,
-    chunks,
-    gather_logits,
-    new_block,
-    put_top_k,
-    score_tokens,
-)
+from parallel_llama.sampling import scoring
+from parallel_llama.sampling.draw import NoTokenLeft, SampledToken, SamplingRow, adjust, filters_of
 from parallel_llama.sampling.tiles import Tiles, column
 
 # Candidates per rank for a row without top_k, and the most for a row with top_k. A row that needs
@@ -151,7 +143,7 @@ def _pick(
         winner = blocks[:, :, _SCORE].argmax(0)
         picked[ways.plain] = blocks[winner, torch.arange(len(ways.plain)), _TOKEN].long()
     if uncovered := _pick_filtered(picked, head, ways.filtered, draws):
-        full = gather_logits(adjusted[uncovered], head.vocabs, comm).cpu()
+        full = scoring.gather_logits(adjusted[uncovered], head.vocabs, comm).cpu()
         _pick_from_full(picked, full, uncovered, draws)
     return picked
 
@@ -184,7 +176,7 @@ class _Head:
 
     def __init__(self, blocks: Tensor) -> None:
         self.blocks = blocks
-        borders = accumulate((int(each) for each in blocks[:, 0, N_LOCAL]), initial=0)
+        borders = accumulate((int(each) for each in blocks[:, 0, scoring.N_LOCAL]), initial=0)
         self.vocabs = [range(start, stop) for start, stop in pairwise(borders)]
         self.vocab_size = self.vocabs[-1].stop
         self.largest = blocks[:, :, _LARGEST].amax(0)  # NaN if a rank has one
@@ -257,14 +249,14 @@ def _score_drawn(
     n_top = [draws[row].params.logprobs or 0 for row in rows]
     own = logits if len(rows) == len(logits) else logits[rows]
     targets = torch.tensor([tokens[row] for row in rows], device=logits.device)
-    scored = score_tokens(own, vocab, targets, n_top, comm)
+    scored = scoring.score_tokens(own, vocab, targets, n_top, comm)
     return dict(zip(rows, scored, strict=True))
 
 
 def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], ways: _Ways) -> Tensor:
     """This rank's part of the head exchange. Shapes: [n, _N_FIXED + 2 K] float64 local."""
     k = max(map(_n_candidates, draws))
-    block = new_block(len(draws), _N_FIXED, k, vocab, logits.device)
+    block = scoring.new_block(len(draws), _N_FIXED, k, vocab, logits.device)
     block[:, _MASS] = 0
     if not len(vocab):
         return block
@@ -276,7 +268,7 @@ def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], way
     # One maximum is several times cheaper than the 64 largest, so greedy rows are separate.
     for rows, n_largest in ((ways.greedy, 1), (ways.filtered, k)):
         if rows:
-            put_top_k(block, rows, _N_FIXED, *tiles.rows(rows).top_k(n_largest))
+            scoring.put_top_k(block, rows, _N_FIXED, *tiles.rows(rows).top_k(n_largest))
     if rows := ways.filtered:
         temperature = column([draws[row].params.temperature for row in rows])
         block[rows, _MASS] = _mass(tiles.rows(rows), temperature)[:, 0]
@@ -290,7 +282,7 @@ def _mass(tiles: Tiles, temperature: Tensor) -> Tensor:
     largest.clamp_(min=-torch.finfo(torch.float64).max)
     temperature = temperature.to(largest.device)
     mass = torch.empty_like(largest)
-    for rows, x in chunks(tiles.flat()):
+    for rows, x in scoring.chunks(tiles.flat()):
         weight = (x.double() - largest[rows]).div_(temperature[rows]).exp_()
         mass[rows] = weight.sum(1, keepdim=True)
     return mass

@@ -11,7 +11,8 @@ from checkpoint_samples import TINY, meta_shards, weights_of, write_meta
 from reshard_samples import opened
 from torch_archives import assert_not_run, rewritten
 
-from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
+from parallel_llama.checkpoint.meta_folder import meta_vocab_size
+from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import parameters
 from parallel_llama.plan import make_plan

@@ -17,10 +17,9 @@ from commands import ROOT, run_command
 from parallel_llama.cli import generate
 from parallel_llama.cli.arguments import parse_flags
 from parallel_llama.cli.main import main
-from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.prompts import Line, read_lines
 from parallel_llama.cli.sampling_flags import given_sampling
-from parallel_llama.cli.session import closing_line
+from parallel_llama.cli.session import Meter, closing_line
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, Grammar, Request, SamplingParams
 from parallel_llama.tokenizer import Chat

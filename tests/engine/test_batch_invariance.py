@@ -14,11 +14,11 @@ import torch
 from mixes import make_engine
 from thread_ranks import run_on_threads
 
-from parallel_llama.checkpoint import random_checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.ops import cpu_ops
 from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo

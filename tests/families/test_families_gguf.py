@@ -14,9 +14,9 @@ from thread_ranks import run_on_threads
 from tiny_models import TINY_MODELS, TinyModel, write_hf
 from transformers_oracle import reference_logits
 
-from parallel_llama.checkpoint import open_checkpoint
+from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.checkpoint.verify import verify
-from parallel_llama.config import load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import Family, parameters
 from parallel_llama.families.gemma import GEMMA2, GEMMA3

@@ -14,9 +14,9 @@ from tiny_models import TINY_MODELS, write_hf
 from torch import Tensor
 from transformers_oracle import reference_logits
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.layers import Backend
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.ops import CPUOps, TorchOps
