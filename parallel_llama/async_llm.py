@@ -13,9 +13,9 @@ from threading import Thread
 
 import torch
 
+from parallel_llama.engine.input_processor import Prompt
 from parallel_llama.engine.loop import EngineLoop, StepResult
 from parallel_llama.engine.outputs import StepOutput
-from parallel_llama.engine.prompts import Prompt
 from parallel_llama.engine.statistics import EngineStatistics
 from parallel_llama.errors import UsageError
 from parallel_llama.llm import LLM

@@ -1,11 +1,13 @@
 """The server's engine process: runs the engine loop; the front sends requests by a socket.
 
-The loop never waits for the front while requests run. Another thread compiles grammars.
+The front starts it as `python -m parallel_llama.engine_process FD LOG_FORMAT`. The loop never waits
+for the front while requests run. Another thread compiles grammars.
 """
 
 import os
 import select
 import socket
+import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,26 +15,19 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 
+from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.loop import EngineLoop, StepResult
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.ranks import Ranks
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.parallel.failures import RankError
+from parallel_llama.llm import LLM
+from parallel_llama.parallel.communicators import give_up
+from parallel_llama.parallel.failures import RankError, exit_code
+from parallel_llama.parallel.rank_env import end_with_parent
 from parallel_llama.request import Request, SamplingParams, TokenLogprob
+from parallel_llama.serve import wire
 from parallel_llama.serve.fair_threads import yield_cores
-from parallel_llama.serve.wire import (
-    Cancel,
-    EngineRefused,
-    Failed,
-    FrameSocket,
-    Loaded,
-    Output,
-    RankFacts,
-    Scored,
-    Stepped,
-    Submit,
-    to_engine,
-)
+from parallel_llama.serve.log import log_to_stderr
 
 _LOOK_MS = 200  # while idle, between checks that the other ranks are alive
 _SCORED_ROWS = 256  # most prompt log-probabilities of one frame
@@ -45,12 +40,12 @@ class EngineProcess:
     For rank 0; the other ranks run `rank_rpc.serve_rank`.
     """
 
-    def __init__(self, ranks: Ranks, frames: FrameSocket) -> None:
+    def __init__(self, ranks: Ranks, frames: wire.FrameSocket) -> None:
         self._ranks, self._frames, self._inputs = ranks, frames, ranks.setup.inputs
         self._loop: EngineLoop[int] = EngineLoop(ranks)
         self._grammar_thread = ThreadPoolExecutor(1, "grammars", yield_cores)
         self._compiling: set[int] = set()  # keys
-        self._compiled: deque[Submit] = deque()
+        self._compiled: deque[wire.Submit] = deque()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK)
 
     def run(self) -> None:
@@ -80,9 +75,9 @@ class EngineProcess:
             while len(self._loop):
                 self._loop.step()
 
-    def _loaded(self) -> Loaded:
+    def _loaded(self) -> wire.Loaded:
         setup, capacity, pids = self._ranks.setup, self._ranks.engine.capacity, self._ranks.pids()
-        return Loaded(
+        return wire.Loaded(
             dtype=setup.dtype,
             quant=setup.quant,
             kv_bytes=capacity.n_bytes,
@@ -90,7 +85,7 @@ class EngineProcess:
             block_size=capacity.block_size,
             longest=capacity.longest(self._inputs.max_seq_len),
             ranks=tuple(
-                RankFacts(rank, n_bytes, pids.get(rank), on_card)
+                wire.RankFacts(rank, n_bytes, pids.get(rank), on_card)
                 for rank, (n_bytes, on_card) in enumerate(
                     zip_longest(setup.weight_bytes, self._ranks.cuda_bytes)
                 )
@@ -102,8 +97,8 @@ class EngineProcess:
             self._wait()
         self._frames.flush()
         for body in self._frames.receive():
-            message = to_engine.decode(body)
-            if isinstance(message, Cancel):
+            message = wire.to_engine.decode(body)
+            if isinstance(message, wire.Cancel):
                 self._cancel(message.key)
             elif self._needs_compiling(message.request):
                 self._compiling.add(message.key)
@@ -122,10 +117,10 @@ class EngineProcess:
             self._send_prompt_logprobs(key, output)
         outputs = tuple(_wire_output(key, output) for key, output in result.outputs)
         statistics = self._ranks.engine.statistics()
-        self._frames.send(Stepped(outputs, tuple(result.begun), result.seconds, statistics))
+        self._frames.send(wire.Stepped(outputs, tuple(result.begun), result.seconds, statistics))
 
     def on_failed(self, keys: Sequence[int], error: NumericalError) -> None:
-        self._frames.send(Failed(tuple(keys), str(error)))
+        self._frames.send(wire.Failed(tuple(keys), str(error)))
 
     def _wait(self) -> None:
         """Wait until the front has sent something or a grammar is compiled.
@@ -142,16 +137,16 @@ class EngineProcess:
         with suppress(BlockingIOError):
             os.eventfd_read(self._woken)
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: wire.Submit) -> None:
         try:
             self._loop.submit(message.key, message.request)
         except UsageError as error:
-            self._frames.send(EngineRefused(message.key, str(error)))
+            self._frames.send(wire.EngineRefused(message.key, str(error)))
 
     def _cancel(self, key: int) -> None:
         if key in self._compiling:
             self._compiling.remove(key)
-            self._frames.send(EngineRefused(key, "it was cancelled"))
+            self._frames.send(wire.EngineRefused(key, "it was cancelled"))
         else:
             self._loop.cancel(key)
 
@@ -159,7 +154,7 @@ class EngineProcess:
         grammar = request.params.grammar
         return grammar is not None and not self._inputs.grammars.is_compiled(grammar)
 
-    def _compile(self, message: Submit) -> None:
+    def _compile(self, message: wire.Submit) -> None:
         """Compile a request's grammar, in the grammars' thread; the engine then finds it cached."""
         grammar = message.request.params.grammar
         assert grammar is not None
@@ -176,17 +171,39 @@ class EngineProcess:
         _first, *scored = completion.prompt_logprobs  # nothing predicts the first token
         for start in range(0, len(scored), _SCORED_ROWS):
             rows = map(_unspelled, filter(None, scored[start : start + _SCORED_ROWS]))
-            self._frames.send(Scored(key, tuple(rows)))
+            self._frames.send(wire.Scored(key, tuple(rows)))
 
 
-def _wire_output(key: int, output: StepOutput) -> Output:
+def _wire_output(key: int, output: StepOutput) -> wire.Output:
     completion = output.completion
     if completion is not None:  # the front got these from earlier outputs and from Scored
         completion = replace(completion, logprobs=None, prompt_logprobs=None)
     logprobs = tuple(map(_unspelled, output.logprobs))
-    return Output(key, output.choice, output.tokens, output.text, logprobs, completion)
+    return wire.Output(key, output.choice, output.tokens, output.text, logprobs, completion)
 
 
 def _unspelled(scored: TokenLogprob) -> TokenLogprob:
     """Without texts, which the front decodes itself."""
     return replace(scored, text=None, top_texts=())
+
+
+def main() -> int:
+    """Runs the engine of a server, whose HTTP front has started this process; the exit code.
+
+    The process reads its LLMConfig from stdin as one line of JSON, starts the other ranks, and
+    serves the front through socket FD until the front closes it.
+    """
+    end_with_parent()
+    log_to_stderr(sys.argv[2])
+    config = LLMConfig.from_json(sys.stdin.buffer.readline())
+
+    def serve() -> int:
+        with socket.socket(fileno=int(sys.argv[1])) as own, LLM(config) as llm:
+            EngineProcess(llm.ranks, wire.FrameSocket(own)).run()
+        return 0
+
+    return exit_code(serve, give_up)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,10 +5,17 @@ any weight is read, and with code 1 for the others. Every message has the value,
 remedy.
 """
 
+import unicodedata
 from collections.abc import Iterable
 
 # Messages quote files and requests. Long messages are cut in the middle, to keep the remedy.
 MAX_MESSAGE_CHARS = 2000
+
+# Unicode categories: Cc control, Cf format (such as right-to-left overrides), Cs surrogates, Zl and
+# Zp line and paragraph separators, which some terminals obey.
+_UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+# Joiners are needed for emoji and scripts such as Persian, and are harmless.
+_JOINERS = "\u200c\u200d"
 
 
 class _BoundedError(ValueError):
@@ -74,6 +81,22 @@ def printable(text: str, limit: int) -> str:
     """Text of another process, with ? for control characters, shortened to `limit` characters."""
     shown = "".join(c if c.isprintable() else "?" for c in text[:limit])
     return shown if len(text) <= limit else f"{shown}..."
+
+
+def escaped(text: str) -> str:
+    """Text with its control characters escaped, so that it cannot control a terminal.
+
+    >>> escaped("a\\tb\\x1b[2J")
+    'a\\tb\\\\x1b[2J'
+    """
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in _UNSAFE else _spelled(char)
+        for char in text
+    )
+
+
+def _spelled(char: str) -> str:
+    return char if char in _JOINERS else char.encode("unicode_escape").decode()
 
 
 def listed(names: Iterable[str], limit: int = 10) -> str:

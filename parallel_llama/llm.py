@@ -18,17 +18,16 @@ from typing import Any
 from typing_extensions import Unpack
 
 from parallel_llama.engine import rank_rpc
-from parallel_llama.engine.input_processor import InputProcessor
+from parallel_llama.engine.input_processor import InputProcessor, Prompt, Prompts, as_prompts
 from parallel_llama.engine.llm_config import LLMConfig, Settings
 from parallel_llama.engine.loop import EngineLoop
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.outputs import StepOutput
-from parallel_llama.engine.prompts import Prompt, Prompts, as_prompts
 from parallel_llama.engine.ranks import Ranks
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
 from parallel_llama.memory import bytes_passed_over
-from parallel_llama.parallel.current_device import use_device
+from parallel_llama.parallel.communicators import use_device
 from parallel_llama.request import Completion, Request, SamplingParams, with_outputs
 from parallel_llama.tokenizer import Tokenizer
 
@@ -132,11 +131,7 @@ class LLM:
             raise SystemExit(0)
 
     def generate(
-        self,
-        prompts: Prompts,
-        params: _Params = None,
-        *,
-        sampling_params: _Params = None,
+        self, prompts: Prompts, params: _Params = None, *, sampling_params: _Params = None
     ) -> list[Completion]:
         """Complete a prompt or a list of prompts, in one ragged batch.
 

@@ -286,11 +286,7 @@ class SamplingParams(_ShortRepr):
     @property
     def has_penalties(self) -> bool:
         """Whether any penalty modifies the logits."""
-        return self.repetition_penalty != 1 or self.penalizes_completion
-
-    @property
-    def penalizes_completion(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
+        return self.repetition_penalty != 1 or any((self.presence_penalty, self.frequency_penalty))
 
 
 @dataclass(frozen=True)
@@ -428,12 +424,7 @@ def with_outputs(
     """The completions of one request, each with the request's prompt and all choices."""
     outputs = tuple(
         CompletionOutput(
-            each.choice,
-            each.text,
-            each.tokens,
-            each.finish_reason,
-            each.logprobs,
-            each.stop_reason,
+            each.choice, each.text, each.tokens, each.finish_reason, each.logprobs, each.stop_reason
         )
         for each in choices
     )

@@ -18,7 +18,7 @@ import torch
 from served import Served
 
 from launch.bench import compare
-from parallel_llama.config import load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.families import FAMILIES
 from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import make_plan

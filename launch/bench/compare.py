@@ -36,9 +36,10 @@ from launch.bench.rounds import Rounds, measure
 from launch.bench.task import Kind, Spread, Task, make_task, spread
 from launch.bench.weights import Weights
 from launch.bench.worker import ROOT
-from parallel_llama.checkpoint import meta_vocab_size
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.checkpoint.meta_folder import meta_vocab_size
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.tokenizer import load_tokenizer
 

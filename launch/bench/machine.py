@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.engine.machine import READ_BYTES, reading
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 
 _OUTER = "tok_embeddings.weight", "output.weight"
 _SIDE, _REPEATS = 2048, 5

@@ -9,12 +9,11 @@ import gguf
 
 from launch.bench.engines import Layout, Runtime
 from launch.bench.worker import ROOT, RuntimeFailed
-from parallel_llama.checkpoint import open_checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.dtypes import QUANTS, Precision
 from parallel_llama.errors import UsageError
 from parallel_llama.families import family_of, parameters, stored_slices
-from parallel_llama.families.model_args import features_of
+from parallel_llama.families.model_args import ModelArgs, features_of
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.memory import bytes_passed_over, values_by_form, weight_bytes
 from parallel_llama.plan import make_plan

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from launch.bench.plot import Chart, svg
-from parallel_llama.checkpoint import random_checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan

@@ -1,4 +1,4 @@
-"""The interface of all readers of weights, and the two rotary orders of the rows of wq and wk.
+"""The interface of all readers of weights, the rotary orders of wq and wk, and random weights.
 
 Rotary embedding rotates pairs of rows of each head. Meta's files and the model store the two rows
 of a pair next to each other (interleaved: 0, 1 | 2, 3 | ...). HF's files store them half a head
@@ -8,17 +8,21 @@ native folders. The norms of queries and keys follow the same orders.
 Source: RoFormer, arXiv 2104.09864, section 3.2.2 (the interleaved order).
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.byte_ranges import sliced_shape
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import CheckpointError, listed
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import RotaryOrder
 from parallel_llama.families.weights import Param
+from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix
 
 
@@ -119,3 +123,59 @@ def reordered(
 def is_rotary(name: str) -> bool:
     """Whether the rows of the weight with this name come in rotary pairs."""
     return any(f".attention.{part}." in name for part in ("wq", "wk", "q_norm", "k_norm"))
+
+
+CHUNK = 64  # rows or columns per key; changing it changes the weights of every seed
+
+STD = 0.02  # of matrices and biases; activations keep their scale over many layers
+NORM_STD = 0.1  # of norms, around 1
+
+_CPU = torch.device("cpu")
+
+
+class RandomCheckpoint(Checkpoint):
+    """Weights drawn from a seed on a device, the same for every number of ranks.
+
+    Values are drawn in fixed chunks of rows (or columns, for weights cut by columns), each with a
+    key of its own, so a rank draws little more than its own shard; a weight that is cut by outputs
+    for exact sums is drawn whole. Values differ between kinds of devices.
+    """
+
+    def __init__(self, args: ModelArgs, seed: int, device: torch.device) -> None:
+        super().__init__(args, "half")
+        self.seed, self._device = seed, device
+        self._dtype = torch_dtype(args.dtype)
+
+    def check(self, args: ModelArgs) -> None:
+        """Nothing to compare: random weights fit every model."""
+
+    def _stored(self, param: Param, rows: range) -> Tensor:
+        dim = param.file_dim
+        if dim != param.dim:
+            whole = self._stored(replace(param, axis=None, dim=dim), range(param.shape[dim]))
+            return whole.narrow(param.dim, rows.start, len(rows)).clone()
+        out = torch.empty(sliced_shape(param, rows), dtype=self._dtype, device=self._device)
+        for number in range(rows.start // CHUNK, -(-rows.stop // CHUNK)):
+            start = number * CHUNK
+            chunk = range(start, min(start + CHUNK, param.shape[dim]))
+            wanted = range(max(rows.start, chunk.start), min(rows.stop, chunk.stop))
+            if wanted:
+                drawn = self._drawn(param, number, chunk)
+                target = out.narrow(dim, wanted.start - rows.start, len(wanted))
+                target.copy_(drawn.narrow(dim, wanted.start - chunk.start, len(wanted)))
+        return out
+
+    def _drawn(self, param: Param, number: int, chunk: range) -> Tensor:
+        key = hashlib.blake2b(f"{self.seed} {param.name} {number}".encode(), digest_size=8)
+        generator = torch.Generator(self._device)
+        generator.manual_seed(int.from_bytes(key.digest(), "little") >> 1)
+        values = torch.empty(sliced_shape(param, chunk), dtype=torch.float32, device=self._device)
+        values.normal_(generator=generator)
+        if param.name.endswith("norm.weight"):
+            return values.mul_(NORM_STD).add_(1 - self.args.norm_offset)
+        return values.mul_(STD)
+
+
+def random_checkpoint(args: ModelArgs, seed: int, device: torch.device = _CPU) -> RandomCheckpoint:
+    """Random weights for the shape of a model, in `args.dtype`, drawn on a device."""
+    return RandomCheckpoint(args, seed, device)

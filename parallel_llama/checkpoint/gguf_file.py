@@ -26,8 +26,8 @@ from parallel_llama.checkpoint.byte_ranges import (
 from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.checkpoint.quantised import decode_gguf
 from parallel_llama.checkpoint.tensor_files import TensorFiles
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GGUF_QUANTS, STORED, QuantFormat
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles

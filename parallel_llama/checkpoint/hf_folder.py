@@ -10,20 +10,17 @@ from torch import Tensor
 from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
 from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, read_packed
 from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged, read_header
-from parallel_llama.config import ModelArgs
 from parallel_llama.config.quantised import hf_packing, packed_weights
 from parallel_llama.dtypes import STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families import family_of, stored_slices
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import hf_full_name
 from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
-from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.fields import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, ModelFiles
-from parallel_llama.files.safetensors_header import (
-    DTYPE_BITS,
-    FileTensor,
-)
+from parallel_llama.files.safetensors_header import DTYPE_BITS, FileTensor
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix, joined
 

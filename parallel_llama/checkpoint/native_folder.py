@@ -23,16 +23,15 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory
 from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded
-from parallel_llama.config import ModelArgs
 from parallel_llama.config.native import native_units
 from parallel_llama.config.quantised import native_formats
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
-from parallel_llama.files.fields import naming
-from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.fields import naming, read_json_object
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix

@@ -16,10 +16,10 @@ from parallel_llama.checkpoint.hf_folder import HFFolder
 from parallel_llama.checkpoint.meta_folder import MetaFolder, MistralFolder
 from parallel_llama.checkpoint.native_folder import NativeFolder
 from parallel_llama.checkpoint.prefetch import workers
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import Precision, QuantFormat
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import torch_dtype

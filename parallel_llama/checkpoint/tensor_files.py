@@ -8,10 +8,10 @@ from torch import Tensor
 from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty, new_memory
 from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
 from parallel_llama.checkpoint.torch_file import read_torch_header
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import family_of, stored_slices
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
 from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.families.weights import Param

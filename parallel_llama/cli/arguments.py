@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from parallel_llama.cli.ranks import Job
 from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.fields import did_you_mean
 
@@ -73,6 +72,20 @@ class Flags:
     def with_value(self, flag: Flag[Value], value: Any) -> "Flags":
         """A copy with another value of this flag."""
         return Flags(self.verb, {**self._given, flag.name: value})
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked command.
+
+    Args:
+        run: what each of `nproc` ranks calls; returns the exit code.
+        interactive: whether the job handles Ctrl-C itself.
+    """
+
+    run: Callable[[], int]
+    nproc: int = 1
+    interactive: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.model import (
     EXACT,
     KV_SPLIT,
@@ -23,8 +23,7 @@ from parallel_llama.cli.model import (
     in_dtypes,
 )
 from parallel_llama.cli.parsers import rank_of, token_count, whole
-from parallel_llama.cli.ranks import Job, leads
-from parallel_llama.cli.session import lead
+from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import size, table
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
@@ -188,8 +187,7 @@ def _slice_figures(
         },
         "kv_bytes_per_step": kv_bytes,
         "byte_floor_ms": _rounded(
-            min,
-            [(figures["weight_bytes_per_step"] + kv_bytes) / figures["read_bytes_per_s"] * 1e3],
+            min, [(figures["weight_bytes_per_step"] + kv_bytes) / figures["read_bytes_per_s"] * 1e3]
         ),
     }
 
@@ -230,6 +228,8 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
         n_ranks = f"rank {figures['slice'].partition('/')[0]} of {n_ranks}, alone, random weights"
     kinds = in_dtypes(figures["dtype"], figures["quant"], figures["kv_cache_dtype"])
     readers = "this rank" if "slice" in figures else "all ranks together"
+    n_bytes = figures["peak_cuda_bytes"]
+    on_card = "" if n_bytes is None else f", and {size(n_bytes)} on its GPU"
     return [
         f"{model} on {n_ranks}, {kinds}",
         "",
@@ -238,13 +238,9 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
         f"a step reads {size(figures['weight_bytes_per_step'])} of weights; read bandwidth of "
         f"{readers}: {size(figures['read_bytes_per_s'])}/s",
         f"loaded in {figures['start_s']} s; peak memory of the largest rank: "
-        f"{size(figures['peak_rss_bytes'])}{_on_card(figures['peak_cuda_bytes'])}",
+        f"{size(figures['peak_rss_bytes'])}{on_card}",
         *_modelled(figures),
     ]
-
-
-def _on_card(n_bytes: int | None) -> str:
-    return "" if n_bytes is None else f", and {size(n_bytes)} on its GPU"
 
 
 def _modelled(figures: dict[str, Any]) -> list[str]:

@@ -8,16 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli.arguments import Flag, Flags, Verb
+from parallel_llama.cli.arguments import Flag, Flags, Job, Verb
 from parallel_llama.cli.model import ATTENTION_SINKS, LOADING, MODEL, RANKS, SEED, check_model
 from parallel_llama.cli.parsers import plain_text, token_count
-from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.prompts import TEMPLATE_VAR
-from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.sampling_flags import FLAGS, SAMPLING, given_sampling, warn_of_idle_filters
-from parallel_llama.cli.session import lead
-from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, ending_raises, printable
-from parallel_llama.errors import CheckpointError, ContextExceeded, UsageError, quoted
+from parallel_llama.cli.session import Meter, lead, leads
+from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, ending_raises
+from parallel_llama.errors import CheckpointError, ContextExceeded, UsageError, escaped, quoted
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
 from parallel_llama.tokenizer import Chat, Message
@@ -188,7 +186,7 @@ class Conversation:
                     pieces.append(step.text)
                     tokens += step.tokens
                     reason = step.completion and step.completion.finish_reason
-                    self.console.print(printable(step.text), end="", style="cyan", soft_wrap=True)
+                    self.console.print(escaped(step.text), end="", style="cyan", soft_wrap=True)
         except (UsageError, CheckpointError) as error:
             self._say(f"{error}; /clear starts a new conversation")
             return None

@@ -8,11 +8,10 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from parallel_llama.cli.arguments import Flag, Flags, Verb
+from parallel_llama.cli.arguments import Flag, Flags, Job, Verb
 from parallel_llama.cli.main import VERBS, load_verb
 from parallel_llama.cli.model import MODEL
 from parallel_llama.cli.parsers import OneOf, one_of
-from parallel_llama.cli.ranks import Job
 from parallel_llama.files.model_files import model_names
 
 _FILE = re.compile("FILE|DIR|PATH")  # metavars of flags for files and folders

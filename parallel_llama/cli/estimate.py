@@ -2,16 +2,16 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import mul
 
 from parallel_llama.cli.model import BLOCK_SIZE
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision, kv_format, make_precision
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import kv_groups
+from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.memory import (
     blocks_held,
     default_cache_bytes,
@@ -31,28 +31,47 @@ BLOCK_TOKENS: int = BLOCK_SIZE.initial
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What the ranks must hold: a model, and `batch` sequences in the KV cache."""
+class PlanRequest:
+    """A requested plan, in terms of the flags: a model, and `batch` sequences in the KV cache.
+
+    Args:
+        stored: formats of the matrices in the model's files.
+        memory: bytes of every rank, or of each rank; None if not known.
+    """
 
     args: ModelArgs
-    precision: Precision
-    kv: KVFormat
+    stored: Mapping[str, MatrixFormat]
+    device: DeviceKind
+    dtype: str
+    quant: str
+    kv_cache_dtype: str
+    kv_split: KVSplit
+    exact: bool | None
     max_seq_len: int
     batch: int
-    kv_split: KVSplit = "heads"
-    device: DeviceKind = "cpu"
-    exact: bool | None = None
+    tp_size: int = 1
+    memory: int | tuple[int, ...] | None = None
+
+    @cached_property
+    def precision(self) -> Precision:
+        """Raises: UsageError if the model does not support the requested formats."""
+        return make_precision(self.args, self.dtype, self.device, self.quant, self.stored)
 
     @property
-    def step_tokens(self) -> int:
-        return STEP_TOKENS[self.device]
+    def kv(self) -> KVFormat:
+        return kv_format(self.kv_cache_dtype, self.dtype)
 
-    def is_exact(self, tp_size: int) -> bool:
+    @property
+    def is_exact(self) -> bool:
         """Whether the sums over ranks are exact."""
         if self.exact is not None:
             return self.exact
         dtypes = self.precision.dtype, self.kv.dtype
-        return exact_by_default(self.args, tp_size, self.device, dtypes, self.kv_split)
+        return exact_by_default(self.args, self.tp_size, self.device, dtypes, self.kv_split)
+
+    @property
+    def step_tokens(self) -> int:
+        return STEP_TOKENS[self.device]
 
     def working(self, shard: Shard) -> int:
         """Memory of a rank besides weights and KV cache: process or libraries, and a step."""
@@ -91,48 +110,7 @@ class Workload:
     @property
     def weights(self) -> int:
         """Bytes of the model's weights, without replication."""
-        return estimate(self, 1).weights
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """A requested plan, in terms of the flags.
-
-    Args:
-        stored: formats of the matrices in the model's files.
-        memory: bytes of every rank, or of each rank; None if not known.
-    """
-
-    args: ModelArgs
-    stored: Mapping[str, MatrixFormat]
-    device: DeviceKind
-    dtype: str
-    quant: str
-    kv_cache_dtype: str
-    kv_split: KVSplit
-    max_seq_len: int
-    batch: int
-    exact: bool | None = None
-    tp_size: int = 1
-    memory: int | tuple[int, ...] | None = None
-
-    @property
-    def work(self) -> "Workload":
-        """Raises: UsageError if the model does not support the request."""
-        return Workload(
-            self.args,
-            make_precision(self.args, self.dtype, self.device, self.quant, self.stored),
-            kv_format(self.kv_cache_dtype, self.dtype),
-            self.max_seq_len,
-            self.batch,
-            self.kv_split,
-            self.device,
-            self.exact,
-        )
-
-    def estimate(self) -> "Estimate":
-        """Raises: UsageError, like `work` and the function `estimate`."""
-        return estimate(self.work, self.tp_size, self.memory)
+        return estimate(replace(self, tp_size=1, memory=None)).weights
 
 
 @dataclass(frozen=True)
@@ -144,10 +122,10 @@ class KVEstimate:
     needed: int
 
     @classmethod
-    def of(cls, work: Workload, shard: Shard) -> "KVEstimate":
-        per_kv_group = kv_bytes_per_token(work.args, shard, work.kv)
-        needed = sum(map(mul, per_kv_group, work.pools(work.n_tokens)))
-        return cls(per_kv_group, sum(map(mul, per_kv_group, work.tokens_each)), needed)
+    def of(cls, asked: PlanRequest, shard: Shard) -> "KVEstimate":
+        per_kv_group = kv_bytes_per_token(asked.args, shard, asked.kv)
+        needed = sum(map(mul, per_kv_group, asked.pools(asked.n_tokens)))
+        return cls(per_kv_group, sum(map(mul, per_kv_group, asked.tokens_each)), needed)
 
 
 @dataclass(frozen=True)
@@ -174,7 +152,7 @@ class RankEstimate:
 class Estimate:
     """The memory that all ranks of a plan need and have."""
 
-    work: Workload
+    asked: PlanRequest
     plan: ShardPlan
     ranks: tuple[RankEstimate, ...]
 
@@ -190,7 +168,7 @@ class Estimate:
     @property
     def kv_overhead(self) -> float:
         """Replicas of KV heads beyond one copy of each, as a fraction of the KV heads."""
-        return self.n_kv_heads / self.work.args.n_kv_heads - 1
+        return self.n_kv_heads / self.asked.args.n_kv_heads - 1
 
     @property
     def room_for_tokens(self) -> int | None:
@@ -203,17 +181,17 @@ class Estimate:
             for rank in self.ranks
             if rank.memory is not None
         }
-        return min((most_blocks(self.work.pools, *each) for each in rooms), default=None)
+        return min((most_blocks(self.asked.pools, *each) for each in rooms), default=None)
 
     @property
     def fits(self) -> bool | None:
         room = self.room_for_tokens
-        return None if room is None else room >= self.work.n_tokens
+        return None if room is None else room >= self.asked.n_tokens
 
     @property
     def cache_bytes(self) -> int:
         """The --kv-cache-bytes that the workload needs."""
-        return max(self.work.cache_bytes(rank.kv.per_kv_group) for rank in self.ranks)
+        return max(self.asked.cache_bytes(rank.kv.per_kv_group) for rank in self.ranks)
 
     @property
     def default_rooms(self) -> list[int] | None:
@@ -222,7 +200,7 @@ class Estimate:
         None if they depend on memory that is not known. Ranks on the CPU share the host's memory.
         """
         memory = [rank.memory for rank in self.ranks if rank.memory is not None]
-        if self.work.device == "cpu":
+        if self.asked.device == "cpu":
             taken = sum(rank.weights + rank.working for rank in self.ranks)
             free = sum(memory) - taken if memory else sys.maxsize
             return [default_cache_bytes("cpu", free, 0, len(self.ranks))] * len(self.ranks)
@@ -238,7 +216,7 @@ class Estimate:
         """Whether the workload needs --kv-cache-bytes, because the default is too small."""
         rooms = self.default_rooms or []
         return any(
-            self.work.cache_bytes(rank.kv.per_kv_group) > room
+            self.asked.cache_bytes(rank.kv.per_kv_group) > room
             for rank, room in zip(self.ranks, rooms, strict=False)
         )
 
@@ -257,7 +235,7 @@ class Comparison:
         refused: numbers of ranks without a plan, and why.
     """
 
-    work: Workload
+    asked: PlanRequest
     memory: int | None
     allowed: tuple[Estimate, ...]
     refused: dict[int, str]
@@ -272,57 +250,63 @@ class Comparison:
         return None if self.memory is None else self.smallest_that_fits is not None
 
 
-def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = None) -> Estimate:
-    """The plan of a workload; `memory` is that of every rank, or of each rank.
+def estimate(asked: PlanRequest) -> Estimate:
+    """The requested plan, and the memory that it needs.
 
-    Raises: UsageError if there is no plan for `tp_size` ranks, or `memory` has another length.
+    Raises: UsageError if the model does not support the formats, there is no plan for `tp_size`
+    ranks, or `memory` has another length.
     """
+    tp_size, precision, memory = asked.tp_size, asked.precision, asked.memory
     each = [memory] * tp_size if isinstance(memory, int) else memory
-    quant_group_size = work.precision.quant_group_size
-    exact = work.is_exact(tp_size)
+    quant_group_size = precision.quant_group_size
+    exact = asked.is_exact
     plan = make_plan(
-        work.args,
+        asked.args,
         tp_size,
         each,
         quant_group_size=quant_group_size,
-        kv_split=work.kv_split,
+        kv_split=asked.kv_split,
         exact=exact,
     )
-    values = values_by_form(work.args, work.precision, exact=exact)
+    values = values_by_form(asked.args, precision, exact=exact)
     kv: dict[int, KVEstimate] = {}  # by the number of KV heads
 
     def rank(shard: Shard) -> RankEstimate:
         if shard.n_local_kv_heads not in kv:
-            kv[shard.n_local_kv_heads] = KVEstimate.of(work, shard)
+            kv[shard.n_local_kv_heads] = KVEstimate.of(asked, shard)
         weights = weight_bytes(shard, values)
-        memory = each[shard.rank] if each else None
         held = kv[shard.n_local_kv_heads]
-        return RankEstimate(shard, weights, held, work.working(shard), memory)
+        own = each[shard.rank] if each else None
+        return RankEstimate(shard, weights, held, asked.working(shard), own)
 
-    return Estimate(work, plan, tuple(map(rank, plan.shards)))
+    return Estimate(asked, plan, tuple(map(rank, plan.shards)))
 
 
-def compare(work: Workload, sizes: range, memory: int | None) -> Comparison:
-    """The plans of a workload for a range of numbers of ranks."""
+def compare(asked: PlanRequest, sizes: range, memory: int | None) -> Comparison:
+    """The plans for a range of numbers of ranks, each with as much memory.
+
+    Raises: UsageError if the model does not support the formats.
+    """
     allowed: list[Estimate] = []
     refused: dict[int, str] = {}
+    asked.precision  # noqa: B018, if it raises, it does for every number of ranks
     for tp_size in sizes:
         try:
-            allowed.append(estimate(work, tp_size, memory))
+            allowed.append(estimate(replace(asked, tp_size=tp_size, memory=memory)))
         except UsageError as error:
             refused[tp_size] = str(error)
-    return Comparison(work, memory, tuple(allowed), refused)
+    return Comparison(asked, memory, tuple(allowed), refused)
 
 
-def fewest_that_fit(work: Workload, memory: int) -> tuple[Estimate, Estimate | None]:
+def fewest_that_fit(asked: PlanRequest) -> tuple[Estimate, Estimate | None]:
     """The plan with the fewest ranks that fits; with the most ranks if none fits.
 
     Returns: that plan, and the plan with one rank fewer, which does not fit.
     """
-    fewer, found = None, estimate(work, 1, memory)
+    fewer, found = None, estimate(replace(asked, tp_size=1))
     # Not a bisection: with one more rank, a rank may hold one more KV head.
-    for tp_size in range(2, min(work.args.n_heads, MAX_RANKS) + 1):
+    for tp_size in range(2, min(asked.args.n_heads, MAX_RANKS) + 1):
         if found.fits:
             break
-        fewer, found = found, estimate(work, tp_size, memory)
+        fewer, found = found, estimate(replace(asked, tp_size=tp_size))
     return found, fewer

@@ -6,34 +6,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli import model
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb, warn
+from parallel_llama.cli import model, prompts
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.parsers import filled_text
-from parallel_llama.cli.progress import Meter
-from parallel_llama.cli.prompts import (
-    PROMPT_FLAGS,
-    PROMPTS,
-    Line,
-    Prompt,
-    gather,
-    require_one_source,
-)
-from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.results import ResultFile, check_path, earlier_seed, run_of
 from parallel_llama.cli.sampling_flags import FLAGS, given_sampling, warn_of_idle_filters
-from parallel_llama.cli.session import closing_line, lead
-from parallel_llama.cli.terminal import (
-    BOLD,
-    DIM,
-    Activity,
-    StatusLine,
-    ctrl_c,
-    painted,
-    printable,
-    table,
-)
+from parallel_llama.cli.session import Meter, closing_line, lead, leads
+from parallel_llama.cli.terminal import BOLD, DIM, Activity, StatusLine, ctrl_c, painted, table
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.errors import UsageError, quoted
+from parallel_llama.errors import UsageError, escaped, quoted
 from parallel_llama.parallel.rank_env import is_under_torchrun
 from parallel_llama.request import Completion, Request, TokenLogprob
 from parallel_llama.tokenizer import Chat, text_of
@@ -55,12 +36,12 @@ RESUME: Flag[bool] = Flag(
 
 def prepare(flags: Flags) -> Job:
     """Checks what can be checked before the prompts are read, and returns the job."""
-    require_one_source(flags)
+    prompts.require_one_source(flags)
     given = given_sampling(flags)
     output, resume = flags[OUTPUT], flags[RESUME]
     if resume and output is None:
         raise UsageError("--resume continues the file of --output; add --output FILE")
-    path = None if output is None else check_path(output, flags[PROMPTS])
+    path = None if output is None else check_path(output, flags[prompts.PROMPTS])
     inputs, n_ranks = model.check_model(flags)
 
     def run() -> int:
@@ -68,7 +49,7 @@ def prepare(flags: Flags) -> Job:
             return lead(flags, inputs, lambda _: 0)
         # Before the weights are read, so that errors are reported at once.
         with Activity("reading the prompts", sys.stderr):
-            lines = gather(flags)
+            lines = prompts.gather(flags)
             run_seed = earlier_seed(path) if resume and path and flags[model.SEED] is None else None
             run_seed = inputs.run_seed() if run_seed is None else run_seed
             requests = _requests(lines, inputs, given, run_seed)
@@ -110,7 +91,7 @@ class Results:
 
     def __init__(
         self,
-        lines: Sequence[Line],
+        lines: Sequence[prompts.Line],
         requests: Sequence[Request],
         as_json: bool,
         file: ResultFile | None,
@@ -176,12 +157,12 @@ class Results:
 
 def write_text(text: str) -> None:
     """Writes generated text to stdout; control characters are escaped on a terminal."""
-    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.write(escaped(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def _requests(
-    lines: Sequence[Line], inputs: InputProcessor, given: Mapping[str, Any], run_seed: int
+    lines: Sequence[prompts.Line], inputs: InputProcessor, given: Mapping[str, Any], run_seed: int
 ) -> list[Request]:
     """A request per line, with the sampling parameters of the line, else the flags, else the model.
 
@@ -250,7 +231,7 @@ def _remedy(file: ResultFile | None) -> str:
     return f"the completions so far are in {file.path}"
 
 
-def _title(prompt: Prompt) -> str:
+def _title(prompt: prompts.Prompt) -> str:
     if isinstance(prompt, str):
         return quoted(prompt)
     if isinstance(prompt, Chat):
@@ -263,7 +244,7 @@ VERB = Verb(
     "Completes prompts.",
     "--prompt TEXT | --prompts FILE.jsonl [flags]",
     (
-        *(*PROMPT_FLAGS, model.MODEL, *FLAGS, JSON, OUTPUT, RESUME),
+        *(*prompts.PROMPT_FLAGS, model.MODEL, *FLAGS, JSON, OUTPUT, RESUME),
         *(*model.RANKS, *model.CACHE, *model.LOADING),
     ),
     "parallel-llama generate --chat --prompt 'What is the capital of France?' --nproc 2",

@@ -1,4 +1,4 @@
-"""Runs a command line; exit codes are those of `parallel.exit_code`."""
+"""Runs a command line; exit codes are those of `parallel.failures.exit_code`."""
 
 import gc
 import os
@@ -9,11 +9,12 @@ from importlib import import_module
 import fire
 
 from parallel_llama.cli import arguments
-from parallel_llama.cli.arguments import HelpRequested, Verb, parse_flags
-from parallel_llama.cli.ranks import Job, execute
+from parallel_llama.cli.arguments import HelpRequested, Job, Verb, parse_flags
 from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.fields import did_you_mean
-from parallel_llama.parallel.exit_code import DONE, WRONG_USE, exit_code
+from parallel_llama.parallel.failures import DONE, WRONG_USE, exit_code
+from parallel_llama.parallel.launch import run_ranks, threads_per_rank
+from parallel_llama.parallel.rank_env import is_started_as_rank
 
 # Each is a module of this package, imported only when it is called.
 VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "completion")
@@ -74,6 +75,14 @@ def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
     job = fire.Fire(commands, [verb.name], name="parallel-llama", serialize=lambda _: None)
     assert isinstance(job, Job)
     return job
+
+
+def execute(job: Job, argv: list[str]) -> int:
+    """Runs a job and returns its exit code; `argv` is the command line for the other ranks."""
+    if job.nproc == 1 or is_started_as_rank():
+        return job.run()
+    threads = threads_per_rank(job.nproc)
+    return run_ranks(argv, job.nproc, threads, interactive=job.interactive)
 
 
 def overview() -> str:

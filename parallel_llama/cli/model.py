@@ -15,12 +15,13 @@ from parallel_llama.cli.parsers import (
     token_count,
     whole,
 )
-from parallel_llama.cli.ranks import rank_count
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
+from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, world
 from parallel_llama.plan import KVSplit, make_plan
 
 if TYPE_CHECKING:
@@ -131,6 +132,21 @@ def in_dtypes(dtype: str, quant: str, kv_cache_dtype: str) -> str:
     return weights if kv_cache_dtype == weights else f"{weights}, KV cache in {kv_cache_dtype}"
 
 
+def rank_count(nproc: int | None) -> int:
+    """The number of ranks that a command runs on.
+
+    Raises: UsageError if --nproc contradicts torchrun, or torchrun's variables are inconsistent.
+    """
+    _, size = world()
+    if not is_started_as_rank():
+        return nproc or 1
+    if nproc is not None and nproc != size:
+        raise UsageError(
+            f"--nproc {nproc} inside {launcher_name()}, which started {size} ranks; omit --nproc"
+        )
+    return size
+
+
 def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     """The model's input processor, and the number of ranks.
 
@@ -170,7 +186,7 @@ def llm_config(flags: Flags, **settings: Any) -> LLMConfig:
 
 def _verify_metadata(flags: Flags) -> None:
     # Imports torch, which delays the start only with --verify.
-    from parallel_llama.checkpoint import require_whole
+    from parallel_llama.checkpoint.file_manifest import require_whole
 
     if flags[RANDOM_WEIGHTS] is not None:
         raise UsageError("random weights have no files to --verify; drop one of the two flags")
@@ -179,6 +195,6 @@ def _verify_metadata(flags: Flags) -> None:
 
 def _count_vocab(files: ModelFiles) -> int:
     # Llama 1 and 2 of Meta do not state the vocabulary size; the weights, which need torch, do.
-    from parallel_llama.checkpoint import meta_vocab_size
+    from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 
     return meta_vocab_size(files)

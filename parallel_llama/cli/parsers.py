@@ -13,8 +13,7 @@ from typing import Any
 
 from parallel_llama.dtypes import DTYPES, KV_DTYPES, QUANTS
 from parallel_llama.files.bounded_files import is_folder, is_input, is_there
-from parallel_llama.files.fields import did_you_mean
-from parallel_llama.files.json_text import parse_json
+from parallel_llama.files.fields import did_you_mean, parse_json
 from parallel_llama.parallel.launch import MAX_RANKS
 
 LARGEST = 2**63 - 1

@@ -4,40 +4,28 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
+from parallel_llama.cli import model
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
     PlanRequest,
     RankEstimate,
     compare,
+    estimate,
     fewest_that_fit,
 )
-from parallel_llama.cli.model import (
-    DEVICE,
-    DTYPE,
-    EXACT,
-    KV_CACHE_DTYPE,
-    KV_SPLIT,
-    MAX_SEQ_LEN,
-    MODEL,
-    NPROC_ALIASES,
-    QUANT,
-    args_of,
-    in_dtype,
-    in_dtypes,
-)
 from parallel_llama.cli.parsers import card_sizes, count_or_range, memory_sizes, whole
-from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
-from parallel_llama.config import ModelArgs, context_length, default_quant, stored_formats
+from parallel_llama.config.layouts import default_quant, stored_formats
 from parallel_llama.dtypes import default_dtype
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
@@ -56,7 +44,7 @@ BAR_WIDTH = 18
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
     default_text="1; as many as --memory or --gpus list, or the fewest that fit one size",
-    aliases=NPROC_ALIASES,
+    aliases=model.NPROC_ALIASES,
 )  # fmt: skip
 MEMORY: Flag[int | list[int] | None] = Flag(
     "memory",
@@ -80,22 +68,22 @@ def prepare(flags: Flags) -> Job:
     that fits.
     """
     memory = _memory(flags)
-    files = find_model(flags[MODEL])
-    args = args_of(files)
+    files = find_model(flags[model.MODEL])
+    args = model.args_of(files)
     nproc = flags[NPROC]
     first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
-    device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[DEVICE], first)
+    device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[model.DEVICE], first)
     asked = PlanRequest(
         args,
         stored_formats(files, args),
         device,
-        flags[DTYPE] or default_dtype(args, device),
-        flags[QUANT] or default_quant(files, args),
-        flags[KV_CACHE_DTYPE],
-        flags[KV_SPLIT],
-        context_length(args, flags[MAX_SEQ_LEN]),
+        flags[model.DTYPE] or default_dtype(args, device),
+        flags[model.QUANT] or default_quant(files, args),
+        flags[model.KV_CACHE_DTYPE],
+        flags[model.KV_SPLIT],
+        flags[model.EXACT],
+        context_length(args, flags[model.MAX_SEQ_LEN]),
         flags[BATCH],
-        flags[EXACT],
         first,
         memory,
     )
@@ -105,13 +93,13 @@ def prepare(flags: Flags) -> Job:
                 f"{'--gpus' if flags[GPUS] else '--memory'} lists {len(memory)} ranks, but --nproc "
                 "is a range; give --nproc N, or one size for all ranks"
             )
-        comparison = compare(asked.work, range(first, last[0] + 1), memory)
-        return Job(lambda: _show_range(flags, asked, comparison))
+        comparison = compare(asked, range(first, last[0] + 1), memory)
+        return Job(lambda: _show_range(flags, comparison))
     if nproc is None and isinstance(memory, int):
-        found, fewer = fewest_that_fit(asked.work, memory)
-        return Job(lambda: _show_fewest(flags, asked, found, fewer))
-    one = asked.estimate()
-    return Job(lambda: _show_one(flags, asked, one))
+        found, fewer = fewest_that_fit(asked)
+        return Job(lambda: _show_fewest(flags, found, fewer))
+    one = estimate(asked)
+    return Job(lambda: _show_one(flags, one))
 
 
 def _memory(flags: Flags) -> int | tuple[int, ...] | None:
@@ -119,7 +107,7 @@ def _memory(flags: Flags) -> int | tuple[int, ...] | None:
     gpus, memory = flags[GPUS], flags[MEMORY]
     if gpus is not None and memory is not None:
         raise UsageError("--gpus and --memory cannot be combined; give one")
-    if gpus is not None and flags[DEVICE] == "cpu":
+    if gpus is not None and flags[model.DEVICE] == "cpu":
         raise UsageError("--gpus and --device cpu cannot be combined; drop one")
     if isinstance(gpus, list) and (nproc := flags[NPROC]):
         gpus = _some_of(gpus, nproc)
@@ -144,70 +132,65 @@ def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
     return choose_device(asked, n_ranks, count_cards() if asked == "auto" else n_ranks)
 
 
-def _show_one(flags: Flags, asked: PlanRequest, found: Estimate) -> int:
-    remedies = _remedies(asked, found)
-    page = [*_page(asked, found), *_advice(found.fits, remedies)]
-    return _show(flags, asked, _with_remedies(_object(found), remedies), page)
+def _show_one(flags: Flags, found: Estimate) -> int:
+    return _show(flags, found.asked, _object(found), _page(found), _remedies(found))
 
 
-def _show_fewest(flags: Flags, asked: PlanRequest, found: Estimate, fewer: Estimate | None) -> int:
+def _show_fewest(flags: Flags, found: Estimate, fewer: Estimate | None) -> int:
     """Shows the plan with the fewest ranks that fit, or with the maximum number of ranks."""
-    asked = replace(asked, tp_size=found.plan.tp_size)
-    remedies = _remedies(asked, found)
-    page = [*_page(asked, found), *_answer(found, fewer), *_advice(found.fits, remedies)]
     answer = {
         **_object(found),
         "smallest_that_fits": found.plan.tp_size if found.fits else None,
         "next_smaller": fewer and _object(fewer),
     }
-    return _show(flags, asked, _with_remedies(answer, remedies), page)
+    page = [*_page(found), *_answer(found, fewer)]
+    return _show(flags, found.asked, answer, page, _remedies(found))
 
 
-def _show_range(flags: Flags, asked: PlanRequest, comparison: Comparison) -> int:
+def _show_range(flags: Flags, comparison: Comparison) -> int:
     remedies: list[Remedy] = []
     if comparison.fits is False and comparison.allowed:
-        largest = comparison.allowed[-1]
-        last = replace(asked, tp_size=largest.plan.tp_size)
+        largest = comparison.allowed[-1].asked
         if isinstance(flags[GPUS], list) and comparison.memory:  # more ranks need more GPUs
-            last = replace(last, memory=(comparison.memory,) * last.tp_size)
-        remedies = _remedies(last, largest)
+            largest = replace(largest, memory=(comparison.memory,) * largest.tp_size)
+        remedies = find_remedies(largest)
     errors = [{"tp_size": n, "error": reason} for n, reason in comparison.refused.items()]
     answer = {
         "plans": [*map(_object, comparison.allowed), *errors],
         "fits": comparison.fits,
         "smallest_that_fits": comparison.smallest_that_fits,
     }
-    page = [*_overview(comparison), *_advice(comparison.fits, remedies)]
-    return _show(flags, asked, _with_remedies(answer, remedies), page)
+    return _show(flags, comparison.asked, answer, _overview(comparison), remedies)
 
 
-def _remedies(asked: PlanRequest, found: Estimate) -> list[Remedy]:
-    return find_remedies(asked) if found.fits is False else []
+def _remedies(found: Estimate) -> list[Remedy]:
+    return find_remedies(found.asked) if found.fits is False else []
 
 
-def _with_remedies(answer: dict[str, Any], remedies: Iterable[Remedy]) -> dict[str, Any]:
-    return {
-        **answer,
-        "remedies": [
-            {
-                "change": remedy.words,
-                **{name: value for name, value in remedy.change.items() if name != "memory"},
-                "tp_size": remedy.found.plan.tp_size,
-                "needed_bytes": remedy.found.tightest.needed,
-                "room_for_kv_tokens": remedy.found.room_for_tokens,
-                "kv_tokens": remedy.found.work.n_tokens,
-            }
-            for remedy in remedies
-        ],
-    }
-
-
-def _show(flags: Flags, asked: PlanRequest, answer: dict[str, Any], page: Sequence[str]) -> int:
+def _show(
+    flags: Flags,
+    asked: PlanRequest,
+    answer: dict[str, Any],
+    page: Sequence[str],
+    remedies: Sequence[Remedy],
+) -> int:
     if flags[JSON]:
-        print(json.dumps({"model": flags[MODEL], **answer}))
+        changes = [_remedy_object(remedy) for remedy in remedies]
+        print(json.dumps({"model": flags[model.MODEL], **answer, "remedies": changes}))
     else:
-        print("\n".join([*_title(flags, asked), *page]))
+        print("\n".join([*_title(flags, asked), *page, *_advice(answer["fits"], remedies)]))
     return 1 if answer["fits"] is False else 0
+
+
+def _remedy_object(remedy: Remedy) -> dict[str, Any]:
+    return {
+        "change": remedy.words,
+        **{name: value for name, value in remedy.change.items() if name != "memory"},
+        "tp_size": remedy.found.plan.tp_size,
+        "needed_bytes": remedy.found.tightest.needed,
+        "room_for_kv_tokens": remedy.found.room_for_tokens,
+        "kv_tokens": remedy.found.asked.n_tokens,
+    }
 
 
 def _object(found: Estimate) -> dict[str, Any]:
@@ -231,43 +214,47 @@ def _object(found: Estimate) -> dict[str, Any]:
             }
             for rank in found.ranks
         ],
-        "exact": found.plan.shards[0].exact is not None,
+        "exact": found.asked.is_exact,
         "imbalance": found.plan.balance,
         "fits": found.fits,
         "cut": found.plan.cut,
         "placement": found.plan.placement and found.plan.placement.kind,
-        "device": found.work.device,
-        "dtype": found.work.precision.dtype,
-        "quant": found.work.precision.quant,
-        "kv_cache_dtype": found.work.kv.dtype,
+        "device": found.asked.device,
+        "dtype": found.asked.precision.dtype,
+        "quant": found.asked.precision.quant,
+        "kv_cache_dtype": found.asked.kv.dtype,
         "kv_cache_bytes": found.cache_bytes,
-        "kv_tokens": found.work.n_tokens,
+        "kv_tokens": found.asked.n_tokens,
         "room_for_kv_tokens": found.room_for_tokens,
         "weight_bytes": found.weights,
-        "one_rank_weight_bytes": found.work.weights,
-        "batch": found.work.batch,
-        "sliding_window": found.work.args.sliding_window,
+        "one_rank_weight_bytes": found.asked.weights,
+        "batch": found.asked.batch,
+        "sliding_window": found.asked.args.sliding_window,
         "unrecorded_decode": _unrecorded(found),
         "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
     }
 
 
 def _title(flags: Flags, asked: PlanRequest) -> list[str]:
-    args, work = asked.args, asked.work
+    args = asked.args
     shape = (
         f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
         f"{args.n_kv_heads} KV heads, {_channels(args)}, vocabulary of {args.vocab_size}, "
-        f"{in_dtypes(work.precision.dtype, work.precision.quant, work.kv.dtype)}"
+        f"{model.in_dtypes(asked.precision.dtype, asked.precision.quant, asked.kv.dtype)}"
     )
     where = "for CUDA GPUs" if asked.device == "cuda" else "for the CPU"
     if isinstance(asked.memory, tuple):
         where += f": {_sizes(asked.memory)}"
     elif asked.memory:
         where += f", {size(asked.memory)} each"
-    if asked.device == "cpu" and asked.memory and flags[DEVICE] == "auto":
+    if asked.device == "cpu" and asked.memory and flags[model.DEVICE] == "auto":
         where += " (--gpus plans for GPUs)"
     lines = textwrap.wrap(shape, WIDTH, break_long_words=False)
-    return [f"{flags[MODEL]}, {where}", *(painted(line, DIM, sys.stdout) for line in lines), ""]
+    return [
+        f"{flags[model.MODEL]}, {where}",
+        *(painted(line, DIM, sys.stdout) for line in lines),
+        "",
+    ]
 
 
 def _sizes(memory: Sequence[int]) -> str:
@@ -286,10 +273,10 @@ def _line(label: str, text: str) -> list[str]:
     return [f"{label:<{LABEL_WIDTH}}{wrapped[0]}", *(" " * LABEL_WIDTH + w for w in wrapped[1:])]
 
 
-def _page(asked: PlanRequest, found: Estimate) -> list[str]:
+def _page(found: Estimate) -> list[str]:
     """One plan as text: what each rank holds and needs, and a summary."""
-    plan, work = found.plan, found.work
-    sequences = f"{work.max_seq_len:,} tokens" + (f" x {work.batch}" if work.batch > 1 else "")
+    plan, asked = found.plan, found.asked
+    sequences = f"{asked.max_seq_len:,} tokens" + (f" x {asked.batch}" if asked.batch > 1 else "")
     held = ["rank", "heads", "KV heads", *(["experts"] if plan.placement else [])]
     held += ["channels", "vocabulary", "KV/token"]
     needs = ["rank", "weights", "KV cache", "rest", "needs"]
@@ -310,13 +297,12 @@ def _page(asked: PlanRequest, found: Estimate) -> list[str]:
         ),
         *_line(
             "weights",
-            f"{size(found.weights)} on all ranks, {found.weights / work.weights:.3f} x the "
-            f"model's {size(work.weights)}",
+            f"{size(found.weights)} on all ranks, {found.weights / asked.weights:.3f} x the "
+            f"model's {size(asked.weights)}",
         ),
         *_line(
             "KV cache",
-            f"for {sequences}, {size(kv_per_token)} per token on all ranks, "
-            f"{_copies(asked, found)}",
+            f"for {sequences}, {size(kv_per_token)} per token on all ranks, {_copies(found)}",
         ),
         *_line("rest", _rest(found)),
         *_window(found),
@@ -352,7 +338,7 @@ def _experts(plan: ShardPlan) -> list[str]:
 
 
 def _unrecorded(found: Estimate) -> str | None:
-    return why_unrecorded(found.work.args, found.plan.kv_parts, found.work.device)
+    return why_unrecorded(found.asked.args, found.plan.kv_parts, found.asked.device)
 
 
 def _decode(found: Estimate) -> list[str]:
@@ -361,15 +347,17 @@ def _decode(found: Estimate) -> list[str]:
     return [] if reason is None else _line("decode", reason)
 
 
-def _copies(asked: PlanRequest, found: Estimate) -> str:
+def _copies(found: Estimate) -> str:
     """How often KV heads are replicated, and what --kv-split sequence would save."""
-    own, n_ranks = found.work.args.n_kv_heads, found.plan.tp_size
+    own, n_ranks = found.asked.args.n_kv_heads, found.plan.tp_size
     if found.plan.kv_parts > 1:
         return f"each KV head stored once, its tokens sharded over {n_ranks} ranks"
     if found.n_kv_heads == own:
         return "each KV head stored once"
     copies = f"{found.n_kv_heads} copies of {own} KV heads ({found.kv_overhead:+.0%})"
-    spread = replace(asked, kv_split="sequence").estimate()
+    if found.asked.exact:  # and --kv-split sequence exclude each other
+        return copies
+    spread = estimate(replace(found.asked, kv_split="sequence"))
     if found.room_for_tokens is not None and spread.room_for_tokens is not None:
         if spread.room_for_tokens <= found.room_for_tokens:
             return copies
@@ -382,8 +370,8 @@ def _copies(asked: PlanRequest, found: Estimate) -> str:
 
 def _rest(found: Estimate) -> str:
     """What a rank needs in addition to weights and KV cache."""
-    n_tokens = found.work.step_tokens
-    if found.work.device == "cuda":
+    n_tokens = found.asked.step_tokens
+    if found.asked.device == "cuda":
         return (
             f"activations and scores of a step of {n_tokens} tokens, and {size(CUDA_ALLOWANCE)} "
             "for CUDA's libraries and graphs"
@@ -396,7 +384,7 @@ def _rest(found: Estimate) -> str:
 
 def _window(found: Estimate) -> list[str]:
     """The KV cache of a model with a sliding window; empty for other models."""
-    args = found.work.args
+    args = found.asked.args
     if args.sliding_window is None:
         return []
     n_layers = args.n_layers - len(args.full_layers)
@@ -404,7 +392,7 @@ def _window(found: Estimate) -> list[str]:
     return _line(
         "window",
         f"of {args.sliding_window:,} tokens in {n_layers} of {args.n_layers} layers: "
-        f"{most} on all ranks for a sequence of {found.work.max_seq_len:,} tokens",
+        f"{most} on all ranks for a sequence of {found.asked.max_seq_len:,} tokens",
     )
 
 
@@ -414,9 +402,9 @@ def _verdict(found: Estimate) -> list[str]:
     if not found.fits:
         return _fits(False, _shortfall(found))
     room = f"room for {found.room_for_tokens:,} tokens of KV cache"
-    if found.work.args.sliding_window is not None:
-        n_sequences = (found.room_for_tokens or 0) // found.work.tokens_each[0]
-        room += f", {n_sequences:,} sequences of {found.work.max_seq_len:,} tokens"
+    if found.asked.args.sliding_window is not None:
+        n_sequences = (found.room_for_tokens or 0) // found.asked.tokens_each[0]
+        room += f", {n_sequences:,} sequences of {found.asked.max_seq_len:,} tokens"
     return _fits(True, room)
 
 
@@ -443,7 +431,7 @@ def _shortfall(found: Estimate) -> str:
     room = found.room_for_tokens or 0
     left = "the weights leave no room for KV cache"
     if room:
-        left = f"room for {room:,} of {found.work.n_tokens:,} tokens of KV cache"
+        left = f"room for {room:,} of {found.asked.n_tokens:,} tokens of KV cache"
     has = size(rank.memory or 0)
     return f"rank {rank.shard.rank} needs {size(rank.needed)} and has {has}; {left}"
 
@@ -473,8 +461,8 @@ def _numbers(found: Estimate) -> str:
 
 def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
     """The fewest ranks that are enough, and why one fewer is not."""
-    precision = found.work.precision
-    tp_size, dtype = found.plan.tp_size, in_dtype(precision.dtype, precision.quant)
+    precision = found.asked.precision
+    tp_size, dtype = found.plan.tp_size, model.in_dtype(precision.dtype, precision.quant)
     if not found.fits:
         text = f"no number of ranks is enough; the maximum is {tp_size}"
     elif fewer is None:
@@ -528,7 +516,7 @@ def _conclusion(comparison: Comparison) -> list[str]:
     """The fewest ranks that fit, or why no number does; empty if the memory is not known."""
     if comparison.memory is None:
         return []
-    work, fewest = comparison.work, comparison.smallest_that_fits
+    fewest = comparison.smallest_that_fits
     if fewest is not None:
         answer = f"of these, {fewest} {'rank is' if fewest == 1 else 'ranks are'} enough"
     else:
@@ -536,13 +524,9 @@ def _conclusion(comparison: Comparison) -> list[str]:
         if comparison.allowed:
             largest = comparison.allowed[-1]
             answer += f"; with {largest.plan.tp_size}, {_shortfall(largest)}"
-    return [
-        *_line(
-            "KV tokens",
-            f"room with {size(comparison.memory)} per rank; {work.n_tokens:,} are needed",
-        ),
-        *_line("fewest", answer),
-    ]
+    room = f"room with {size(comparison.memory)} per rank"
+    needed = f"{comparison.asked.n_tokens:,} are needed"
+    return [*_line("KV tokens", f"{room}; {needed}"), *_line("fewest", answer)]
 
 
 def _yes_or_no(fits: bool) -> str:
@@ -565,10 +549,10 @@ VERB = Verb(
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        MODEL, NPROC, MEMORY, GPUS, MAX_SEQ_LEN, BATCH, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT,
-        EXACT, DEVICE, JSON,
+        *(model.MODEL, NPROC, MEMORY, GPUS, model.MAX_SEQ_LEN, BATCH, model.DTYPE, model.QUANT),
+        *(model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT, model.DEVICE, JSON),
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,
-    placed=MODEL,
+    placed=model.MODEL,
 )  # fmt: skip

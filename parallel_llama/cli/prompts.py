@@ -13,8 +13,7 @@ from parallel_llama.cli.parsers import STDIN, input_file_or_stdin, plain_text, t
 from parallel_llama.cli.sampling_flags import SETTINGS, settings_of
 from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.bounded_files import open_input
-from parallel_llama.files.fields import did_you_mean
-from parallel_llama.files.json_text import parse_json
+from parallel_llama.files.fields import did_you_mean, parse_json
 from parallel_llama.request import MAX_TOKEN_ID
 from parallel_llama.tokenizer import Chat
 

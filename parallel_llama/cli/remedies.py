@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 from typing import Any
 
-from parallel_llama.cli.estimate import Estimate, PlanRequest
+from parallel_llama.cli.estimate import Estimate, PlanRequest, estimate
 from parallel_llama.cli.terminal import size
 from parallel_llama.dtypes import ITEM_BYTES, kv_format
 from parallel_llama.errors import UsageError
@@ -71,7 +71,7 @@ def _ranks_of(memory: Sequence[int]) -> str:
 def _planned(asked: PlanRequest, change: Change) -> Estimate | None:
     """The plan of a changed request if it fits."""
     try:
-        found = replace(asked, **change).estimate()
+        found = estimate(replace(asked, **change))
     except UsageError:  # this model does not support the change
         return None
     return found if found.fits else None

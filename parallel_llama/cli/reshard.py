@@ -6,10 +6,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb, warn
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.model import args_of
 from parallel_llama.cli.parsers import dtype_name, filled_text, one_of, quant_name, whole
-from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import StatusLine, ctrl_c_raises, duration, size
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model

@@ -17,7 +17,7 @@ import msgspec
 from parallel_llama.cli.parsers import STDIN
 from parallel_llama.errors import CheckpointError, UsageError, WriteError
 from parallel_llama.files.bounded_files import has_short_name, is_file, is_folder, is_there
-from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.fields import read_json_object
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.partial_output import changed, replace_file, take_lock, whole_lines
 from parallel_llama.request import Completion, Request

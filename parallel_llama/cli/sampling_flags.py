@@ -14,7 +14,7 @@ from parallel_llama.cli.model import SEED
 from parallel_llama.cli.parsers import filled_text, input_file, number, token_count, whole
 from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.bounded_files import open_input, read_bounded
-from parallel_llama.files.json_text import parse_json
+from parallel_llama.files.fields import parse_json
 from parallel_llama.request import (
     MAX_BIAS,
     MAX_CHOICES,

@@ -9,17 +9,16 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.model import LOADING, MODEL, RANKS, check_model
 from parallel_llama.cli.parsers import input_file, token_count
 from parallel_llama.cli.prompts import check_tokens
-from parallel_llama.cli.ranks import Job, leads
-from parallel_llama.cli.session import lead
+from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import Activity, table
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import open_input
-from parallel_llama.files.json_text import parse_json
+from parallel_llama.files.fields import parse_json
 
 if TYPE_CHECKING:
     from parallel_llama.llm import LLM

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_llama.cli.arguments import Flag, Flags, Verb, warn
-from parallel_llama.cli.log import FORMATS, log_to_stderr
+from parallel_llama.cli.arguments import Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.model import (
     CACHE,
     LOADING,
@@ -22,10 +21,10 @@ from parallel_llama.cli.model import (
     llm_config,
 )
 from parallel_llama.cli.parsers import filled_text, number, one_of, origin, whole
-from parallel_llama.cli.ranks import Job, leads
-from parallel_llama.cli.session import lead
+from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import DIM, painted
 from parallel_llama.parallel.rank_env import is_started_as_rank
+from parallel_llama.serve.log import FORMATS, log_to_stderr
 
 if TYPE_CHECKING:
     from parallel_llama.engine.input_processor import InputProcessor
@@ -65,7 +64,7 @@ LOG_FORMAT: Flag[str] = Flag(
     default="text",
 )  # fmt: skip
 
-_ENGINE = "parallel_llama.cli.serve_engine"  # the module that the engine's process runs
+_ENGINE = "parallel_llama.engine_process"  # the module that the engine's process runs
 STEP_TIMEOUT_S = 30.0
 _RANKS_FIRST_S = 5.0  # extra time, so that the ranks themselves report which one is late
 

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -81,18 +80,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) 
         return "  ".join([*(c.rjust(w) for c, w in zip(left, widths, strict=False)), last]).rstrip()
 
     return [painted(line(header), BOLD, stream), *map(line, rows)]
-
-
-def printable(text: str) -> str:
-    """Generated text with its control characters escaped, so that it cannot control a terminal.
-
-    >>> printable("a\\tb\\x1b[2J")
-    'a\\tb\\\\x1b[2J'
-    """
-    return "".join(
-        char if char in "\n\t" or unicodedata.category(char) not in _UNSAFE else _spelled(char)
-        for char in text
-    )
 
 
 def duration(seconds: float) -> str:
@@ -214,13 +201,3 @@ def _columns(stream: TextIO) -> int:
 
 
 _USUAL_COLUMNS = 80
-
-# Unicode categories: Cc control, Cf format (such as right-to-left overrides), Cs surrogates, Zl and
-# Zp line and paragraph separators, which some terminals obey.
-_UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
-# Joiners are needed for emoji and scripts such as Persian, and are harmless.
-_JOINERS = "\u200c\u200d"
-
-
-def _spelled(char: str) -> str:
-    return char if char in _JOINERS else char.encode("unicode_escape").decode()

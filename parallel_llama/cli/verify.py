@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.parsers import filled_text
-from parallel_llama.cli.ranks import Job
-from parallel_llama.cli.terminal import BOLD, GREEN, RED, Activity, painted, printable, size
-from parallel_llama.errors import quoted
+from parallel_llama.cli.terminal import BOLD, GREEN, RED, Activity, painted, size
+from parallel_llama.errors import escaped, quoted
 from parallel_llama.files.bounded_files import is_folder
 from parallel_llama.files.model_files import find_model
 
@@ -54,9 +53,9 @@ def _verify(model: str, against: str | None, as_json: bool) -> int:
 
 
 def _lines(model: str, report: "Report", against: str | None) -> list[str]:
-    lines = [f"note: {printable(note)}" for note in report.notes[:MAX_LINES]]
+    lines = [f"note: {escaped(note)}" for note in report.notes[:MAX_LINES]]
     bad = painted("bad", RED, sys.stdout)
-    lines += [f"{bad}: {printable(problem)}" for problem in report.problems[:MAX_LINES]]
+    lines += [f"{bad}: {escaped(problem)}" for problem in report.problems[:MAX_LINES]]
     if len(report.problems) > MAX_LINES:
         lines.append(f"... and {len(report.problems) - MAX_LINES} more; --json lists all")
     count = len(report.problems)

@@ -5,22 +5,6 @@ header, each in a module of its own. Unknown keys are refused, so that no settin
 model is ignored; in config.json harmless ones are allowed (see `hf_keys`). No torch.
 """
 
-from parallel_llama.config.generation import GenerationDefaults
-from parallel_llama.config.layouts import (
-    default_quant,
-    load_generation_defaults,
-    load_model_args,
-    stored_formats,
-)
-from parallel_llama.families.model_args import ModelArgs, RopeScaling, context_length
+from parallel_llama.config.layouts import load_model_args
 
-__all__ = [
-    "GenerationDefaults",
-    "ModelArgs",
-    "RopeScaling",
-    "context_length",
-    "default_quant",
-    "load_generation_defaults",
-    "load_model_args",
-    "stored_formats",
-]
+__all__ = ["load_model_args"]

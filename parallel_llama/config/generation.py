@@ -6,9 +6,8 @@ from typing import Any
 
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import is_file
-from parallel_llama.files.fields import Fields, naming
+from parallel_llama.files.fields import Fields, naming, read_json_object
 from parallel_llama.files.gguf_header import read_gguf_header
-from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
 
 logger = logging.getLogger(__name__)

@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from parallel_llama.config import meta
 from parallel_llama.config.generation import GenerationDefaults, folder_defaults, gguf_defaults
 from parallel_llama.config.gguf import args_from_gguf
 from parallel_llama.config.hf import args_from_hf
-from parallel_llama.config.meta import args_from_meta_config, args_from_params, is_meta_config
-from parallel_llama.config.mistral import args_from_mistral_params, is_mistral_params
 from parallel_llama.config.native import args_from_native
 from parallel_llama.config.quantised import gguf_formats, hf_formats, native_folder_formats
 from parallel_llama.dtypes import MatrixFormat
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file
-from parallel_llama.files.fields import naming
+from parallel_llama.files.fields import naming, read_json_object
 from parallel_llama.files.gguf_header import read_gguf_header
-from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
 
 CountVocab = Callable[[ModelFiles], int]
@@ -96,9 +94,9 @@ def _gguf_args(files: ModelFiles, _: CountVocab | None) -> ModelArgs:
 def _meta_args(files: ModelFiles, count_vocab: CountVocab | None) -> ModelArgs:
     """From params.json, and from the config.json beside it if `reshard` wrote both."""
     values, beside = read_json_object(files.config), files.path / "config.json"
-    if is_file(beside) and is_meta_config(config := read_json_object(beside)):
+    if is_file(beside) and meta.is_meta_config(config := read_json_object(beside)):
         with naming(beside):
-            return args_from_meta_config(config, values)
+            return meta.args_from_meta_config(config, values)
     return _params_args(values, files, count_vocab)
 
 
@@ -113,9 +111,9 @@ def _params_args(
     values: Mapping[str, Any], files: ModelFiles, count_vocab: CountVocab | None
 ) -> ModelArgs:
     with naming(files.config):
-        if is_mistral_params(values):
-            return args_from_mistral_params(values)
-        return args_from_params(values, count_vocab and partial(count_vocab, files))
+        if meta.is_mistral_params(values):
+            return meta.args_from_mistral_params(values)
+        return meta.args_from_params(values, count_vocab and partial(count_vocab, files))
 
 
 LAYOUTS = {

@@ -15,9 +15,8 @@ from parallel_llama.errors import CheckpointError, UsageError, listed
 from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import hf_full_name
-from parallel_llama.files.fields import Fields, naming
+from parallel_llama.files.fields import Fields, naming, read_json_object
 from parallel_llama.files.gguf_header import read_gguf_header
-from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import read_safetensors_header
 

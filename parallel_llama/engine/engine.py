@@ -33,17 +33,10 @@ from parallel_llama.errors import DISAGREE, NumericalError
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
 from parallel_llama.request import FinishReason, Request, TokenLogprob
-from parallel_llama.sampling import (
-    History,
-    PendingDraws,
-    SampledToken,
-    SamplingRow,
-    both,
-    can_pend,
-    mask_of,
-    score_tokens,
-)
-from parallel_llama.structured import GrammarCompiler, Matcher
+from parallel_llama.sampling.draw import History, SampledToken, SamplingRow, both, mask_of
+from parallel_llama.sampling.pending import PendingDraws, can_pend
+from parallel_llama.sampling.scoring import score_tokens
+from parallel_llama.structured.compiler import GrammarCompiler, Matcher
 from parallel_llama.tokenizer import Tokenizer
 
 # Most rows of a step with drafts: more rows slow the step by more than the drafts gain.

@@ -12,11 +12,10 @@ from types import TracebackType
 
 import torch
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.errors import OutOfMemory, UsageError
-from parallel_llama.families.model_args import kv_groups
+from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.memory import (
     CPU_FRACTION,
     MAX_CPU_BYTES,

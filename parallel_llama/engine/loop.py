@@ -37,7 +37,6 @@ class Client(Protocol[Key]):
 
         Returns: False to end the loop.
         """
-        ...
 
     def on_step(self, result: StepResult[Key]) -> None: ...
 

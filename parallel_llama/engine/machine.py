@@ -1,7 +1,6 @@
 """Measurements of the machine: memory bandwidth, peak memory, device time, and busy cores."""
 
 import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,8 +64,7 @@ def measure(comm: Communicator, device: torch.device) -> Machine:
 
     Collective: 1 + 2 * 5 collectives.
     """
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peaks = comm.all_gather(torch.tensor([peak, peak_cuda_bytes(device) or 0]))
     largest, largest_cuda = peaks.amax(0).tolist()
     has_card = device.type == "cuda"

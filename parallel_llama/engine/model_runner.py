@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint import Checkpoint, load
+from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.prefetch import prefetch
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.reading import load
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.kv_layout import CachePart, KVLayout
@@ -29,7 +29,7 @@ from parallel_llama.engine.recorded_steps import (
     rotations_of,
 )
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey, StepBuffer, StepSize
-from parallel_llama.families.model_args import kv_groups
+from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import Backend
@@ -43,7 +43,7 @@ from parallel_llama.model.weights import WeightLoader
 from parallel_llama.ops import Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.parallel.current_device import use_device
+from parallel_llama.parallel.communicators import use_device
 from parallel_llama.plan import ShardPlan, why_unrecorded
 
 # Weights that are prefetched.

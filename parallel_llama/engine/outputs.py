@@ -12,7 +12,7 @@ from parallel_llama.engine.detokenizer import Detokenizer
 from parallel_llama.engine.scheduler import ScheduledTokens, Sequence
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, FinishReason, Request, TokenLogprob
-from parallel_llama.structured import GrammarCompiler, Matcher, MatchError
+from parallel_llama.structured.compiler import GrammarCompiler, Matcher, MatchError
 from parallel_llama.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from parallel_llama.engine.kv_blocks import BlockTable
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import NumericalError
-from parallel_llama.sampling import score
+from parallel_llama.sampling.scoring import score
 
 _SCORE, _MEASURE, _CLOSE = b"s", b"m", b"c"
 

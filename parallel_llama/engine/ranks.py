@@ -1,12 +1,15 @@
 """The ranks of one LLM: starting, comparing, stepping and ending them.
 
-If no other program has started ranks, this process is rank 0 and starts the others on this host.
+If no other program has started ranks, this process is rank 0 and starts the others on this host, as
+`python -m parallel_llama.engine.ranks`.
 """
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from threading import Thread
 
 import torch
 
@@ -14,18 +17,18 @@ import parallel_llama
 from parallel_llama.checkpoint.prefetch import started_thread
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
-from parallel_llama.engine.free_memory import give_back_memory
 from parallel_llama.engine.kv_capacity import MemoryFor, memory_of
+from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.machine import peak_cuda_bytes
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import fingerprint
+from parallel_llama.memory import give_back_memory
 from parallel_llama.parallel.collectives import Communicator, Slice
-from parallel_llama.parallel.communicators import join
-from parallel_llama.parallel.current_device import use_device
-from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.communicators import give_up, join, use_device
+from parallel_llama.parallel.failures import RankError, exit_code
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank
 
@@ -52,7 +55,7 @@ class Ranks:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(min(threads, self._n_threads))
         if setup.size > 1:
-            module, settings = "parallel_llama.engine.rank_process", setup.config.to_json()
+            module, settings = "parallel_llama.engine.ranks", setup.config.to_json()
             self._local_ranks = LocalRanks(module, settings, setup.size, threads)
 
     def start(
@@ -235,3 +238,35 @@ def shared_facts(setup: ModelSetup) -> dict[str, str]:
 
 def _digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=32).hexdigest()
+
+
+def main() -> int:
+    """Runs a rank above 0 that `Ranks` of rank 0 has started; returns the exit code.
+
+    It reads its LLMConfig from stdin, as one line of JSON, and serves rank 0 until rank 0 closes.
+    It ends when stdin ends, which means that its parent has ended.
+    """
+    config = LLMConfig.from_json(sys.stdin.buffer.readline())
+    Thread(target=_end_with_stdin, daemon=True).start()
+
+    def serve() -> int:
+        ranks = Ranks(ModelSetup(config))
+        try:
+            ranks.start()
+            rank_rpc.serve_rank(ranks.engine)
+        finally:
+            ranks.end()
+        return 0
+
+    return exit_code(serve, give_up)
+
+
+def _end_with_stdin() -> None:
+    # From the file itself: a thread that holds Python's buffer would block the exit.
+    while os.read(0, 1 << 16):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

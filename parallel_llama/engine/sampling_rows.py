@@ -14,14 +14,14 @@ from torch import Tensor
 from parallel_llama.engine.scheduler import ScheduledTokens
 from parallel_llama.engine.step_buffer import SamplingKey
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.sampling import (
+from parallel_llama.sampling.draw import (
     History,
     NoTokenLeft,
     SampledToken,
     SamplingRow,
     row_sampling_key,
-    sample,
 )
+from parallel_llama.sampling.sampler import sample
 
 
 def sampling_rows_of(

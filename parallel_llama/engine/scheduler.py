@@ -83,7 +83,8 @@ class Sequence:
 
         The step that scores the last token of a prompt also draws the first token.
         """
-        return self.number == 0 and not self.n_drawn and _is_scored(self.request)
+        is_scored = self.request.params.prompt_logprobs is not None
+        return self.number == 0 and not self.n_drawn and is_scored
 
     @property
     def token_work(self) -> int:
@@ -543,11 +544,6 @@ def _most_tokens(request: Request) -> int:
 
 def _least_work(sequence: Sequence) -> tuple[int, int]:
     return sequence.pending_work, sequence.arrival
-
-
-def _is_scored(request: Request) -> bool:
-    """Whether the request asks for log-probabilities of its prompt."""
-    return request.params.prompt_logprobs is not None
 
 
 def _chunk(sequence: Sequence, most: int, drafts: tuple[int, ...] = ()) -> ScheduledTokens:

@@ -5,14 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from parallel_llama.checkpoint import (
-    Checkpoint,
-    meta_vocab_size,
-    open_checkpoint,
-    random_checkpoint,
-    require_whole,
-)
-from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
+from parallel_llama.checkpoint.checkpoint import Checkpoint, random_checkpoint
+from parallel_llama.checkpoint.file_manifest import require_whole
+from parallel_llama.checkpoint.meta_folder import meta_vocab_size
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.layouts import default_quant, load_model_args, stored_formats
 from parallel_llama.dtypes import default_dtype, kv_format, make_precision
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
@@ -20,9 +17,10 @@ from parallel_llama.engine.kv_capacity import CacheSize
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.memory import values_by_form, weight_bytes, working_bytes
-from parallel_llama.parallel.current_device import own_device, visible_cards
+from parallel_llama.parallel.communicators import own_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world

@@ -45,7 +45,6 @@ class Tick(Protocol):
 
     def seconds_until(self, later: "Tick", /) -> float:
         """The time until another tick of the same kind, once both have come."""
-        ...
 
 
 class HostTick:

@@ -47,11 +47,7 @@ def _scale(fields: Fields) -> float:
 
 
 def _features_of_2_and_3(fields: Fields) -> dict[str, Any]:
-    return {
-        **_features(fields),
-        "post_norms": True,
-        "attention_scale": _scale(fields),
-    }
+    return {**_features(fields), "post_norms": True, "attention_scale": _scale(fields)}
 
 
 def _features_of_2(fields: Fields) -> dict[str, Any]:

@@ -58,11 +58,7 @@ QK_NORM_NAMES = in_layers(
 
 # In these families post_attention_layernorm norms the output of attention.
 POST_NORM_NAMES = in_layers(
-    (
-        "post_attention_norm.weight",
-        "post_attention_layernorm.weight",
-        "post_attention_norm.weight",
-    ),
+    ("post_attention_norm.weight", "post_attention_layernorm.weight", "post_attention_norm.weight"),
     ("ffn_norm.weight", "pre_feedforward_layernorm.weight", "ffn_norm.weight"),
     ("post_ffn_norm.weight", "post_feedforward_layernorm.weight", "post_ffw_norm.weight"),
 )

@@ -26,9 +26,8 @@ from parallel_llama.files.bounded_files import (
     reading,
     resolved,
 )
-from parallel_llama.files.fields import did_you_mean
+from parallel_llama.files.fields import did_you_mean, read_json_object
 from parallel_llama.files.hub_cache import find_snapshot, hub_folder, is_hub_name
-from parallel_llama.files.json_text import read_json_object
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_NATIVE_FILES = 99_999

@@ -15,7 +15,7 @@ from typing import Any
 
 from parallel_llama.errors import CheckpointError
 from parallel_llama.files.bounded_files import open_file
-from parallel_llama.files.json_text import without_repeats
+from parallel_llama.files.fields import without_repeats
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 100_000

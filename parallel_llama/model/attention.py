@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
-from parallel_llama.families.model_args import kv_groups
+from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.model.batch import Batch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (

@@ -12,8 +12,8 @@ from typing import Protocol, overload
 import torch
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.ops import HeadMap
 from parallel_llama.ops.formats import kv_dtype
 from parallel_llama.plan import Shard

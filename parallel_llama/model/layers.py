@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.ops import TorchOps, formats
 from parallel_llama.ops.formats import DenseWeight, MixedWeight, Weight
 from parallel_llama.parallel.collectives import Communicator

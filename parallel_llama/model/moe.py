@@ -12,7 +12,7 @@ Source: Mixtral, arXiv 2401.04088; sparsely-gated mixtures, arXiv 1701.06538.
 
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.layers import Backend, RowCut, activation_of
 from parallel_llama.ops.formats import Weight, concat_outputs, grouped_linear
 from parallel_llama.plan import Shard

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs, RopeScaling
+from parallel_llama.families.model_args import ModelArgs, RopeScaling
 
 # Tables to keep. Only dynamic scaling needs several: one per sequence length.
 _MAX_TABLES = 64

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.attention import Attention
 from parallel_llama.model.batch import Batch
 from parallel_llama.model.kv_cache import KVCache

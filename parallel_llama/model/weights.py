@@ -6,16 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.attention import Attention
 from parallel_llama.model.huge_pages import HugePages
-from parallel_llama.model.layers import (
-    ColumnParallelLinear,
-    LayerNorm,
-    RMSNorm,
-    RowParallelLinear,
-)
+from parallel_llama.model.layers import ColumnParallelLinear, LayerNorm, RMSNorm, RowParallelLinear
 from parallel_llama.model.moe import Expert, Matrix, MixtureOfExperts
 from parallel_llama.model.transformer import FeedForward, Transformer, TransformerBlock
 from parallel_llama.ops.formats import QuantWeight, Weight

@@ -53,11 +53,9 @@ class Communicator(Protocol):
 
         Shapes: x has the same shape on every rank; partial, then replicated.
         """
-        ...
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The x of every rank, of equal shapes. Shapes: the result is [size, *x.shape]."""
-        ...
 
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns of every rank side by side; rank r has widths[r] of them.
@@ -75,26 +73,21 @@ class Communicator(Protocol):
         With `no_timeout`, given on all ranks alike, ranks wait for src as long as its process
         lives, because src may wait for user input.
         """
-        ...
 
     def barrier(self) -> None:
         """Returns when every rank has called it; a rank that sends keepalives is not late."""
-        ...
 
     def keepalive(self) -> None:
         """Tells the ranks that wait at a barrier that this rank is still working."""
-        ...
 
     def require_alive(self) -> None:
         """Checks between collectives, without waiting, that the other ranks are alive.
 
         Raises: RankError naming a rank that has died.
         """
-        ...
 
     def close(self) -> None:
         """Leaves the group. It may be called twice and after an error."""
-        ...
 
 
 class Solo(Communicator):

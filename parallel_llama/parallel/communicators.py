@@ -1,4 +1,4 @@
-"""Connects the ranks and forms their group.
+"""Connects the ranks and forms their group, on the device of each rank.
 
 Only this module initialises torch.distributed and fairscale. Under torchrun the ranks use the store
 of torchrun's agent; otherwise rank 0 owns a store that listens only at MASTER_ADDR.
@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
 from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo, Timeouts
-from parallel_llama.parallel.current_device import use_device
+from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.failures import RankError, first_line
 from parallel_llama.parallel.handshake import (
     RankInfo,
@@ -37,11 +37,7 @@ from parallel_llama.parallel.handshake import (
     tell,
     telling,
 )
-from parallel_llama.parallel.one_shot import (
-    seconds_on_card,
-    symmetric_memory,
-    with_one_shot_sums,
-)
+from parallel_llama.parallel.one_shot import seconds_on_card, symmetric_memory, with_one_shot_sums
 from parallel_llama.parallel.process_group import ProcessGroup, within
 from parallel_llama.parallel.rank_env import (
     SECRET_FILE,
@@ -53,6 +49,27 @@ from parallel_llama.parallel.rank_env import (
 )
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
+
+
+def visible_cards() -> int:
+    """The number of CUDA cards that torch sees in this process; 0 if none can be used."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def own_device(kind: DeviceKind, local_rank: int) -> torch.device:
+    """The CPU, or the card with the index `local_rank`."""
+    return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+
+
+def use_device(device: torch.device) -> None:
+    """Makes `device` the current card of this thread, if it is a card with an index.
+
+    Every thread begins with card 0, and kernels run on the current card of the thread that launches
+    them, wherever their tensors are. So every thread that launches kernels calls this first.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
 
 _CONNECT_S = 0.05
 _LISTEN_S = 0.1
@@ -195,11 +212,7 @@ def make_communicator(
             "where hosts have several networks, GLOO_SOCKET_IFNAME names the one to use"
         ) from error
     group = fs_init.get_model_parallel_group()
-    for own in (
-        group,
-        fs_init.get_data_parallel_group(),
-        fs_init.get_pipeline_parallel_group(),
-    ):
+    for own in (group, fs_init.get_data_parallel_group(), fs_init.get_pipeline_parallel_group()):
         # fairscale's groups start with torch's default of 30 minutes.
         own.set_timeout(timedelta(seconds=timeouts.step_s))
     abort = partial(_abort, group, device) if has_card else None

@@ -1,20 +1,31 @@
-"""Reports the failure of a rank to the launcher that started it. Imports no torch.
+"""Reports a failure to the launcher that started this rank, and as an exit code. Without torch.
 
 A rank of torchrun or of `launch` writes one message to the file that TORCHELASTIC_ERROR_FILE names,
 which is torchrun's convention. The launcher shows the first message.
 """
 
+import errno
 import json
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import (
+    CheckpointError,
+    DamagedWeights,
+    NumericalError,
+    OutOfMemory,
+    UsageError,
+    WriteError,
+    listed_ranks,
+)
+from parallel_llama.parallel.rank_env import is_watched, world
 
 # A report is one message. More bytes than this were not written by `report_error`.
 MAX_REPORT_BYTES = 1 << 16
@@ -80,3 +91,72 @@ def read_report(data: bytes) -> Report | None:
         return Report(str(body["message"]), int(body["monotonic_ns"]))
     except (ValueError, TypeError, KeyError):
         return None
+
+
+DONE, FAILED, WRONG_USE = 0, 1, 2
+INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+
+_NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
+
+
+def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
+    """Runs a program and returns its exit code; errors are reported on stderr.
+
+    0 is done, 1 failed while running, 2 wrong use, 130 interrupted, and 141 means that the reader
+    of a pipe has gone, as for any program that SIGPIPE ends.
+
+    Args:
+        give_up: tells the ranks of other processes, which would wait for this one, why it fails.
+    """
+
+    def tell_ranks(error: Exception) -> None:
+        with suppress(UsageError):  # the launcher's variables are invalid
+            if world()[1] > 1 and not is_watched():
+                give_up(str(error) or type(error).__name__)
+
+    try:
+        _require_streams()
+        code = run()
+        sys.stdout.flush()
+        return code
+    except (DamagedWeights, NumericalError, OutOfMemory, WriteError, RankError) as error:
+        report_error(str(error))
+        tell_ranks(error)
+        return FAILED
+    except (UsageError, CheckpointError) as error:
+        report_error(str(error))
+        tell_ranks(error)
+        return WRONG_USE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _give_up_stdout()
+        return UNHEARD
+    except MemoryError:
+        report_error(_NO_MEMORY)
+        return FAILED
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            report_error(_NO_MEMORY)
+        elif error.filename is not None:
+            report_crash(error)
+        else:  # only stdout has no file name
+            _give_up_stdout()
+            report_error(f"stdout cannot be written: {error.strerror}; answers may be lost")
+        return FAILED
+    except Exception as error:
+        report_crash(error)
+        tell_ranks(error)
+        return FAILED
+
+
+def _require_streams() -> None:
+    """Raises: WriteError if stdout or stderr is closed: a file could get its descriptor."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            raise WriteError(f"{name} is closed; send it to a file, or to /dev/null")
+
+
+def _give_up_stdout() -> None:
+    """Send the rest to /dev/null: Python would raise again when it closes stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -27,15 +27,8 @@ from types import FrameType
 from typing import IO, Any
 
 from parallel_llama.errors import UsageError
+from parallel_llama.parallel import rank_env
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, RankError, Report, read_report
-from parallel_llama.parallel.rank_env import (
-    SECRET_BYTES,
-    SECRET_FD,
-    STORE_FD,
-    RankEnv,
-    end_with_parent,
-    run_in,
-)
 
 MAX_RANKS = 1024
 
@@ -110,11 +103,11 @@ def run_ranks(
     ranks: list[_Rank] = []
     with _terminal_kept(), _listening_to_signals() as asked, ExitStack() as reports:
         try:
-            secret = _secret_file(secrets.token_bytes(SECRET_BYTES))
+            secret = _secret_file(secrets.token_bytes(rank_env.SECRET_BYTES))
             with _bound_socket() as store, secret:
                 common = _environment(nproc, threads, store.getsockname()[1], secret)
                 own, files = store.fileno(), [secret.fileno(), *_inherited_files()]
-                first = {**common, STORE_FD: str(own)}
+                first = {**common, rank_env.STORE_FD: str(own)}
                 hears = partial(_before_exec, os.getpid())
                 ranks.append(_start(0, command, first, reports, [own, *files], preexec_fn=hears))
                 ignores = partial(_before_exec, os.getpid(), ignores_ctrl_c=True)
@@ -138,7 +131,7 @@ class LocalRanks:
         self._ranks: list[_Rank] = []
         command = [sys.executable, "-m", module]
         try:
-            secret = secrets.token_bytes(SECRET_BYTES)
+            secret = secrets.token_bytes(rank_env.SECRET_BYTES)
             with _bound_socket() as store, _secret_file(secret) as file:
                 port = store.getsockname()[1]
                 common = _environment(size, threads, port, file)
@@ -156,13 +149,13 @@ class LocalRanks:
                     rank.process.stdin.write(json.dumps(settings).encode() + b"\n")
                     rank.process.stdin.flush()
                 bound = os.dup(store.fileno())
-                self.env = RankEnv(
+                self.env = rank_env.RankEnv(
                     0,
                     size,
                     "127.0.0.1",
                     port,
                     bound=bound,
-                    run=run_in({**os.environ, **common}),
+                    run=rank_env.run_in({**os.environ, **common}),
                     secret=secret,
                 )
         except BaseException:
@@ -257,7 +250,7 @@ def _environment(nproc: int, threads: int, port: int, secret: IO[bytes]) -> dict
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        SECRET_FD: str(secret.fileno()),
+        rank_env.SECRET_FD: str(secret.fileno()),
         "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -302,7 +295,7 @@ def _before_exec(parent: int, ignores_ctrl_c: bool = False) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     else:  # blocked: while Python starts, it would print a traceback
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    end_with_parent()
+    rank_env.end_with_parent()
     if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 

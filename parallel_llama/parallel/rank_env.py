@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -227,5 +226,4 @@ def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
 
 def end_with_parent() -> None:
     """Makes the kernel kill this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

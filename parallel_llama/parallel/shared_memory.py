@@ -30,7 +30,6 @@ import operator
 import os
 import platform
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -45,7 +44,7 @@ from torch import Tensor
 
 from parallel_llama.parallel.collectives import Communicator, Timeouts
 from parallel_llama.parallel.failures import RankError, late
-from parallel_llama.parallel.peers import Peers
+from parallel_llama.parallel.watchdog import Peers
 
 # Small enough for the slots of a few ranks to stay in a core's cache. Larger tensors are split.
 SLOT_BYTES = 1 << 20
@@ -495,7 +494,7 @@ class _Host:
 
 
 def _is_supported() -> bool:
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+    return platform.machine() == "x86_64"
 
 
 def _host_id() -> str:

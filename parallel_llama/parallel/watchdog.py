@@ -1,4 +1,4 @@
-"""A time limit for collectives that are queued on a card.
+"""Detects collectives that are late on a card, and ranks of this host that have ended.
 
 A call of NCCL returns when its collective is queued. If a rank is lost, the card waits forever, as
 does the host when it reads the result. A watchdog thread checks queued collectives and aborts one
@@ -9,10 +9,12 @@ not used within a further limit, the process ends.
 
 import os
 import queue
+import select
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 from parallel_llama.parallel.failures import RankError
@@ -92,3 +94,51 @@ def is_done(work: Work, began_s: float, limit_s: float) -> bool:
             return False
         time.sleep(_LOOK_S)
     return True
+
+
+class Peers:
+    """Watches processes by pidfds, which are correct for zombies and for reused process ids.
+
+    `gone` holds the ranks whose processes have ended; it only grows.
+
+    Args:
+        pids: process ids by rank.
+
+    Raises: OSError if a process cannot be watched.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self.gone: set[int] = set()
+        self._pids = dict(pids)
+        self._ranks: dict[int, int] = {}
+        self._poller = select.poll()
+        try:
+            for rank, pid in pids.items():
+                fd = os.pidfd_open(pid)
+                self._ranks[fd] = rank
+                self._poller.register(fd, select.POLLIN)
+        except OSError:
+            self.close()
+            raise
+
+    def look(self) -> None:
+        """Updates `gone`."""
+        for fd, _ in self._poller.poll(0):
+            self._poller.unregister(fd)
+            self.gone.add(self._ranks.pop(fd))
+            os.close(fd)
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a signal or a debugger has stopped the process of a rank."""
+        try:
+            stat = Path(f"/proc/{self._pids[rank]}/stat").read_text(encoding="utf-8")
+        except OSError:  # it has ended
+            return False
+        # The state follows the name, which may contain any characters.
+        return stat[stat.rindex(")") + 1 :].split()[0] in ("T", "t")
+
+    def close(self) -> None:
+        for fd in self._ranks:
+            os.close(fd)
+        self._ranks.clear()
+        self._poller = select.poll()

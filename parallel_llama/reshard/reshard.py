@@ -17,40 +17,36 @@ from typing import Any
 
 import torch
 
-from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
+from parallel_llama.checkpoint import manifest
 from parallel_llama.checkpoint.byte_ranges import ReusedMemory
 from parallel_llama.checkpoint.canonical import canonical_pieces
 from parallel_llama.checkpoint.checkpoint import Checkpoint
-from parallel_llama.checkpoint.manifest import (
-    FileEntry,
-    Manifest,
-    Source,
-    hash_bytes,
-    write_manifest,
+from parallel_llama.checkpoint.meta_folder import (
+    NORM_VARIANTS,
+    MetaFolder,
+    as_bytes,
+    meta_vocab_size,
+    norm_variants,
 )
-from parallel_llama.checkpoint.meta_folder import MetaFolder
-from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes, norm_variants
-from parallel_llama.config import (
-    ModelArgs,
-    default_quant,
-    load_generation_defaults,
-    load_model_args,
-)
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.layouts import default_quant, load_generation_defaults, load_model_args
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import dtype_name, torch_dtype
 from parallel_llama.reshard.layout import Layout
 from parallel_llama.reshard.meta_layout import MetaLayout
-from parallel_llama.reshard.partial_folder import PartialFolder, partial_bytes
 from parallel_llama.reshard.safetensors_layout import HFLayout, NativeLayout
 from parallel_llama.reshard.sidecar_files import sidecar_files
 from parallel_llama.reshard.target_folder import (
+    PartialFolder,
     TargetKind,
     check_parts,
     check_target,
+    partial_bytes,
     target_formats,
 )
 from parallel_llama.reshard.tensor_writer import TensorWriter, Written
@@ -190,7 +186,7 @@ class ReshardJob:
             },
             "files": {file.name: file.n_bytes for file in self.layout.files},
             "source": {p.name: _identity(p) for p in (self.source.config, *self.source.weights)},
-            "beside": {name: hash_bytes(data) for name, data in self.small.items()},
+            "beside": {name: manifest.hash_bytes(data) for name, data in self.small.items()},
         }
 
     def _fill(
@@ -209,25 +205,25 @@ class ReshardJob:
             path = partial.files / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
-        write_manifest(partial.files, self._manifest(written, hashes))
+        manifest.write_manifest(partial.files, self._manifest(written, hashes))
         sizes = [path.stat().st_size for path in partial.files.rglob("*") if is_file(path)]
         partial.commit()
         return len(sizes), sum(sizes)
 
-    def _manifest(self, written: list[Written], hashes: Mapping[str, str]) -> Manifest:
+    def _manifest(self, written: list[Written], hashes: Mapping[str, str]) -> manifest.Manifest:
         """The manifest, in the order of the model's parameters also for a continued run."""
         by_name = {tensor.name: tensor for tensor in written}
         tensors = [by_name[param.name] for param in parameters(self.args)]
-        files = {f.name: FileEntry(f.n_bytes, hashes[f.name]) for f in self.layout.files}
+        files = {f.name: manifest.FileEntry(f.n_bytes, hashes[f.name]) for f in self.layout.files}
         for name, data in sorted(self.small.items()):
-            files[name] = FileEntry(len(data), hash_bytes(data))
+            files[name] = manifest.FileEntry(len(data), manifest.hash_bytes(data))
         assert self.source.kind != "config"
-        return Manifest(
+        return manifest.Manifest(
             layout=self.layout.kind,
             tensors={tensor.name: tensor.entry for tensor in tensors},
             files=files,
             units={name: hashes for tensor in tensors for name, hashes in tensor.units.items()},
-            source=Source(
+            source=manifest.Source(
                 self.source.kind,
                 {path.name: path.stat().st_size for path in self.source.weights},
                 {tensor.name: tensor.source for tensor in tensors if tensor.source is not None},

@@ -23,12 +23,13 @@ from parallel_llama.checkpoint.native_folder import (
     unit_major_blocks,
     unit_spans,
 )
-from parallel_llama.config import GenerationDefaults, ModelArgs
+from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf import hf_config
 from parallel_llama.config.native import native_config
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED_NAMES, QuantFormat
 from parallel_llama.errors import UsageError
 from parallel_llama.families import family_of, parameters, stored_slices
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name

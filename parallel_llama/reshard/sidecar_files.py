@@ -4,10 +4,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.config import GenerationDefaults
+from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import is_file, is_folder, read_bytes
-from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.fields import read_json_object
 from parallel_llama.files.model_files import TOKENIZER_FILES, ModelFiles
 from parallel_llama.reshard.layout import json_text
 from parallel_llama.reshard.target_folder import TargetKind

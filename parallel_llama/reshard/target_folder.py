@@ -1,16 +1,34 @@
-"""Checks of the target folder and its formats, before anything is read. No torch."""
+"""The target folder: checks before anything is read, and its temporary folder. No torch.
 
+`.NAME.partial` holds `files`, which one rename turns into the target, a journal of the tensors that
+are on the disk, and the lock of the writing process. However the process ends, the target is
+missing or complete, and another run can continue from the journal.
+"""
+
+import json
 import os
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from parallel_llama.config import ModelArgs, default_quant, stored_formats
+from parallel_llama.config.layouts import default_quant, stored_formats
 from parallel_llama.config.quantised import NATIVE_QUANTS
 from parallel_llama.dtypes import QuantFormat, make_precision
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
-from parallel_llama.files.bounded_files import has_short_name, is_folder, is_there, resolved
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.files.bounded_files import (
+    has_short_name,
+    is_file,
+    is_folder,
+    is_there,
+    resolved,
+)
 from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.partial_output import changed, sync, take_lock, whole_lines
 
 TargetKind = Literal["meta", "hf", "native"]
 
@@ -95,3 +113,142 @@ def target_formats(
                 )
             formats[param.name] = form
     return formats
+
+
+_LOCK, _JOURNAL, _FILES = "lock", "journal.jsonl", "files"
+_MAX_LOCK_BYTES = 1000
+
+
+def partial_bytes(target: Path) -> int:
+    """Disk space that an unfinished run has already allocated."""
+    held = (path.stat() for path in (partial_path(target) / _FILES).rglob("*") if is_file(path))
+    return sum(stat.st_blocks * 512 for stat in held)
+
+
+class PartialFolder:
+    """The partial folder of one target, locked by this process until `close`.
+
+    `plan` describes source and target; `resume` continues an unfinished run with an equal plan.
+
+    Raises: UsageError if another process holds the lock, or there is an unfinished run and it
+    cannot be continued or `resume` is False.
+    """
+
+    def __init__(self, target: Path, plan: Mapping[str, Any], resume: bool) -> None:
+        self.target, self.path = target, partial_path(target)
+        self.files, self._journal = self.path / _FILES, self.path / _JOURNAL
+        self._lock = _locked(self.path, target)
+        try:
+            _sign(self._lock)
+            self.done = self._begin(json.loads(json.dumps(plan)), resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def record(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Add tensors that are durable on the disk to the journal, for a later run to skip."""
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        with self._journal.open("ab") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def commit(self) -> None:
+        """Rename the files to the target, atomically and durably."""
+        for path in sorted(self.files.rglob("*")):
+            sync(path)
+        sync(self.files)
+        if os.path.lexists(self.target):
+            raise WriteError(
+                f"{self.target}: was created meanwhile; move it away and run again with --resume"
+            )
+        self.files.rename(self.target)
+        sync(self.target.parent)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Release the lock; the files stay for --resume."""
+        os.close(self._lock)
+
+    def _begin(self, plan: Mapping[str, Any], resume: bool) -> list[dict[str, Any]]:
+        """The journal of the run that is continued; empty for a new run."""
+        if not is_there(self.files):
+            self._journal.unlink(missing_ok=True)  # left by a run that renamed its files
+        if is_there(self._journal):
+            if not resume:
+                raise UsageError(
+                    f"{self.path}: has an unfinished run; continue it with --resume, or remove the "
+                    "folder"
+                )
+            lines = _read_lines(self._journal)
+            if lines:
+                _require_same(lines[0], plan, self.path)
+                return lines[1:]
+        self.files.mkdir(exist_ok=True)
+        self._journal.unlink(missing_ok=True)
+        self.record([plan])
+        sync(self.path)
+        return []
+
+
+def _locked(folder: Path, target: Path) -> int:
+    """A descriptor with the lock of the folder; the system releases it when the process ends."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # the previous holder has just removed the folder
+            continue
+        if not take_lock(lock):
+            holder = os.pread(lock, _MAX_LOCK_BYTES, 0).decode(errors="replace").strip()
+            os.close(lock)
+            raise UsageError(
+                f"{target}: is being written by {holder or 'another process'}; wait for it, or "
+                "stop it and run again with --resume"
+            )
+        if _is_at(lock, folder / _LOCK):
+            return lock
+        os.close(lock)  # the folder of this lock was removed
+
+
+def _sign(lock: int) -> None:
+    """Write the holder of the lock into it, for the error of a second writer."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    text = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
+    os.truncate(lock, 0)
+    os.pwrite(lock, text.encode(), 0)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _read_lines(journal: Path) -> list[dict[str, Any]]:
+    """The complete lines of a journal; truncates an incomplete last line that a kill left."""
+    lines = list(whole_lines(journal))
+    os.truncate(journal, sum(map(len, lines)))
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise UsageError(f"{journal}: damaged ({error}); remove {journal.parent}") from error
+
+
+def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
+    key = changed(before, now)
+    if key is None:
+        return
+    was, is_now = before.get(key), now.get(key)
+    if isinstance(was, dict) and isinstance(is_now, dict) and (part := changed(was, is_now)):
+        key, was, is_now = f"{key} {part}", was.get(part), is_now.get(part)
+    raise UsageError(
+        f"{where}: the unfinished run had {key} {_shown(was)}, and this one has "
+        f"{_shown(is_now)}; use the same value, or remove the folder"
+    )
+
+
+def _shown(value: object) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -24,16 +24,8 @@ from parallel_llama.errors import NumericalError
 from parallel_llama.ops.filters import Filters, merge_top_k
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
-from parallel_llama.sampling.draw import NoTokenLeft, SampledToken, SamplingRow, filters_of
-from parallel_llama.sampling.logits_processors import adjust
-from parallel_llama.sampling.scoring import (
-    gather_logits,
-    log_sum_exp,
-    new_block,
-    put_top_k,
-    score_tokens,
-    vocabs_of,
-)
+from parallel_llama.sampling import scoring
+from parallel_llama.sampling.draw import NoTokenLeft, SampledToken, SamplingRow, adjust, filters_of
 from parallel_llama.sampling.tiles import Tiles, column
 
 # Candidates per rank for a row without top_k, and the most for a row with top_k. A row that needs
@@ -154,7 +146,7 @@ def _pick(
         left = _pick_filtered(picked, head, ways.filtered, draws, mass)
         if left:
             uncovered = [ways.filtered[each] for each in left]
-            full = gather_logits(adjusted[uncovered], head.vocabs, comm).cpu()
+            full = scoring.gather_logits(adjusted[uncovered], head.vocabs, comm).cpu()
             _pick_from_full(picked, full, uncovered, draws, mass[left])
     return picked
 
@@ -173,7 +165,7 @@ def _mass(
     Collective: one all_gather.
     """
     temperatures = column([draws[row].params.temperature for row in rows])[:, 0]
-    lse = log_sum_exp(logits, vocab, head.vocabs, comm, temperatures).cpu()
+    lse = scoring.log_sum_exp(logits, vocab, head.vocabs, comm, temperatures).cpu()
     return (lse - head.largest[rows] / temperatures).exp()[:, None]
 
 
@@ -205,7 +197,7 @@ class _Head:
 
     def __init__(self, blocks: Tensor) -> None:
         self.blocks = blocks
-        self.vocabs = vocabs_of(blocks)
+        self.vocabs = scoring.vocabs_of(blocks)
         self.vocab_size = self.vocabs[-1].stop
         self.largest = blocks[:, :, _LARGEST].amax(0)  # NaN if a rank has one
         self.values, self.tokens = merge_top_k(blocks, _N_FIXED)
@@ -271,14 +263,14 @@ def _score_drawn(
     n_top = [draws[row].params.logprobs or 0 for row in rows]
     own = logits if len(rows) == len(logits) else logits[rows]
     targets = torch.tensor([tokens[row] for row in rows], device=logits.device)
-    scored = score_tokens(own, vocab, targets, n_top, comm)
+    scored = scoring.score_tokens(own, vocab, targets, n_top, comm)
     return dict(zip(rows, scored, strict=True))
 
 
 def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], ways: _Ways) -> Tensor:
     """This rank's part of the head exchange. Shapes: [n, _N_FIXED + 2 K] float64 local."""
     k = max(map(_n_candidates, draws))
-    block = new_block(len(draws), _N_FIXED, k, vocab, logits.device)
+    block = scoring.new_block(len(draws), _N_FIXED, k, vocab, logits.device)
     if not len(vocab):
         return block
     tiles = Tiles.of(logits, vocab)
@@ -289,7 +281,7 @@ def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], way
     # One maximum is several times cheaper than the 64 largest, so greedy rows are separate.
     for rows, n_largest in ((ways.greedy, 1), (ways.filtered, k)):
         if rows:
-            put_top_k(block, rows, _N_FIXED, *tiles.rows(rows).top_k(n_largest))
+            scoring.put_top_k(block, rows, _N_FIXED, *tiles.rows(rows).top_k(n_largest))
     return block
 
 

@@ -1,6 +1,6 @@
-"""The table of routes, and the ASGI application that serves them."""
+"""The table of routes, the handlers of the short ones, and the application that serves them."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,39 +12,89 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import parallel_llama
-from parallel_llama.serve.asgi import CLIENT_GONE, ClientGone
-from parallel_llama.serve.bodies import (
-    MAX_BODY_BYTES,
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    read_body,
-)
+from parallel_llama.engine.input_processor import InputProcessor
+from parallel_llama.errors import UsageError
+from parallel_llama.serve import bodies, replies
+from parallel_llama.serve.asgi import CLIENT_GONE, ClientGone, JSONBody
 from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import complete
 from parallel_llama.serve.errors import HTTPError, error_response, json_response
 from parallel_llama.serve.fair_threads import LARGE_WORK
 from parallel_llama.serve.openapi import Operation, description
 from parallel_llama.serve.page_files import page_routes
-from parallel_llama.serve.prometheus import EngineCollector
-from parallel_llama.serve.replies import (
-    ChatChunk,
-    ChatReply,
-    CompletionReply,
-    Detokenized,
-    Model,
-    Models,
-    Reply,
-    TokenizerInfo,
-    Tokens,
-)
 from parallel_llama.serve.service import RequestContext, Service
-from parallel_llama.serve.status import status_of
-from parallel_llama.serve.tokenization import detokenize, tokenize, tokenizer_info
+from parallel_llama.serve.status import EngineCollector, status_of
+from parallel_llama.serve.tools import conversation
 
-B = TypeVar("B", bound=Body)
+
+async def tokenize(context: RequestContext, body: bodies.TokenizeBody) -> Response:
+    """Token ids of a text, or of a conversation rendered with the chat template."""
+    context.service.require_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise UsageError("give either prompt or messages")
+    if body.prompt is not None and (body.tools or body.chat_template_kwargs):
+        raise UsageError("tools and chat_template_kwargs go with messages, not with prompt")
+    reply = context.in_thread(
+        lambda: _tokens(context.inputs, body).encode(), renders=body.messages is not None
+    )
+    return JSONBody(await context.unless_gone(reply))
+
+
+def _tokens(inputs: InputProcessor, body: bodies.TokenizeBody) -> replies.Tokens:
+    if body.prompt is not None:
+        tokens = inputs.tokenizer.encode(
+            body.prompt, bos=body.add_special_tokens, special=body.parse_special
+        )
+    else:
+        chat = conversation(
+            inputs.chat_template,
+            body.messages or (),
+            body.tools or (),
+            body.chat_template_kwargs or {},
+            parse_special=body.parse_special,
+        )
+        tokens = list(inputs.encode(chat))
+    texts = None
+    if body.return_token_strs:
+        pieces = [inputs.tokenizer.vocabulary.piece(each, skip_special=False) for each in tokens]
+        texts = [piece.decode("utf-8", "replace") for piece in pieces]
+    return replies.Tokens(
+        count=len(tokens), max_model_len=inputs.max_seq_len, tokens=tokens, token_strs=texts
+    )
+
+
+async def detokenize(context: RequestContext, body: bodies.DetokenizeBody) -> Response:
+    """Text of token ids, special tokens included."""
+    context.service.require_model(body.model)
+    inputs = context.inputs
+
+    def reply() -> bytes:
+        inputs.check_ids("tokens", body.tokens)
+        text = inputs.tokenizer.decode(body.tokens, skip_special=False)
+        return replies.Detokenized(prompt=text).encode()
+
+    return JSONBody(await context.unless_gone(context.in_thread(reply)))
+
+
+async def tokenizer_info(context: RequestContext) -> Response:
+    inputs = context.inputs
+    tokenizer, template = inputs.tokenizer, inputs.chat_template
+
+    def text_of(ids: Iterable[int]) -> str | None:
+        first = min(ids, default=None)
+        return None if first is None else tokenizer.decode([first], skip_special=False)
+
+    return json_response(
+        replies.TokenizerInfo(
+            bos_token=text_of(() if tokenizer.bos_id is None else (tokenizer.bos_id,)),
+            eos_token=text_of(tokenizer.eos_ids),
+            chat_template=(template.template_text or None) if template else None,
+            max_model_len=inputs.max_seq_len,
+        )
+    )
+
+
+B = TypeVar("B", bound=bodies.Body)
 Handler = Callable[[RequestContext, B], Awaitable[Response]]
 
 
@@ -60,7 +110,7 @@ def make_app(service: Service) -> Starlette:
 
 async def models(context: RequestContext) -> Response:
     service = context.service
-    return json_response(Models(data=[_model(service, name) for name in service.names]))
+    return json_response(replies.Models(data=[_model(service, name) for name in service.names]))
 
 
 async def model(context: RequestContext) -> Response:
@@ -101,8 +151,8 @@ def _post(
     summary: str,
     handler: Handler[B],
     body: type[B],
-    reply: type[Reply],
-    chunk: type[Reply] | None = None,
+    reply: type[replies.Reply],
+    chunk: type[replies.Reply] | None = None,
 ) -> Operation:
     """A POST operation: its endpoint reads a body of this type and passes it to the handler."""
     decoder = msgspec.json.Decoder(body)
@@ -112,9 +162,9 @@ def _post(
         own = replace(context, n_bytes=len(data))
         try:
             if len(data) > LARGE_WORK:
-                decoded = await own.in_thread(lambda: read_body(decoder, data))
+                decoded = await own.in_thread(lambda: bodies.read_body(decoder, data))
             else:
-                decoded = read_body(decoder, data)
+                decoded = bodies.read_body(decoder, data)
         except UnicodeDecodeError as error:
             raise HTTPError(400, f"the body is not valid JSON: {error}") from error
         return await handler(own, decoded)
@@ -125,21 +175,27 @@ def _post(
 # Every route but those of the web page; /openapi.json describes them from this table.
 OPERATIONS = (
     _post(
-        "chat", "/v1/chat/completions", "Chat completion", chat, ChatBody, ChatReply, ChatChunk,
+        "chat", "/v1/chat/completions", "Chat completion", chat, bodies.ChatBody,
+        replies.ChatReply, replies.ChatChunk,
     ),
     _post(
-        "complete", "/v1/completions", "Text completions", complete, CompletionBody,
-        CompletionReply, CompletionReply,
+        "complete", "/v1/completions", "Text completions", complete, bodies.CompletionBody,
+        replies.CompletionReply, replies.CompletionReply,
     ),
-    _post("tokenize", "/tokenize", "Token ids of a text or chat", tokenize, TokenizeBody, Tokens),
     _post(
-        "detokenize", "/detokenize", "Text of token ids", detokenize, DetokenizeBody, Detokenized,
+        "tokenize", "/tokenize", "Token ids of a text or chat", tokenize, bodies.TokenizeBody,
+        replies.Tokens,
+    ),
+    _post(
+        "detokenize", "/detokenize", "Text of token ids", detokenize, bodies.DetokenizeBody,
+        replies.Detokenized,
     ),
     Operation(
-        "tokenizer_info", "/tokenizer_info", "Tokenizer metadata", tokenizer_info, TokenizerInfo,
+        "tokenizer_info", "/tokenizer_info", "Tokenizer metadata", tokenizer_info,
+        replies.TokenizerInfo,
     ),
-    Operation("models", "/v1/models", "Names of the served model", models, Models),
-    Operation("model", "/v1/models/{name:path}", "One model", model, Model),
+    Operation("models", "/v1/models", "Names of the served model", models, replies.Models),
+    Operation("model", "/v1/models/{name:path}", "One model", model, replies.Model),
     Operation("status", "/status", "Server, engine and KV cache status", status),
     Operation("metrics", "/metrics", "Prometheus metrics", metrics, is_text=True),
     Operation("version", "/version", "Server version", version),
@@ -153,7 +209,7 @@ OPERATIONS = (
 
 
 def _route(service: Service, operation: Operation) -> Route:
-    prompt = "messages" if operation.body is ChatBody else "prompt"
+    prompt = "messages" if operation.body is bodies.ChatBody else "prompt"
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -185,21 +241,21 @@ async def _body(context: RequestContext) -> bytes:
     if kind != "application/json":
         # Browsers send other types across origins without a preflight request.
         raise HTTPError(415, f"content-type is {kind!r:.80}; send application/json")
-    too_long = HTTPError(413, f"the body has more than {MAX_BODY_BYTES} bytes; shorten it")
-    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+    too_long = HTTPError(413, f"the body has more than {bodies.MAX_BODY_BYTES} bytes; shorten it")
+    if int(request.headers.get("content-length", 0)) > bodies.MAX_BODY_BYTES:
         raise too_long
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > MAX_BODY_BYTES:
+        if len(body) > bodies.MAX_BODY_BYTES:
             raise too_long
         if len(body) > LARGE_WORK:
             await context.room_for_large()
     return bytes(body)
 
 
-def _model(service: Service, name: str) -> Model:
-    return Model(id=name, created=service.created, max_model_len=service.inputs.max_seq_len)
+def _model(service: Service, name: str) -> replies.Model:
+    return replies.Model(id=name, created=service.created, max_model_len=service.inputs.max_seq_len)
 
 
 async def _no_route(request: Request, _: Exception) -> Response:

@@ -13,15 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from parallel_llama import request
 from parallel_llama.files.fields import did_you_mean
-from parallel_llama.request import (
-    MAX_BIASES,
-    MAX_GRAMMAR_BYTES,
-    MAX_LOGPROBS,
-    MAX_SALT_BYTES,
-    MAX_STOP_IDS,
-    MAX_TOKEN_ID,
-)
 from parallel_llama.tokenizer.chat import MAX_MESSAGES
 
 MAX_BODY_BYTES = 2 << 20
@@ -38,8 +31,8 @@ MAX_METADATA = 16
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-Count = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
-TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+Count = Annotated[int, Meta(ge=0, le=request.MAX_TOKEN_ID)]
+TokenId = Annotated[int, Meta(ge=0, le=request.MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 Prompts = Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -84,9 +77,9 @@ class StructuredOutputs(Nested):
     """Constraints on the generated text; exactly one of the fields. An extension of vLLM."""
 
     json: Object | Text | None = None
-    regex: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)] | None = None
+    regex: Annotated[str, Meta(min_length=1, max_length=request.MAX_GRAMMAR_BYTES)] | None = None
     choice: Annotated[list[Stop], Meta(min_length=1, max_length=256)] | None = None
-    grammar: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)] | None = None
+    grammar: Annotated[str, Meta(min_length=1, max_length=request.MAX_GRAMMAR_BYTES)] | None = None
 
 
 class SamplingBody(Body):
@@ -96,18 +89,18 @@ class SamplingBody(Body):
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKEN_ID)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=request.MAX_TOKEN_ID)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=request.MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=request.MAX_BIASES)] | None = None
     skip_special_tokens: bool | None = None
     # Whether special tokens written in prompts or messages are parsed; llama.cpp's name.
     parse_special: bool | None = None
@@ -116,7 +109,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    cache_salt: Annotated[str, Meta(max_length=MAX_SALT_BYTES)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=request.MAX_SALT_BYTES)] | None = None
     return_token_ids: bool | None = None
     request_id: Name | None = None
     # Ignored.
@@ -161,7 +154,7 @@ class ChatBody(SamplingBody, kw_only=True):
     messages: Annotated[list[Object], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=request.MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -181,7 +174,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: Text | Prompts
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=request.MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     # Ignored.

@@ -10,17 +10,11 @@ from starlette.responses import Response
 
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
+from parallel_llama.serve import rendering
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.asgi import DONE, JSONBody, event
 from parallel_llama.serve.bodies import ChatBody
 from parallel_llama.serve.params import grammar_of, sampling_params
-from parallel_llama.serve.rendering import (
-    chat_logprobs,
-    finish_reason,
-    logprobs_of,
-    streamed,
-    usage_of,
-)
 from parallel_llama.serve.replies import (
     CalledFunction,
     ChatChoice,
@@ -36,8 +30,7 @@ from parallel_llama.serve.replies import (
     Usage,
 )
 from parallel_llama.serve.service import RequestContext
-from parallel_llama.serve.tool_prompt import conversation
-from parallel_llama.serve.tools import Tools, tools_of
+from parallel_llama.serve.tools import Tools, conversation, tools_of
 from parallel_llama.serve.wire import Output
 
 _TOKEN_BYTES = 64  # estimate of the JSON of a token, and of each of its log-probabilities
@@ -62,7 +55,7 @@ class _Pending:
         if not self.body.logprobs:
             return None
         vocabulary = self.context.inputs.tokenizer.vocabulary
-        return chat_logprobs(vocabulary, scored, self.body.top_logprobs or 0)
+        return rendering.chat_logprobs(vocabulary, scored, self.body.top_logprobs or 0)
 
     def chunk(
         self, choices: list[ChatChunkChoice], usage: Usage | None = None, is_first: bool = False
@@ -86,7 +79,7 @@ async def chat(context: RequestContext, body: ChatBody) -> Response:
     context.service.require_model(body.model)
     pending = await context.unless_gone(_begin(context, body))
     if body.stream:
-        return await context.unless_gone(streamed(_chunks(pending)))
+        return await context.unless_gone(rendering.streamed(_chunks(pending)))
     outputs = await context.unless_gone(pending.answer.whole())
     n_tokens = pending.answer.n_tokens + len(pending.answer.request.prompt)
     n_bytes = _TOKEN_BYTES * n_tokens * (2 + (body.top_logprobs or 0))
@@ -142,7 +135,7 @@ def _reply(pending: _Pending, outputs: Sequence[Output]) -> ChatReply:
             ChatChoice(
                 index=completion.choice,
                 message=message,
-                logprobs=pending.logprobs(logprobs_of(outputs, completion.choice)),
+                logprobs=pending.logprobs(rendering.logprobs_of(outputs, completion.choice)),
                 finish_reason=reason,
                 stop_reason=stop_reason,
                 token_ids=pending.token_ids(completion.tokens),
@@ -153,7 +146,7 @@ def _reply(pending: _Pending, outputs: Sequence[Output]) -> ChatReply:
         created=pending.created,
         model=pending.context.service.names[0],
         choices=choices,
-        usage=usage_of([pending.answer], ended),
+        usage=rendering.usage_of([pending.answer], ended),
         prompt_token_ids=pending.token_ids(pending.answer.request.prompt),
     )
 
@@ -177,7 +170,7 @@ async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
             yield b"".join(pieces)
         options = pending.body.stream_options
         if options is not None and options.include_usage:
-            yield pending.chunk([], usage_of([pending.answer], ended))
+            yield pending.chunk([], rendering.usage_of([pending.answer], ended))
         yield DONE
     finally:
         pending.answer.abandon()
@@ -231,7 +224,7 @@ class _Choice:
 
     def finish_reason(self, completion: Completion) -> tuple[FinishReason, str | int | None]:
         """The finish reason and stop reason. All of the choice's text must have been read."""
-        reason, stop_reason = finish_reason(completion)
+        reason, stop_reason = rendering.finish_reason(completion)
         return ("tool_calls" if self._n_calls and reason == "stop" else reason), stop_reason
 
     def _parts(self, text: str, is_last: bool) -> list[str | CalledFunction]:

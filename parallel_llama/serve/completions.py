@@ -10,21 +10,14 @@ from secrets import token_hex
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.engine.prompts import Prompt
+from parallel_llama.engine.input_processor import InputProcessor, Prompt
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
+from parallel_llama.serve import rendering
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.asgi import DONE, JSONBody, event
 from parallel_llama.serve.bodies import MAX_PROMPTS, CompletionBody
 from parallel_llama.serve.params import grammar_of, sampling_params
-from parallel_llama.serve.rendering import (
-    completion_logprobs,
-    finish_reason,
-    logprobs_of,
-    streamed,
-    usage_of,
-)
 from parallel_llama.serve.replies import (
     CompletionChoice,
     CompletionLogprobs,
@@ -78,7 +71,7 @@ class _Pending:
             return None
         vocabulary = self.context.inputs.tokenizer.vocabulary
         first = answer.request.prompt[0]
-        return completion_logprobs(vocabulary, scored, first, self.body.logprobs, at)
+        return rendering.completion_logprobs(vocabulary, scored, first, self.body.logprobs, at)
 
 
 async def complete(context: RequestContext, body: CompletionBody) -> Response:
@@ -86,7 +79,7 @@ async def complete(context: RequestContext, body: CompletionBody) -> Response:
     context.service.require_model(body.model)
     pending = await context.unless_gone(_begin(context, body))
     if body.stream:
-        return await context.unless_gone(streamed(_chunks(pending)))
+        return await context.unless_gone(rendering.streamed(_chunks(pending)))
     return JSONBody(await context.unless_gone(_whole(pending)))
 
 
@@ -164,7 +157,7 @@ async def _whole(pending: _Pending) -> bytes:
             write = partial(_choice, pending, number, own, completion, prompt)
             n_bytes = _n_bytes(pending, answer, completion)
             choices.append(await pending.context.serialize(write, n_bytes))
-    return pending.reply([], usage_of(pending.answers, ended)).encode_with(choices)
+    return pending.reply([], rendering.usage_of(pending.answers, ended)).encode_with(choices)
 
 
 def _n_bytes(pending: _Pending, answer: Answer, completion: Completion) -> int:
@@ -179,10 +172,10 @@ def _choice(
     """A choice as JSON."""
     answer = pending.answers[number]
     is_prompt_alone = pending.body.max_tokens == 0
-    reason, stop_reason = finish_reason(completion)
+    reason, stop_reason = rendering.finish_reason(completion)
     scored = [None, *answer.prompt_logprobs] if pending.body.echo else []
     if not is_prompt_alone:
-        scored += logprobs_of(outputs, completion.choice)
+        scored += rendering.logprobs_of(outputs, completion.choice)
     at = 0 if pending.body.echo else len(prompt)
     choice = CompletionChoice(
         index=pending.index(number, completion.choice),
@@ -210,7 +203,7 @@ async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
             ended += [output.completion for output in outputs if output.completion is not None]
         options = pending.body.stream_options
         if options is not None and options.include_usage:
-            yield event(pending.reply([], usage_of(pending.answers, ended)).encode())
+            yield event(pending.reply([], rendering.usage_of(pending.answers, ended)).encode())
         yield DONE
     finally:
         await merged.aclose()
@@ -258,7 +251,7 @@ def _piece(
     at = shown.get(index, 0)
     shown[index] = at + len(text)
     reason, stop_reason = (
-        (None, None) if output.completion is None else finish_reason(output.completion)
+        (None, None) if output.completion is None else rendering.finish_reason(output.completion)
     )
     return CompletionChoice(
         index=index,

@@ -12,23 +12,10 @@ import msgspec
 
 from parallel_llama.errors import DISAGREE, NumericalError, UsageError
 from parallel_llama.request import Request
+from parallel_llama.serve import wire
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.engine_child import AttachedEngine, EngineChild
 from parallel_llama.serve.metrics import Metrics
-from parallel_llama.serve.wire import (
-    Cancel,
-    EngineRefused,
-    Failed,
-    Frames,
-    FromEngine,
-    Loaded,
-    Output,
-    Scored,
-    Stepped,
-    Submit,
-    framed,
-    from_engine,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +78,11 @@ class EngineClient:
         self._is_draining = False
         self._state: State = "loading"
         self._heard_s = self._asked_s = time.monotonic()
-        self.loaded: Loaded | None = None
-        self.last_step: Stepped | None = None
+        self.loaded: wire.Loaded | None = None
+        self.last_step: wire.Stepped | None = None
         self.n_restarts = 0
         self.n_failed_steps = 0
-        self.on_loaded: Callable[[Loaded], None] = lambda _: None
+        self.on_loaded: Callable[[wire.Loaded], None] = lambda _: None
 
     @property
     def state(self) -> State:
@@ -168,7 +155,7 @@ class EngineClient:
 
     def _submit(self, request: Request) -> Answer:
         answer = Answer(next(self._keys), request, self._cancel)
-        self._send(Submit(answer.key, request))
+        self._send(wire.Submit(answer.key, request))
         if not self._answers:
             self._asked_s = time.monotonic()
         self._answers[answer.key] = answer
@@ -217,12 +204,12 @@ class EngineClient:
     async def _converse(self, child: EngineChild | AttachedEngine) -> None:
         """Receive the messages of one engine until it ends or hangs."""
         reader, writer = await asyncio.open_connection(sock=child.socket)
-        frames = Frames()
+        frames = wire.Frames()
         watching = asyncio.create_task(self._watch(writer))
         try:
             while data := await reader.read(_READ_BYTES):
                 for body in frames.feed(data):
-                    self._on_message(from_engine.decode(body), writer)
+                    self._on_message(wire.from_engine.decode(body), writer)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             logger.error("the engine's messages cannot be read: %s", error)
         finally:
@@ -243,29 +230,29 @@ class EngineClient:
                 writer.transport.abort()
                 return
 
-    def _on_message(self, message: FromEngine, writer: asyncio.StreamWriter) -> None:
+    def _on_message(self, message: wire.FromEngine, writer: asyncio.StreamWriter) -> None:
         self._heard_s = time.monotonic()
         match message:
-            case Stepped():
+            case wire.Stepped():
                 self.last_step = message
                 self.metrics.stepped(message)
                 for key in message.begun:
                     self._answers[key].begin()
                 for output in message.outputs:
                     self._on_output(self._answers[output.key], output)
-            case Scored():
+            case wire.Scored():
                 self._answers[message.key].prompt_logprobs += message.logprobs
-            case Loaded():
+            case wire.Loaded():
                 self._begin(message, writer)
-            case EngineRefused():
+            case wire.EngineRefused():
                 self._forget(message.key).fail(UsageError(message.reason))
-            case Failed():
+            case wire.Failed():
                 self.n_failed_steps += 1
                 logger.error("a step failed: %s", message.reason)
                 for key in message.keys:
                     self._forget(key).fail(NumericalError(message.reason))
 
-    def _on_output(self, answer: Answer, output: Output) -> None:
+    def _on_output(self, answer: Answer, output: wire.Output) -> None:
         before_s, is_counted = answer.last_token_s, answer.key != self._probe_key
         new = answer.put(output)
         if new is not None and is_counted:
@@ -276,7 +263,7 @@ class EngineClient:
                 self.metrics.ended(answer)
                 _log(answer)
 
-    def _begin(self, loaded: Loaded, writer: asyncio.StreamWriter) -> None:
+    def _begin(self, loaded: wire.Loaded, writer: asyncio.StreamWriter) -> None:
         """The engine is loaded: unfinished requests of a previous engine run again."""
         self.loaded, self._writer, self._state = loaded, writer, "ready"
         self.on_loaded(loaded)
@@ -287,7 +274,7 @@ class EngineClient:
                 self._forget(key).fail(NotReady("every engine that had this request has ended"))
             else:
                 answer.begin_again()
-                self._send(Submit(key, answer.request))
+                self._send(wire.Submit(key, answer.request))
 
     def _forget(self, key: int) -> Answer:
         if key == self._probe_key:
@@ -296,12 +283,12 @@ class EngineClient:
 
     def _cancel(self, answer: Answer) -> None:
         if answer.key in self._answers:
-            self._send(Cancel(answer.key))
+            self._send(wire.Cancel(answer.key))
 
-    def _send(self, message: Submit | Cancel) -> None:
+    def _send(self, message: wire.Submit | wire.Cancel) -> None:
         """No-op while the engine is down: requests are submitted again when it is back."""
         if self._writer is not None:
-            self._writer.write(framed(message))
+            self._writer.write(wire.framed(message))
 
     def _fail_all(self, error: Exception) -> None:
         for key in list(self._answers):

@@ -6,7 +6,6 @@ Source: self-clocked and start-time fair queueing (Golestani 1994; Goyal, Vin an
 import asyncio
 import itertools
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -71,8 +70,7 @@ def yield_cores() -> None:
     The threads of a step meet at hundreds of barriers, and each barrier waits for a thread whose
     core is taken by another one.
     """
-    if sys.platform == "linux":  # on other systems a priority belongs to the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class _Lane:

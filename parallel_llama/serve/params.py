@@ -8,12 +8,7 @@ from typing import Any
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError, shown
 from parallel_llama.request import Grammar, SamplingParams
-from parallel_llama.serve.bodies import (
-    WITHOUT_EFFECT,
-    ResponseFormat,
-    SamplingBody,
-    StructuredOutputs,
-)
+from parallel_llama.serve import bodies
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +24,7 @@ _ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 def sampling_params(
     inputs: InputProcessor,
-    body: SamplingBody,
+    body: bodies.SamplingBody,
     *,
     max_tokens: int | None,
     grammar: Grammar | None,
@@ -42,7 +37,7 @@ def sampling_params(
     """
     if body.stream_options is not None and not body.stream:
         raise UsageError("stream_options needs stream; set stream to true, or omit stream_options")
-    for name in WITHOUT_EFFECT:
+    for name in bodies.WITHOUT_EFFECT:
         if getattr(body, name, None) is not None:
             log_ignored(name)
     given: dict[str, Any] = {
@@ -65,7 +60,7 @@ def log_ignored(name: str) -> None:
     logger.info("ignored a field that has no effect", extra={"fields": {"field": name}})
 
 
-def grammar_of(body: SamplingBody) -> Grammar | None:
+def grammar_of(body: bodies.SamplingBody) -> Grammar | None:
     """The grammar that a body requires for the generated text; None if it requires none.
 
     Raises: UsageError for an inconsistent format, or for two formats.
@@ -78,7 +73,7 @@ def grammar_of(body: SamplingBody) -> Grammar | None:
     return None if body.response_format is None else _of_response_format(body.response_format)
 
 
-def _of_response_format(wanted: ResponseFormat) -> Grammar | None:
+def _of_response_format(wanted: bodies.ResponseFormat) -> Grammar | None:
     if (wanted.type == "json_schema") != (wanted.json_schema is not None):
         raise UsageError(
             f"response_format.type={wanted.type!r}: give json_schema if and only if type is "
@@ -89,7 +84,7 @@ def _of_response_format(wanted: ResponseFormat) -> Grammar | None:
     return _ANY_OBJECT if wanted.type == "json_object" else None
 
 
-def _of_structured_outputs(wanted: StructuredOutputs) -> Grammar:
+def _of_structured_outputs(wanted: bodies.StructuredOutputs) -> Grammar:
     given = [name for name in wanted.__struct_fields__ if getattr(wanted, name) not in (None, [])]
     if len(given) != 1:
         raise UsageError(

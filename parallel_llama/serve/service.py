@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from starlette.requests import Request as HTTPRequest
 
-from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.engine.prompts import Prompt
+from parallel_llama.engine.input_processor import InputProcessor, Prompt
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request, SamplingParams
 from parallel_llama.serve.answer import Answer

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from parallel_llama.engine.detokenizer import StopChecker
 from parallel_llama.serve.replies import CalledFunction
-from parallel_llama.stop import StopChecker
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,3 @@
 llguidance does the matching; this package bounds its cost and adapts it to our tokenizers. Nothing
 here depends on logits, requests or ranks.
 """
-
-from parallel_llama.structured.compiler import GrammarCompiler
-from parallel_llama.structured.matcher import Matcher, MatchError
-
-__all__ = ["GrammarCompiler", "MatchError", "Matcher"]

@@ -5,8 +5,7 @@ Nothing here depends on the model: the type of a tokenizer follows from its file
 
 from parallel_llama.tokenizer.chat import Chat, ChatTemplate, Message, text_of
 from parallel_llama.tokenizer.loading import load_chat_template, load_tokenizer
-from parallel_llama.tokenizer.tokenizer import StreamDecoder, Tokenizer
-from parallel_llama.tokenizer.vocabulary import Vocabulary
+from parallel_llama.tokenizer.tokenizer import StreamDecoder, Tokenizer, Vocabulary
 
 __all__ = [
     "Chat",

@@ -102,7 +102,6 @@ class ChatTemplate(Protocol):
 
         Raises: UsageError if the messages do not fit the format.
         """
-        ...
 
 
 def text_of(message: Message) -> str:

@@ -17,9 +17,8 @@ from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.tokenizer import spm
 from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer
-from parallel_llama.tokenizer.tokenizer import Tokenizer
+from parallel_llama.tokenizer.tokenizer import MAX_PIECES, Tokenizer
 from parallel_llama.tokenizer.tokenizer_json import BuiltEncoder, TokenizersTokenizer
-from parallel_llama.tokenizer.vocabulary import MAX_PIECES
 
 MAX_MERGES = 4 * MAX_PIECES
 MAX_ADDED = 1 << 18  # speech models have about 30,000; this many take seconds to add

@@ -5,20 +5,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.config.mistral import is_mistral_params
+from parallel_llama.config.meta import is_mistral_params
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.bounded_files import is_file, is_there, open_file, read_bytes
+from parallel_llama.files.fields import MAX_CONFIG_BYTES, json_object
 from parallel_llama.files.gguf_header import read_gguf_header
-from parallel_llama.files.json_text import MAX_CONFIG_BYTES, json_object
 from parallel_llama.files.model_files import TOKENIZER_FILES
 from parallel_llama.tokenizer.chat import TOKEN_NAMES, ChatTemplate
+from parallel_llama.tokenizer.chat_formats import Llama2Chat, Llama3Chat, MistralChat
 from parallel_llama.tokenizer.gguf import GGUFVocabulary, build_gguf_tokenizer
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
-from parallel_llama.tokenizer.meta_chat import Llama2Chat, Llama3Chat
-from parallel_llama.tokenizer.mistral_chat import MistralChat
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer, parse_spm
-from parallel_llama.tokenizer.tekken import TekkenTokenizer, is_tekken
-from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
+from parallel_llama.tokenizer.tiktoken_ranks import TekkenTokenizer, TiktokenTokenizer, is_tekken
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 from parallel_llama.tokenizer.tokenizer_json import FileEncoder, TokenizersTokenizer
 

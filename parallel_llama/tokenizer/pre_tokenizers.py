@@ -8,8 +8,6 @@ src/llama-vocab.cpp.
 
 from typing import NamedTuple
 
-from parallel_llama.tokenizer.tiktoken_ranks import LLAMA3_PATTERN
-
 
 class PreTokenizer(NamedTuple):
     """One rule.
@@ -28,6 +26,10 @@ class PreTokenizer(NamedTuple):
     composes: bool = False
 
 
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -8,8 +8,7 @@ from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from parallel_llama.errors import CheckpointError
-from parallel_llama.tokenizer.tokenizer import SpecialTokens, Tokenizer
-from parallel_llama.tokenizer.vocabulary import MAX_PIECES, Vocabulary
+from parallel_llama.tokenizer.tokenizer import MAX_PIECES, SpecialTokens, Tokenizer, Vocabulary
 
 SPM_PROTO: Any = sentencepiece_model_pb2  # type checkers do not see its generated classes
 # Types of pieces; the token types of GGUF files have the same numbers.

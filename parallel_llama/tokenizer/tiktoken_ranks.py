@@ -1,22 +1,28 @@
-"""Llama 3's tokenizer file: base64 tokens with their ranks, one per line."""
+"""Tokenizers of the tiktoken library: Llama 3's tokenizer.model and Mistral's tekken.json.
+
+Llama 3's file has base64 tokens with their ranks, one per line. A tekken.json has byte-level tokens
+by rank, after special tokens with the first ids.
+
+Source: llama3/tokenizer.py in Meta's llama-models; tokens/tokenizers/tekken.py in Mistral's
+mistral-common.
+"""
 
 import base64
 import binascii
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import tiktoken
 
-from parallel_llama.errors import CheckpointError
-from parallel_llama.tokenizer.tokenizer import SpecialTokens, Tokenizer
-from parallel_llama.tokenizer.vocabulary import Vocabulary
+from parallel_llama.errors import CheckpointError, UsageError, shown
+from parallel_llama.files.fields import json_object
+from parallel_llama.tokenizer.pre_tokenizers import LLAMA3_PATTERN, PRE_TOKENIZERS
+from parallel_llama.tokenizer.tokenizer import MAX_PIECES, SpecialTokens, Tokenizer, Vocabulary
 
 N_RANKS = 128_000
 N_SPECIAL = 256
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _NAMED = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
     "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|step_id|>",
@@ -60,10 +66,7 @@ def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Llama 3's tokenizer; the ids of its special tokens follow the ranks.
-
-    Source: llama3/tokenizer.py in Meta's llama-models.
-    """
+    """Llama 3's tokenizer; the ids of its special tokens follow the ranks."""
 
     def __init__(self, data: bytes, source: str) -> None:
         ranks = parse_ranks(data, source)
@@ -102,3 +105,165 @@ def chunks(text: str) -> Iterator[str]:
                 yield chunk[cut:start]
                 cut = start
         yield chunk[cut:]
+
+
+# Each JSON value follows one of these characters, and takes up to 250 bytes of memory. Files in use
+# have 600,000 values.
+_VALUE_STARTS = (b"{", b"[", b",")
+MAX_VALUES = 1 << 20
+MAX_SPECIAL = 1 << 12  # files in use have 1,000
+MAX_TOKEN_BYTES = 1024  # files in use have up to 128
+# The pattern backtracks over every space of a run, and tiktoken panics at a million spaces.
+MAX_SPACES = 100_000
+
+# The special tokens of files that do not list them, as files up to version 7 may do.
+_UNLISTED = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
+    "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+    "[TOOL_CONTENT]",
+)  # fmt: skip
+_LAST_UNLISTED_VERSION = 7
+
+_TOKEN_BYTES = re.compile(rb'"token_bytes"\s*:\s*"')  # a tokenizer.json has a number here
+_SPACES = re.compile(r"\s{32,}")  # shorter runs need no check
+_T = TypeVar("_T")
+
+
+class Tekken(NamedTuple):
+    """The contents of a tekken.json; `version` is that of Mistral's chat format."""
+
+    tokens: list[bytes]
+    specials: list[str]
+    version: int
+
+
+def is_tekken(data: bytes) -> bool:
+    """Whether a JSON text is a tekken.json, rather than a tokenizer.json of `tokenizers`."""
+    return _TOKEN_BYTES.search(data) is not None
+
+
+def parse_tekken(data: bytes, source: str) -> Tekken:
+    """The contents of a tekken.json, with the vocabulary truncated to the size in its config.
+
+    Raises: CheckpointError if the file is damaged; UsageError if its pattern is not Mistral's.
+    """
+    n_values = sum(map(data.count, _VALUE_STARTS))
+    if n_values > MAX_VALUES:
+        raise CheckpointError(
+            f"{source}: has about {n_values} values, over the limit of {MAX_VALUES}"
+        )
+    file = json_object(Path(source), data)
+    config = _field(file, "config", dict, source)
+    if (pattern := _field(config, "pattern", str, source)) != PRE_TOKENIZERS["tekken"].patterns[0]:
+        raise UsageError(
+            f"{source}: its pattern is {shown(pattern)}, not Mistral's; other patterns are "
+            "supported only in a tokenizer.json"
+        )
+    version = re.fullmatch("v([0-9]{1,4})", _field(config, "version", str, source))
+    if version is None:
+        raise _damaged(source, f"version is {shown(config['version'])}, not of the form v1")
+    n_special = _field(config, "default_num_special_tokens", int, source)
+    vocab_size = _field(config, "default_vocab_size", int, source)
+    if not 0 < n_special <= MAX_SPECIAL or not n_special + 256 <= vocab_size <= MAX_PIECES:
+        raise _damaged(
+            source,
+            f"{n_special} of {vocab_size} tokens are special; there must be 1 to {MAX_SPECIAL}, at "
+            f"least 256 others, and at most {MAX_PIECES} in total",
+        )
+    specials = _specials(file, int(version[1]), n_special, source)
+    return Tekken(_tokens(file, vocab_size - n_special, source), specials, int(version[1]))
+
+
+def _specials(file: dict[str, Any], version: int, n_special: int, source: str) -> list[str]:
+    texts: list[str] = []
+    if file.get("special_tokens") is None and version <= _LAST_UNLISTED_VERSION:
+        texts += _UNLISTED
+    else:
+        for id, token in enumerate(_field(file, "special_tokens", list, source)):
+            text = _field(token, "token_str", str, source)
+            if token.get("rank") != id or not 0 < len(text) <= MAX_TOKEN_BYTES or _is_broken(text):
+                raise _damaged(source, f"special token {id} is {shown(token)}")
+            texts.append(text)
+    texts += [f"<SPECIAL_{id}>" for id in range(len(texts), n_special)]
+    if len(texts) > n_special or len(set(texts)) < n_special or not {"<s>", "</s>"} <= {*texts}:
+        raise _damaged(source, f"there are not {n_special} special tokens with <s> and </s>")
+    return texts
+
+
+def _tokens(file: dict[str, Any], n_tokens: int, source: str) -> list[bytes]:
+    vocab = _field(file, "vocab", list, source)
+    if len(vocab) < n_tokens:
+        raise _damaged(source, f"there are {len(vocab)} tokens, fewer than {n_tokens}")
+    tokens: list[bytes] = []
+    for rank, token in enumerate(vocab[:n_tokens]):
+        text = _field(token, "token_bytes", str, source)
+        try:
+            tokens.append(base64.b64decode(text, validate=True))
+        except (ValueError, binascii.Error) as error:
+            raise _damaged(source, f"token {rank} is {shown(token)}, not base64") from error
+        if token.get("rank") != rank or not 0 < len(tokens[rank]) <= MAX_TOKEN_BYTES:
+            raise _damaged(source, f"token {rank} is {shown(token)}")
+    # tiktoken panics at a text with a byte that has no token.
+    if tokens[:256] != [bytes([byte]) for byte in range(256)] or len(set(tokens)) < n_tokens:
+        raise _damaged(
+            source, "the tokens must begin with the 256 bytes, and contain no token twice"
+        )
+    return tokens
+
+
+def _is_broken(text: str) -> bool:
+    """Whether a text contains an unpaired surrogate."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _field(value: Any, name: str, kind: type[_T], source: str) -> _T:
+    field = value.get(name) if isinstance(value, dict) else None
+    if type(field) is not kind:
+        raise _damaged(source, f"{name} is {shown(field)}, not of type {kind.__name__}")
+    return field
+
+
+def _damaged(source: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{source}: damaged tokenizer: {why}")
+
+
+class TekkenTokenizer(Tokenizer):
+    """The tokenizer of a tekken.json; `version` is that of Mistral's chat format.
+
+    Runs of more than MAX_SPACES spaces are split.
+
+    Raises: like `parse_tekken`.
+    """
+
+    def __init__(self, data: bytes, source: str) -> None:
+        tokens, specials, self.version = parse_tekken(data, source)
+        special_ids = {text: id for id, text in enumerate(specials)}
+        self._n_special = len(specials)
+        self._encoding = tiktoken.Encoding(
+            "tekken",
+            pat_str=PRE_TOKENIZERS["tekken"].patterns[0],
+            mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+            special_tokens={},
+        )
+        pieces = [*(text.encode() for text in specials), *tokens]
+        bos_id, eos_id = special_ids["<s>"], special_ids["</s>"]
+        super().__init__(Vocabulary(pieces, special_ids), bos_id, frozenset([eos_id]), [bos_id])
+        self._specials = SpecialTokens(special_ids)
+
+    def _encoded(self, text: str, special: bool) -> list[int]:
+        return self._specials.encode(text, self._ordinary) if special else self._ordinary(text)
+
+    def _ordinary(self, text: str) -> list[int]:
+        ranks = (rank for part in _parts(text) for rank in self._encoding.encode_ordinary(part))
+        return [self._n_special + rank for rank in ranks]
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Splits a text after every MAX_SPACES spaces of a run."""
+    start = 0
+    for run in _SPACES.finditer(text):
+        for end in range(run.start() + MAX_SPACES, run.end(), MAX_SPACES):
+            yield text[start:end]
+            start = end
+    yield text[start:]

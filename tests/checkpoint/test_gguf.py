@@ -23,17 +23,14 @@ from gguf.quants import dequantize
 from reshard_samples import opened
 from transformers_oracle import decoded_smollm2
 
-from parallel_llama.checkpoint import gguf_file, load, open_checkpoint
+from parallel_llama.checkpoint import gguf_file
 from parallel_llama.checkpoint.quantised import decode_gguf
-from parallel_llama.config import (
-    ModelArgs,
-    load_generation_defaults,
-    load_model_args,
-    stored_formats,
-)
+from parallel_llama.checkpoint.reading import load, open_checkpoint
+from parallel_llama.config.layouts import load_generation_defaults, load_model_args, stored_formats
 from parallel_llama.dtypes import GGUF_QUANTS, Precision, make_precision
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files import gguf_header
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.memory import values_by_form, weight_bytes

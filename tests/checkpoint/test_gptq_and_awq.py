@@ -15,18 +15,19 @@ from tiny_models import TinyModel, write_hf
 from transformers_oracle import reference_logits
 
 from parallel_llama import LLM, SamplingParams
-from parallel_llama.checkpoint import load, open_checkpoint
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
 from parallel_llama.checkpoint.quantised import read_packed
+from parallel_llama.checkpoint.reading import load, open_checkpoint
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
-from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
+from parallel_llama.config.layouts import default_quant, load_model_args, stored_formats
 from parallel_llama.config.quantised import HF_QUANTS, packing_of
 from parallel_llama.dtypes import Precision, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.ops.quant import QuantMatrix

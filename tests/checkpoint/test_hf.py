@@ -8,7 +8,8 @@ import torch
 from checkpoint_samples import TINY, hf_name, weights_of, write_hf, write_safetensors
 from reshard_samples import opened
 
-from parallel_llama.checkpoint import byte_ranges, open_checkpoint
+from parallel_llama.checkpoint import byte_ranges
+from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import parameters

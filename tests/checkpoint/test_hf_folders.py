@@ -24,7 +24,7 @@ from transformers_oracle import loaded_logits
 
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
-from parallel_llama.config import load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import find_model
 

@@ -9,13 +9,19 @@ import torch
 from checkpoint_cost import cost_of_rank, write_random_folder
 from checkpoint_samples import TINY, interleaved, weights_of, write_hf
 
-from parallel_llama.checkpoint import load, open_checkpoint, random_checkpoint
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.checkpoint.prefetch import workers
-from parallel_llama.checkpoint.reading import PIECE_VALUES, pieces_of, quantised
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.reading import (
+    PIECE_VALUES,
+    load,
+    open_checkpoint,
+    pieces_of,
+    quantised,
+)
 from parallel_llama.dtypes import Precision, QuantFormat
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.memory import values_by_form, weight_bytes

@@ -51,7 +51,6 @@ def test_what_is_written_is_read(tmp_path):
     assert read_manifest(tmp_path) is None
     write_manifest(tmp_path, SMALL)
     found = read_manifest(tmp_path)
-    assert found is not None
     assert (found.tensors, found.files, found.units) == (SMALL.tensors, SMALL.files, SMALL.units)
     assert found.source == SMALL.source
     assert '"format": "parallel_llama manifest 1"' in text_of(tmp_path)

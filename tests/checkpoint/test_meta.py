@@ -11,7 +11,8 @@ from checkpoint_samples import TINY, meta_shards, weights_of, write_meta
 from reshard_samples import opened
 from torch_archives import assert_not_run, rewritten
 
-from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
+from parallel_llama.checkpoint.meta_folder import meta_vocab_size
+from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import parameters
 from parallel_llama.plan import make_plan
@@ -127,7 +128,7 @@ def test_a_dtype_that_is_not_a_float_is_refused(tmp_path):
 
 def test_a_vocabulary_that_does_not_add_up_is_refused(tmp_path):
     shards = meta_shards(TINY, weights_of(TINY), 3, embedding_dim=1)
-    with pytest.raises(CheckpointError, match="does not add up to rows of 36"):
+    with pytest.raises(CheckpointError, match="do not form rows of 36"):
         meta_vocab_size(write_meta(tmp_path, shards[:2]))
 
 

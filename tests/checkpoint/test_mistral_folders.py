@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers_oracle import reference_logits
 
 from parallel_llama.checkpoint.verify import verify
-from parallel_llama.config import load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard.reshard import reshard

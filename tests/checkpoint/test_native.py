@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard_samples import model_of, moved, shapes, write_model
 
-from parallel_llama.checkpoint import open_checkpoint
 from parallel_llama.checkpoint.native_folder import from_unit_major, unit_major_blocks
-from parallel_llama.config import ModelArgs, RopeScaling, load_model_args
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.config.native import args_from_native, native_config, native_units
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs, RopeScaling
 from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard.safetensors_layout import NativeLayout

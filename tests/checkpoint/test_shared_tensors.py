@@ -12,14 +12,15 @@ from model_folders import add_manifest
 from reshard_samples import moved, opened, same_bytes, tensors_of
 from torch import Tensor
 
-from parallel_llama.checkpoint import load
 from parallel_llama.checkpoint.manifest import read_manifest
+from parallel_llama.checkpoint.reading import load
 from parallel_llama.checkpoint.verify import verify
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import Precision
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import FAMILIES, parameters
 from parallel_llama.families.llama import LLAMA
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import LLAMA_NAMES
 from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import make_plan

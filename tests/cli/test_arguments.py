@@ -29,19 +29,19 @@ from parallel_llama.cli.arguments import (
     Flag,
     Flags,
     HelpRequested,
+    Job,
     Verb,
     help_text,
     parse_flags,
     terminal_width,
 )
 from parallel_llama.cli.main import VERBS, load_verb
-from parallel_llama.cli.model import check_model
+from parallel_llama.cli.model import check_model, rank_count
 from parallel_llama.cli.parsers import byte_size, plain_text
 from parallel_llama.cli.prompts import gather, read_lines
-from parallel_llama.cli.ranks import Job, rank_count
 from parallel_llama.cli.sampling_flags import given_sampling
 from parallel_llama.cli.score import perplexity
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, escaped
 from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.tokenizer import Chat
 
@@ -788,10 +788,10 @@ def test_colors_are_for_terminals_that_want_them(monkeypatch):
 def test_a_model_cannot_steer_the_terminal():
     """Escape codes in an answer could retitle the window or rewrite what is on the screen."""
     hostile = "a\x1b]0;owned\x07\u202eb\r\x9b2J"
-    shown = terminal.printable(hostile)
+    shown = escaped(hostile)
     assert not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in shown)
     assert "\u202e" not in shown
-    assert terminal.printable("tab\tline\n\u4f60 \U0001f600") == "tab\tline\n\u4f60 \U0001f600"
+    assert escaped("tab\tline\n\u4f60 \U0001f600") == "tab\tline\n\u4f60 \U0001f600"
 
 
 def test_the_first_ctrl_c_is_a_question_and_the_second_an_end():

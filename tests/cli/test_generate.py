@@ -17,10 +17,9 @@ from commands import ROOT, run_command
 from parallel_llama.cli import generate
 from parallel_llama.cli.arguments import parse_flags
 from parallel_llama.cli.main import main
-from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.prompts import Line, read_lines
 from parallel_llama.cli.sampling_flags import given_sampling
-from parallel_llama.cli.session import closing_line
+from parallel_llama.cli.session import Meter, closing_line
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, Grammar, Request, SamplingParams
 from parallel_llama.tokenizer import Chat
@@ -344,7 +343,6 @@ def test_two_runs_without_a_seed_differ_and_either_can_be_repeated(run):
     texts = [[json.loads(line)["text"] for line in out.splitlines()] for _, out, _ in runs]
     assert len({text for pair in texts for text in pair}) == 4
     seed = re.search(r"seed (\d+)", runs[0][2])
-    assert seed is not None
     assert run(*argv, "--json", "--seed", seed[1])[1] == runs[0][1]
     own = json.loads(runs[0][1].splitlines()[1])
     one = ("--prompts", "-", "--json", "--max-tokens", "9", "--temperature", "1.5")

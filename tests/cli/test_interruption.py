@@ -45,7 +45,6 @@ class Command:
         self.ranks: list[psutil.Process] = []
 
     def wait_for_text(self) -> None:
-        assert self.process.stdout is not None
         assert self.process.stdout.read(1), "ended before its first token"
         self.find_ranks()
 
@@ -99,7 +98,6 @@ def start(model: Path) -> Iterator[Start]:
             os.killpg(command.process.pid, signal.SIGKILL)
         command.process.wait()
         for stream in (command.process.stdout, command.process.stderr):
-            assert stream is not None
             stream.close()
 
 

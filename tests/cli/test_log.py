@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from parallel_llama.cli.log import log_to_stderr
+from parallel_llama.serve.log import log_to_stderr
 
 HOSTILE = "a\x1b[31mred\r\n2026 ERROR forged"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parallel_llama.cli import main as command_line
 from parallel_llama.cli import terminal
 from parallel_llama.cli.parsers import CARDS, GIB, card_sizes
-from parallel_llama.config import load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.kv_capacity import CacheSize, DeviceMemory
 from parallel_llama.files.model_files import find_model

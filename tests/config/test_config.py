@@ -16,15 +16,11 @@ from gguf_builder import BF16, F16, F32, GGUF, Q8_0, TINY_FIELDS, Tensor, mutati
 from transformers import GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from parallel_llama.config import (
-    GenerationDefaults,
-    ModelArgs,
-    RopeScaling,
-    load_generation_defaults,
-    load_model_args,
-)
+from parallel_llama.config.generation import GenerationDefaults
+from parallel_llama.config.layouts import load_generation_defaults, load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs, RopeScaling
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.model.rope import frequencies
 
@@ -719,7 +715,6 @@ def test_rope_scaling_of_a_gguf_file():
         llama__rope__scaling__attn_factor=2.0,
     )
     scaling = from_gguf(yarn).rope_scaling
-    assert scaling is not None
     assert scaling.attention_factor == pytest.approx(2 * (1 + 0.1 * math.log(4)))
     assert replace(scaling, attention_factor=None) == RopeScaling("yarn", 4.0, 16)
     yarn.fields["llama.rope.scaling.yarn_attn_factor"] = 1.25

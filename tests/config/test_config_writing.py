@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from parallel_llama.config import ModelArgs, RopeScaling, load_generation_defaults, load_model_args
 from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf import args_from_hf, hf_config, llama3_from_factors
+from parallel_llama.config.layouts import load_generation_defaults, load_model_args
 from parallel_llama.config.meta import (
     args_from_meta_config,
     args_from_params,
@@ -25,7 +25,7 @@ from parallel_llama.config.meta import (
     meta_params,
 )
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import MAX_SIZES
+from parallel_llama.families.model_args import MAX_SIZES, ModelArgs, RopeScaling
 from parallel_llama.files.model_files import find_model
 from parallel_llama.model.rope import frequencies
 

@@ -5,21 +5,23 @@ Numbers of 4 and 8 bits make such a difference large, for it changes how inputs 
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 
 import pytest
 import torch
 from mixes import make_engine
 from thread_ranks import run_on_threads
 
-from parallel_llama.checkpoint import random_checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.ops import cpu_ops
+from parallel_llama.ops.cpu import jit
 from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
@@ -159,3 +161,29 @@ def test_log_probabilities_are_the_same_to_the_last_bit_however_a_prompt_is_cut(
 def test_log_probabilities_are_the_same_to_the_last_bit_on_several_ranks(tp_size, formats):
     results = run_on_threads(tp_size, differences, ARGS, formats, 1, 3)
     assert results == [[]] * tp_size
+
+
+class _Limits:
+    """Limits on the threads of kernels that follow each other, in place of a `ThreadLimit`."""
+
+    def __init__(self, *limits: int) -> None:
+        self._limits = cycle(limits)
+
+    def run(self, n_threads: int, kernel: Callable[[int], object]) -> None:
+        kernel(min(n_threads, next(self._limits)))
+
+
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+def test_log_probabilities_are_the_same_to_the_last_bit_if_kernels_use_fewer_threads(
+    quant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill and decode, which is recorded for all threads, while the cores become busy."""
+    torch.set_num_threads(3)
+    runner = make_runner(Solo(), ARGS, "float32", quant, None)
+    answers = []
+    for limits in [(3,), (1,), (2,), (1, 3, 2, 1, 2)]:
+        monkeypatch.setattr(jit._TEAM, "limit", _Limits(*limits))
+        requests = [make_request(n, make_prompt(random.Random(n), 40 * n)) for n in (1, 2, 3)]
+        found = run(make_engine(runner, 900), requests)
+        answers.append({n: (each.tokens, each.logprobs) for n, each in found.items()})
+    assert answers == [answers[0]] * 4

@@ -25,14 +25,15 @@ from recorded import Recorded
 from thread_ranks import run_on_threads
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import SamplingParams
-from parallel_llama.sampling import PendingDraws, SampledToken
+from parallel_llama.sampling.draw import SampledToken
+from parallel_llama.sampling.pending import PendingDraws
 
 GREEDY, PLAIN = [SamplingParams()], [SamplingParams(temperature=1.2, n=2)]
 # Greedy tokens, and tokens of all that there are.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from mixes import ARGS
 
-from parallel_llama.checkpoint import random_checkpoint
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import model_runner
 from parallel_llama.engine.model_runner import ModelRunner, settle_cuda

@@ -16,8 +16,7 @@ from tiny_folder import write_chat_folder
 from tokenizer_data import MISTRAL_V1, SMOLLM2, real_tokenizer
 
 from parallel_llama import LLM
-from parallel_llama.checkpoint import random_checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import engine as engine_module
 from parallel_llama.engine import rank_rpc
@@ -26,10 +25,11 @@ from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.scheduler import Sequence
 from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion, Grammar, Request, SamplingParams
-from parallel_llama.structured import GrammarCompiler, Matcher, MatchError
+from parallel_llama.structured.compiler import GrammarCompiler, Matcher, MatchError
 
 ARGS = ModelArgs(
     dim=36,

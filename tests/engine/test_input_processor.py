@@ -11,7 +11,7 @@ from tiny_models import TINY_MODELS, write_hf
 from transformers import AutoModelForCausalLM
 
 from parallel_llama import LLM, Grammar, SamplingParams
-from parallel_llama.config import load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model

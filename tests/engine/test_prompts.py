@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from parallel_llama import Chat, UsageError
-from parallel_llama.engine.prompts import as_prompts
+from parallel_llama.engine.input_processor import as_prompts
 
 TALK = [{"role": "user", "content": "Hi!"}]
 

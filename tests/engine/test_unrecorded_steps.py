@@ -12,9 +12,9 @@ from thread_ranks import run_on_threads
 from tiny_folder import write_chat_folder
 
 from parallel_llama.cli import main as command_line
-from parallel_llama.config import ModelArgs, RopeScaling
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.setup import ModelSetup
+from parallel_llama.families.model_args import ModelArgs, RopeScaling
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import KVSplit, make_plan, why_unrecorded
 

@@ -11,7 +11,7 @@ from thread_ranks import run_on_threads
 from tiny_models import TINY_MODELS, write_hf
 from transformers_oracle import reference_logits
 
-from parallel_llama.config import load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard.reshard import reshard

@@ -14,9 +14,9 @@ from thread_ranks import run_on_threads
 from tiny_models import TINY_MODELS, TinyModel, write_hf
 from transformers_oracle import reference_logits
 
-from parallel_llama.checkpoint import open_checkpoint
+from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.checkpoint.verify import verify
-from parallel_llama.config import load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import Family, parameters
 from parallel_llama.families.gemma import GEMMA2, GEMMA3
@@ -170,7 +170,6 @@ def test_windows_and_scales_are_those_that_llama_cpp_has_in_its_code():
     """Not in the header: which layers have the window, its base, and the scale of the 27B."""
 
     def features(family: Family, n_layers: int, **own: Any) -> dict[str, Any]:
-        assert family.gguf is not None
         arch = family.gguf.architecture
         sizes = {"embedding_length": 5376, "attention.head_count": 32, "context_length": 8192}
         keys = {**sizes, "attention.key_length": 128, "block_count": n_layers, **own}

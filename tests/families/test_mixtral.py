@@ -10,10 +10,11 @@ import pytest
 import torch
 from tiny_models import TINY_MODELS, write_hf
 
-from parallel_llama.checkpoint import load, open_checkpoint
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.checkpoint.reading import load, open_checkpoint
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import Precision
 from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.plan import make_plan

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from tiny_models import TINY_MODELS, write_hf
 
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
 
 

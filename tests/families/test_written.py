@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from tiny_models import TINY_MODELS, write_hf
 from transformers_oracle import loaded_logits, reference_logits
 
-from parallel_llama.checkpoint.locate_damage import locations
-from parallel_llama.checkpoint.verify import verify
-from parallel_llama.config import load_model_args
+from parallel_llama.checkpoint.verify import locations, verify
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard.reshard import reshard
 

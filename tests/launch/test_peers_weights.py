@@ -14,8 +14,9 @@ from tiny_models import TINY_MODELS, write_hf
 
 from launch.bench.compare import main
 from launch.bench.weights import Weights, write_gguf
-from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
-from parallel_llama.config import load_model_args
+from parallel_llama.checkpoint.meta_folder import meta_vocab_size
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import find_model

@@ -12,14 +12,13 @@ from tiny_folder import write_chat_folder
 from torch import Tensor
 
 from parallel_llama import LLM, SamplingParams
-from parallel_llama.checkpoint import random_checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.engine.kv_blocks import KVGroupBlocks
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
-from parallel_llama.families.model_args import RopeScaling, with_sinks
+from parallel_llama.families.model_args import ModelArgs, RopeScaling, with_sinks
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import make_plan
 

@@ -5,8 +5,8 @@ from itertools import combinations, combinations_with_replacement
 import pytest
 import torch
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KV_DTYPES, kv_format
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.memory import kv_bytes_per_token
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.ops.attention import part_of, slices_of, slots_of

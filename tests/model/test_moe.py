@@ -14,9 +14,9 @@ from tiny_models import TINY_MODELS, write_hf
 from torch import Tensor
 from transformers_oracle import reference_logits
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.layers import Backend
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.ops import CPUOps, TorchOps
@@ -49,7 +49,6 @@ def logits_and_collectives(
     comm: Communicator, folder: Path, cut: dict[str, Any]
 ) -> tuple[str, Tensor, Any]:
     runner = load_runner(comm, folder, len(TOKENS), cut)
-    assert runner.plan.placement is not None
     logits = logits_in_pieces(runner, TOKENS, [7, 8, 9])
     return runner.plan.placement.kind, logits, getattr(comm, "counts", None)
 

@@ -27,7 +27,8 @@ from transformers_oracle import reference_logits, reference_logits_token_by_toke
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.request import SamplingParams
-from parallel_llama.sampling import SamplingRow, sample
+from parallel_llama.sampling.draw import SamplingRow
+from parallel_llama.sampling.sampler import sample
 
 N_TOKENS = 40
 NAMES = list(TINY_MODELS)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_llama.checkpoint import load, random_checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
+from parallel_llama.checkpoint.reading import load
 from parallel_llama.dtypes import (
     GGUF_QUANTS,
     QUANT_GROUP_SIZE,
@@ -18,6 +18,7 @@ from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.model.layers import Backend
 from parallel_llama.model.transformer import Transformer

@@ -6,26 +6,17 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from mixes import (
-    ARGS,
-    HYBRID,
-    OF_FAMILIES,
-    WINDOWED,
-    make_engine,
-    make_runner,
-    random_mix,
-    run_mix,
-)
+from mixes import ARGS, HYBRID, OF_FAMILIES, WINDOWED, make_engine, make_runner, random_mix, run_mix
 from test_precisions import ARGS as KEPT_ARGS
 from test_precisions import PRECISIONS, runner_of
 from thread_ranks import run_on_threads
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from parallel_llama.checkpoint.checkpoint import reordered
-from parallel_llama.config import ModelArgs, RopeScaling
+from parallel_llama.families.model_args import ModelArgs, RopeScaling
 from parallel_llama.model.rope import RotaryTables, frequencies, rotations
 from parallel_llama.ops.torch_ops import rotate_
 

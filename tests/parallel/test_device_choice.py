@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from parallel_llama.errors import UsageError
-from parallel_llama.parallel import current_device
-from parallel_llama.parallel.current_device import own_device, use_device
+from parallel_llama.parallel import communicators
+from parallel_llama.parallel.communicators import own_device, use_device
 from parallel_llama.parallel.device_choice import choose_device, count_cards
 from parallel_llama.parallel.rank_env import local_world
 
@@ -84,7 +84,7 @@ def test_a_local_rank_is_enough_to_tell_the_ranks_of_a_host_apart(monkeypatch):
 def test_a_card_becomes_the_current_one_of_the_thread_that_asks(monkeypatch):
     taken: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
-        current_device.torch.cuda,
+        communicators.torch.cuda,
         "set_device",
         lambda device: taken.append((threading.current_thread().name, device)),
     )

@@ -81,7 +81,6 @@ def start() -> Iterator[Start]:
         process.kill()
         process.wait()
         for stream in (process.stdin, process.stdout, process.stderr):
-            assert stream is not None
             stream.close()
 
 
@@ -97,7 +96,6 @@ def messages(stderr: str) -> list[str]:
 
 def read_pids(process: subprocess.Popen[str], nproc: int) -> list[int]:
     """Waits until every rank has reported its process id."""
-    assert process.stderr is not None
     pids: list[int] = []
     while len(pids) < nproc:
         line = process.stderr.readline()
@@ -537,7 +535,6 @@ def test_a_rank_that_is_stopped_before_it_meets_the_others_is_named(start, rank)
 
 def outcomes(process: subprocess.Popen[str], n: int) -> list[str]:
     """The outcomes of the first n ranks that report one."""
-    assert process.stderr is not None
     found: list[str] = []
     while len(found) < n:
         line = process.stderr.readline()

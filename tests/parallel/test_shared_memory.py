@@ -18,8 +18,8 @@ from test_collectives import race
 from parallel_llama.parallel import shared_memory
 from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.parallel.peers import Peers
 from parallel_llama.parallel.shared_memory import SharedMemory, share
+from parallel_llama.parallel.watchdog import Peers
 
 
 def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:

@@ -24,11 +24,10 @@ from parallel_llama.checkpoint.verify import verify
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard import tensor_writer
-from parallel_llama.reshard.odirect_file import DirectFile
-from parallel_llama.reshard.partial_folder import PartialFolder
 from parallel_llama.reshard.reshard import reshard
 from parallel_llama.reshard.safetensors_layout import NativeLayout
-from parallel_llama.reshard.target_folder import partial_path
+from parallel_llama.reshard.target_folder import PartialFolder, partial_path
+from parallel_llama.reshard.tensor_writer import DirectFile
 
 pytestmark = pytest.mark.slow
 
@@ -254,7 +253,7 @@ def test_a_second_writer_hears_who_holds_the_target(small, tmp_path):
     target = tmp_path / "target"
     code = (
         "import sys; from pathlib import Path; "
-        "from parallel_llama.reshard.partial_folder import PartialFolder; "
+        "from parallel_llama.reshard.target_folder import PartialFolder; "
         "PartialFolder(Path(sys.argv[1]), {}, False); print('held', flush=True); input()"
     )
     command = [sys.executable, "-c", code, str(target)]

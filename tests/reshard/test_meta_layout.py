@@ -17,12 +17,12 @@ from tiny_models import META_SCALED_ROPE, TINY_MODELS, TinyModel, write_hf
 from torch import Tensor
 from transformers_oracle import reference_logits
 
-from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, differing_norms, norm_variants
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.checkpoint.meta_folder import NORM_VARIANTS, differing_norms, norm_variants
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.reshard.meta_layout import MetaLayout
-from parallel_llama.reshard.pth_layout import pth_layout
+from parallel_llama.reshard.meta_layout import MetaLayout, pth_layout
 
 N_FILES = (1, 2, 3, 5, 7, 8, 10, 16)
 

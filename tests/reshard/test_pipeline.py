@@ -14,9 +14,8 @@ from parallel_llama.checkpoint.byte_ranges import ReusedMemory
 from parallel_llama.checkpoint.manifest import tensor_bytes
 from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.cli.reshard import Progress
-from parallel_llama.reshard import odirect_file
-from parallel_llama.reshard.odirect_file import DirectFile, Staging
-from parallel_llama.reshard.tensor_writer import UnitHashes
+from parallel_llama.reshard import tensor_writer
+from parallel_llama.reshard.tensor_writer import DirectFile, Staging, UnitHashes
 
 
 @pytest.mark.parametrize("refusal", [None, "open", "write"])
@@ -27,7 +26,7 @@ def test_pieces_at_any_offset_make_the_same_file(tmp_path, monkeypatch, step, re
     data = bytearray(random.Random(step).randbytes(size))
     path = tmp_path / "file"
     path.write_bytes(bytes(size))
-    monkeypatch.setattr(odirect_file, "STAGED_BYTES", 8192)
+    monkeypatch.setattr(tensor_writer, "STAGED_BYTES", 8192)
     if refusal == "open":
         monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY)
     file = DirectFile(path, Staging())
@@ -157,7 +156,9 @@ def test_what_is_synced_is_brought_to_the_disk(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(bytes(10_000))
     synced: list[int] = []
-    monkeypatch.setattr(odirect_file.os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    monkeypatch.setattr(
+        tensor_writer.os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_ino)
+    )
     file = DirectFile(path, Staging())
     file.write(memoryview(bytearray(b"x" * 9_000)), 500)
     assert synced == []

@@ -15,16 +15,17 @@ from reshard_samples import hashes_of, model_of, moved, tensors_of, write_model
 from tiny_folder import write_tokenizer
 
 from parallel_llama import LLM, SamplingParams
-from parallel_llama.checkpoint import load, open_checkpoint
 from parallel_llama.checkpoint.manifest import read_manifest
 from parallel_llama.checkpoint.native_folder import packed, unpacked
+from parallel_llama.checkpoint.reading import load, open_checkpoint
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
-from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
+from parallel_llama.config.layouts import default_quant, load_model_args, stored_formats
 from parallel_llama.dtypes import Precision, QuantFormat, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError, WriteError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
 from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.memory import values_by_form, weight_bytes
@@ -32,8 +33,8 @@ from parallel_llama.ops.quant import QuantMatrix
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard import target_folder, tensor_writer
-from parallel_llama.reshard.odirect_file import DirectFile
 from parallel_llama.reshard.target_folder import target_formats
+from parallel_llama.reshard.tensor_writer import DirectFile
 from tests.support.thread_ranks import run_on_threads
 
 ARGS = ModelArgs(
@@ -372,7 +373,7 @@ def test_integers_of_another_dtype_are_refused(made, tmp_path):
     folder = shutil.copytree(made["int8"], tmp_path / "model")
     for path in folder.glob("weights-*"):
         path.write_bytes(path.read_bytes().replace(b'"dtype":"I8"', b'"dtype":"U8"'))
-    with pytest.raises(CheckpointError, match=r"integers' has the dtype U8; a native folder has"):
+    with pytest.raises(CheckpointError, match=r"integers' has the dtype U8; supported: "):
         loaded(folder, 1)
 
 

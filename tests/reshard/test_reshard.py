@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM
 from parallel_llama.checkpoint.manifest import read_manifest
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
-from parallel_llama.config import ModelArgs, RopeScaling, load_generation_defaults, load_model_args
 from parallel_llama.config.hf import hf_config
+from parallel_llama.config.layouts import load_generation_defaults, load_model_args
 from parallel_llama.errors import DamagedWeights, UsageError
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs, RopeScaling
 from parallel_llama.files.model_files import find_model
 from parallel_llama.files.safetensors_header import read_safetensors_header
 

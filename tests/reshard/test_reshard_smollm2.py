@@ -10,9 +10,9 @@ from smollm2 import CAPITAL, parallel_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers_oracle import decoded_smollm2
 
-from parallel_llama.checkpoint import open_checkpoint
+from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.checkpoint.verify import verify
-from parallel_llama.config import load_generation_defaults, load_model_args
+from parallel_llama.config.layouts import load_generation_defaults, load_model_args
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import find_model

@@ -40,8 +40,8 @@ from transformers import (
 from parallel_llama.errors import NumericalError
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import Request, SamplingParams
-from parallel_llama.sampling import History, NoTokenLeft, SampledToken, SamplingRow, sample
-from parallel_llama.sampling.logits_processors import adjust
+from parallel_llama.sampling.draw import History, NoTokenLeft, SampledToken, SamplingRow, adjust
+from parallel_llama.sampling.sampler import sample
 
 __all__ = ["favoured"]  # a fixture
 

@@ -29,17 +29,10 @@ from parallel_llama.ops import SamplingKeys, TorchOps
 from parallel_llama.ops.gumbel import TILE, gumbel, tile_gumbel
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import SamplingParams, TokenLogprob
-from parallel_llama.sampling import (
-    PendingDraws,
-    SampledToken,
-    SamplingRow,
-    gather_logits,
-    row_sampling_key,
-    sample,
-    sampling_key,
-    score,
-    score_tokens,
-)
+from parallel_llama.sampling.draw import SampledToken, SamplingRow, row_sampling_key, sampling_key
+from parallel_llama.sampling.pending import PendingDraws
+from parallel_llama.sampling.sampler import sample
+from parallel_llama.sampling.scoring import gather_logits, score, score_tokens
 from parallel_llama.sampling.tiles import Tiles
 
 # A vocabulary of 211 rows, cut evenly, unevenly, with ranks of one row and of none.
@@ -137,7 +130,6 @@ def assert_same_logprobs(one: TokenLogprob | None, other: TokenLogprob | None) -
 
 
 def logprobs_of(drawn: SampledToken) -> TokenLogprob:
-    assert drawn.logprobs is not None
     assert drawn.logprobs.token == drawn.token
     return drawn.logprobs
 

@@ -15,13 +15,13 @@ from served import Served
 from starlette.routing import Route
 from tiny_folder import write_chat_folder
 
-from parallel_llama.cli.log import _Lines
 from parallel_llama.cli.parsers import origin as origin_of
 from parallel_llama.errors import UsageError
 from parallel_llama.serve import access
 from parallel_llama.serve.access import OPEN, is_loopback, read_keys
 from parallel_llama.serve.app import make_app
 from parallel_llama.serve.bodies import MAX_BODY_BYTES
+from parallel_llama.serve.log import _Lines
 
 KEYS = ["sk-of-one-person", "sk-of-another-person"]
 APP = make_app(MagicMock())

@@ -55,7 +55,7 @@ def rank_pids(served: Served) -> list[int]:
     (engine,) = (
         child
         for child in psutil.Process(served.process.pid).children()
-        if "parallel_llama.cli.serve_engine" in child.cmdline()
+        if "parallel_llama.engine_process" in child.cmdline()
     )
     return [engine.pid, *(child.pid for child in engine.children())]
 

@@ -9,8 +9,7 @@ from llguidance import LLTokenizer
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Grammar
 from parallel_llama.serve.bodies import ChatBody, ChosenFunction, Tool, ToolChoice, ToolFunction
-from parallel_llama.serve.tool_prompt import conversation
-from parallel_llama.serve.tools import tools_of
+from parallel_llama.serve.tools import conversation, tools_of
 from parallel_llama.structured.grammar_check import compile_grammar
 
 RAIN = ToolFunction(

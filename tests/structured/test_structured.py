@@ -24,7 +24,8 @@ from tokenizer_data import (
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.request import Grammar
-from parallel_llama.structured import GrammarCompiler, Matcher, MatchError, compiler, grammar_check
+from parallel_llama.structured import compiler, grammar_check
+from parallel_llama.structured.compiler import GrammarCompiler, Matcher, MatchError
 from parallel_llama.structured.token_table import TokenTable
 from parallel_llama.tokenizer import StreamDecoder, Tokenizer, bounded_process, load_tokenizer
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer

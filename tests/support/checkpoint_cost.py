@@ -16,10 +16,11 @@ from checkpoint_samples import hf_name
 from commands import ROOT, run_python
 from safetensors.torch import save_file
 
-from parallel_llama.checkpoint import load, open_checkpoint, reading
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint import reading
+from parallel_llama.checkpoint.reading import load, open_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.plan import make_plan

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel_llama.config import ModelArgs
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles
 
 # 9 heads, 3 KV heads, 50 channels and 101 rows: sizes that no number of ranks but 1, 3, 9 divides.

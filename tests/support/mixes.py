@@ -11,19 +11,20 @@ from functools import cache
 
 import torch
 
-from parallel_llama.checkpoint import random_checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.memory import blocks_held
 from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import KVSplit, make_plan
 from parallel_llama.request import FinishReason, Request, SamplingParams
-from parallel_llama.sampling import History, SamplingRow, sample
+from parallel_llama.sampling.draw import History, SamplingRow
+from parallel_llama.sampling.sampler import sample
 
 ARGS = ModelArgs(
     dim=36,

@@ -12,7 +12,6 @@ from tiny_models import TinyModel, write_hf, write_meta
 
 from parallel_llama.checkpoint.canonical import canonical_entry
 from parallel_llama.checkpoint.checkpoint import Checkpoint
-from parallel_llama.checkpoint.locate_damage import locations
 from parallel_llama.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
@@ -21,8 +20,10 @@ from parallel_llama.checkpoint.manifest import (
     write_manifest,
 )
 from parallel_llama.checkpoint.native_folder import axis_units, unit_spans
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.checkpoint.verify import locations
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.reshard.safetensors_layout import NativeLayout
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint import open_checkpoint
-from parallel_llama.config import load_model_args
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
@@ -18,7 +18,7 @@ from parallel_llama.files.model_files import find_model
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import make_plan
-from parallel_llama.sampling import gather_logits
+from parallel_llama.sampling.scoring import gather_logits
 
 BLOCK_SIZE = 4
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from parallel_llama.checkpoint import Checkpoint, open_checkpoint
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.checkpoint.checkpoint import Checkpoint
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.families import parameters
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.reshard.layout import Layout
 from parallel_llama.reshard.reshard import reshard

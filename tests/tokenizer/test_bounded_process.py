@@ -37,7 +37,6 @@ def request(template: str, cpu_s: float = 0.3, cpu_s_per_byte: float = 0.0) -> J
 
 
 def worker_of(process: BoundedProcess) -> psutil.Process:
-    assert process._child is not None
     return psutil.Process(process._child._process.pid)
 
 

@@ -12,7 +12,7 @@ from tokenizer_data import MISTRAL_FILES, TEKKEN, real_tokenizer
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer import StreamDecoder, load_tokenizer
-from parallel_llama.tokenizer.tekken import MAX_SPACES
+from parallel_llama.tokenizer.tiktoken_ranks import MAX_SPACES
 
 N_TEXTS = 10_000
 

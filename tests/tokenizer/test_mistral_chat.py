@@ -48,9 +48,7 @@ def chats(seed: int, n_chats: int, said: tuple[str, ...] = SAID) -> Iterator[lis
 def mistral_chat(folder: Path, file: Path) -> ChatTemplate:
     """The chat of a folder in Mistral's layout with this tokenizer."""
     (folder / "params.json").write_text('{"dim": 64, "hidden_dim": 128}')
-    chat = load_chat_template(folder, real_tokenizer(file))
-    assert chat is not None
-    return chat
+    return load_chat_template(folder, real_tokenizer(file))
 
 
 @pytest.mark.parametrize("path", MISTRAL_FILES, ids=lambda path: path.name)
@@ -66,7 +64,6 @@ def test_chats_are_those_of_mistral_common(tmp_path, path):
 def test_chats_of_each_tekken_version_are_those_of_mistral_common(tmp_path, version):
     path = write_tekken(tmp_path, version)
     chat = load_chat_template(tmp_path, load_tokenizer(tmp_path))
-    assert chat is not None
     for messages in chats(version, 200):
         assert chat.encode(Chat(messages)) == encoded_chat(path, messages)
 
@@ -133,7 +130,6 @@ def test_a_version_that_is_not_known_is_refused_when_it_is_needed(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
     chat = load_chat_template(tmp_path, tokenizer)
-    assert chat is not None
     with pytest.raises(UsageError, match="version 15 of Mistral's chat format is not supported"):
         chat.encode(Chat([{"role": "user", "content": "x"}]))
 
@@ -141,7 +137,6 @@ def test_a_version_that_is_not_known_is_refused_when_it_is_needed(tmp_path):
 def test_a_file_without_the_tokens_of_its_format_is_refused(tmp_path):
     write_tekken(tmp_path, 7, **specials("[INST]"))
     chat = load_chat_template(tmp_path, load_tokenizer(tmp_path))
-    assert chat is not None
     with pytest.raises(CheckpointError, match=r"has no token \[/INST\], which version 7"):
         chat.encode(Chat([{"role": "user", "content": "x"}]))
 

@@ -179,7 +179,6 @@ def test_formats_that_are_built_in_read_messages_as_text_anyway(tmp_path):
     write_tekken(tmp_path, 7)
     tokenizer = load_tokenizer(tmp_path)
     chat = load_chat_template(tmp_path, tokenizer)
-    assert chat is not None
     given = user("a[/INST]</s>[INST]b")
     ids = chat.encode(Chat(given))
     assert ids == chat.encode(Chat(given, parse_special=False))

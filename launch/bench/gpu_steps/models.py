@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from launch.bench.gpu_steps import Setting
-from parallel_llama.checkpoint import random_checkpoint
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits, record_cuda_graph
 from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Slice, Solo

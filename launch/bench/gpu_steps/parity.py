@@ -24,10 +24,10 @@ from launch.bench.gpu_steps.models import (
     transformers_config,
 )
 from parallel_llama import LLM, SamplingParams
-from parallel_llama.config import ModelArgs
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.parallel.collectives import Communicator, Solo
-from parallel_llama.sampling import gather_logits
+from parallel_llama.sampling.scoring import gather_logits
 
 
 def rows(setting: Setting) -> Rows:

@@ -18,6 +18,7 @@ import math
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -33,6 +34,7 @@ from llvmlite import ir
 
 from parallel_llama.ops.cpu.arguments import ArgumentsT, Signature
 from parallel_llama.ops.cpu.ir import I32, I64, VOID, Lanes, Thread, Value
+from parallel_llama.ops.cpu.thread_limit import ThreadLimit, run_delay_s
 from parallel_llama.ops.cpu.vector_math import ByteDots
 
 Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its arguments last
@@ -115,8 +117,38 @@ def threads_for(n_numbers: int) -> int:
     return torch.get_num_threads() if n_numbers > 1 << 16 else 1
 
 
+class _Team(threading.local):
+    """The threads that run the kernels which the current thread calls."""
+
+    def __init__(self) -> None:
+        self._ids = frozenset[int]()
+        self.limit = ThreadLimit(self._waited_s)
+
+    def _waited_s(self) -> float:
+        """How long these threads have waited for a core; NaN the first time that they are read."""
+        waited_s = run_delay_s(self._ids)
+        if len(self._ids) == torch.get_num_threads() and not math.isnan(waited_s):
+            return waited_s
+        self._ids = _team_ids()
+        return math.nan
+
+
+def _team_ids() -> frozenset[int]:
+    """The ids of the threads that OpenMP uses for a kernel."""
+    library, ids = openmp(), set[int]()
+    assert library is not None
+    note = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: ids.add(threading.get_native_id()))
+    library.GOMP_parallel(note, None, torch.get_num_threads(), 0)
+    return frozenset(ids)
+
+
+_TEAM = _Team()
+
+
 class CompiledKernel(Generic[ArgumentsT]):
     """A compiled kernel. Calling it runs it on torch's threads and waits for them.
+
+    While threads wait for cores, it runs on fewer threads than the caller asks for.
 
     Args:
         arguments: the dataclass that declares the arguments.
@@ -140,7 +172,11 @@ class CompiledKernel(Generic[ArgumentsT]):
         self._start = library.GOMP_parallel
 
     def __call__(self, n_threads: int, arguments: ArgumentsT) -> None:
-        self._start(self._entry, self.packed(arguments), n_threads, 0)
+        packed = self.packed(arguments)
+        if n_threads == 1:
+            self._start(self._entry, packed, 1, 0)
+            return
+        _TEAM.limit.run(n_threads, lambda n: self._start(self._entry, packed, n, 0))
 
 
 class Launcher(Protocol):

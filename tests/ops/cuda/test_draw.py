@@ -9,7 +9,9 @@ from torch import Tensor
 from parallel_llama.ops import SamplingKeys, TorchOps
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.request import SamplingParams
-from parallel_llama.sampling import PendingDraws, SamplingRow, row_sampling_key, sample
+from parallel_llama.sampling.draw import SamplingRow, row_sampling_key
+from parallel_llama.sampling.pending import PendingDraws
+from parallel_llama.sampling.sampler import sample
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
-from parallel_llama.checkpoint import random_checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import recorded_steps
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.layers import Backend
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.model.transformer import Transformer
@@ -30,7 +30,8 @@ from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Request, SamplingParams
-from parallel_llama.sampling import PendingDraws, SamplingRow, row_sampling_key
+from parallel_llama.sampling.draw import SamplingRow, row_sampling_key
+from parallel_llama.sampling.pending import PendingDraws
 
 N_NEW = 3
 SMALL = replace(ARGS, dim=32, n_heads=5, n_kv_heads=1, head_dim=8, dtype="float32")

@@ -7,10 +7,12 @@ from tiny_models import TINY_MODELS, write_hf
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
-from parallel_llama.checkpoint import open_checkpoint, random_checkpoint
-from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.ops.cuda_ops import CUDAOps

@@ -4,7 +4,7 @@ import json
 import logging
 from typing import Any
 
-from parallel_llama.cli.terminal import printable
+from parallel_llama.errors import escaped
 
 FORMATS = "text", "json"
 
@@ -17,7 +17,7 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
-        return printable(super().format(record) + fields).replace("\n", "\n  ")
+        return escaped(super().format(record) + fields).replace("\n", "\n  ")
 
 
 class _Json(logging.Formatter):

@@ -1,0 +1,83 @@
+"""A limit on the number of threads of a kernel while other programs need the cores.
+
+The threads of a kernel wait for each other at its end, and a step calls hundreds of kernels. A
+thread that waits for a core therefore delays all others, at each kernel by up to a time slice of
+the other program. Without that thread they are faster. Results do not depend on the number of
+threads.
+
+Source: Linux, Documentation/scheduler/sched-stats.rst, section "/proc/<pid>/schedstat".
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+# Time in kernels after which the waiting times of threads are read; time over which they are
+# averaged, so that short bursts of other work change nothing; and how long a limit holds.
+LOOK_S = 0.03
+MEAN_S = 0.25
+HOLD_S = 1.0
+
+# If one of n threads waits for a core during a fraction f of the time, n (1 - f) threads that each
+# have a core are as fast, so n - 1 threads are faster if n f > 1. The margin is for noise.
+_LEAST_LOSS = 1.2
+
+
+class ThreadLimit:
+    """The limit for kernels that one thread of this process calls.
+
+    Args:
+        waited_s: Returns how long the threads of kernels have waited for a core, in total; NaN if
+            unknown.
+        clock_s: Returns the time.
+    """
+
+    def __init__(
+        self, waited_s: Callable[[], float], clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._waited_s, self._clock_s = waited_s, clock_s
+        self._limit = sys.maxsize
+        self._until_s = 0.0
+        self._kernels_s, self._before_s = 0.0, math.nan
+        self._mean = 0.0
+
+    def run(self, n_threads: int, kernel: Callable[[int], object]) -> None:
+        """Call a kernel that has work for `n_threads` with the number of threads to use."""
+        start_s = self._clock_s()
+        if n_threads > self._limit and start_s >= self._until_s:
+            self._limit = sys.maxsize
+            self._kernels_s, self._before_s = 0.0, self._waited_s()
+        n_used = min(n_threads, self._limit)
+        kernel(n_used)
+        if n_used > 1:
+            now_s = self._clock_s()
+            self._kernels_s += now_s - start_s
+            if self._kernels_s >= LOOK_S:
+                self._look(now_s, n_used)
+
+    def _look(self, now_s: float, n_threads: int) -> None:
+        waited_s, kernels_s = self._waited_s(), self._kernels_s
+        n_waiting = (waited_s - self._before_s) / kernels_s  # the average number of threads
+        self._kernels_s, self._before_s = 0.0, waited_s
+        if math.isnan(n_waiting):
+            return
+        self._mean += (n_waiting - self._mean) * min(1, kernels_s / MEAN_S)
+        if n_threads * min(n_waiting, self._mean) > _LEAST_LOSS:
+            self._limit, self._until_s = n_threads - 1, now_s + HOLD_S
+
+
+def run_delay_s(thread_ids: Collection[int]) -> float:
+    """How long threads of this process have waited for a core, in total since they began.
+
+    Returns: NaN if a thread has ended or the system does not count it.
+    """
+    total_ns = 0
+    try:
+        for each in thread_ids:
+            path = Path(f"/proc/self/task/{each}/schedstat")
+            total_ns += int(path.read_bytes().split()[1])
+    except (OSError, IndexError):
+        return math.nan
+    return total_ns / 1e9
