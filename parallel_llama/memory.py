@@ -107,7 +107,7 @@ def working_bytes(
     q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
     attention = 2 * q_and_kv + shard.n_local_heads * args.head_dim  # rotated copies, and the output
     feed_forward = 4 * len(shard.ffn)  # outputs of w1 and w3, input and output of the activation
-    if shard.exact is not None:  # the gathered inputs of wo and w2
+    if shard.exact is not None and len(shard.exact.outputs) > 1:  # gathered inputs of wo and w2
         attention += args.n_heads * args.head_dim
         feed_forward += args.ffn_dim
     if args.n_experts:

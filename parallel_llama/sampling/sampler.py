@@ -60,8 +60,8 @@ def sample(
 
     Raises: on all ranks, NumericalError if a row has NaN or +inf, or only -inf, and NoTokenLeft if
     masks and bans alone caused that.
-    Collective: one all_gather; one more if a row has filters, one if candidates do not suffice for
-    them, and two for log-probabilities.
+    Collective: one all_gather; one more if a row has top_p without top_k, one if candidates do not
+    suffice for a row's filters, and two for log-probabilities.
     """
     if not draws:
         return []
@@ -129,8 +129,8 @@ def _pick(
 ) -> Tensor:
     """Sample tokens of any kind.
 
-    Collective: one all_gather; another if a row has filters, and a third if candidates do not
-    suffice for them.
+    Collective: one all_gather; another if a row has top_p without top_k, and another if candidates
+    do not suffice for a row's filters.
     """
     head = _Head(comm.all_gather(_local_block(adjusted, vocab, draws, ways)).cpu())
     _require_tokens(head.largest.tolist(), draws)
@@ -142,7 +142,7 @@ def _pick(
         winner = blocks[:, :, _SCORE].argmax(0)
         picked[ways.plain] = blocks[winner, torch.arange(len(ways.plain)), _TOKEN].long()
     if ways.filtered:
-        mass = _mass(adjusted[ways.filtered], vocab, draws, ways.filtered, head, comm)
+        mass = _mass(adjusted, vocab, draws, ways.filtered, head, comm)
         left = _pick_filtered(picked, head, ways.filtered, draws, mass)
         if left:
             uncovered = [ways.filtered[each] for each in left]
@@ -155,18 +155,30 @@ def _mass(
     logits: Tensor,
     vocab: range,
     draws: Sequence[SamplingRow],
-    rows: list[int],
+    rows: Sequence[int],
     head: "_Head",
     comm: Communicator,
 ) -> Tensor:
-    """The sum of exp((logit - the row's largest) / temperature) of the whole vocabulary, for rows.
+    """The sum of exp((logit - the row's largest) / temperature) over the vocabulary, for some rows.
 
-    Shapes: logits [len(rows), V_local] local; returns [len(rows), 1] float64 replicated.
-    Collective: one all_gather.
+    NaN for a row whose filters do not read it: top_p without top_k does.
+
+    Shapes: returns [len(rows), 1] float64 replicated.
+    Collective: one all_gather if a row needs it.
     """
-    temperatures = column([draws[row].params.temperature for row in rows])[:, 0]
-    lse = scoring.log_sum_exp(logits, vocab, head.vocabs, comm, temperatures).cpu()
-    return (lse - head.largest[rows] / temperatures).exp()[:, None]
+    params = [draws[row].params for row in rows]
+    needed = [
+        at
+        for at, each in enumerate(params)
+        if each.top_p < 1 and not 0 < each.top_k < head.vocab_size
+    ]
+    mass = torch.full((len(rows), 1), math.nan, dtype=torch.float64)
+    if needed:
+        own = [rows[at] for at in needed]
+        temperatures = column([params[at].temperature for at in needed])[:, 0]
+        lse = scoring.log_sum_exp(logits[own], vocab, head.vocabs, comm, temperatures).cpu()
+        mass[needed, 0] = (lse - head.largest[own] / temperatures).exp()
+    return mass
 
 
 @dataclass(frozen=True)

@@ -282,8 +282,9 @@ def test_plan_shows_the_bytes_that_are_loaded(made, capsys):
     answer = json.loads(capsys.readouterr().out)
     precision = precision_of(made["awq"])
     args = load_model_args(find_model(str(made["awq"])))
-    shards = make_plan(args, 3, quant_group_size=128).shards
-    expected = [weight_bytes(shard, values_by_form(args, precision)) for shard in shards]
+    shards = make_plan(args, 3, quant_group_size=128, exact=True).shards
+    values = values_by_form(args, precision, exact=True)
+    expected = [weight_bytes(shard, values) for shard in shards]
     assert answer["quant"] == "stored"
     assert [rank["weight_bytes"] for rank in answer["ranks"]] == expected
     # 4 bits, a zero for every 32 inputs, and 4 bytes for every 128.

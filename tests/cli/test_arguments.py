@@ -510,7 +510,7 @@ def plan_words(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_plan_json_covers_every_unit_once(capsys):
     plan = plan_json(capsys, "--nproc", "4", "--dtype", "bfloat16")
-    keys = {"rank", "heads", "kv_heads", "ffn", "experts", "vocab"}
+    keys = {"rank", "heads", "kv_heads", "ffn", "experts", "vocab", "outputs"}
     keys |= {"weight_bytes", "kv_bytes_per_token", "working_bytes", "needed_bytes", "memory_bytes"}
     assert [rank.keys() for rank in plan["ranks"]] == [keys] * plan["tp_size"] == [keys] * 4
     for axis, size in (("heads", 9), ("ffn", 1536), ("vocab", 49152)):
@@ -712,7 +712,7 @@ def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(capsys, memory):
 
 def test_the_page_says_that_one_rank_fewer_is_too_few(capsys):
     page = plan_page(capsys, "--memory", "690MiB", "--dtype", "float32")
-    assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 895.9 MiB" in page
+    assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 896.8 MiB" in page
     page = plan_page(capsys, "--memory", "1.3", "--dtype", "bfloat16")
     assert "fewest     1 rank is enough in bfloat16" in page
 
@@ -755,7 +755,7 @@ def test_a_range_with_memory_shows_which_sizes_fit(capsys):
     assert rows == list(zip("234", rooms, ("no", "yes", "no"), strict=True))
     assert "of these, 3 ranks are enough" in page
     none = plan_words(capsys, "--nproc", "1-2", *memory)
-    assert "none of these is enough; with 2, rank 0 needs 895.9 MiB and has 690.0 MiB;" in none
+    assert "none of these is enough; with 2, rank 0 needs 896.8 MiB and has 690.0 MiB;" in none
 
 
 def test_a_kv_head_that_several_ranks_hold_counts_as_copies(capsys):

@@ -34,11 +34,11 @@ def figures_of(shape: str, capsys: pytest.CaptureFixture[str], *flags: str) -> d
 def test_a_total_is_what_was_measured_and_a_wait_for_each_collective(shape, slice_of, capsys):
     figures = figures_of(shape, capsys, f"--slice={slice_of}")
     assert (figures["slice"], figures["tp_size"]) == (slice_of, int(slice_of[2:]))
-    # An all_reduce for the embedding and for the two halves of each layer, and the head exchange.
-    assert figures["collectives_per_step"] == 2 * N_LAYERS + 1 + 1
+    # One for the embedding, two for each half of a layer, and the head exchange.
+    assert figures["collectives_per_step"] == 4 * N_LAYERS + 1 + 1
     measured = figures["compute_ms_per_step"]
     assert measured == figures["decode_ms_per_step"] > 0
-    modelled = {"5 us": measured + 0.04, "7 us": measured + 0.056, "20 us": measured + 0.16}
+    modelled = {"5 us": measured + 0.07, "7 us": measured + 0.098, "20 us": measured + 0.28}
     assert figures["modelled_ms_per_step"] == pytest.approx(modelled, abs=1e-4)
     n_bytes = figures["weight_bytes_per_step"] + figures["kv_bytes_per_step"]
     floor_ms = n_bytes / figures["read_bytes_per_s"] * 1e3
@@ -58,7 +58,7 @@ def test_slices_together_read_what_a_model_on_one_rank_reads(shape):
 def test_a_slice_holds_the_share_of_its_rank(shape):
     with LLM(shape, slice_of=(4, 7), dtype="float32") as llm:
         runner = llm.engine.runner
-        assert runner.shard == make_plan(llm.args, 7).shards[4]
+        assert runner.shard == make_plan(llm.args, 7, exact=True).shards[4]
         assert len(llm.statistics.weight_bytes) == 1
         assert llm.engine.capacity.n_tokens == runner.caches[0].n_slots
         with LLM(shape, random_weights=0, dtype="float32") as whole:
@@ -75,7 +75,7 @@ def test_the_table_tells_what_is_measured_from_what_is_modelled(shape, capsys):
     (measured,) = [line for line in lines if line.startswith("measured ")]
     (modelled,) = [line for line in lines if line.startswith("modelled ")]
     assert "of this rank without collectives" in measured
-    assert all(f"at {us} us" in modelled for us in (5, 7, 20)) and "8 collectives" in modelled
+    assert all(f"at {us} us" in modelled for us in (5, 7, 20)) and "14 collectives" in modelled
 
 
 @pytest.mark.parametrize("slice_of", ["8/8", "0/0", "x/y", "1", "-1/2", "0/1025", "1/2/3", ""])
