@@ -33,11 +33,7 @@ from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import Backend
-from parallel_llama.model.rope import (
-    RotaryTables,
-    back_rotations_of,
-    rotary_of_windows,
-)
+from parallel_llama.model.rope import RotaryTables, back_rotations_of, rotary_of_windows
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import WeightLoader
 from parallel_llama.ops import Scores, TorchOps, choose_ops
