@@ -19,7 +19,7 @@ SIZES = ("--prompt-tokens=7", "--max-tokens=5", "--repeat=1", "--batch=2", "--dt
 def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A configuration of 9 heads over 3 KV heads, without weights."""
     path = tmp_path_factory.mktemp("shapes") / "tiny.json"
-    sizes = {"dim": 72, "n_layers": N_LAYERS, "n_heads": 9, "n_kv_heads": 3, "vocab_size": 211}
+    sizes = {"dim": 72, "n_layers": N_LAYERS, "n_heads": 9, "n_kv_heads": 3, "vocab_size": 1100}
     path.write_text(json.dumps({**sizes, "multiple_of": 8, "norm_eps": 1e-5}))
     return str(path)
 
