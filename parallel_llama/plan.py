@@ -290,7 +290,7 @@ def make_plan(
             f"use 1 to {args.n_heads} ranks"
         )
     if exact:
-        _require_whole_sums(tp_size, ranks_per_expert, kv_split)
+        _require_whole_sums(args, tp_size, ranks_per_expert, kv_split)
         ranks_per_expert = tp_size
     weights = _weights(tp_size, memory)
     cut, heads, balance = _cut_heads(args, weights)
@@ -327,27 +327,44 @@ def make_plan(
     return ShardPlan(shards, cut, balance, placement)
 
 
-def exact_by_default(
-    args: ModelArgs, tp_size: int, device: str, dtypes: Collection[str], kv_split: KVSplit
+def resolve_exact(
+    asked: bool | None,
+    args: ModelArgs,
+    tp_size: int,
+    device: str,
+    dtypes: Collection[str],
+    kv_split: KVSplit,
 ) -> bool:
-    """Whether sums are exact where nobody says: on the CPU, where they cost a few per cent.
+    """Whether sums are exact: as asked, else on the CPU, where they cost a few per cent.
 
-    Not with a setting that cuts sums; not with 16-bit numbers, which AMX tiles sum in another
-    order; and not where the experts of a model are better distributed than split.
+    By default not with settings that cut sums; not with bfloat16, whose products are faster with
+    AMX tiles, which sum in another order; and not where small experts are distributed.
 
     Args:
         dtypes: of the weights and of the KV cache.
+
+    Raises: UsageError for exact sums on a GPU.
     """
-    is_plain = kv_split == "heads" and "bfloat16" not in dtypes
-    is_split = not args.n_experts or args.ffn_dim // tp_size >= MIN_EXPERT_CHANNELS
-    return device == "cpu" and is_plain and (tp_size == 1 or is_split)
-
-
-def _require_whole_sums(tp_size: int, ranks_per_expert: int | None, kv_split: KVSplit) -> None:
-    if kv_split == "sequence":
+    if asked is None:
+        is_plain = kv_split == "heads" and not args.attention_sinks and "bfloat16" not in dtypes
+        is_split = not args.n_experts or args.ffn_dim // tp_size >= MIN_EXPERT_CHANNELS
+        return device == "cpu" and is_plain and (tp_size == 1 or is_split)
+    if asked and device != "cpu":
         raise UsageError(
-            "exact sums and kv_split='sequence' cannot be combined: the parts of a softmax would "
-            "depend on the number of ranks; drop one"
+            "exact sums need the CPU: on a GPU the order of a sum depends on the shape of its "
+            "matrix; leave --exact out"
+        )
+    return asked
+
+
+def _require_whole_sums(
+    args: ModelArgs, tp_size: int, ranks_per_expert: int | None, kv_split: KVSplit
+) -> None:
+    what = "kv_split='sequence'" if kv_split == "sequence" else "attention_sinks"
+    if kv_split == "sequence" or args.attention_sinks:
+        raise UsageError(
+            f"exact sums and {what} cannot be combined: the parts of a softmax would depend on the "
+            "number of ranks; drop one"
         )
     if ranks_per_expert not in (None, tp_size):
         raise UsageError(

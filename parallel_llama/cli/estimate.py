@@ -24,7 +24,7 @@ from parallel_llama.memory import (
 )
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.plan import KVSplit, Shard, ShardPlan, exact_by_default, make_plan
+from parallel_llama.plan import KVSplit, Shard, ShardPlan, make_plan, resolve_exact
 
 # The default of --block-size.
 BLOCK_TOKENS: int = BLOCK_SIZE.initial
@@ -64,10 +64,10 @@ class PlanRequest:
     @property
     def is_exact(self) -> bool:
         """Whether the sums over ranks are exact."""
-        if self.exact is not None:
-            return self.exact
         dtypes = self.precision.dtype, self.kv.dtype
-        return exact_by_default(self.args, self.tp_size, self.device, dtypes, self.kv_split)
+        return resolve_exact(
+            self.exact, self.args, self.tp_size, self.device, dtypes, self.kv_split
+        )
 
     @property
     def step_tokens(self) -> int:

@@ -24,7 +24,7 @@ from parallel_llama.parallel.communicators import own_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world
-from parallel_llama.plan import exact_by_default, make_plan, why_unrecorded
+from parallel_llama.plan import make_plan, resolve_exact, why_unrecorded
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +61,9 @@ class ModelSetup:
         played, n_shards = slice_of or (0, self.size)
         quant_group_size = self.precision.quant_group_size
         dtypes = self.precision.dtype, self.kv_format.dtype
-        self.exact = config.exact
-        if self.exact is None:
-            self.exact = n_local_ranks == self.size and exact_by_default(
-                self.args, n_shards, self.kind, dtypes, config.kv_split
-            )
+        # Several hosts exchange more messages with exact sums, so there they are not the default.
+        asked = config.exact if n_local_ranks == self.size else bool(config.exact)
+        self.exact = resolve_exact(asked, self.args, n_shards, self.kind, dtypes, config.kv_split)
         plan = make_plan(
             self.args,
             n_shards,

@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tiny_models import TINY_MODELS, TinyModel, write_hf
 from torch import Tensor
 
 from parallel_llama import LLM, SamplingParams
-from parallel_llama.checkpoint import open_checkpoint
+from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config import load_model_args
 from parallel_llama.dtypes import kv_format, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
@@ -24,7 +25,7 @@ from parallel_llama.families import parameters
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.parallel.collectives import Communicator, Solo
-from parallel_llama.plan import exact_by_default, make_plan
+from parallel_llama.plan import make_plan, resolve_exact
 from parallel_llama.sampling.scoring import log_sum_exp
 
 N_TOKENS = 48
@@ -159,17 +160,35 @@ def test_settings_that_cut_sums_are_refused(folders):
         make_plan(args, 3, kv_split="sequence", exact=True)
     with pytest.raises(UsageError, match="drop one"):
         make_plan(args, 4, ranks_per_expert=2, exact=True)
+    with pytest.raises(UsageError, match=r"attention_sinks .* drop one"):
+        make_plan(replace(args, attention_sinks=4), 3, exact=True)
+    with pytest.raises(UsageError, match="leave --exact out"):
+        resolve_exact(True, args, 2, "cuda", [], "heads")
 
 
-def test_the_default_leaves_out_what_would_be_slow(folders):
+@pytest.mark.parametrize(
+    ("name", "tp_size", "device", "dtypes", "kv_split", "expected"),
+    [
+        ("wide", 3, "cpu", ["float32", "int8"], "heads", True),
+        ("wide", 3, "cuda", ["float32"], "heads", False),
+        ("wide", 3, "cpu", ["float32", "bfloat16"], "heads", False),
+        ("wide", 3, "cpu", ["float32"], "sequence", False),
+        ("experts", 3, "cpu", ["float32"], "heads", False),
+        ("experts", 1, "cpu", ["float32"], "heads", True),
+    ],
+)
+def test_the_default_leaves_out_what_would_be_slow(
+    folders, name, tp_size, device, dtypes, kv_split, expected
+):
+    args = load_model_args(find_model(str(folders[name])))
+    assert resolve_exact(None, args, tp_size, device, dtypes, kv_split) == expected
+    assert not resolve_exact(False, args, tp_size, device, dtypes, kv_split)
+
+
+def test_attention_sinks_have_no_exact_sums_by_default(folders):
     args = load_model_args(find_model(str(folders["wide"])))
-    experts = load_model_args(find_model(str(folders["experts"])))
-    assert exact_by_default(args, 3, "cpu", ["float32"], "heads")
-    assert not exact_by_default(args, 3, "cuda", ["float32"], "heads")
-    assert not exact_by_default(args, 3, "cpu", ["float32", "bfloat16"], "heads")
-    assert not exact_by_default(args, 3, "cpu", ["float32"], "sequence")
-    assert not exact_by_default(experts, 3, "cpu", ["float32"], "heads")
-    assert exact_by_default(experts, 1, "cpu", ["float32"], "heads")
+    sinks = replace(args, attention_sinks=4)
+    assert not resolve_exact(None, sinks, 2, "cpu", ["float32"], "heads")
 
 
 def answers(tp_size: int, quant: str) -> str:
