@@ -58,7 +58,7 @@ class Communicator(Protocol):
         """The x of every rank, of equal shapes. Shapes: the result is [size, *x.shape]."""
 
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """The columns of every rank side by side; rank r has widths[r] of them.
+        """The columns of every rank side by side; rank r has widths[r] columns.
 
         Shapes: x [T, widths[rank]] local; the result [T, sum(widths)] replicated.
         """

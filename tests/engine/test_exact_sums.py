@@ -11,6 +11,7 @@ import pytest
 import torch
 from parity_steps import logits_in_pieces
 from ranks import Ranks
+from reshard_samples import moved
 from thread_ranks import run_on_threads
 from tiny_models import TINY_MODELS, TinyModel, write_hf
 from torch import Tensor
@@ -22,6 +23,7 @@ from parallel_llama.dtypes import kv_format, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
+from parallel_llama.families.weights import cut_by_outputs
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.parallel.collectives import Communicator, Solo
@@ -232,3 +234,27 @@ def test_columns_of_unequal_ranks_are_gathered(ranks: type[Ranks], shared_memory
     pool = ranks(3, shared_memory=shared_memory)
     for widths, n_rows in (((3, 1, 2), 5), ((700, 0, 40), 1000), ((1, 2, 3), 0), ((0, 0, 1), 1)):
         assert pool.run(gathered, widths, n_rows) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_parts", "options"),
+    [
+        ("native", 3, {}),
+        ("native", 1, {"quant": "int8"}),
+        ("native", 1, {"quant": "int4"}),
+        ("meta", 2, {}),
+        ("hf", 1, {}),
+    ],
+)
+def test_every_layout_is_read_by_outputs(folders, tmp_path, layout, n_parts, options):
+    moved(folders["wide"], tmp_path / "moved", layout, n_parts, dtype="float32", **options)
+    files = find_model(str(tmp_path / "moved"))
+    args = load_model_args(files)
+    checkpoint = open_checkpoint(files, args)
+    row_parallel = [param for param in parameters(args) if param.dim == 1]
+    assert len(row_parallel) == 2 * args.n_layers
+    for param in row_parallel:
+        whole = checkpoint.read(param, range(param.shape[1]))
+        for rows in (range(3), range(37, 288), range(5, 5)):
+            read = checkpoint.read(cut_by_outputs(param), rows)
+            assert torch.equal(read, whole[rows.start : rows.stop])
