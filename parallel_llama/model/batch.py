@@ -39,7 +39,7 @@ class KVGroupBatch:
     Args:
         slots: [T] int64 replicated, the slot of each token.
         rotations: [T, 1, head_dim / 2] complex, replicated, the rotary embedding of each token.
-        plan: The queries, but for those in `sink_tiles`.
+        plan: The queries, except those in `sink_tiles`.
         sink_tiles: The queries that attend to attention sinks outside of their window.
         tiles: The queries with keys on this rank, instead of both, for a cache that is sharded by
             token.
