@@ -1,6 +1,6 @@
 """Compares each kernel with float64, checks batch invariance, and measures its bytes per second.
 
-Shares are fractions of the measured rate of copies. A kernel has no figure in a dtype in which it
+Shares are fractions of the measured copy bandwidth. A kernel has no figure in a dtype in which it
 is wrong.
 """
 

@@ -1,8 +1,8 @@
 """Decode steps and prefill in the shapes of 1B and 8B with random weights.
 
 Shares of decode are fractions of the speed at which weights, keys and values could be read at the
-measured rate of copies. Shares of prefill are fractions of the measured rate of products. A shape
-has a figure only if two of its layers agree with torch's operators.
+measured copy bandwidth. Shares of prefill are fractions of the measured rate of matrix products. A
+shape has a figure only if two of its layers agree with torch's operators.
 """
 
 import statistics
