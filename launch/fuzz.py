@@ -1,4 +1,4 @@
-"""Fuzzes a server, while the answer to one repeated request must not change.
+"""Fuzzes a server, and checks that the answer to one repeated request never changes.
 
     python -m venv FUZZ && FUZZ/bin/pip install schemathesis==4.32.5
     PATH=$PATH:FUZZ/bin python -m launch.fuzz [--cases 10000] [--seed 1]

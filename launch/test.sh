@@ -16,7 +16,7 @@ types=
 if [ $# -eq 0 ] || [ "$1" = --fast ]; then
     "$python" -m ruff check .
     "$python" -m ruff format --check .
-    "$python" -m mypy >.venv-test/mypy.log 2>&1 & # beside the tests
+    "$python" -m mypy >.venv-test/mypy.log 2>&1 & # while the tests run
     types=$!
 fi
 if [ "${1:-}" = --fast ]; then

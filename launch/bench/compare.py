@@ -44,8 +44,8 @@ from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.tokenizer import load_tokenizer
 
 TEXT = ROOT / "README.md"
-# Parts of the text, each as long as a prompt and its completion. One part is too short to show what
-# 8 bits change, which is a few thousandths.
+# Parts of the text, each as long as a prompt and its completion. One part is too short to show the
+# effect of 8 bits on perplexity, a few thousandths.
 N_TEXTS = 4
 
 

@@ -127,7 +127,7 @@ def prefix_line(rounds: list[tuple[float, float]]) -> str:
 def guess_line(name: str, gains: list[tuple[float, int, int]]) -> str:
     cells = ", ".join(f"{gain:.2f}x ({same} of {n} the same)" for gain, same, n in gains)
     middle = statistics.median(gain for gain, _, _ in gains)
-    return f"guesses, {name} text: {middle:.2f}x; each {cells}"
+    return f"drafts, {name} text: {middle:.2f}x; each {cells}"
 
 
 def step_line(times: StepTimes, n_requests: int) -> str:

@@ -58,13 +58,13 @@ class Step:
 
 STEPS = (
     Step("card", "The card", 30),
-    Step("growing", "One growing text: torch's operators beside ours", 45),
+    Step("growing", "One growing sequence: torch's operators and ours", 45),
     Step("kernels", "Kernels against float64", 75),
     Step("parity", "Whole models", 70),
     Step("shapes:llama-3.2-1b", "Llama 3.2 1B's shape", 60),
     Step("shapes:llama-3-8b", "Llama 3 8B's shape", 100),
-    Step("slices", "One rank of 8, its work measured and its waits modelled", 70),
-    Step("peers", "transformers beside it", 40),
+    Step("slices", "One rank of 8: measured work, modelled collectives", 70),
+    Step("peers", "transformers for comparison", 40),
 )
 
 

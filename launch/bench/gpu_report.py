@@ -53,7 +53,7 @@ def charts(found: Mapping[str, Sequence[Row]], is_rehearsal: bool) -> dict[str, 
             products[match[4]].append((n_values / 1e6, row.value))
     title = _REHEARSED if is_rehearsal else ""
     drawn = {
-        "decode": Chart(f"{title}decoded tokens a second", "texts at once", decode),
+        "decode": Chart(f"{title}decoded tokens a second", "sequences at once", decode),
         "products": Chart(f"{title}GB/s of products of one row", "values, millions", products),
     }
     return {

@@ -21,7 +21,7 @@ _SPEEDS: Columns = {
     "prefill_tokens_per_s": ("prefill, tokens/s", _spread),
     "product_rate_share": ("of float32 rate", _share),
     "decode_tokens_per_s": ("decode, tokens/s", _spread),
-    "read_bandwidth_share": ("of memory rate", _share),
+    "read_bandwidth_share": ("of memory bandwidth", _share),
     "new_tokens_per_s": ("new tokens/s", _spread),
     "total_s": ("seconds", _spread),
 }
@@ -129,7 +129,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 def charts(result: dict[str, Any]) -> list[Chart]:
     """One chart for each kind of speed, with a line for each engine through all its formats.
 
-    The chart of decode also has a line for the rate of the memory.
+    The chart of decode also has a line for the memory bandwidth.
     """
     engines, n_prompts = result["engines"], len(result["prompt_tokens"])
     found = []
@@ -142,7 +142,7 @@ def charts(result: dict[str, Any]) -> list[Chart]:
         if key == "decode_tokens_per_s":
             for n_bytes in sorted({own["weight_bytes_per_step"] for own in engines.values()}):
                 limit = n_prompts * result["read_bytes_per_s"]["max"] / n_bytes
-                lines.setdefault("memory's rate", []).append((_megabytes(n_bytes), limit))
+                lines.setdefault("memory bandwidth", []).append((_megabytes(n_bytes), limit))
         if any(key in own for own in engines.values()):
             lines = {name: sorted(points) for name, points in lines.items()}
             found.append(Chart(f"{label}, {result['model']}", "MB of weights a step", lines))

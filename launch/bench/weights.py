@@ -49,7 +49,7 @@ class Weights:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
                 lines = (done.stderr.strip() or "no message").splitlines()
-                raise RuntimeFailed(f"its weights could not be made: {lines[-1]}")
+                raise RuntimeFailed(f"its weights could not be converted: {lines[-1]}")
         return target
 
     def step_bytes(self, engine: Runtime, batch: int) -> int:
@@ -67,7 +67,7 @@ class Weights:
         return round(_size(self.path(engine)) * read / whole) if engine.makes else read
 
     def _base(self, layout: Layout) -> Path:
-        """The model in a layout in float32; it is written at the first call."""
+        """The float32 model in a layout, written at the first call."""
         target = self.folder / layout
         if target.exists():
             return target

@@ -92,7 +92,7 @@ class Checkpoint(ABC):
 
 
 def refuse_difference(where: object, difference: Mapping[str, Sequence[str]]) -> None:
-    """Raise a CheckpointError if a kind of difference is not empty."""
+    """Raises a CheckpointError that lists the differences, if there are any."""
     parts = [f"{kind}: {listed(names)}" for kind, names in difference.items() if names]
     if parts:
         raise CheckpointError(

@@ -55,7 +55,7 @@ class Report:
 
     @contextmanager
     def noting(self, where: object) -> Iterator[None]:
-        """Record an exception that a damaged file causes in a reader as a problem.
+        """Records as a problem any exception that a damaged file causes in a reader.
 
         Raises: UnreadableFile, because an unreadable file may be undamaged.
         """

@@ -122,7 +122,7 @@ class HFFolder(TensorFiles):
             )
 
     def _require_no_bias(self, matrix: PackedMatrix) -> None:
-        """Refuse a bias that the model does not have, unless it is zero, as many programs write."""
+        """Refuse a bias that the model lacks, unless it is zero; many programs write zeros."""
         name = matrix.base + "bias"
         if name not in self._slices:  # without an entry the file has no such bias
             return

@@ -34,7 +34,7 @@ HEADER_READERS: dict[str, Callable[[Path], Mapping[str, FileTensor]]] = {
 class TensorFiles(Checkpoint):
     """Tensors by their names in the files.
 
-    `layout` defines names, places and rotary order. Without a layout every weight has a tensor of
+    `layout` defines names, slices and rotary order. Without a layout every weight has a tensor of
     its own under the model's name, in half-split order. `readable` is the end of the error for an
     unreadable dtype; without it every dtype is readable.
     """

@@ -1,4 +1,4 @@
-"""Opens files of torch.save (.pth, .bin) without running code, and checks what tensors map to.
+"""Opens files of torch.save (.pth, .bin) without running code, checking what bytes tensors map to.
 
 torch maps the file without checking it. So the records of the zip archive are compared with the
 storages of the tensors; otherwise a forged archive could map a weight to bytes of another record,

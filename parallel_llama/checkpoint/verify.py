@@ -110,7 +110,7 @@ class Damage:
             return [f"{name}: damaged outside the tensors: in its header or between them"]
         if is_only_one:
             return [f"{name}: damaged in its header{because}"]
-        return [f"{name}: damaged; it can be located once the other damaged files are repaired"]
+        return [f"{name}: damaged; repair the other damaged files to locate the damage"]
 
     def _spots(self, name: str) -> list[str]:
         path, layout = self.folder / name, self.manifest.layout
@@ -210,7 +210,7 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
     """
     path, other = _path_of(model), None if against is None else _path_of(against)
     report = Report()
-    inner = Report()  # structure and tensors; consequences if a file is damaged
+    inner = Report()  # structure and tensors; only reasons if a listed file is damaged
     manifest = _manifest(path, report)
     damaged = _check_files(path, manifest, report, on_bytes)
     is_whole = report.ok and not damaged

@@ -176,7 +176,7 @@ class Conversation:
         try:
             request = make_request()
             meter = Meter([request])
-            # Closed even if the terminal closes in between: the other ranks wait for the end.
+            # Closed even if the terminal closes, because the other ranks wait for it.
             with (
                 ctrl_c(raises_at=0) as interrupted,
                 closing(self.llm.run([request], interrupted)) as steps,

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a plan need, and the fewest ranks that fit. In bytes. Without torch."""
+"""Estimates in bytes the memory that a plan's ranks need; finds the fewest that fit. No torch."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class PlanRequest:
 
     Args:
         stored: formats of the matrices in the model's files.
-        memory: bytes of every rank, or of each rank; None if not known.
+        memory: bytes, one number for all ranks or one per rank; None if not known.
     """
 
     args: ModelArgs
@@ -74,7 +74,7 @@ class PlanRequest:
         return STEP_TOKENS[self.device]
 
     def working(self, shard: Shard) -> int:
-        """Memory of a rank besides weights and KV cache: process or libraries, and a step."""
+        """Memory of a rank for its process or CUDA's libraries, and for the tensors of a step."""
         # CUDA reserves memory for the largest batch; the CPU allocates what the batch needs.
         n_drawn = MAX_RUNNING if self.device == "cuda" else min(self.batch, MAX_RUNNING)
         return working_bytes(
@@ -283,13 +283,13 @@ def estimate(asked: PlanRequest) -> Estimate:
 
 
 def compare(asked: PlanRequest, sizes: range, memory: int | None) -> Comparison:
-    """The plans for a range of numbers of ranks, each with as much memory.
+    """The plans for a range of numbers of ranks; every rank has the same `memory`.
 
     Raises: UsageError if the model does not support the formats.
     """
     allowed: list[Estimate] = []
     refused: dict[int, str] = {}
-    asked.precision  # noqa: B018, if it raises, it does for every number of ranks
+    asked.precision  # noqa: B018, raises for every number of ranks or for none
     for tp_size in sizes:
         try:
             allowed.append(estimate(replace(asked, tp_size=tp_size, memory=memory)))

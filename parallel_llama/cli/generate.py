@@ -187,7 +187,7 @@ def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
 
 def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: int | None) -> int:
     with results, ctrl_c() as interrupted:
-        # Closed even if stdout breaks in between: the other ranks wait for the end.
+        # Closed even if writing to stdout fails, because the other ranks wait for it.
         with closing(llm.run(requests, interrupted)) as steps:
             for output in steps:
                 results.take(output)

@@ -34,7 +34,7 @@ MODEL: Flag[str] = Flag(
 # vLLM's names of --nproc.
 NPROC_ALIASES = "tp", "tensor-parallel-size"
 NPROC: Flag[int | None] = Flag(
-    "nproc", "ranks to start on this machine; under torchrun, their number is torchrun's",
+    "nproc", "ranks to start on this machine; under torchrun, torchrun sets the number",
     whole(1, MAX_RANKS), "N", default_text="1", aliases=NPROC_ALIASES, subject="ranks",
 )  # fmt: skip
 DTYPE: Flag[str | None] = Flag(
@@ -74,8 +74,8 @@ EXACT: Flag[bool | None] = Flag(
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
-    "first tokens that remain visible with a sliding window of the model's window or context "
-    "length, usually 4; a text can then grow beyond the context without limit",
+    "number of first tokens, usually 4, that stay visible outside the sliding window (the model's "
+    "own window, else its context); a text can then grow without limit",
     token_count(0), "N", default=LLMConfig.attention_sinks, subject="context and KV cache",
 )  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(

@@ -1,7 +1,7 @@
 """Parsers of flag values.
 
-Each converts a text to a value or raises a ValueError, which is printed after flag and text. No
-text is parsed as Python.
+Each converts a text to a value or raises a ValueError, which is printed after the flag and its
+text. No text is parsed as Python.
 """
 
 import math
@@ -54,7 +54,7 @@ STDIN = "-"
 
 
 def plain_text(text: str) -> str:
-    """Any UTF-8 text, also an empty one."""
+    """Any UTF-8 text; it may be empty."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -221,7 +221,7 @@ device_name = OneOf(("auto", "cpu", "cuda"), {"gpu": "cuda"}, _device_hint)
 
 
 def memory_sizes(text: str) -> int | list[int]:
-    """Bytes of every rank, or a list with those of each rank if several sizes or SIZExN are given.
+    """Bytes of each rank: one number for all ranks, or a list if several sizes or SIZExN are given.
 
     >>> memory_sizes("80") == 80 * GIB, memory_sizes("1KiB,2kBx2")
     (True, [1024, 2000, 2000])
@@ -246,7 +246,7 @@ def memory_sizes(text: str) -> int | list[int]:
 
 
 def card_sizes(text: str) -> int | list[int]:
-    """Memory in bytes of every GPU, or a list with that of each if counts or several are given.
+    """Bytes of each GPU: one number for all GPUs, or a list if counts or several GPUs are given.
 
     A GPU is given by a name of `CARDS`, or by its memory in GiB or another unit.
 

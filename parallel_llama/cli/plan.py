@@ -43,13 +43,13 @@ BAR_WIDTH = 18
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
-    default_text="1; as many as --memory or --gpus list, or the fewest that fit one size",
+    default_text="as many as --memory or --gpus list, the fewest that fit one size, else 1",
     aliases=model.NPROC_ALIASES,
 )  # fmt: skip
 MEMORY: Flag[int | list[int] | None] = Flag(
     "memory",
-    "memory of every rank in GiB (80; or 24G, 24GB, 24576MiB), or of each rank (80,80,40; "
-    "80x4,40x2), which then get work in proportion; GPU memory with --device cuda",
+    "memory per rank: one size for all ranks in GiB (80; or 24G, 24GB, 24576MiB), or one per rank "
+    "(80,80,40; 80x4,40x2), which then get work in proportion; GPU memory with --device cuda",
     memory_sizes, "SIZES",
 )  # fmt: skip
 GPUS: Flag[int | list[int] | None] = Flag(
@@ -103,7 +103,7 @@ def prepare(flags: Flags) -> Job:
 
 
 def _memory(flags: Flags) -> int | tuple[int, ...] | None:
-    """The memory of all ranks, or of each rank, from --memory or --gpus."""
+    """The memory per rank from --memory or --gpus: one size for all ranks, or a list."""
     gpus, memory = flags[GPUS], flags[MEMORY]
     if gpus is not None and memory is not None:
         raise UsageError("--gpus and --memory cannot be combined; give one")
@@ -268,7 +268,7 @@ def _channels(args: ModelArgs) -> str:
 
 
 def _line(label: str, text: str) -> list[str]:
-    """A label with wrapped text beside it."""
+    """A label, and wrapped text to its right."""
     wrapped = textwrap.wrap(text, WIDTH - LABEL_WIDTH, break_long_words=False)
     return [f"{label:<{LABEL_WIDTH}}{wrapped[0]}", *(" " * LABEL_WIDTH + w for w in wrapped[1:])]
 
@@ -441,7 +441,7 @@ def _advice(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
     if fits is not False:
         return []
     if not remedies:
-        text = "give each rank more memory: no other format or number of ranks or tokens fits"
+        text = "give each rank more memory: no other format or number of ranks or of tokens fits"
         return _line("remedy", text)
     width = max(len(remedy.words) for remedy in remedies)
     rows = [(remedy.words, _numbers(remedy.found)) for remedy in remedies]

@@ -1,4 +1,4 @@
-"""Changes that make a plan fit; each is planned before it is suggested. Without torch."""
+"""Changes that make a plan fit; each is planned before it is suggested. No torch."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -13,7 +13,7 @@ from parallel_llama.dtypes import ITEM_BYTES, kv_format
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.launch import MAX_RANKS
 
-# Changed fields of a request, and the flags with other names than the fields.
+# Changed fields of a request; and the fields whose flags have other names.
 Change = dict[str, Any]
 FLAGS = {"tp_size": "nproc"}
 
@@ -27,7 +27,7 @@ class Remedy:
 
     @property
     def words(self) -> str:
-        """The change as flags; a list of ranks and their memory comes first, in words."""
+        """The change as flags; if it lists the ranks' memory, that comes first, in words."""
         flags = [
             f"--{FLAGS.get(name, name).replace('_', '-')} {value}"
             for name, value in self.change.items()

@@ -29,7 +29,7 @@ TOKENS_FILE: Flag[str | None] = Flag(
 )
 STRIDE: Flag[int | None] = Flag(
     "stride",
-    "tokens by which the window moves for a text longer than the context (default: half of it)",
+    "tokens by which the window moves if a text exceeds the context (default: half the context)",
     token_count(1), "N",
 )  # fmt: skip
 

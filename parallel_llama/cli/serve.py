@@ -47,7 +47,7 @@ MODEL_NAME: Flag[str | None] = Flag(
     filled_text, "NAME", default_text="that of --model",
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
-    "max-requests", "maximum completions that are prepared, running or waiting; others get 429",
+    "max-requests", "maximum completions in preparation, waiting or running; more get status 429",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
 RESTARTS: Flag[int] = Flag(
@@ -172,7 +172,7 @@ def _serve_as_rank(
     ours, theirs = socket.socketpair()
     front = os.fork()
     if front == 0:
-        os.setpgid(0, 0)  # rank 0 forwards signals; those to its group must not arrive twice
+        os.setpgid(0, 0)  # rank 0 forwards signals; signals to its group must not arrive twice
         ours.close()
         os._exit(_front(flags, inputs, own, keys, lambda: AttachedEngine(theirs), restarts=0))
     theirs.close()

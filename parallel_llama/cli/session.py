@@ -1,4 +1,4 @@
-"""Loads the model for one command, on every rank of it, and measures the run's progress."""
+"""Loads the model on all ranks of a command, and measures the progress of its run."""
 
 import gc
 import io
@@ -92,7 +92,7 @@ def leads() -> bool:
 def lead(
     flags: Flags, inputs: InputProcessor, work: Callable[["LLM"], int], **settings: Any
 ) -> int:
-    """Loads the model, runs `work` on rank 0 with the other ranks, and returns its exit code.
+    """Loads the model, runs `work` on rank 0 with the other ranks, and returns `work`'s exit code.
 
     `settings` are fields of LLMConfig without a flag. Ranks > 0 do not return.
 

@@ -28,7 +28,7 @@ def painted(text: str, code: str, stream: TextIO) -> str:
 
 
 def bar_fills(stream: TextIO) -> tuple[str, str]:
-    """One character per part of a bar, in order, and its empty character."""
+    """The characters of a bar: one per part, in order; and one for the empty rest."""
     utf8 = (stream.encoding or "").lower().replace("-", "") == "utf8"
     return ("\u2588\u2593\u2592", "\u2591") if utf8 else ("#=-", ".")
 
@@ -174,7 +174,7 @@ def _exit(number: int, _: FrameType | None) -> None:
 
 @contextmanager
 def ctrl_c(raises_at: int = 2) -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether Ctrl-C has been pressed.
+    """Yields a function that returns whether Ctrl-C has been pressed.
 
     Press number `raises_at` raises KeyboardInterrupt; 0 means none does.
     """

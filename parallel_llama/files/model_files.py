@@ -237,7 +237,9 @@ def _why_no_weights(names: list[str], has_config: bool) -> str:
         if has_config
         else f"consolidated.00.pth or {_MISTRAL_WEIGHTS[0]}"
     )
-    return f"has no weights ({wanted}); fetch them, or use --random-weights with a configs name"
+    return (
+        f"has no weights ({wanted}); fetch them, or use --random-weights with a configs/models name"
+    )
 
 
 def _files_held(folder: Path, held: str) -> tuple[tuple[Path, ...], Path | None]:

@@ -52,7 +52,7 @@ def read_safetensors_header(path: Path) -> dict[str, FileTensor]:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             raise CheckpointError(
-                f"{path}: truncated: has {size} bytes, expected a header length of 8; fetch it "
+                f"{path}: truncated: has {size} bytes, expected 8 for the header length; fetch it "
                 "again"
             )
         length = int.from_bytes(file.read(8), "little")

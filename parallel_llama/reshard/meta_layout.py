@@ -307,7 +307,7 @@ def _cuts(args: ModelArgs, n_parts: int, stored: Sequence[Param]) -> list[dict[s
     files = []
     # Every file has channels of all experts, so that all files have the same tensors.
     for shard in make_plan(args, n_parts, ranks_per_expert=n_parts).shards:
-        # Heads need no such case: the plan cuts them into equal parts where they divide.
+        # Heads need no such case: the plan cuts them equally if n_parts divides them.
         if args.ffn_dim % n_parts == 0:
             shard = replace(shard, ffn=equal_part(args.ffn_dim, shard.rank))
         if args.vocab_size % n_parts == 0:

@@ -36,7 +36,7 @@ from parallel_llama.ops.formats import dtype_name
 from parallel_llama.reshard.layout import Layout, TargetFile, json_text
 from parallel_llama.reshard.target_folder import TargetKind
 
-# Tensor data begins at a page; with common shapes, every tensor does.
+# Tensor data begins at a page boundary; with common shapes, so does every tensor.
 HEADER_ALIGNMENT = 4096
 
 

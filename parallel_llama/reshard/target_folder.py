@@ -212,7 +212,7 @@ def _locked(folder: Path, target: Path) -> int:
 
 
 def _sign(lock: int) -> None:
-    """Write the holder of the lock into it, for the error of a second writer."""
+    """Write the holder's name into the lock file, for the error of a second writer."""
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     text = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
     os.truncate(lock, 0)

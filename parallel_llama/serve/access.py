@@ -18,7 +18,7 @@ from parallel_llama.serve.asgi import HEADER
 from parallel_llama.serve.errors import HTTPError, error_response
 
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
-# Key in the state of a request's scope: admits the request's connection if a slot is free.
+# Key in a scope's state; its value is a function that admits the connection if a slot is free.
 ADMIT = "parallel_llama.admit"
 TOO_MANY = "too many connections are open; try again later"
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512

@@ -1,4 +1,4 @@
-"""The front's handle of one request: its outputs so far, and the coroutine that waits for more."""
+"""The frontend's handle of one request: its outputs so far, and the coroutine waiting for more."""
 
 import asyncio
 import time

@@ -223,7 +223,7 @@ def _route(service: Service, operation: Operation) -> Route:
 
 
 def _client_of(request: Request) -> str:
-    """The client that thread time is charged to: its API key, or its connection without one."""
+    """The client that thread time is charged to: its API key, or else its connection."""
     key = request.headers.get("authorization")
     return str(request.client) if key is None else f"key {hash(key)}"
 

@@ -1,4 +1,4 @@
-"""The front's client of the engine: requests in, answers out; restarts an engine that has ended."""
+"""The frontend's client of the engine: requests in, answers out; restarts an engine that ended."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ State = Literal["loading", "ready", "restarting", "draining", "ended"]
 PROBE_EVERY_S = 5.0  # interval at which an idle engine must prove that it can step
 FORGIVEN_AFTER_S = 600.0  # older restarts do not count as part of a crash loop
 MAX_BACKOFF_S = 30.0
-MAX_ENGINES = 3  # engines tried per request, which may crash them
+MAX_ENGINES = 3  # engines tried per request, because the request may crash them
 WRONG_USE = 2  # exit code of an engine that would end in the same way after a restart
 # The fraction of max_choices that is kept for requests of one choice without a large body.
 SMALL_FRACTION = 1 / 8
@@ -51,7 +51,7 @@ class EngineClient:
     """The engine's process and its requests; `run` keeps it running.
 
     Unfinished requests have at most `max_choices` choices together. An engine with a step longer
-    than `step_timeout_s` is ended. It is restarted at most `restarts` times in FORGIVEN_AFTER_S;
+    than `step_timeout_s` is stopped. It is restarted at most `restarts` times in FORGIVEN_AFTER_S;
     unfinished requests run again from their prompts. `probe` is a cheap request for an idle engine.
     """
 
@@ -187,7 +187,7 @@ class EngineClient:
                 self._state = "ended"
                 self._fail_all(NotReady(reason))
                 raise EngineEnded(reason, code if code > 0 else 1)
-            logger.error("the engine has ended and is started again: %s", reason)
+            logger.error("the engine has ended and is being restarted: %s", reason)
             self.n_restarts += 1
             await asyncio.sleep(delay_s)
 
@@ -217,7 +217,7 @@ class EngineClient:
             writer.close()
 
     async def _watch(self, writer: asyncio.StreamWriter) -> None:
-        """Send probes to an idle engine, and end an engine that does not step."""
+        """Send probes to an idle engine, and stop an engine that does not step."""
         probe_every_s = min(PROBE_EVERY_S, self._step_timeout_s / 2)
         while True:
             await asyncio.sleep(probe_every_s / 5)
@@ -226,7 +226,7 @@ class EngineClient:
                 self._probe_key = self._submit(self._probe).key
             waited_s = now - max(self._heard_s, self._asked_s)
             if is_loaded and self._answers and waited_s > self._step_timeout_s:
-                logger.error("the engine has not stepped for %.1f s and is ended", waited_s)
+                logger.error("the engine has not stepped for %.1f s and is stopped", waited_s)
                 writer.transport.abort()
                 return
 
@@ -312,7 +312,7 @@ def _log(answer: Answer) -> None:
 
 _WHY = {
     "loading": "the model is being loaded",
-    "restarting": "the engine is being started again",
-    "draining": "the server is ending",
+    "restarting": "the engine is being restarted",
+    "draining": "the server is shutting down",
     "ended": "the engine has ended",
 }

@@ -67,8 +67,8 @@ class FairThreads:
 def yield_cores() -> None:
     """Lowers the priority of this thread and of the processes that it starts.
 
-    The threads of a step meet at hundreds of barriers, and each barrier waits for a thread whose
-    core is taken by another one.
+    The threads of a step meet at hundreds of barriers, and all others wait there for a thread that
+    has lost its core.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 

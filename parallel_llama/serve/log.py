@@ -12,7 +12,7 @@ FORMATS = "text", "json"
 class _Lines(logging.Formatter):
     """A record as text; lines after the first are indented.
 
-    So text of clients in a record can neither control the terminal nor imitate another record.
+    So client text in a record can neither control the terminal nor imitate another record.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -324,7 +324,7 @@ class _Flow(FlowControl):
 
 
 class _BodyCallbacks:
-    """Callbacks of a parser that reads a body, and a head only for its framing."""
+    """Callbacks of a parser that reads a body, after a head that only states its framing."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self.on_body = protocol.on_body

@@ -39,7 +39,7 @@ async def _with_error(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 
 
 def finish_reason(completion: Completion) -> tuple[FinishReason, str | int | None]:
-    """OpenAI's finish_reason; and a stop string, stop token id or reason that OpenAI lacks."""
+    """OpenAI's finish_reason; and the stop string, stop token id, or reason unknown to OpenAI."""
     match completion.finish_reason:
         case "stop":
             return "stop", completion.stop_reason
@@ -88,7 +88,7 @@ def completion_logprobs(
     Args:
         scored: one item per token; None for the first token of an echoed prompt.
         first: the id of that token.
-        at: offset in the text of the first token.
+        at: text offset of the first token.
     """
     found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for one in scored:

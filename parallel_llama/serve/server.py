@@ -77,8 +77,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
 async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s: float) -> int:
     """Serves until a signal or the engine's final end, and returns the exit code.
 
-    The first SIGTERM or Ctrl-C refuses new requests and waits up to `drain_s` seconds for accepted
-    ones; the second does not wait.
+    After the first SIGTERM or Ctrl-C, new requests are refused, and accepted ones may run for up to
+    `drain_s` seconds; the second one ends them.
     """
     server = _Server(
         uvicorn.Config(

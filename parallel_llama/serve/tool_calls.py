@@ -76,7 +76,7 @@ class CallReader:
             self._begin_call("")
 
     def push(self, piece: str) -> list[str | CalledFunction]:
-        """Adds a piece, and returns text and calls now certain."""
+        """Adds a piece, and returns the text and calls that are now certain."""
         for char in piece:
             self._read(char)
         return self._taken()

@@ -20,7 +20,7 @@ from parallel_llama.tokenizer import Chat, ChatTemplate
 from parallel_llama.tokenizer.chat import Message, text_of
 
 _WORD = re.compile(r"[A-Za-z_]\w+")
-_SIMILARITY = 0.85  # from here a name is considered a misspelling of one that the template reads
+_SIMILARITY = 0.85  # minimum similarity of a misspelling to a name that the template reads
 
 # The syntax of HERMES.
 _IN_WORDS = """You can call functions. Each line describes one:

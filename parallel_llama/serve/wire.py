@@ -23,7 +23,7 @@ _READ_BYTES = 1 << 18
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
-    """Start a request under a key that the front has not used before."""
+    """Start a request under a key that the frontend has not used before."""
 
     key: int
     request: Request
@@ -39,7 +39,7 @@ ToEngine = Submit | Cancel
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """One rank of the engine; `pid` if it runs on the front's host.
+    """One rank of the engine; `pid` if it runs on the frontend's host.
 
     `cuda_bytes` is its peak memory on its GPU once the model is loaded.
     """
@@ -151,9 +151,9 @@ class Frames:
 
 
 class FrameSocket:
-    """The engine's end of the socket. It never blocks, and buffers what the front has not taken.
+    """The engine's end of the socket. It never blocks, and buffers what the frontend has not taken.
 
-    Raises: BrokenPipeError once the front has closed the socket or stopped reading.
+    Raises: BrokenPipeError once the frontend has closed the socket or stopped reading.
     """
 
     def __init__(self, own: socket.socket) -> None:
@@ -173,7 +173,7 @@ class FrameSocket:
         self._unsent.append(data)
         self._n_unsent += len(data)
         if self._n_unsent > MAX_UNSENT_BYTES:
-            raise BrokenPipeError(f"the front has left {self._n_unsent} bytes unread")
+            raise BrokenPipeError(f"the frontend has left {self._n_unsent} bytes unread")
         self.flush()
 
     def flush(self) -> None:
@@ -197,5 +197,5 @@ class FrameSocket:
             except BlockingIOError:
                 return
             if not data:
-                raise BrokenPipeError("the front has gone")
+                raise BrokenPipeError("the frontend has gone")
             yield from self._frames.feed(data)

@@ -1,4 +1,4 @@
-"""Compiles grammars: here, and before that in a separate process, as a job for `sandbox_main`.
+"""Compiles grammars: first in a separate process, as a job of `sandbox_main`, then in this one.
 
 llguidance does not bound every cost of a grammar: the intersection of twenty patterns takes
 minutes, and only killing the process stops it, so it needs its own process. This module imports

@@ -47,7 +47,7 @@ class Chat:
             parts {"type": "text", "text": ..}, or None if it has `tool_calls`. Names and ids
             consist of letters, digits and _.:/@+=~-. Other keys are passed to the template.
         tools, documents, template_vars: passed to the template.
-        continues: whether the last message, of the assistant, is the beginning of the next answer.
+        continues: whether the last message, the assistant's, is the beginning of the next answer.
         parse_special: whether special tokens written in messages become tokens, as in transformers
             and vLLM. If false they remain text, so that no message can forge a turn. Built-in
             formats, for folders without a template, never parse them.

@@ -25,7 +25,7 @@ _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 _QUOTED_WORD = re.compile(r"""['"]([A-Za-z][A-Za-z0-9_-]{0,31})['"]""")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
-# Templates in use take up to 0.1 s to compile, and up to 25 us per character if they iterate over
+# Real templates take up to 0.1 s to compile, and up to 25 us per character if they iterate over
 # all messages for each message.
 RENDER_CPU_S = 1.5
 RENDER_CPU_S_PER_BYTE = 100e-6
@@ -63,7 +63,7 @@ class TemplateRenderer:
             raise UsageError(f"{source}: the chat template cannot render the messages: {message}")
         if failure == "syntax":
             raise CheckpointError(f"{source}: the chat template does not parse: {message}")
-        raise CheckpointError(f"{source}: the chat template is stopped: {message}")
+        raise CheckpointError(f"{source}: the chat template was stopped: {message}")
 
     def close(self) -> None:
         """Ends the process; the next call starts it again."""
@@ -75,8 +75,8 @@ class JinjaChat:
 
     A special token written in a message becomes that token, as in transformers, because a template
     outputs only text. For a chat without `parse_special`, the text of a special token is split
-    after its first character before rendering. So are the vocabulary's `units` in the template,
-    because some models use them as markup.
+    after its first character before rendering. Texts of the vocabulary's `units` that occur in the
+    template are split too, because some models use them as markup.
 
     The template's input is that of transformers: keys without a value are omitted, and reasoning is
     given under both of its names. In addition, arguments of tool calls given as JSON text of an

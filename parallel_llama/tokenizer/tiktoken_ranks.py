@@ -56,7 +56,7 @@ def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
         raise CheckpointError(f"{source}: the ranks are not 0 to {len(ranks) - 1}, each once")
     if len(ranks) != N_RANKS:
         raise CheckpointError(
-            f"{source}: has {len(ranks)} ranks, not {N_RANKS} as Llama 3; for another model use "
+            f"{source}: has {len(ranks)} ranks, not {N_RANKS} as in Llama 3; for another model use "
             "its tokenizer.json, which contains its splitting pattern"
         )
     for byte in range(256):
@@ -187,7 +187,7 @@ def _specials(file: dict[str, Any], version: int, n_special: int, source: str) -
             texts.append(text)
     texts += [f"<SPECIAL_{id}>" for id in range(len(texts), n_special)]
     if len(texts) > n_special or len(set(texts)) < n_special or not {"<s>", "</s>"} <= {*texts}:
-        raise _damaged(source, f"there are not {n_special} special tokens with <s> and </s>")
+        raise _damaged(source, f"there must be {n_special} distinct specials, with <s> and </s>")
     return texts
 
 

@@ -122,7 +122,7 @@ class FileEncoder:
         try:
             answer = ask(request)
         except Stopped as error:
-            raise CheckpointError(f"{self._source}: the tokenizer is stopped: {error}") from error
+            raise CheckpointError(f"{self._source}: the tokenizer was stopped: {error}") from error
         if "failure" in answer:
             raise _unusable(self._source, answer["failure"])
         return answer

@@ -207,14 +207,14 @@ def _engine(name: str) -> Runtime:
         raise ArgumentTypeError(f"{base!r} is not an engine; use {', '.join(ENGINES)}, as a,b,c")
     engine = replace(ENGINES[base], name=name)
     if at and form not in engine.forms:
-        raise ArgumentTypeError(f"{name!r}: {base} keeps weights as {', '.join(engine.forms)}")
+        raise ArgumentTypeError(f"{name!r}: {base} has the formats {', '.join(engine.forms)}")
     if base == "ours" and form in _STORED:
         engine = replace(engine, shares=_engine(f"llama.cpp@{form}"))
     if not colon:
         return engine
     if not engine.takes_ranks:
         able = " and ".join(each.name for each in ENGINES.values() if each.takes_ranks)
-        raise ArgumentTypeError(f"{name!r}: a number of ranks, as in ours:2, is for {able}")
+        raise ArgumentTypeError(f"{name!r}: only {able} take a number of ranks, as in ours:2")
     if not (ranks.isascii() and ranks.isdigit() and int(ranks) > 0):
         raise ArgumentTypeError(f"{name!r}: {ranks!r} is not a number of ranks; use 1 or more")
     return replace(engine, n_ranks=int(ranks))

@@ -1,6 +1,6 @@
 """Versions of the card and libraries, and the peak rates that other figures are compared with.
 
-The rate of copies counts bytes read and bytes written.
+The copy bandwidth counts bytes read and bytes written.
 """
 
 import platform
@@ -12,7 +12,7 @@ import torch
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
 from launch.bench.gpu_steps.clock import device_seconds, eager_seconds
 
-COPY, MATRIX = "copy rate", "bf16 matrix rate"
+COPY, MATRIX = "copy bandwidth", "bf16 matrix rate"
 _PACKAGES = ("torch", "triton", "transformers", "numpy")
 _N_LAUNCHES = 1000
 

@@ -1,6 +1,6 @@
 """Compares each kernel with float64, checks batch invariance, and measures its bytes per second.
 
-Shares are fractions of the measured rate of copies. A kernel has no figure in a dtype in which it
+Shares are fractions of the measured copy bandwidth. A kernel has no figure in a dtype in which it
 is wrong.
 """
 
@@ -41,7 +41,7 @@ def rows(setting: Setting) -> Rows:
 
 
 def dtypes(setting: Setting) -> tuple[torch.dtype, ...]:
-    """The dtypes of the kernels; tests/ops/cuda covers them where a rehearsal takes one."""
+    """The dtypes of the kernels; a rehearsal takes one, because tests/ops/cuda covers all."""
     every = torch.float32, torch.float16, torch.bfloat16
     return every[: setting.pick(3, 1)]
 
@@ -74,7 +74,7 @@ def _product(
 
 
 def group_products(setting: Setting) -> Rows:
-    """Products with 8-bit and 4-bit weights."""
+    """Matrix products with 8-bit and 4-bit weights."""
     n_inputs, n_outputs = (64, 70) if setting.is_rehearsal else (4096, 28672)
     for form in ASKED.values():
         for n_rows in (1, setting.pick(16, 2)):
@@ -109,7 +109,7 @@ def _group(
 
 
 def elementwise(setting: Setting) -> Rows:
-    """Norms, gates and draws for 16 rows of 8B."""
+    """Norms, gates and sampling for 16 rows of 8B."""
     dim, n_channels, n_vocab = (48, 40, 70) if setting.is_rehearsal else (4096, 14336, 128256)
     n_rows = setting.pick(16, 2)
     ours, torchs = CUDAOps(), TorchOps()
@@ -132,9 +132,9 @@ def elementwise(setting: Setting) -> Rows:
             ("norm", lambda ops, x, w: ops.rms_norm(x, w, 1e-5), dim),
             ("sum and norm", lambda ops, x, w: ops.add_rms_norm(x, x, w, 1e-5), dim),
             ("gate", lambda ops, x, _: ops.silu_and_mul(x), 2 * n_channels),
-            ("greedy draw", lambda ops, x, _: draw(ops, x, zeros), n_vocab),
-            ("plain draw", lambda ops, x, _: draw(ops, x, ones), n_vocab),
-            ("draw of top_k and top_p", lambda ops, x, _: draw_filtered(ops, x), n_vocab),
+            ("greedy sampling", lambda ops, x, _: draw(ops, x, zeros), n_vocab),
+            ("plain sampling", lambda ops, x, _: draw(ops, x, ones), n_vocab),
+            ("sampling with top_k and top_p", lambda ops, x, _: draw_filtered(ops, x), n_vocab),
         ):
             label = f"{name} of {n_rows} rows, {_name(dtype)}"
             x = _normal((n_rows, width), dtype, setting)
@@ -168,8 +168,8 @@ def attention(setting: Setting) -> Rows:
         yield from attempt(name, lambda n=name, s=of_sample: _attention_is_right(n, s))
     keys = setting.pick(65536, 40)
     for name, ranges, target in (
-        (f"decode attention, 1 text of {keys} keys", [(1, keys - 1)], "at least 0.80"),
-        ("decode attention, 16 texts", [(1, keys // 16)] * setting.pick(16, 2), ""),
+        (f"decode attention, 1 sequence of {keys} keys", [(1, keys - 1)], "at least 0.80"),
+        ("decode attention, 16 sequences", [(1, keys // 16)] * setting.pick(16, 2), ""),
     ):
         yield from attempt(name, lambda a=(name, ranges, target): _attention(*a, setting))
 
@@ -256,7 +256,7 @@ def _prompt(
 
 
 def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
-    """Every method to compute the result of a sample with one range."""
+    """The methods of attention to compare, for a sample with one range of queries."""
     ops, heads, out = CUDAOps(), sample.heads, torch.empty_like(sample.q)
     # A rehearsal has no card for flash attention.
     backend = SDPBackend.MATH if setting.is_rehearsal else SDPBackend.FLASH_ATTENTION

@@ -1,4 +1,4 @@
-"""transformers with a static cache, eager and compiled, for one text in the shape of 1B."""
+"""transformers with a static cache, eager and compiled, for one sequence in the shape of 1B."""
 
 import statistics
 from functools import partial
@@ -35,11 +35,11 @@ def rows(setting: Setting) -> Rows:
     with torch.inference_mode():
         prompt = torch.ones(1, first, dtype=torch.int64, device=setting.device)
         model(input_ids=prompt, past_key_values=cache)
-        yield Row("1B, one text: transformers", _median_ms(step, first, n_steps, setting), "ms")
+        yield Row("1B, one sequence: transformers", _median_ms(step, first, n_steps, setting), "ms")
         if not setting.is_rehearsal:
             call = torch.compile(model, mode="reduce-overhead", fullgraph=False)
             ms = _median_ms(step, first, n_steps, setting)
-            yield Row("1B, one text: transformers, compiled", ms, "ms")
+            yield Row("1B, one sequence: transformers, compiled", ms, "ms")
 
 
 def _median_ms(step: Any, first: int, n_steps: int, setting: Setting) -> float:

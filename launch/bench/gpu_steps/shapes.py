@@ -1,8 +1,8 @@
 """Decode steps and prefill in the shapes of 1B and 8B with random weights.
 
 Shares of decode are fractions of the speed at which weights, keys and values could be read at the
-measured rate of copies. Shares of prefill are fractions of the measured rate of products. A shape
-has a figure only if two of its layers agree with torch's operators.
+measured copy bandwidth. Shares of prefill are fractions of the measured rate of matrix products. A
+shape has a figure only if two of its layers agree with torch's operators.
 """
 
 import statistics
@@ -104,7 +104,7 @@ def _median_seconds(step: Callable[[], object], setting: Setting) -> float:
 
 
 def _gap(model: _Model, setting: Setting) -> Rows:
-    """The time of an engine step beyond the model step, for one text."""
+    """The time of an engine step beyond the model step, for one sequence."""
     n_prompt, n_new = setting.pick(500, 9), setting.pick(64, 4)
     params = SamplingParams(max_tokens=n_new, ignore_eos=True)
     ticks: list[float] = []
@@ -114,14 +114,14 @@ def _gap(model: _Model, setting: Setting) -> Rows:
     engine_s = statistics.median(b - a for a, b in pairwise(ticks[1:]))
     step = Texts(1, n_prompt + n_new).step(model.llm.engine.runner, n_prompt + n_new // 2)
     model_s = _median_seconds(step, setting)
-    name = f"{model.label}: step of the engine, one text"
+    name = f"{model.label}: step of the engine, one sequence"
     yield Row(name, engine_s * 1e3, "ms", model.floor_s(1, n_prompt, setting) / engine_s)
     gap_us = max(0.0, engine_s - model_s) * 1e6
     yield Row(f"{model.label}: gap between steps", gap_us, "us", target="at most 20 us")
 
 
 def _prefill(model: _Model, setting: Setting) -> Rows:
-    """Prefill of a prompt in the chunks of the engine, and at once."""
+    """Prefill of a prompt in the chunks of the engine, and in one step."""
     n, runner = setting.pick(_PREFILL, 40), model.llm.engine.runner
     texts, size = Texts(1, n), setting.pick(STEP_TOKENS["cuda"], 20)
     for n_new in (size, n):  # and the whole prompt
@@ -133,7 +133,7 @@ def _prefill(model: _Model, setting: Setting) -> Rows:
 
 
 def _kernels(model: _Model, setting: Setting) -> Rows:
-    """The number of kernels in a decode step of one text, by torch's profiler."""
+    """The number of kernels in a decode step of one sequence, by torch's profiler."""
     kind = torch.profiler.ProfilerActivity
     step = Texts(1, 64).step(model.llm.engine.runner, 40)
     step()

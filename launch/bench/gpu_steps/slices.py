@@ -1,7 +1,7 @@
 """One rank's shard of 8B and 70B on 8 cards, measured by `parallel-llama bench --slice 0/8`.
 
-Shares are fractions of the speed at which the rank's bytes could be read at the measured rate of
-copies. Names of modelled figures say so.
+Shares are fractions of the speed at which the rank's bytes could be read at the measured copy
+bandwidth. Names of modelled figures say so.
 """
 
 import io
