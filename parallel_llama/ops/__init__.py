@@ -69,7 +69,7 @@ def choose_ops(
         heads_per_kv: The numbers of query heads that share a KV head.
         scores: The score function of its attention.
         cache_dtype: The dtype of its KV cache; None for `dtype`.
-        matrices: Other dtypes and formats of its matrices than `dtype`.
+        matrices: Dtypes and formats of its matrices other than `dtype`.
     """
     if computes(dtype, device):
         return CPUOps(dtype, head_dim, heads_per_kv, scores, cache_dtype, matrices)

@@ -50,7 +50,7 @@ class CPUOps(TorchOps):
         heads_per_kv: The numbers of query heads that share a KV head.
         scores: The score function of attention.
         cache_dtype: The dtype of the KV cache; None for `dtype`.
-        matrices: Other dtypes and formats of matrices than `dtype`.
+        matrices: Dtypes and formats of matrices other than `dtype`.
     """
 
     def __init__(
