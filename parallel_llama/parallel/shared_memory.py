@@ -88,7 +88,7 @@ _NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 _MAX_VIEWS = 256
 
 
-# Whether the time limit of a rank starts anew.
+# Whether a rank is exempt, which restarts its time limit.
 _IsExempt = Callable[[int], bool]
 
 
