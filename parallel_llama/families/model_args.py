@@ -17,7 +17,7 @@ MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 
 
 def require_size(name: str, value: int) -> int:
-    """Check a size before there are arguments, and return it.
+    """Check a size before ModelArgs can be created, and return it.
 
     Raises: UsageError for a size below 1 or above `MAX_SIZES`.
     """
