@@ -1,7 +1,7 @@
 """Which queries of a batch attend to which keys, and the score function of attention.
 
 A query attends to itself and to the keys before it in its sequence; with a sliding window, to the
-last `window` keys alone. `Queries` says this for the layers of a KV group. From it, operators make
+last `window` keys only. `Queries` says this for the layers of a KV group. From it, operators make
 the `Plan` that their kernels read: `SlotPlan` for torch, `PagedPlan` for CUDA, and `CPUPlan`.
 """
 
@@ -348,7 +348,7 @@ def causal_mask(
 def _held(
     blocks: Sequence[int], block_size: int, first_key: int, positions: range
 ) -> tuple[list[range], list[slice]]:
-    """The positions whose keys are on this rank, and their slots; the rest as in `QueryRange`.
+    """The positions whose keys are on this rank, and their slots; arguments as in `QueryRange`.
 
     >>> _held([7, -1, 9, 10], 4, 0, range(2, 16))
     ([range(2, 4), range(8, 12), range(12, 16)], [slice(30, 32, None), slice(36, 44, None)])

@@ -105,7 +105,7 @@ class TorchOps:
         """The routing weights and the experts of each token, the best first.
 
         The weights are the softmax over all experts in at least float32; with `normed`, those of a
-        token sum to 1. Of experts with equal scores the lower number comes first.
+        token sum to 1. Ties go to the expert with the lower number.
 
         Shapes: x [T, dim], gate [n_experts, dim] -> routing_weights and experts [T, n_active].
         Source: Mixtral, arXiv 2401.04088.
