@@ -340,7 +340,7 @@ class LLM:
 
     def _require_open(self) -> None:
         if not self._end.alive:
-            raise UsageError("this LLM is closed; make another one")
+            raise UsageError("this LLM is closed; create a new one")
 
     def _abandon(self, call: "_GenerateCall") -> None:
         """End the unfinished requests of a call, if they are still in the engine."""

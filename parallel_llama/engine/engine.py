@@ -98,7 +98,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether all requests are finished; rank 0 counts submitted ones too."""
+        """Whether all requests are finished; on rank 0, also those just submitted."""
         return self.scheduler.idle and not self._incoming
 
     def statistics(self) -> EngineStatistics:

@@ -326,7 +326,7 @@ class InputProcessor:
         if self.chat_template is None:
             raise UsageError(
                 f"{self.files.path} has no chat template, so it is not a chat model; "
-                "give text without a chat"
+                "give a string or token ids"
             )
         return tuple(self.chat_template.encode(prompt))
 

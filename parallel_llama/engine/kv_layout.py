@@ -1,4 +1,4 @@
-"""Where the keys and values of a step's tokens are, and which of them each token attends to.
+"""Where the keys and values of a step's tokens are, and which keys each token attends to.
 
 With kv_split=sequence a rank keeps a shard of the KV cache: blocks are dealt to the ranks round
 robin, by their numbers in the pool, so schedulers and block tables do not change. A rank's cache

@@ -46,7 +46,7 @@ from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import use_device
 from parallel_llama.plan import ShardPlan, why_unrecorded
 
-# Weights that are prefetched.
+# Number of weights to prefetch.
 _READ_AHEAD = 2
 
 _MEMORY = MemoryFor("a step of this batch", "lower kv_cache_bytes, or use more ranks")
