@@ -146,7 +146,7 @@ def _checked_texts(name: str, value: object, max_items: int, max_chars: int) -> 
     n_chars = sum(map(len, items))
     if len(items) > max_items or n_chars > max_chars:
         raise UsageError(
-            f"{name} holds {len(items)} strings of {n_chars} characters together; use at most "
+            f"{name} holds {len(items)} strings with {n_chars} characters in all; use at most "
             f"{max_items} strings and {max_chars} characters"
         )
     return tuple(items)

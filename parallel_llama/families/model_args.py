@@ -195,7 +195,7 @@ class ModelArgs:
             raise UsageError(f"full_layers={full[:10]} without a sliding_window; give one")
         if full != sorted(set(full) & set(range(self.n_layers))):
             raise UsageError(
-                f"full_layers={full[:10]}: use some of 0 to {self.n_layers - 1}, in order"
+                f"full_layers={full[:10]}: use numbers from 0 to {self.n_layers - 1}, in order"
             )
 
     def _check_combinations(self) -> None:
