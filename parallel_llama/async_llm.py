@@ -175,7 +175,7 @@ class AsyncLLM:
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise RuntimeError("this AsyncLLM is closed; make another one")
+            raise RuntimeError("this AsyncLLM is closed; create a new one")
         if self._error is not None:
             message = "the engine has ended on an error; load the model again"
             raise RuntimeError(message) from self._error

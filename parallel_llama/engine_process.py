@@ -1,4 +1,4 @@
-"""The server's engine process: runs the engine loop; the front sends requests by a socket.
+"""The server's engine process: runs the engine loop; the front sends requests over a socket.
 
 The front starts it as `python -m parallel_llama.engine_process FD LOG_FORMAT`. The loop never waits
 for the front while requests run. Another thread compiles grammars.
@@ -30,7 +30,7 @@ from parallel_llama.serve.fair_threads import yield_cores
 from parallel_llama.serve.log import log_to_stderr
 
 _LOOK_MS = 200  # while idle, between checks that the other ranks are alive
-_SCORED_ROWS = 256  # most prompt log-probabilities of one frame
+_SCORED_ROWS = 256  # maximum prompt log-probabilities per frame
 _WARM_TOKENS = 15  # less than a block, so that the prefix cache keeps nothing of it
 
 

@@ -75,7 +75,7 @@ class LLM:
 
     Args:
         model: as `LLMConfig.model`, or a whole LLMConfig.
-        tensor_parallel_size: vLLM's name of `tp_size`.
+        tensor_parallel_size: vLLM's name for `tp_size`.
         input_processor: the model's InputProcessor, if the caller has one.
         facts: other values that must be equal on all ranks, by name.
         on_bytes: called with the number of bytes of weights just read.
@@ -139,7 +139,7 @@ class LLM:
             prompts: a prompt is a string, a list of token ids, a conversation (a list of messages),
                 or vLLM's {"prompt": ..} or {"prompt_token_ids": ..}; a list may mix them.
             params: sampling parameters for all prompts, or one for each. By default the model's.
-            sampling_params: vLLM's name of `params`.
+            sampling_params: vLLM's name for `params`.
 
         Returns: completions by prompt, then by choice. With one choice per prompt the list reads as
             vLLM's: `.prompt`, `.outputs[0].text`.
@@ -340,7 +340,7 @@ class LLM:
 
     def _require_open(self) -> None:
         if not self._end.alive:
-            raise UsageError("this LLM is closed; make another one")
+            raise UsageError("this LLM is closed; create a new one")
 
     def _abandon(self, call: "_GenerateCall") -> None:
         """End the unfinished requests of a call, if they are still in the engine."""

@@ -29,7 +29,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Axis, Param, cut_by_outputs
 
-# Heads are cut between KV heads while the busiest rank does at most this multiple of the mean work.
+# Heads are cut between KV heads if the busiest rank does at most this multiple of the mean work.
 # Otherwise they are cut between query heads, and two ranks may hold the same KV head.
 MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
 
@@ -254,7 +254,7 @@ def apportion(n_units: int, weights: Sequence[int], at_least: int = 0) -> list[i
     while sum(counts) < n_units:
         for rank in by_remainder[: n_units - sum(counts)]:
             counts[rank] += 1
-    while sum(counts) > n_units:  # at_least raised some: take from the most overpaid
+    while sum(counts) > n_units:  # at_least raised some counts
         givers = [rank for rank in range(len(counts)) if counts[rank] > at_least]
         counts[max(givers, key=overpaid)] -= 1
     return counts

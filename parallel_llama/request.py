@@ -17,7 +17,7 @@ from parallel_llama.errors import ContextExceeded, UsageError, shown
 FinishReason = Literal["stop", "length", "interrupted", "cancelled", "timeout", "no_token"]
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
-# Below this temperature sampling is greedy: the division by it would only lose precision.
+# Below this temperature sampling is greedy: dividing by it would only lose precision.
 MIN_TEMPERATURE = 1e-6
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -146,7 +146,7 @@ def _checked_texts(name: str, value: object, max_items: int, max_chars: int) -> 
     n_chars = sum(map(len, items))
     if len(items) > max_items or n_chars > max_chars:
         raise UsageError(
-            f"{name} holds {len(items)} strings of {n_chars} characters together; use at most "
+            f"{name} holds {len(items)} strings with {n_chars} characters in all; use at most "
             f"{max_items} strings and {max_chars} characters"
         )
     return tuple(items)
@@ -177,7 +177,7 @@ def _checked_biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
         for token, bias in pairs
     }
     if len(biases) < len(pairs):
-        raise UsageError(f"{name} holds a token id more than once; add its biases up")
+        raise UsageError(f"{name} holds a token id more than once; add up its biases")
     return tuple(sorted(biases.items()))
 
 
@@ -198,7 +198,7 @@ class SamplingParams(_ShortRepr):
     repetition_penalty; presence_penalty and frequency_penalty; temperature; top_k, top_p and min_p.
 
     Args:
-        max_tokens: most tokens of a completion; None for as many as fit into the context.
+        max_tokens: maximum tokens per completion; None for as many as fit into the context.
         temperature: divides the logits. Below MIN_TEMPERATURE sampling is greedy: it takes the
             largest logit and ignores top_k, top_p and min_p.
         top_p: keeps the likeliest tokens whose probabilities sum to this.
@@ -435,7 +435,7 @@ def with_outputs(
 
 
 def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) -> int:
-    """The most tokens of the completion: as requested, or all that fit into the context.
+    """Maximum tokens of the completion: as requested, or all that fit into the context.
 
     Raises: ContextExceeded if prompt and completion together do not fit; UsageError for an empty
     prompt.

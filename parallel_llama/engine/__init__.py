@@ -1,1 +1,1 @@
-"""From requests to tokens: continuous batching over a paged KV cache, alike on every rank."""
+"""From requests to tokens: continuous batching over a paged KV cache, identically on every rank."""

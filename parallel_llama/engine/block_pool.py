@@ -86,9 +86,9 @@ class BlockPool:
     def take(self, n: int, after: int | None = None, room: int = 0) -> list[int]:
         """Allocate `n` blocks, whose contents are undefined.
 
-        They follow the caller's block `after` as far as the blocks there are free. The others start
-        where `room` blocks in a row, these n included, are free, or in the longest free run. The
-        free blocks after them, up to `room`, are promised to the caller.
+        The free blocks right after the caller's block `after` are taken first. The others come from
+        a free run with room for the rest of `room` blocks, or from the longest one. The free blocks
+        that follow, up to `room` in all, are promised to the caller.
 
         Raises: OutOfBlocks, with the pool unchanged.
         """
@@ -115,7 +115,7 @@ class BlockPool:
         return taken
 
     def publish(self, block: int, key: bytes) -> None:
-        """Register a full used block under its key, unless either is registered."""
+        """Register a full used block under its key, unless either already is."""
         assert self._n_owners[block], f"block {block} has no owner"
         if key not in self._block_of and self._key_of[block] is None:
             self._block_of[key] = block

@@ -67,8 +67,8 @@ class Engine:
     Args:
         tokenizer: None for a model without a tokenizer, and on ranks above 0.
         grammars: the grammar compiler, where there is a tokenizer.
-        step_tokens: most tokens of a step; by default those of `capacity`.
-        max_drafts: most draft tokens of a sequence in one step.
+        step_tokens: maximum tokens per step; by default that of `capacity`.
+        max_drafts: maximum draft tokens per sequence and step.
 
     Collective: the constructor and `step`.
     """
@@ -98,11 +98,11 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether all requests are finished; rank 0 counts submitted ones too."""
+        """Whether all requests are finished; on rank 0, also those just submitted."""
         return self.scheduler.idle and not self._incoming
 
     def statistics(self) -> EngineStatistics:
-        """The load of the engine; from another thread, numbers may be of two consecutive steps."""
+        """The load of the engine; in another thread, numbers may be from two consecutive steps."""
         return EngineStatistics(
             n_running=len(self.scheduler.running),
             n_waiting=len(self.scheduler.waiting),
@@ -302,7 +302,7 @@ class Engine:
         return self._states[sequence].lookup.draft(sequence.tokens, most) if most > 0 else ()
 
     def _most_drafts(self) -> int:
-        """The most draft tokens of each sequence; none if 0 or below."""
+        """Maximum draft tokens per sequence in this step; no drafts if not positive."""
         return min(self.max_drafts, _MAX_ROWS // len(self.scheduler.running) - 1)
 
     # The step
@@ -385,7 +385,7 @@ class Engine:
             self._clock.lap("forward_s")  # the next step's, counted in this step
         found, were_known = pending.read()
         if not were_known:
-            self._in_flight = None  # it started from a wrong token: run the step again
+            self._in_flight = None  # it ran a wrong token and must run again
         return found
 
     def _may_prepare_next(self, draws: abc.Sequence[SamplingRow]) -> bool:
@@ -402,7 +402,7 @@ class Engine:
         return [row for item in items for row in sampling_keys_of(item, n_later)]
 
     def _launch(self, items: abc.Sequence[ScheduledTokens], tokens: Tensor) -> "_InFlightStep":
-        """Launch the step of the tokens that these items have drawn."""
+        """Launch the step that runs the tokens drawn for these items."""
         chunks = [_chunk(item, item.start + len(item.tokens), (0,)) for item in items]
         logits = self.runner.step_ahead(chunks, self._sampling_keys_of(items, 1), tokens)
         return _InFlightStep([item.sequence for item in items], logits)

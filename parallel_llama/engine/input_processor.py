@@ -99,7 +99,7 @@ def _from_mapping(given: Mapping[str, Any]) -> str | list[int] | Chat:
     keys = [key for key in ("prompt", "prompt_token_ids") if key in given]
     if len(keys) != 1 or len(given) != 1:
         raise UsageError(
-            f"a prompt with the keys {', '.join(map(str, given))[:200] or '(none)'}: give "
+            f"a prompt has the keys {', '.join(map(str, given))[:200] or '(none)'}; give "
             '{"prompt": "..."} or {"prompt_token_ids": [..]}, and settings as SamplingParams'
         )
     value = given[keys[0]]
@@ -153,7 +153,7 @@ class InputProcessor:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence with a given max_tokens."""
+        """Maximum length of a sequence with a given max_tokens."""
         return MAX_SIZES["max_seq_len"] if self.args.attention_sinks else self.max_seq_len
 
     @cached_property
@@ -161,7 +161,7 @@ class InputProcessor:
         """Raises: UsageError if the model has no tokenizer, CheckpointError if it is damaged."""
         if self.files.kind == "config":
             raise UsageError(
-                f"{self.files.path.stem} is a shape without a tokenizer; give token ids, as "
+                f"{self.files.path.stem} is a model shape without a tokenizer; give token ids, as "
                 '{"tokens": [..]} lines of --prompts or in --tokens-file'
             )
         return load_tokenizer(self.files.path)
@@ -326,7 +326,7 @@ class InputProcessor:
         if self.chat_template is None:
             raise UsageError(
                 f"{self.files.path} has no chat template, so it is not a chat model; "
-                "give text without a chat"
+                "give a string or token ids"
             )
         return tuple(self.chat_template.encode(prompt))
 

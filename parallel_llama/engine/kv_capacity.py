@@ -91,7 +91,7 @@ class CacheSize:
     """The wanted size of each rank's KV cache: `n_bytes`, or as much as fits.
 
     `max_seq_len` is the length of the longest sequences, `working` the bytes that each rank's GPU
-    must keep free (empty on the CPU), `step_tokens` the most tokens of a step.
+    must keep free (empty on the CPU), `step_tokens` the maximum tokens per step.
 
     Raises: UsageError if `n_bytes` is less than one block of each KV group.
     """
@@ -138,7 +138,7 @@ class CacheSize:
                 raise UsageError(
                     f"rank {rank} of {comm.size} needs {needed} bytes of its card, which has "
                     f"{n_free} free: {weights[rank]} for weights, {cache} for the KV cache, "
-                    f"{working} to work with; use more ranks, --quant int8, a smaller dtype{lower}"
+                    f"{working} as workspace; use more ranks, --quant int8, a smaller dtype{lower}"
                 )
 
     def agree(self, comm: Communicator, memory: DeviceMemory) -> Capacity:
@@ -194,7 +194,7 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class MemoryFor:
-    """A context that turns a failed allocation into an error with the purpose and a remedy.
+    """A context manager that turns a failed allocation into an error with the purpose and a remedy.
 
     Raises: OutOfMemory.
     """

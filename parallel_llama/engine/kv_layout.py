@@ -1,4 +1,4 @@
-"""The slots of a step's tokens, and the keys that each token attends to.
+"""Where the keys and values of a step's tokens are, and which keys each token attends to.
 
 With kv_split=sequence a rank keeps a shard of the KV cache: blocks are dealt to the ranks round
 robin, by their numbers in the pool, so schedulers and block tables do not change. A rank's cache
@@ -71,7 +71,7 @@ class KVLayout:
             if n_plain:
                 plain.append(self._range(number, row, chunk, positions[:n_plain]))
             own = self._range(number, row + n_plain, chunk, positions[n_plain:])
-            # A sink inside of a query's window is seen there.
+            # `near` has the sinks inside a query's window, `far` those outside.
             before = after(window, own.positions)
             blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before.stop))
             near.append(own)
@@ -100,7 +100,7 @@ class KVLayout:
         )
 
     def _range(self, number: int, row: int, chunk: Chunk, positions: range) -> QueryRange:
-        """The queries at some positions of a chunk; `row` is that of the first."""
+        """The queries at some positions of a chunk; `row` is the row of the first query."""
         window = self.kv_groups[number].window
         first = 0 if window is None else max(positions.start - window + 1, 0) // self.block_size
         blocks = self._blocks(chunk, number, first, positions.stop)

@@ -40,7 +40,7 @@ class LLMConfig:
 
     Args:
         model: a model folder, a .gguf file, or the name of a model.
-        tp_size: number of ranks. By default those that torchrun has started, else 1.
+        tp_size: number of ranks. By default as many as torchrun has started, else 1.
         dtype: float32, bfloat16, float16 or float64. By default bfloat16 on CUDA and float32 on the
             CPU. The CPU keeps weights in 16 bits and computes in float32.
         quant: int8, int4 or fp8 quantise the matrices while they are read, with a scale for every
@@ -64,8 +64,8 @@ class LLMConfig:
         attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache.
-        max_drafts: most draft tokens that are guessed from earlier text and verified in one step;
-            0 for none. Drafts change the speed and never the tokens.
+        max_drafts: maximum draft tokens per sequence and step, guessed from earlier text and then
+            verified; 0 for none. Drafts change the speed and never the tokens.
         timeout_s: seconds that a rank waits for another one. By default 30 in a step and 60 at the
             start.
     """

@@ -10,7 +10,7 @@ import msgspec
 
 from parallel_llama.request import FinishReason, Request
 
-# About how many numbers one message holds at most, so that running requests do not wait long.
+# Approximate limit on the numbers in one message, so that running requests do not wait long.
 MAX_SIZE = 1 << 18
 
 
@@ -45,7 +45,7 @@ def decode_message(message: bytes) -> StepMessage:
 
 
 def size_of(request: Request) -> int:
-    """About how many numbers a request adds to a message."""
+    """Approximately how many numbers a request adds to a message."""
     params = request.params
     n_chars = sum(map(len, params.stop)) + (len(params.grammar.text) if params.grammar else 0)
     n_ids = len(request.stop_ids) + len(params.stop_token_ids) + 2 * len(params.logit_bias)

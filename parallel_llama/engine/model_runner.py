@@ -42,7 +42,7 @@ from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import use_device
 from parallel_llama.plan import ShardPlan, why_unrecorded
 
-# Weights that are prefetched.
+# Number of weights to prefetch.
 _READ_AHEAD = 2
 
 _MEMORY = MemoryFor("a step of this batch", "lower kv_cache_bytes, or use more ranks")
@@ -177,7 +177,7 @@ class ModelRunner:
 
         Returns: the residual stream after the last block, [T, dim] replicated. With `rows` only
             those rows are computed, in their order, which saves most of the last block's work.
-        Collective: those of `Transformer.forward`.
+        Collective: those of `Transformer.__call__`.
         """
         with _MEMORY:
             hidden = self._calls.hidden(chunks, rows)
@@ -195,11 +195,11 @@ class ModelRunner:
     ) -> tuple[Logits, Tensor]:
         """Run the chunks as `forward`; rows that are sampled become logits, others hidden states.
 
-        `sampling_keys` is that of the sampled rows, if `draws_on_device`.
+        `sampling_keys` are those of the sampled rows, if `draws_on_device`.
 
         Shapes: [len(drawing), V_local] local, which the next step may overwrite; [len(others), dim]
         replicated.
-        Collective: those of `Transformer.forward`.
+        Collective: those of `Transformer.__call__`.
         """
         if drawing and not others:
             with _MEMORY:
@@ -217,12 +217,12 @@ class ModelRunner:
     def step_ahead(
         self, chunks: Sequence[Chunk], sampling_keys: Sequence[SamplingKey], tokens: Tensor
     ) -> Logits:
-        """A decode step of tokens that only the device knows; the chunks' tokens are ignored.
+        """Run a decode step on `tokens`, which are on the device; the chunks' tokens are ignored.
 
         Returns: the logits of all rows, which the next step may overwrite.
 
         Shapes: tokens [T] int64.
-        Collective: those of `Transformer.forward`.
+        Collective: those of `Transformer.__call__`.
         """
         assert self._graphs is not None
         with _MEMORY:
@@ -327,8 +327,8 @@ def settle_cuda() -> None:
     """Set torch's CUDA options for this process, whatever was set before."""
     # On sm_90 torch prefers cuDNN's attention, which builds a plan for each new sequence length.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Half types accumulate in float32, and float32 is not reduced to TF32: NVIDIA's containers set
-    # an environment variable that would.
+    # Half types accumulate in float32, and float32 is not reduced to TF32, although NVIDIA's
+    # containers set an environment variable that enables TF32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.set_float32_matmul_precision("highest")

@@ -68,7 +68,7 @@ class Ranks:
         """Join the other ranks, load the model, and make the engine; arguments as in LLM.
 
         Raises: RankError for a rank that does not arrive, fails, or has other facts; UsageError for
-        memory that does not suffice; DamagedWeights for weights that cannot be read.
+        too little memory; DamagedWeights for weights that cannot be read.
         Collective: all ranks call it.
         """
         setup = self.setup
@@ -91,7 +91,7 @@ class Ranks:
     def engine(self) -> Engine:
         """Raises: UsageError after `end`."""
         if self._engine is None:
-            raise UsageError("this LLM is closed; make another one")
+            raise UsageError("this LLM is closed; create a new one")
         return self._engine
 
     @property

@@ -1,11 +1,12 @@
 """Decode steps that are recorded once and replayed: one call instead of hundreds.
 
-A recording has a step's kernels and all-reduces, with fixed addresses. A later step of as many rows
-writes its inputs there and replays the recording. All other steps run operator by operator.
+A recording has a step's kernels and all-reduces, with fixed addresses. A later step with equally
+many rows writes its inputs there and replays the recording. All other steps run operator by
+operator.
 
 `CUDAGraphs` captures a graph for each bucket of rows at the start; a step takes the smallest bucket
-that fits, and is padded. `KernelCalls`, on the CPU, records a number of rows when it first occurs,
-and gives the bits of the operators.
+that fits, and is padded. `KernelCalls`, on the CPU, records a number of rows when it first occurs;
+the results are bitwise those of the operators.
 
 Source: CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph.
 """
@@ -217,7 +218,7 @@ class KernelCalls:
 
     @torch.inference_mode()
     def hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Tensor | None:
-        """As `logits`, the residual stream of these rows. Shapes: [T, dim] replicated."""
+        """As `logits`, but the residual stream of these rows. Shapes: [T, dim] replicated."""
         step = self._replayed(chunks, rows)
         return None if step is None else step.hidden.clone()
 
@@ -250,7 +251,7 @@ class KernelCalls:
 
 
 class _KernelCallStep:
-    """A recorded step, for steps with as many rows and at most as many keys as it has room.
+    """A recorded step; replays steps with the same number of rows whose keys fit its room.
 
     `kv_groups` and `rotations` are those of the first step.
 
@@ -298,14 +299,14 @@ class _KernelCallStep:
         kv_groups: Sequence[KVGroupStep],
         rotations: Sequence[HostRotations],
     ) -> bool:
-        """Take a step in. Returns: False if there is no room for its keys."""
+        """Write a step's inputs. Returns: False if there is no room for its keys."""
         # With numpy, since a call of torch touches so much code and data that it takes ten times as
         # long once a step's weights have evicted them from the caches.
         self._token_ids[:] = tokens
         return all(map(_KVGroupRoom.fill, self._kv_groups, kv_groups, rotations))
 
     def replay(self) -> None:
-        """Run the step that was taken in through the model."""
+        """Run the step whose inputs `fill` wrote."""
         if self._model.has_embedding_scale:
             with torch.inference_mode():
                 self._x.copy_(self._model.embedded(self._tokens))

@@ -52,7 +52,7 @@ def sampling_rows_of(
 
 
 def sampling_keys_of(item: ScheduledTokens, n_later: int = 0) -> list[SamplingKey]:
-    """The keys of one sequence's draws, or of those `n_later` tokens later."""
+    """The sampling keys of one sequence's draws, with positions shifted by `n_later`."""
     sequence, request, n_tokens = item.sequence, item.request, len(item.sequence.tokens) + n_later
     return [
         row_sampling_key(request.params, request.seed, sequence.number, n_tokens + n)

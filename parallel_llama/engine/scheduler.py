@@ -9,9 +9,10 @@ enough blocks in every group.
 
 Prompts with the least work left go first, so that a short prompt behind long ones has its first
 token soon; long prompts wait while a short request runs, at most MAX_HELD_STEPS steps. The oldest
-unfinished sequence always makes progress: half of a step's prompt tokens are kept for it; younger
-sequences are preempted for it; while it waits, those that pass it take in all at most as many
-blocks as the cache has; and `add` refuses a request that does not fit into empty pools.
+unfinished sequence always makes progress: half of a step's prompt tokens are reserved for it;
+younger sequences are preempted for it; while it waits, the sequences admitted before it take in
+total at most as many blocks as the cache has; and `add` refuses a request that does not fit into
+empty pools.
 """
 
 from bisect import bisect_left, insort
@@ -148,7 +149,7 @@ class Scheduler:
         self.step_tokens, self.max_running = step_tokens, max_running
         self.n_preempted = 0
         self.n_prompt_tokens = 0  # of all admissions, those after a preemption included
-        self.n_prefix_tokens = 0  # of n_prompt_tokens, those that the prefix cache held
+        self.n_prefix_tokens = 0  # of n_prompt_tokens, those found in the prefix cache
         self._context, self._draft = context, draft
         self.waiting: list[Sequence] = []  # both in order of arrival
         self.running: list[Sequence] = []
@@ -330,7 +331,7 @@ class Scheduler:
     def _allocate(self, sequence: Sequence, n: int) -> bool:
         """Allocate blocks for a sequence's next `n` tokens; False if it is preempted instead.
 
-        The youngest sequences are preempted until enough blocks are free, itself included.
+        Preempts the youngest sequences, perhaps this one too, until enough blocks are free.
         """
         start, stop = sequence.n_cached, sequence.n_cached + n
         while sequence.tables:
@@ -431,12 +432,12 @@ class Scheduler:
         return admitted
 
     def _admit_some(self, reading: list[Sequence], n_tokens: int) -> list[Sequence]:
-        """Admit sequences that get tokens of this step even if they must compute all of theirs.
+        """Admit sequences that get tokens of this step even without prefix cache hits.
 
-        The first waiting sequence is tried first. Until it is admitted, sequences that pass it take
-        at most as many blocks as the cache has.
+        The first waiting sequence is tried first. Until it is admitted, the sequences admitted
+        before it take at most as many blocks in total as the cache has.
         """
-        # No more can run, and a scan of a very long queue would be slow.
+        # More could not run, and scanning a very long queue would be slow.
         waiting = [
             sequence
             for sequence in self.waiting[: self.max_running]
@@ -466,7 +467,7 @@ class Scheduler:
         return admitted
 
     def _n_passed(self, first: Sequence) -> int:
-        """Blocks of sequences that were admitted while this one was the first waiting."""
+        """Blocks of the sequences admitted while this one was first in the queue."""
         arrival, n_blocks = self._passed
         return n_blocks if arrival == first.arrival else 0
 
@@ -538,7 +539,7 @@ class Scheduler:
 
 
 def _most_tokens(request: Request) -> int:
-    """The most tokens that enter the cache: the last drawn token does not."""
+    """Maximum tokens in the cache; the last drawn token does not enter it."""
     return len(request.prompt) + request.max_tokens - 1
 
 

@@ -143,7 +143,7 @@ def _open_weights(
         checkpoint = open_checkpoint(files, args)
         checkpoint.check(args)
     except CheckpointError as error:
-        if config.verify:  # damage that another rank verifies
+        if config.verify:  # another rank may report this damage as DamagedWeights
             raise DamagedWeights(str(error)) from error
         raise
     return checkpoint

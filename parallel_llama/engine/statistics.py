@@ -44,11 +44,11 @@ class Tick(Protocol):
     def has_come(self) -> bool: ...
 
     def seconds_until(self, later: "Tick", /) -> float:
-        """The time until another tick of the same kind, once both have come."""
+        """The time until another tick of the same kind, once both have been reached."""
 
 
 class HostTick:
-    """The moment at which it is made."""
+    """The moment at which it is created."""
 
     def __init__(self) -> None:
         self.s = time.perf_counter()
@@ -62,7 +62,7 @@ class HostTick:
 
 
 class StepClock:
-    """Adds the laps of steps to `times`, by name; a step counts once its last tick has come.
+    """Adds the laps of steps to `times`, by name; a step counts once its last tick is reached.
 
     It never waits for a device, so `times` may lag a step or two behind.
     """
@@ -73,7 +73,7 @@ class StepClock:
         self._ended: deque[list[tuple[str, Tick]]] = deque()
 
     def begin(self) -> None:
-        """Start a step, and forget one that has not ended."""
+        """Start a step, and discard one that has not ended."""
         self._laps = [("", self._tick())]
 
     def lap(self, name: str) -> None:

@@ -58,8 +58,8 @@ class KVGroupStep(NamedTuple):
         slots: The slot of each token.
         spare_slot: A slot for tokens that are not kept.
         queries: The queries, except those of `beyond_window`.
-        beyond_window: The queries that attend to attention sinks outside of their window: with the
-            keys of the window, and with the sinks, which are attended to from one window before.
+        beyond_window: The queries that attend to attention sinks outside of their window, twice:
+            with the keys of the window; and with the sinks, at positions one window earlier.
     """
 
     slots: list[int]

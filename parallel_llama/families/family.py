@@ -43,9 +43,9 @@ class GGUFForm:
     """A family in GGUF files.
 
     Args:
-        architecture: llama.cpp's name of the architecture.
-        features: Maps the header's fields and the tensors' names to ModelArgs beyond the shape; has
-            llama.cpp's constants.
+        architecture: llama.cpp's name for the architecture.
+        features: Maps the header's fields and the tensors' names to the ModelArgs other than sizes;
+            adds the constants that llama.cpp hard-codes.
         reads: The keys that `features` reads and other architectures lack, without the
             architecture's prefix.
         has_experts: Whether the models have experts.

@@ -86,7 +86,7 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
 
 
 def _gguf_features_of_2_and_3(fields: Fields, arch: str, n_layers_of_27b: int) -> dict[str, Any]:
-    """Features of Gemma 2 and 3. Only the 27B models do not scale by the size of a head."""
+    """Features of Gemma 2 and 3. Only the 27B models do not scale by the head size."""
     dim, n_heads = (
         fields.integer(f"{arch}.{key}") for key in ("embedding_length", "attention.head_count")
     )
@@ -121,7 +121,7 @@ def _gguf_features_of_3(fields: Fields, _names: Collection[str]) -> dict[str, An
 
 
 def _gguf_window(fields: Fields, arch: str, usual: int, full: Iterable[int]) -> dict[str, Any]:
-    """The window and the layers without it; empty if all keys are inside, as for config.json."""
+    """The window and the layers without it; empty if all layers have one that hides no key."""
     window, full_layers = fields.integer(f"{arch}.{_WINDOW_IN_GGUF}", usual), tuple(full)
     if not window or (not full_layers and window >= fields.integer(f"{arch}.context_length")):
         return {}

@@ -17,7 +17,7 @@ MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 
 
 def require_size(name: str, value: int) -> int:
-    """Check a size before there are arguments, and return it.
+    """Check a size before ModelArgs can be created, and return it.
 
     Raises: UsageError for a size below 1 or above `MAX_SIZES`.
     """
@@ -195,7 +195,7 @@ class ModelArgs:
             raise UsageError(f"full_layers={full[:10]} without a sliding_window; give one")
         if full != sorted(set(full) & set(range(self.n_layers))):
             raise UsageError(
-                f"full_layers={full[:10]}: use some of 0 to {self.n_layers - 1}, in order"
+                f"full_layers={full[:10]}: use numbers from 0 to {self.n_layers - 1}, in order"
             )
 
     def _check_combinations(self) -> None:

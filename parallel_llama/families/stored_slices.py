@@ -16,7 +16,7 @@ from parallel_llama.families.weights import Param
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """The rows of a weight in a stored tensor, as runs at equal distances.
+    """The rows of a weight in a stored tensor, as evenly spaced runs.
 
     All dimensions of a stored tensor but the last are flattened into rows; the rows of a vector are
     its values.

@@ -31,7 +31,7 @@ from parallel_llama.plan import Shard
 class Attention:
     """One attention block: wq, wk, wv by columns, wo by rows.
 
-    `fuse` concatenates wq, wk and wv once they are loaded; a call needs that.
+    `fuse` concatenates the loaded wq, wk and wv; it must run before a call.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: the all_reduce of wo; two all_gathers more if the cache is sharded by token.
@@ -100,7 +100,7 @@ class Attention:
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, tile: SinkTile, ops: TorchOps) -> Tensor:
-    """Attention to the window and to the sinks. Shapes: q [t, K * G, D], and so is the result."""
+    """Attention to the window and to the sinks. Shapes: q and the result [t, K * G, D]."""
     turned = q.clone()
     rotate_(turned, tile.back_rotations)
     parts = [

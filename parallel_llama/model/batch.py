@@ -1,7 +1,7 @@
 """The tokens of one forward pass, and the keys of the KV cache that each token attends to.
 
 A batch holds chunks of sequences end to end, [T, ...] without padding. In a layer with a sliding
-window a token attends to no keys beyond the window.
+window a token attends to the keys in the window and to attention sinks only.
 
 Source: sliding windows, Longformer, arXiv 2004.05150, and Mistral, arXiv 2310.06825.
 """
@@ -41,8 +41,8 @@ class KVGroupBatch:
         rotations: [T, 1, head_dim / 2] complex, replicated, the rotary embedding of each token.
         plan: The queries, except those in `sink_tiles`.
         sink_tiles: The queries that attend to attention sinks outside of their window.
-        tiles: The queries with keys on this rank, instead of both, for a cache that is sharded by
-            token.
+        tiles: If the cache is sharded by token: the queries with keys on this rank; then `plan` and
+            `sink_tiles` are unused.
     """
 
     slots: Tensor
@@ -60,7 +60,7 @@ class Batch:
         tokens: [T] int64 replicated.
         kv_groups: The batch in the layers of each KV group.
         rows: [n] int64 replicated, the rows whose result is wanted; None for all.
-        sampling_keys: The keys of these rows, to sample their tokens on the device as well.
+        sampling_keys: The keys of these rows, if their tokens are sampled on the device.
     """
 
     tokens: Tensor

@@ -2,8 +2,8 @@
 
 A slot holds one token, a block is `block_size` consecutive slots, and a sequence's block table
 lists its blocks in order. Layers that attend to the same keys form a KV group, with a cache and
-block tables of its own. This module holds the tensors; the scheduler allocates the blocks, alike on
-every rank.
+block tables of its own. This module holds the tensors; the scheduler allocates the blocks,
+identically on every rank.
 """
 
 from collections.abc import Sequence

@@ -191,7 +191,7 @@ class VocabParallelEmbedding:
 class RMSNorm:
     """x / rms(x) * (weight + offset); every rank holds the whole weight.
 
-    Shapes: x [T, dim] replicated, and so is the result.
+    Shapes: x and the result [T, dim] replicated.
     """
 
     def __init__(self, dim: int, eps: float, backend: Backend, offset: float = 0.0) -> None:
@@ -213,7 +213,7 @@ class RMSNorm:
 class LayerNorm:
     """(x - mean(x)) / std(x) * weight + bias; every rank holds the whole weight and bias.
 
-    Shapes: x [T, dim] replicated, and so is the result.
+    Shapes: x and the result [T, dim] replicated.
     """
 
     def __init__(self, dim: int, eps: float, backend: Backend, *, bias: bool) -> None:
@@ -231,7 +231,7 @@ class LayerNorm:
 
 
 def norm_of(args: ModelArgs, backend: Backend) -> RMSNorm | LayerNorm:
-    """A new norm of the residual stream, as the model has."""
+    """A new norm of the residual stream, of the model's kind."""
     if args.norm == "layer":
         return LayerNorm(args.dim, args.norm_eps, backend, bias=args.norm_bias)
     return RMSNorm(args.dim, args.norm_eps, backend, args.norm_offset)

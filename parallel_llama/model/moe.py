@@ -19,7 +19,7 @@ from parallel_llama.plan import Shard
 
 
 class Matrix:
-    """A weight in torch's order, [out, in], without a product of its own."""
+    """A weight [out, in], in torch's order, that other code multiplies by."""
 
     def __init__(self, backend: Backend, *shape: int) -> None:
         self.weight: Weight = backend.empty_weight(*shape)

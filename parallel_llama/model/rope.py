@@ -60,9 +60,9 @@ def rotary_of_windows(args: ModelArgs) -> ModelArgs:
 class RotaryTables:
     """The rotations of all positions, computed on first use and kept.
 
-    With dynamic scaling the base depends on the sequence's length when a token is processed: for
-    the prompt's tokens the prompt's, then one more for each token. Cached keys keep their rotation,
-    as in transformers' generate.
+    With dynamic scaling the base depends on the sequence's length when a token is processed: the
+    prompt's length for prompt tokens, then one more for each new token. Cached keys keep their
+    rotation, as in transformers' generate.
 
     Args:
         args: The model.

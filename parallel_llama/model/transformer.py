@@ -86,7 +86,7 @@ class TransformerBlock:
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
-        """Changes x. With `rows` the result has only these rows, [n, dim]."""
+        """Overwrites x. With `rows` the result has only these rows, [n, dim]."""
         assert self.ffn_norm is not None
         o = self.attention(self.attention_norm(x), batch, caches, rows)
         if self.post_attention_norm is not None:
@@ -162,7 +162,7 @@ class Transformer:
         return x if self._embedding_scale is None else x.mul_(self._embedding_scale)
 
     def blocks(self, x: Tensor, batch: Batch, caches: Sequence[KVCache]) -> Tensor:
-        """The call after `embedded`; changes x."""
+        """Runs all blocks on the result of `embedded`; overwrites x."""
         *others, last = self.layers
         for block in others:
             x = block(x, batch, caches)

@@ -71,8 +71,8 @@ def choose_ops(
         heads_per_kv: The numbers of query heads that share a KV head.
         scores: The score function of its attention.
         cache_dtype: The dtype of its KV cache; None for `dtype`.
-        matrices: Other dtypes and formats of its matrices than `dtype`.
-        exact: Whether a row's bits must not depend on the number of rows or on the machine's speed.
+        matrices: Dtypes and formats of its matrices other than `dtype`.
+        exact: Whether a row's bits must depend neither on the number of rows nor on timing.
     """
     if computes(dtype, device):
         return CPUOps(dtype, head_dim, heads_per_kv, scores, cache_dtype, matrices, exact=exact)

@@ -1,7 +1,7 @@
 """Which queries of a batch attend to which keys, and the score function of attention.
 
 A query attends to itself and to the keys before it in its sequence; with a sliding window, to the
-last `window` keys alone. `Queries` says this for the layers of a KV group. From it, operators make
+last `window` keys only. `Queries` says this for the layers of a KV group. From it, operators make
 the `Plan` that their kernels read: `SlotPlan` for torch, `PagedPlan` for CUDA, and `CPUPlan`.
 """
 
@@ -62,8 +62,8 @@ class HeadMap:
         bounds: [K + 1] int32, on the model's device. Query heads bounds[i] to bounds[i + 1] share
             KV head i.
         widest: The largest number of query heads that share a KV head.
-        runs: Query heads and their KV heads, equally many for each KV head: 5 query heads on 2 KV
-            heads are two runs, 3 + 2.
+        runs: Query heads and their KV heads, where each KV head of a run has equally many query
+            heads: 5 query heads on 2 KV heads are two runs, 3 + 2.
     """
 
     bounds: Tensor
@@ -90,7 +90,7 @@ class QueryRange(NamedTuple):
             above the first key that is attended to.
         blocks: The block table from there on, up to the last key that is attended to; negative
             where the keys of a block are on another rank.
-        is_decoded: Whether each query is computed alone, with the bits of decoding.
+        is_decoded: Whether each query is computed alone, bitwise as in decoding.
     """
 
     row: int
@@ -206,12 +206,12 @@ class Queries:
 
 
 class Plan:
-    """What operators make of `Queries` for their kernels; no other operators can read it."""
+    """`Queries` converted for the kernels of one set of operators; others cannot read it."""
 
 
 @dataclass(frozen=True)
 class SlotPlan(Plan):
-    """Queries for torch: those that are computed together, and the keys of each of the others."""
+    """Queries for torch: chunks, and the keys of each query that is computed alone, by row."""
 
     chunks: tuple[QueryChunk, ...]
     decoded: Mapping[int, SeenKeys]
@@ -261,7 +261,7 @@ class PagedQueries:
         return decoded, tiled, n_used
 
     def slots_of(self, blocks: int, positions: range) -> Tensor:
-        """The slots of positions that count from the first key of block number `blocks`."""
+        """The slots of positions relative to the first key of the block at index `blocks`."""
         at = torch.arange(positions.start, positions.stop, device=self.blocks.device)
         numbers = self.blocks[blocks + at // self.block_size].to(torch.int64)
         return numbers * self.block_size + at % self.block_size
@@ -275,7 +275,7 @@ class PagedPlan(Plan):
 
 
 def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[int]:
-    """The slots of some positions of a sequence; negative where a block is.
+    """The slots of some positions of a sequence; negative in blocks with a negative number.
 
     >>> slots_of([7, 2], 4, range(2, 6))
     [30, 31, 8, 9]
@@ -348,7 +348,7 @@ def causal_mask(
 def _held(
     blocks: Sequence[int], block_size: int, first_key: int, positions: range
 ) -> tuple[list[range], list[slice]]:
-    """The positions whose keys are on this rank, and their slots; the rest as in `QueryRange`.
+    """The positions whose keys are on this rank, and their slots; arguments as in `QueryRange`.
 
     >>> _held([7, -1, 9, 10], 4, 0, range(2, 16))
     ([range(2, 4), range(8, 12), range(12, 16)], [slice(30, 32, None), slice(36, 44, None)])

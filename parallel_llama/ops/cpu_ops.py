@@ -52,8 +52,8 @@ class CPUOps(TorchOps):
         heads_per_kv: The numbers of query heads that share a KV head.
         scores: The score function of attention.
         cache_dtype: The dtype of the KV cache; None for `dtype`.
-        matrices: Other dtypes and formats of matrices than `dtype`.
-        exact: Not to use AMX tiles, which sum in an order of their own and are chosen by timing.
+        matrices: Dtypes and formats of matrices other than `dtype`.
+        exact: No AMX tiles, which sum in an order of their own and are chosen by timing.
     """
 
     def __init__(

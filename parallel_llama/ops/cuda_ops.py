@@ -134,7 +134,7 @@ class CUDAOps(TorchOps):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, heads: HeadMap, out: Tensor
     ) -> None:
-        """As in `TorchOps`. The bits of queries that are computed alone depend on no others."""
+        """As in `TorchOps`. Queries that are computed alone have the same bits in any batch."""
         if not isinstance(plan, PagedPlan) or not can_store(q.shape[2], k.dtype):
             super().attention(q, k, v, plan, heads, out)
             return

@@ -66,7 +66,7 @@ class DenseWeight:
         return ops.linear(x, self.values, None if bias is None else bias.values)
 
     def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
-        """out = X A. Shapes: [T, in], [T, out]; out may be some columns of more."""
+        """out = X A. Shapes: [T, in], [T, out]; out may be a slice of columns."""
         out.copy_(self.apply(x, ops))
 
     def lookup(self, tokens: Tensor, first: int, ops: TorchOps) -> Tensor:
@@ -138,7 +138,7 @@ class QuantWeight:
         return y if bias is None else ops.add_(y, bias.values)
 
     def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
-        """out = X A. Shapes: [T, in], [T, out]; out may be some columns of more."""
+        """out = X A. Shapes: [T, in], [T, out]; out may be a slice of columns."""
         ops.quant_gemm(x, self.values, self.panels, out)
 
     def lookup(self, tokens: Tensor, first: int, ops: TorchOps) -> Tensor:
@@ -178,7 +178,7 @@ class MixedWeight:
         return y if bias is None else ops.add_(y, bias.values)
 
     def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
-        """out = X A. Shapes: [T, in], [T, out]; out may be some columns of more."""
+        """out = X A. Shapes: [T, in], [T, out]; out may be a slice of columns."""
         for part, place in zip(self._parts, self._places, strict=True):
             part.apply_to(x, ops, out[:, place])
 

@@ -12,7 +12,7 @@ In fp8 the integers are replaced by e4m3 numbers, and inputs are not quantised:
 
     y[o] = sum over groups g of  scale[o, g] * (value[o, g] . x[g])
 
-A panel has as many rows as a CPU vector has 32-bit lanes (on a GPU one), read together. A panel
+A panel has as many rows as a CPU vector has 32-bit lanes (one on a GPU), read together. A panel
 holds, in this order: the scales of all blocks, [n_blocks, rows] float16; the minima, if the format
 has them, likewise; the factors of all groups, [n_groups, n_factors, rows] int8; and the integers of
 all groups four inputs at a time, [n_groups, n_bits, rows, 4], with the bits where `planes_of` puts
@@ -195,7 +195,7 @@ def _in_runs(rows: Tensor, size: int = QUANT_GROUP_SIZE) -> Tensor:
 
 
 def _with_minima(groups: Tensor, form: QuantFormat) -> QuantMatrix:
-    """Quantise each group with the scale and minimum, of those tried, of least squared error."""
+    """Quantise each group, with the tried scale and minimum that have the least squared error."""
     # Not aminmax, which takes several times as long for short rows.
     low, high, mean = groups.amin(-1), groups.amax(-1), groups.mean(-1)
     scales, mins = _line(groups, low, high, mean, _TRIED[0])
@@ -306,7 +306,7 @@ class Plane:
         return column // self.width * self.width
 
     def of_columns(self, unsigned: Tensor) -> Tensor:
-        """Pack it. Shapes: [panels, groups, 8, rows, 4] -> [panels, groups, width, rows, 4]."""
+        """The words. Shapes: [panels, groups, 8, rows, 4] -> [panels, groups, width, rows, 4]."""
         bits = (unsigned >> self.first) & self.mask
         bits = bits.view(*bits.shape[:2], 8 // self.width, self.width, *bits.shape[3:])
         bits = bits << self._shifts(unsigned.device)

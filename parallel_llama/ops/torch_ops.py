@@ -107,7 +107,7 @@ class TorchOps:
         """The routing weights and the experts of each token, the best first.
 
         The weights are the softmax over all experts in at least float32; with `normed`, those of a
-        token sum to 1. Of experts with equal scores the lower number comes first.
+        token sum to 1. Ties go to the expert with the lower number.
 
         Shapes: x [T, dim], gate [n_experts, dim] -> routing_weights and experts [T, n_active].
         Source: Mixtral, arXiv 2401.04088.
@@ -139,7 +139,7 @@ class TorchOps:
         return to_experts, Dispatch(order, pairs, starts, len(experts))
 
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
-        """The weighted sum of each token's n parts, in the dtype of the weights.
+        """The weighted sum of each token's n parts, summed in the dtype of the weights.
 
         Shapes: parts [T * n, dim], routing_weights [T, n] -> [T, dim] partial, dtype of the parts.
         """
@@ -211,7 +211,7 @@ class TorchOps:
 
         A row whose sum of squares overflows becomes NaN, not zeros.
 
-        Shapes: x [..., dim], and so is the result.
+        Shapes: x and the result [..., dim].
         Source: arXiv 1910.07467.
         """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -250,7 +250,7 @@ class TorchOps:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean(x)) / std(x) * weight + bias.
 
-        Shapes: x [T, dim], and so is the result.
+        Shapes: x and the result [T, dim].
         Source: arXiv 1607.06450.
         """
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)

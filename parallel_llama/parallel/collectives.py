@@ -70,7 +70,7 @@ class Communicator(Protocol):
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         """Copies the x of rank src into x on every rank and returns x.
 
-        With `no_timeout`, given on all ranks alike, ranks wait for src as long as its process
+        With `no_timeout`, passed on all ranks, ranks wait for src as long as its process
         lives, because src may wait for user input.
         """
 

@@ -1,8 +1,8 @@
 """Collectives of ranks on one host through shared memory.
 
-A decode step has 61 all-reduces of a few kilobytes. One takes gloo 0.4 to 0.9 ms, and shared memory
-some tens of microseconds. This module does not use torch.distributed: another communicator sets it
-up.
+A decode step of 30 layers has 61 all-reduces of a few kilobytes. Each takes 0.4 to 0.9 ms in gloo,
+and some tens of microseconds here. This module does not use torch.distributed: another communicator
+sets it up.
 
 The memory has no name: rank 0 creates an anonymous file, the other ranks open it through /proc
 during set-up, and the kernel frees it when the last rank ends.
@@ -64,7 +64,7 @@ _SPINS = 4000
 _YIELD_S = 0.005
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # after a second, latency matters less
-# The most time that counts between two polls: this rank may have been stopped.
+# The maximum time counted between two polls, since this rank may have been stopped.
 _LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
@@ -88,7 +88,7 @@ _NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 _MAX_VIEWS = 256
 
 
-# Whether the time limit of a rank starts anew.
+# Whether a rank is exempt, which restarts its time limit.
 _IsExempt = Callable[[int], bool]
 
 

@@ -39,9 +39,9 @@ class Watchdog:
     """Checks collectives in the order in which they were queued.
 
     Args:
-        limit_s: how long a work may take, in seconds.
+        limit_s: how long a collective may take, in seconds.
         abort: aborts the group. It runs in its own thread, because it may never return.
-        explain: says why a work may be late.
+        explain: says why a collective may be late.
         heard_s: `end` is called if `require_whole` is not called within this time after an abort.
         end: ends the process, given the reason.
     """
@@ -61,11 +61,11 @@ class Watchdog:
         threading.Thread(target=self._look, name="watchdog", daemon=True).start()
 
     def add(self, work: Work) -> None:
-        """Starts the time limit of a work that has just been queued."""
+        """Starts the time limit of a collective that has just been queued."""
         self._works.put((work, time.monotonic()))
 
     def require_whole(self) -> None:
-        """Raises: RankError if a work has been aborted."""
+        """Raises: RankError if a collective has been aborted."""
         if self._failure is not None:
             self._heard.set()
             raise RankError(self._failure)
@@ -88,7 +88,7 @@ class Watchdog:
 
 
 def is_done(work: Work, began_s: float, limit_s: float) -> bool:
-    """Waits until a work is done or `limit_s` after `began_s`; returns whether it is done."""
+    """Waits for a collective until `limit_s` after `began_s`; returns whether it is done."""
     while not work.is_completed():
         if time.monotonic() - began_s > limit_s:
             return False

@@ -100,7 +100,7 @@ def can_pend(draw: SamplingRow) -> bool:
 def _sent(
     rows: Sequence[int], draws: Sequence[SamplingRow], device: torch.device
 ) -> tuple[Tensor, Filters]:
-    """Copies the numbers and filters of some rows to the device at once."""
+    """Copies the row numbers and filters of some rows to the device in one transfer."""
     here = filters_of([draws[row] for row in rows])
     columns = (torch.tensor(rows), here.sampling_keys.keys, here.top_k)
     floats = (here.sampling_keys.temperatures, here.top_p, here.min_p)

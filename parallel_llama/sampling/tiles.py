@@ -72,8 +72,8 @@ class Tiles:
     def argmax_with_noise(self, draws: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
         """The best logit / temperature + noise of each row without filters, and its token.
 
-        Noise is computed only for tokens that could win with the largest noise of their tile. Of
-        equal scores the smallest token wins.
+        Noise is computed only for tokens that could win with the largest noise of their tile. Ties
+        go to the smallest token.
 
         Shapes: n draws; returns [n] float64 and [n] int64.
         """
@@ -124,7 +124,7 @@ class Tiles:
         places, order = places.sort(1)
         values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
         places = places.gather(1, order)
-        # Of values that tie for the last place, topk returns any; the first are needed.
+        # topk may return any of the values that tie for the last place; the first are needed.
         smallest = values[:, -1:]
         is_open = ((logits >= smallest).sum(1) > k) & (smallest[:, 0] > -torch.inf)
         for row in is_open.nonzero()[:, 0].tolist():

@@ -1,8 +1,8 @@
 """The queries of a batch as the CPU's attention kernels read them.
 
 `DecodeBatch` has single queries, whose keys are cut into parts that threads share; `QueryChunk` has
-queries that are computed together. A decode step that is recorded reads its queries from fixed
-addresses, `DecodeRoom`.
+queries that are computed together. A recorded decode step reads its queries from the fixed
+addresses of a `DecodeRoom`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ PART_KEYS = 128
 # Columns of `DecodeBatch.parts`.
 PART_FIELDS = 7
 
-# The least room for keys of a row, and for ranges of slots per row.
+# The minimum capacity per row: keys, and ranges of slots.
 _LEAST_KEYS, _LEAST_RANGES = 1024, 8
 
 
@@ -82,7 +82,7 @@ class DecodeRoom:
     """A `CPUPlan` of decode rows at fixed addresses, which is filled anew for every step.
 
     Args:
-        queries: The first step; later steps have as many rows, and perhaps more keys.
+        queries: The first step; later steps have equally many rows, and perhaps more keys.
     """
 
     def __init__(self, queries: Queries) -> None:

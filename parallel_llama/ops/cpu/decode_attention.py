@@ -73,7 +73,7 @@ class _Shape:
 
     @property
     def n_spare(self) -> int:
-        """Keys or values for which the buffer of copied or converted rows has room."""
+        """The capacity of the buffer for copied or converted rows, in keys or values."""
         return self.lanes.width if self.rows.is_plain else max(self.lanes.width, self.block)
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
@@ -86,7 +86,7 @@ class _Shape:
         yield middle, self.heads_per_kv, size
 
     def vectors_at_once(self, n_rows: int) -> int:
-        """Vectors of a value to sum at once: for n rows they fit the registers with the weights."""
+        """Vectors of a value to sum at once: the sums and weights of n rows fit the registers."""
         n_vectors = self.head_dim // self.lanes.width
         fitting = (self.n_registers - 1 - n_rows) // n_rows
         return max(n for n in range(1, fitting + 1) if n_vectors % n == 0)
@@ -319,7 +319,7 @@ def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) 
 
 
 def _readable(shape: _Shape, keys: Value, n_keys: Value, spare: Value) -> Value:
-    """W keys, or a copy of fewer: memory may end after the last key."""
+    """W keys; if fewer are left, a copy, since memory may end after the last key."""
     are_few = n_keys < shape.lanes.width
     with when(are_few, likely=False):
         copy(spare, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))

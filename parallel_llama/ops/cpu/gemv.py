@@ -5,8 +5,8 @@ it. The sums of a group stay in registers, and the next tile is prefetched into 
 the L1 cache has no room for two tiles of long rows. The order of summation is the same for any
 number of rows and threads.
 
-A thread's rows of the weight are cut into stretches, one for each row of a tile, which takes a row
-of each. So memory is read sequentially in a few places, which hardware prefetchers recognise. A
+A thread's rows of the weight are cut into as many stretches as a tile has rows, and a tile takes a
+row of each. So memory is read sequentially in a few places, which hardware prefetchers recognise. A
 single row of x needs no other prefetching.
 
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.

@@ -96,7 +96,7 @@ def compute_alone() -> None:
     Each thread that calls torch has its own team of OpenMP threads. Two teams have more threads
     than there are cores, and then GNU OpenMP lets its threads sleep after every operation.
     """
-    torch.get_num_threads()  # later, a first call would reset the number
+    torch.get_num_threads()  # the first call would reset the number if it came later
     library = openmp()
     if library is not None:
         library.omp_set_num_threads(1)
@@ -113,7 +113,7 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def threads_for(n_numbers: int) -> int:
-    """The number of threads for a pass over n numbers: starting threads costs more for a few."""
+    """The number of threads for a pass over n numbers; one if threads would not pay off."""
     return torch.get_num_threads() if n_numbers > 1 << 16 else 1
 
 

@@ -68,7 +68,7 @@ class BlockShape:
         n_vectors: vectors of columns in a block.
         tile: keys of a tile.
         n_at_once: keys that are scored together; divides `tile`.
-        n_strided: partial sums of a tile's weights; each has keys that far apart.
+        n_strided: partial sums of a tile's weights; each sums every `n_strided`-th key.
     """
 
     lanes: Lanes

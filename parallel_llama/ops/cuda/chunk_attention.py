@@ -55,7 +55,7 @@ def _tile(size: int, itemsize: int, is_packed: bool) -> tuple[int, int]:
     return (32, 32) if is_packed else (64, 32)
 
 
-# `rows` and `blocks` start anywhere in a buffer; their alignment must not recompile.
+# `rows` and `blocks` start anywhere in a buffer; alignment must not cause recompilation.
 @triton.jit(do_not_specialize_on_alignment=["rows", "blocks"])
 def _attention(
     q, k, v, out, rows, blocks, bounds,

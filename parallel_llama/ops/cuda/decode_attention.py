@@ -25,7 +25,7 @@ _TILE_BYTES = 1 << 14  # of a tile of keys
 _SUM_BYTES = 1 << 14  # of a tile of queries, limited by registers
 _MAX_SPLITS = tl.constexpr(64)  # per query
 _AT_ONCE = tl.constexpr(8)  # splits that are loaded together
-# More numbers per split than its sums: the largest score, the total, padding for alignment.
+# Numbers per split besides its sums: the largest score, the total, padding for alignment.
 _BESIDE = tl.constexpr(4)
 
 
@@ -90,8 +90,8 @@ def _tile(widest: int, head_dim: int, itemsize: int, is_packed: bool) -> tuple[i
 def _programs(n_pairs: int, n_bytes: int) -> int:
     """Programs per pair of a query and a KV head.
 
-    With few pairs, enough to fill a GPU. One, which needs neither partial results nor a merge, if
-    partial results would take too much memory: then there are many pairs.
+    With few pairs, enough to fill a GPU. With so many pairs that partial results would take too
+    much memory, one program, which needs neither partial results nor a merge.
     """
     if n_bytes > _ROOM_BYTES:
         return 1
@@ -110,7 +110,7 @@ def _seen(rows, at, window, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr):
     return first - first_key, n_keys, length
 
 
-# `rows` and `blocks` start anywhere in a buffer; their alignment must not recompile.
+# `rows` and `blocks` start anywhere in a buffer; alignment must not cause recompilation.
 @triton.jit(do_not_specialize_on_alignment=["rows", "blocks"])
 def _decode(
     q, k, v, out, found, rows, blocks, bounds,

@@ -1,4 +1,4 @@
-"""Conversion of e4m3 floats in software, since GPUs have the type from sm_89 on only.
+"""Conversion of e4m3 floats in software, since only GPUs from sm_89 on have the type.
 
 Source: e4m3, FP8 formats for deep learning, arXiv 2209.05433.
 """
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-# Two functions with the same results for numbers, since each suits the registers of its callers.
+# Two functions that agree on finite numbers; each suits the registers of its callers.
 @triton.jit
 def from_e4m3(bytes_):
     """Bytes of finite e4m3 numbers as float32: shifts the bits and rescales the exponent."""

@@ -91,7 +91,7 @@ class Cut:
 
 
 def parts_of(n_blocks: int, n_inputs: int) -> int:
-    """Parts of the inputs: more for few blocks of outputs, for enough programs."""
+    """Number of parts of the inputs; more for few blocks of outputs, to fill a GPU."""
     wanted = -(-_PROGRAMS // max(n_blocks, 1))
     return max(min(wanted, _MAX_PARTS, n_inputs // _MIN_INPUTS), 1)
 
@@ -215,7 +215,7 @@ def _sum(sums, bias, y, n, n_outputs, y_stride, N_PARTS: tl.constexpr, SIZE: tl.
     tl.store(y + row.to(tl.int64) * y_stride + outputs, total.to(y.dtype.element_ty), is_output)
 
 
-# Neither the number of rows nor the alignment of their tensors recompiles the kernel.
+# No recompilation for another number of rows or alignment of their tensors.
 @triton.jit(
     do_not_specialize=["n"], do_not_specialize_on_alignment=["sources", "targets", "starts"]
 )

@@ -2,7 +2,7 @@
 
 A row of logits is split over several programs, so that one row fills the device, and further
 launches merge what they find. A candidate is one `sort_key` of a logit and its token. The K largest
-keys are found without sorting: a search bit by bit finds the smallest one; the last launch orders
+keys are found without sorting: a bit-by-bit search finds the smallest one; the last launch orders
 the keys by counting the larger ones.
 
 The noise is that of `ops.gumbel`, in float64; only the last bits of a logarithm may differ from the
@@ -26,7 +26,7 @@ _TILES = 8  # per program of a plain draw; a thread has a token of each
 _SIZE = 1024
 
 _NOBODY = tl.constexpr(0x7FFFFFFF)  # a token above all others
-_NOTHING = tl.constexpr(-1)  # the key of no token
+_NOTHING = tl.constexpr(-1)  # the key that pads missing candidates
 _KEEPS = tl.constexpr(1 - TOP_P_SLACK)
 _GAMMA = tl.constexpr(GAMMA)
 _FIRST, _SECOND = map(tl.constexpr, MULTIPLIERS)
@@ -189,7 +189,7 @@ def _merge(lists, merged, n_lists, SIZE: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _put_largest(keys, target, K: tl.constexpr):
-    """Stores the K largest of some keys, unordered, padded with the key of no token."""
+    """Stores the K largest of some keys, unordered, padded with _NOTHING."""
     least = tl.full((), 0, tl.int64)
     for step in range(63):
         trial = least | (tl.full((), 1, tl.int64) << (62 - step))
@@ -208,7 +208,7 @@ def _candidates(
     row, places, parts = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, PARTS)
     found += row * (1 + 2 * K)
     own, others = tl.load(keys + row * K + places)[:, None], tl.load(keys + row * K + places)[None]
-    # Keys of no token are equal; these are ordered by place.
+    # Padding keys are equal, so they are ordered by place.
     is_before = (others > own) | ((others == own) & (places[None] < places[:, None]))
     at = found + 1 + tl.sum(is_before.to(tl.int32), 1)
     own = tl.ravel(own)
