@@ -1,7 +1,7 @@
-"""The server's engine process: runs the engine loop; the front sends requests over a socket.
+"""The server's engine process: runs the engine loop; the frontend sends requests over a socket.
 
-The front starts it as `python -m parallel_llama.engine_process FD LOG_FORMAT`. The loop never waits
-for the front while requests run. Another thread compiles grammars.
+The frontend starts it as `python -m parallel_llama.engine_process FD LOG_FORMAT`. The loop never
+waits for the frontend while requests run. Another thread compiles grammars.
 """
 
 import os
@@ -35,7 +35,7 @@ _WARM_TOKENS = 15  # less than a block, so that the prefix cache keeps nothing o
 
 
 class EngineProcess:
-    """The client of an engine's loop whose commands come from the front, through a socket.
+    """The client of an engine's loop whose commands come from the frontend, through a socket.
 
     For rank 0; the other ranks run `rank_rpc.serve_rank`.
     """
@@ -49,17 +49,17 @@ class EngineProcess:
         self._woken = os.eventfd(0, os.EFD_NONBLOCK)
 
     def run(self) -> None:
-        """Serve the front until it closes the socket.
+        """Serve the frontend until it closes the socket.
 
         Raises: RankError, and whatever else a step raises except NumericalError.
         """
         self._warm_up()
-        with suppress(BrokenPipeError, ConnectionError):  # the front has gone
+        with suppress(BrokenPipeError, ConnectionError):  # the frontend has gone
             try:
                 self._frames.send(self._loaded())
                 self._loop.run(self)
             except RankError:
-                # Tell the front now rather than after the other ranks have been ended.
+                # Tell the frontend now rather than after the other ranks have been ended.
                 self._frames.socket.shutdown(socket.SHUT_RDWR)
                 raise
 
@@ -123,7 +123,7 @@ class EngineProcess:
         self._frames.send(wire.Failed(tuple(keys), str(error)))
 
     def _wait(self) -> None:
-        """Wait until the front has sent something or a grammar is compiled.
+        """Wait until the frontend has sent something or a grammar is compiled.
 
         Raises: RankError as soon as another rank has died.
         """
@@ -159,7 +159,7 @@ class EngineProcess:
         grammar = message.request.params.grammar
         assert grammar is not None
         with suppress(UsageError):  # `Engine.submit` raises it again
-            self._inputs.grammars.matcher(grammar, is_checked=True)  # the front did
+            self._inputs.grammars.matcher(grammar, is_checked=True)  # the frontend did
         self._compiled.append(message)
         os.eventfd_write(self._woken, 1)
 
@@ -176,22 +176,22 @@ class EngineProcess:
 
 def _wire_output(key: int, output: StepOutput) -> wire.Output:
     completion = output.completion
-    if completion is not None:  # the front got these from earlier outputs and from Scored
+    if completion is not None:  # the frontend got these from earlier outputs and from Scored
         completion = replace(completion, logprobs=None, prompt_logprobs=None)
     logprobs = tuple(map(_unspelled, output.logprobs))
     return wire.Output(key, output.choice, output.tokens, output.text, logprobs, completion)
 
 
 def _unspelled(scored: TokenLogprob) -> TokenLogprob:
-    """Without texts, which the front decodes itself."""
+    """Without texts, which the frontend decodes itself."""
     return replace(scored, text=None, top_texts=())
 
 
 def main() -> int:
-    """Runs the engine of a server, whose HTTP front has started this process; the exit code.
+    """Runs the engine of a server, whose HTTP frontend has started this process; the exit code.
 
     The process reads its LLMConfig from stdin as one line of JSON, starts the other ranks, and
-    serves the front through socket FD until the front closes it.
+    serves the frontend through socket FD until the frontend closes it.
     """
     end_with_parent()
     log_to_stderr(sys.argv[2])

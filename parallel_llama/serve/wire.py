@@ -1,4 +1,4 @@
-"""The messages between the HTTP front and the engine's process, as frames over a socket.
+"""The messages between the HTTP frontend and the engine's process, as frames over a socket.
 
 A frame is its length in 4 bytes, little endian, followed by that many bytes of msgpack. Both ends
 validate every type and range, and reject a frame of more than MAX_FRAME_BYTES.
