@@ -311,7 +311,7 @@ def test_a_truncated_pth_file_is_refused(meta, refused):
 
 def test_a_missing_pth_file_is_refused(meta, refused):
     (meta / "consolidated.00.pth").unlink()
-    refused(*meta_argv(meta), says=["missing consolidated.00.pth", "fetch"])
+    refused(*meta_argv(meta), says=["lacks consolidated.00.pth", "fetch"])
 
 
 def put_in_row_0(folder: Path, value: float) -> None:

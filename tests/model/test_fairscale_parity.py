@@ -94,7 +94,8 @@ def run_row_parallel(comm: Communicator, has_bias: bool, cut: Cut) -> Pair:
         theirs = fairscale_layers.RowParallelLinear(
             FFN_DIM, DIM, bias=has_bias, input_is_parallel=True, init_method=lambda w: w
         )
-    ours = layers.RowParallelLinear(own, DIM, Backend(comm, OPS, torch.float64), bias=has_bias)
+    backend = Backend(comm, OPS, torch.float64)
+    ours = layers.RowParallelLinear(layers.RowCut(len(own)), DIM, backend, bias=has_bias)
     fill(ours, weight[:, own.start : own.stop], bias if has_bias else None)
     fill(theirs, weight[:, even.start : even.stop], bias if has_bias else None)
     with torch.no_grad():

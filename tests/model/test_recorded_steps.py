@@ -32,12 +32,13 @@ CARRIED = {
     "qwen2": OF_FAMILIES["qwen2"],
     "qwen3": OF_FAMILIES["qwen3"],
     "glm": OF_FAMILIES["glm"],
+    "gemma": OF_FAMILIES["gemma"],
     "mixtral": OF_FAMILIES["mixtral"],
     "biases everywhere": replace(ARGS, attention_bias=True, mlp_bias=True),
     "post norms": replace(ARGS, post_norms=True, norm_offset=1.0, attention_soft_cap=2.0),
     "parallel blocks": replace(ARGS, parallel_block=True, shared_norm=True, mlp_bias=True),
 }
-NOT_CARRIED = ["gemma", "falcon 40b", "palm"]
+NOT_CARRIED = ["falcon 40b", "palm"]
 
 
 class Both:

@@ -17,7 +17,7 @@ from parallel_llama.ops.attention import Scores
 from parallel_llama.ops.cpu import jit
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
-from parallel_llama.ops.cpu.elementwise import SiluAndMulKernel
+from parallel_llama.ops.cpu.elementwise import ActivationKernel
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, machine_code, openmp
 
 
@@ -112,10 +112,10 @@ needs_openmp = pytest.mark.skipif(openmp() is None, reason="kernels need torch's
 @needs_openmp
 def test_a_kernel_from_the_cache_is_the_kernel(folder, monkeypatch):
     x = torch.randn(3, 20)
-    results = [SiluAndMulKernel(torch.float32, CPUFeatures(16, 16))(x)]
+    results = [ActivationKernel(torch.float32, "silu", CPUFeatures(16, 16), gated=True)(x)]
     assert len(list(folder.iterdir())) == 1
     monkeypatch.setattr(jit, "_module", None)  # nothing is built
-    results.append(SiluAndMulKernel(torch.float32, CPUFeatures(16, 16))(x))
+    results.append(ActivationKernel(torch.float32, "silu", CPUFeatures(16, 16), gated=True)(x))
     assert torch.equal(*results)
 
 
@@ -123,7 +123,7 @@ def test_a_kernel_from_the_cache_is_the_kernel(folder, monkeypatch):
 def test_kernels_that_differ_in_a_parameter_have_code_of_their_own(folder):
     for machine in (CPUFeatures(16, 16), CPUFeatures(32, 16)):
         for dtype in (torch.float32, torch.float64):
-            SiluAndMulKernel(dtype, machine)
+            ActivationKernel(dtype, "silu", machine, gated=True)
     soft = Scores(soft_cap=30.0), Scores(soft_cap=50.0), Scores(scale=0.5)
     for scores in soft:
         DecodeAttentionKernel(torch.float32, torch.float32, 16, 1, scores, CPUFeatures(16, 16))
@@ -204,7 +204,7 @@ def _body(*_): ...
 def test_a_kernel_whose_surroundings_changed_is_made_anew(folder, monkeypatch):
     for digest in ("now", "then", "now"):
         monkeypatch.setattr(jit, "_SOURCES", digest)
-        SiluAndMulKernel(torch.float32, CPUFeatures(16, 16))
+        ActivationKernel(torch.float32, "silu", CPUFeatures(16, 16), gated=True)
     assert len(list(folder.iterdir())) == 2
 
 

@@ -236,8 +236,9 @@ def test_plan_shows_the_bytes_that_are_loaded(quant, made, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert answer["quant"] == "stored"
     precision = precision_of(made[quant])
-    plan = make_plan(ARGS, 3, quant_group_size=32)
-    expected = [weight_bytes(shard, values_by_form(ARGS, precision)) for shard in plan.shards]
+    plan = make_plan(ARGS, 3, quant_group_size=32, exact=True)
+    values = values_by_form(ARGS, precision, exact=True)
+    expected = [weight_bytes(shard, values) for shard in plan.shards]
     assert [rank["weight_bytes"] for rank in answer["ranks"]] == expected
     assert sum(expected) < sum(tensor.nbytes for tensor in loaded(made[quant], 3, "none"))
 
