@@ -57,15 +57,15 @@ class Communicator(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """The x of every rank, of equal shapes. Shapes: the result is [size, *x.shape]."""
 
-    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
         """The columns of every rank side by side; rank r has widths[r] columns.
 
-        Shapes: x [T, widths[rank]] local; the result [T, sum(widths)] replicated.
+        Shapes: x [T, widths[rank]] local; the result, perhaps `out`, [T, sum(widths)] replicated.
         """
         own = x.new_empty(len(x), max(widths))  # padded for ranks with fewer columns
         own[:, : x.shape[1]] = x
-        parts = self.all_gather(own)
-        return torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], 1)
+        parts = [part[:, :n] for part, n in zip(self.all_gather(own), widths, strict=True)]
+        return torch.cat(parts, 1, out=out)
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         """Copies the x of rank src into x on every rank and returns x.
@@ -102,8 +102,8 @@ class Solo(Communicator):
     def all_gather(self, x: Tensor) -> Tensor:
         return x.detach()[None].clone()
 
-    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        return x if len(widths) == 1 else super().gather_columns(x, widths)
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        return x if len(widths) == 1 else super().gather_columns(x, widths, out)
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:  # noqa: ARG002
         return x
@@ -142,9 +142,10 @@ class Slice(Solo):
         self.n_collectives += 1
         return torch.stack((x.detach(),) * self.size)
 
-    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
         self.n_collectives += 1
-        whole = x.new_zeros(len(x), sum(widths))
+        whole = x.new_empty(len(x), sum(widths)) if out is None else out
+        whole.zero_()
         whole[:, : x.shape[1]] = x
         return whole
 
@@ -181,8 +182,8 @@ class ByDevice(Communicator):
     def all_gather(self, x: Tensor) -> Tensor:
         return self._route(x).all_gather(x)
 
-    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        return self._route(x).gather_columns(x, widths)
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        return self._route(x).gather_columns(x, widths, out)
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         return self._route(x).broadcast(x, src, no_timeout=no_timeout)

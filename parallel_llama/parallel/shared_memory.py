@@ -171,17 +171,17 @@ class SharedMemory(Communicator):
                 row.copy_(slot)
         return gathered
 
-    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        whole = x.new_empty(len(x), sum(widths))
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        whole = x.new_empty(len(x), sum(widths)) if out is None else out
         if not whole.numel():
             return whole
         at_once = max(1, SLOT_BYTES // (max(widths) * x.itemsize))  # rows
         pieces = torch.split(whole[:, : max(widths)], at_once)
         rows = zip(torch.split(whole, at_once), torch.split(x, at_once), strict=True)
-        for (piece, slots), (out, own) in zip(self._exchanges(pieces), rows, strict=True):
+        for (piece, slots), (target, own) in zip(self._exchanges(pieces), rows, strict=True):
             slots[self.rank][: own.numel()].view(own.shape).copy_(own)
             self._rendezvous(_GATHER_COLUMNS, piece)
-            _put_columns(slots, widths, out)
+            _put_columns(slots, widths, target)
         return whole
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
