@@ -187,7 +187,8 @@ def _specials(file: dict[str, Any], version: int, n_special: int, source: str) -
             texts.append(text)
     texts += [f"<SPECIAL_{id}>" for id in range(len(texts), n_special)]
     if len(texts) > n_special or len(set(texts)) < n_special or not {"<s>", "</s>"} <= {*texts}:
-        raise _damaged(source, f"there must be {n_special} distinct specials, with <s> and </s>")
+        needed = f"{n_special} distinct special tokens with <s> and </s>"
+        raise _damaged(source, f"there must be {needed}")
     return texts
 
 

@@ -30,7 +30,7 @@ from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan, resolve_exact
 from parallel_llama.sampling.scoring import log_sum_exp
 
-N_TOKENS = 48
+N_TOKENS = 32
 # Heads and channels in whole groups of 32 inputs, so that every format can hold it.
 WIDE = TinyModel(9, 3, 32, 288, ffn_dim=416, vocab_size=700)
 EXPERTS = TinyModel(
@@ -69,8 +69,8 @@ def logits_of(
     runner.reserve([1] * len(runner.kv_groups), N_TOKENS)
     cuts = sorted(rng.sample(range(1, N_TOKENS), 3))
     ways = [logits_in_pieces(runner, tokens, each) for each in ((), cuts)]
-    # Decoding, token by token, after the first half.
-    ways.append(logits_in_pieces(runner, tokens, range(N_TOKENS // 2, N_TOKENS)))
+    # Decoding, token by token, at the end.
+    ways.append(logits_in_pieces(runner, tokens, range(N_TOKENS - 8, N_TOKENS)))
     assert torch.equal(ways[0], ways[1]) and torch.equal(ways[0], ways[2])
     return hashlib.sha256(ways[0].numpy().tobytes()).hexdigest()
 
@@ -97,20 +97,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_every_family_has_the_same_bits_on_any_number_of_ranks(folders, name, dtype):
     alone = logits_of(Solo(), folders[name], dtype)
-    for tp_size in (2, 3, 5, 7, 9):
-        if tp_size <= TINY_MODELS[name].n_heads:
-            on_ranks = run_on_threads(tp_size, logits_of, folders[name], dtype)
-            assert on_ranks == [alone] * tp_size, tp_size
+    for tp_size in {3, min(9, TINY_MODELS[name].n_heads)}:
+        on_ranks = run_on_threads(tp_size, logits_of, folders[name], dtype)
+        assert on_ranks == [alone] * tp_size, tp_size
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "bfloat16", "fp8"])
-@pytest.mark.parametrize("quant", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize(
+    ("quant", "kv_cache_dtype"),
+    [
+        *((quant, "auto") for quant in ("none", "int8", "int4", "fp8")),
+        ("none", "bfloat16"),
+        ("int8", "int8"),
+        ("int4", "fp8"),
+    ],
+)
 @pytest.mark.parametrize("name", ["wide", "experts"])
 def test_every_format_has_the_same_bits_on_any_number_of_ranks(
     folders, name, quant, kv_cache_dtype
 ):
     alone = logits_of(Solo(), folders[name], "float32", quant, kv_cache_dtype)
-    for tp_size in (2, 3, 7):
+    for tp_size in (2, 7):
         on_ranks = run_on_threads(
             tp_size, logits_of, folders[name], "float32", quant, kv_cache_dtype
         )
@@ -212,11 +218,11 @@ def answers(tp_size: int, quant: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quant", ["none", "int8", "stored"])
+@pytest.mark.parametrize("quant", ["none", "stored"])
 def test_smollm2_answers_with_the_same_bits_on_one_to_five_ranks(quant):
     """By default, with real processes, recorded decode steps and shared memory."""
     alone = answers(1, quant)
-    assert [answers(tp_size, quant) for tp_size in (2, 3, 5)] == [alone] * 3
+    assert [answers(tp_size, quant) for tp_size in (2, 5)] == [alone] * 2
 
 
 def gathered(comm: Communicator, widths: Sequence[int], n_rows: int) -> bool:

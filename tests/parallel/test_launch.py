@@ -578,9 +578,10 @@ def test_a_process_that_forges_a_ranks_word_is_not_believed(start, n, key):
         time.sleep(0.01)
     name = f"info/{n - 1}" if key == "info" else "objection"
     store.set(f"{keys[0].split('/')[0]}/{name}", "[" * 100_000)
-    for said in outcomes(process, n - 1):
-        assert said.startswith(f"another process has written {name!r} to the store")
-        assert said.isprintable()
+    every, named = outcomes(process, n - 1), f"another process has written {name!r} to the store"
+    assert any(said.startswith(named) for said in every)
+    for said in every:  # rank 0 may end the store before another rank has read the forgery
+        assert said.isprintable() and (said.startswith(named) or "ended the store" in said)
 
 
 def test_the_secret_of_a_run_is_in_no_environment_or_command_line(start):
