@@ -35,7 +35,7 @@ _WARM_TOKENS = 15  # less than a block, so that the prefix cache keeps nothing o
 
 
 class EngineProcess:
-    """The client of an engine's loop whose commands come from the frontend, through a socket.
+    """The client of an engine's loop; it receives commands from the frontend through a socket.
 
     For rank 0; the other ranks run `rank_rpc.serve_rank`.
     """
@@ -188,7 +188,7 @@ def _unspelled(scored: TokenLogprob) -> TokenLogprob:
 
 
 def main() -> int:
-    """Runs the engine of a server, whose HTTP frontend has started this process; the exit code.
+    """Runs the engine of a server, in a process that the HTTP frontend starts; the exit code.
 
     The process reads its LLMConfig from stdin as one line of JSON, starts the other ranks, and
     serves the frontend through socket FD until the frontend closes it.

@@ -337,8 +337,8 @@ def resolve_exact(
 ) -> bool:
     """Whether sums are exact: as asked, else on the CPU, where they cost a few per cent.
 
-    By default not with settings that cut sums; not with bfloat16, whose products are faster with
-    AMX tiles, which sum in another order; and not where small experts are distributed.
+    The default excludes settings that cut sums; bfloat16, for which AMX tiles are faster but sum in
+    another order; and models with small experts, which the plan would distribute.
 
     Args:
         dtypes: of the weights and of the KV cache.
@@ -347,8 +347,8 @@ def resolve_exact(
     """
     if asked is None:
         is_plain = kv_split == "heads" and not args.attention_sinks and "bfloat16" not in dtypes
-        is_split = not args.n_experts or args.ffn_dim // tp_size >= MIN_EXPERT_CHANNELS
-        return device == "cpu" and is_plain and (tp_size == 1 or is_split)
+        is_split = len(_expert_ranks(args, tp_size, None)) == 1  # every rank has every expert
+        return device == "cpu" and is_plain and is_split
     if asked and device != "cpu":
         raise UsageError(
             "exact sums need the CPU: on a GPU the order of a sum depends on the shape of its "

@@ -88,7 +88,7 @@ def damaged_files(
     report: Report,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Returns, without reporting, the files whose hash differs from the manifest's.
+    """Returns the files with another hash than in the manifest, without reporting them.
 
     Reports files that are missing, lead out of the folder or have another size, and files in
     `present` that the manifest does not list. An unlisted file is a problem if it could change the

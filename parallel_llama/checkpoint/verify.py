@@ -85,8 +85,8 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
 class Damage:
     """The results of checking a folder with damaged files.
 
-    `args` is None if it is unreadable. `wrong` names the tensors whose canonical form differs from
-    the manifest; `reasons` are the errors of reading the folder as a model.
+    `args` is None if it is unreadable. `wrong` names the tensors that differ from the manifest in
+    canonical form; `reasons` are the errors of reading the folder as a model.
     """
 
     folder: Path

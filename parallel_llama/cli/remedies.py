@@ -13,7 +13,7 @@ from parallel_llama.dtypes import ITEM_BYTES, kv_format
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.launch import MAX_RANKS
 
-# Changed fields of a request; and the fields whose flags have other names.
+# Changed fields of a request; and the flags of fields with another name.
 Change = dict[str, Any]
 FLAGS = {"tp_size": "nproc"}
 

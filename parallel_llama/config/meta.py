@@ -1,7 +1,7 @@
 """Reads Meta's and Mistral's params.json; writes Meta's, and the config.json beside it.
 
-Meta's params.json, whose keys configs/models also uses, cannot express tied embeddings, biases, the
-context, most rope scalings or the head size. The config.json beside it can. It is HF's with one
+Meta's params.json has the same keys as configs/models. It cannot express tied embeddings, biases,
+the context, most rope scalings or the head size. The config.json beside it can. It is HF's with one
 more key, which marks it as ours: a config.json of another origin might not belong to the weights.
 
 Most keys of Mistral's params.json, which belongs to consolidated.safetensors, are Meta's. The key
@@ -120,7 +120,7 @@ def _meta_rope(fields: Fields, dim: int) -> RopeScaling | None:
 
 
 def meta_rope_scaling(dim: int, n_layers: int) -> RopeScaling:
-    """The scaling of use_scaled_rope, whose numbers are constants in Meta's program."""
+    """The scaling of use_scaled_rope; its numbers are constants in Meta's program."""
     factor = 32.0 if (dim, n_layers) in _LLAMA_3_2 else 8.0
     return RopeScaling("llama3", factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
 

@@ -16,7 +16,7 @@ from parallel_llama.ops.attention import after, slots_of
 
 @dataclass(frozen=True)
 class CachePart:
-    """The blocks that this rank keeps: those whose number modulo `n_parts` is `number`."""
+    """The blocks that this rank keeps: their numbers modulo `n_parts` are `number`."""
 
     number: int
     n_parts: int

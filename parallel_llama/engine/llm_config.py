@@ -93,6 +93,8 @@ class LLMConfig:
         """Raises: UsageError for values that no model can run with; a model's setup checks more."""
         if self.kv_split not in get_args(KVSplit):
             raise UsageError(f"kv_split={self.kv_split!r}: use heads or sequence")
+        if self.exact not in (None, False, True):
+            raise UsageError(f"exact={self.exact!r}: use True, False or None")
         # The fields are frozen. Ranks compare their text, so each must have one type.
         for name in ("seed", "random_weights", "max_drafts"):
             if (value := getattr(self, name)) is not None:

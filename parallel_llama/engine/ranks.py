@@ -17,6 +17,7 @@ import parallel_llama
 from parallel_llama.checkpoint.prefetch import started_thread
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.free_memory import give_back_memory
 from parallel_llama.engine.kv_capacity import MemoryFor, memory_of
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.machine import peak_cuda_bytes
@@ -25,7 +26,6 @@ from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import fingerprint
-from parallel_llama.memory import give_back_memory
 from parallel_llama.parallel.collectives import Communicator, Slice
 from parallel_llama.parallel.communicators import give_up, join, use_device
 from parallel_llama.parallel.failures import RankError, exit_code

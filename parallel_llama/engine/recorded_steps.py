@@ -251,7 +251,7 @@ class KernelCalls:
 
 
 class _KernelCallStep:
-    """A recorded step; replays steps with the same number of rows whose keys fit its room.
+    """A recorded step; replays steps of as many rows if their keys fit its room.
 
     `kv_groups` and `rotations` are those of the first step.
 
@@ -306,7 +306,7 @@ class _KernelCallStep:
         return all(map(_KVGroupRoom.fill, self._kv_groups, kv_groups, rotations))
 
     def replay(self) -> None:
-        """Run the step whose inputs `fill` wrote."""
+        """Run the step of the last `fill`."""
         if self._model.has_embedding_scale:
             with torch.inference_mode():
                 self._x.copy_(self._model.embedded(self._tokens))

@@ -33,9 +33,7 @@ class Param:
 
     @property
     def file_dim(self) -> int:
-        """The dimension along which files shard the weight, which are cut by inputs if ranks are
-        cut by outputs.
-        """
+        """The dimension along which files shard the weight; that of its inputs for exact sums."""
         return 1 if self.axis == "outputs" else self.dim
 
     @property
@@ -53,7 +51,7 @@ class Param:
 
 
 def cut_by_outputs(param: Param) -> Param:
-    """The weight with its outputs sharded where otherwise its inputs are; for exact sums.
+    """The weight sharded by outputs if it is row-parallel, for exact sums; else unchanged.
 
     >>> param = Param("layers.0.attention.wo.weight", (576, 512), "heads", 1, 64)
     >>> cut = cut_by_outputs(param)

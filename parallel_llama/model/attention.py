@@ -34,7 +34,7 @@ class Attention:
     `fuse` concatenates the loaded wq, wk and wv; it must run before a call.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: the all_reduce of wo; two all_gathers more if the cache is sharded by token.
+    Collective: that of wo; two all_gathers more if the cache is sharded by token.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:

@@ -2,7 +2,8 @@
 
 x is replicated, so every rank routes all tokens alike and gathers the rows of its own experts,
 sorted by expert. Its channels of these experts give a partial sum, as in a dense layer. One
-all_reduce adds the partial sums, whether ranks shard an expert or hold different ones.
+all_reduce adds the partial sums, whether ranks shard an expert or hold different ones. With exact
+sums every rank gathers all channels of every expert and computes some outputs of w2.
 
     token           0    1    2         rank of experts 0-1    rank of experts 2-3
     its experts    3 1  0 3  1 2        0: 1   1: 0 2          2: 2   3: 0 1
@@ -70,6 +71,6 @@ class MixtureOfExperts:
         h = grouped_linear(x, self.w13, to_experts, self.ops)
         h = self.activation(h)  # [T * n_active, channels] local, by expert
         h = self.cut.whole_inputs(h, self.ops, self.comm)
-        parts = grouped_linear(h, self.w2, back, self.ops)  # [T * n_active, dim] partial, by token
+        parts = grouped_linear(h, self.w2, back, self.ops)  # [T * n_active, ..], by token
         y = self.ops.weighted_sum(parts, routing_weights)
         return self.cut.complete(y, self.ops, self.comm)

@@ -3,7 +3,8 @@
 The residual stream x is replicated; inside a block each rank works on its own heads and channels,
 and the row-parallel layer at the block's end sums over the ranks. One forward pass takes
 2 n_layers + 1 all_reduces: one for the embedding, and one for each attention and feed-forward.
-Blocks that run both in parallel need one, so n_layers + 1 in all.
+Blocks that run both in parallel need one, so n_layers + 1 in all. With exact sums, exchanges of
+inputs and outputs replace the all_reduces of the layers; see `layers.RowCut`.
 
 Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053.
 """
@@ -38,7 +39,7 @@ class FeedForward:
     `fuse` concatenates the loaded w1 and w3; it must run before a call.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: the all_reduce of w2.
+    Collective: that of w2.
     Source: arXiv 2002.05202.
     """
 
@@ -97,7 +98,7 @@ class TransformerBlock:
 
 
 class ParallelBlock(TransformerBlock):
-    """Attention and feed-forward of the same x, added to it with one all_reduce.
+    """Attention and feed-forward of the same x, added to it with one `row_parallel_sum`.
 
     Source: PaLM, arXiv 2204.02311, section 2; Falcon, arXiv 2311.16867.
     """
@@ -148,7 +149,7 @@ class Transformer:
 
         Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] for the
         batch's rows: the last block runs wo and the feed-forward for these rows only.
-        Collective: 2 n_layers + 1 all_reduces; n_layers + 1 with parallel blocks; two all_gathers
+        Collective: those of the embedding and of wo and w2 in each block; two all_gathers
         more for each layer whose cache is sharded by token.
         """
         return self.blocks(self.embedded(batch.tokens), batch, caches)

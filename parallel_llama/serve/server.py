@@ -12,8 +12,8 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from parallel_llama.engine.free_memory import give_back_memory, n_kept_bytes
 from parallel_llama.errors import UsageError
-from parallel_llama.memory import give_back_memory, n_kept_bytes
 from parallel_llama.serve.asgi import RequestIds
 from parallel_llama.serve.engine_client import EngineClient, EngineEnded
 from parallel_llama.serve.protocol import BoundedProtocol, max_connections, max_others

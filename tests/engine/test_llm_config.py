@@ -32,6 +32,7 @@ def test_a_slice_is_a_rank_of_its_ranks(slice_of):
     ("settings", "remedy"),
     [
         ({"kv_split": "tokens"}, "kv_split='tokens': use heads or sequence"),
+        ({"exact": "yes"}, "exact='yes': use True, False or None"),
         ({"max_drafts": -1}, "max_drafts=-1: use a whole number of at least 0"),
         ({"seed": "one"}, "seed='one': use a whole number of at least 0"),
         ({"random_weights": 0.5}, r"random_weights=0\.5: use a whole number"),

@@ -32,7 +32,7 @@ class Runtime:
         remedy: how to install its packages.
         forms: formats of weights by the engine's names, the default first.
         makes: the suffix of the files that its module converts, if it needs conversion.
-        shares: another engine, whose weight files this one loads.
+        shares: another engine; this one loads the same weight files.
         under_torchrun: several ranks are started by torchrun, and not by the engine.
         python: the Python that runs it, if it is known; otherwise the flag `python_flag` gives it.
         cooldown_s: how long it keeps cores busy after an answer.

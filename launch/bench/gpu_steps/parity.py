@@ -36,7 +36,7 @@ def rows(setting: Setting) -> Rows:
 
 
 def shape_of(setting: Setting) -> ModelArgs:
-    """A model whose heads do not divide evenly among 2, 5 or 7 ranks."""
+    """A model with a number of heads that 2, 5 and 7 do not divide."""
     dim, ffn_dim = setting.pick(576, 54), setting.pick(1000, 40)
     return ModelArgs(
         dim=dim,
