@@ -83,7 +83,7 @@ class LLM:
         on_graph: called with the number of rows before each CUDA graph.
         settings: the other fields of `LLMConfig`, by name: tp_size, dtype, quant, device,
             max_seq_len, seed, random_weights, slice_of, verify, kv_cache_bytes, kv_cache_dtype,
-            kv_split, attention_sinks, block_size, max_drafts, timeout_s, start_timeout_s.
+            kv_split, attention_sinks, block_size, max_drafts, timeout_s, start_timeout_s, log_dir.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used
     (before any weight is read); DamagedWeights for damage that only reading the weights shows;

@@ -29,6 +29,14 @@ from typing import IO, Any
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel import rank_env
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, RankError, Report, read_report
+from parallel_llama.parallel.rank_stacks import (
+    STACKS_FD,
+    STACKS_NAME,
+    StackFile,
+    gather_stacks,
+    leave_to_launcher,
+    own_stack_file,
+)
 
 MAX_RANKS = 1024
 
@@ -46,6 +54,7 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     report_file: IO[bytes]
+    stacks: StackFile
 
     def report(self) -> Report | None:
         return read_report(os.pread(self.report_file.fileno(), MAX_REPORT_BYTES, 0))
@@ -82,6 +91,7 @@ def run_ranks(
     *,
     module: str = "parallel_llama",
     interactive: bool = False,
+    log_dir: str | None = None,
 ) -> int:
     """Runs `python -m module *arguments` as `nproc` ranks of this host; returns the exit code.
 
@@ -94,6 +104,7 @@ def run_ranks(
     Args:
         threads: OMP_NUM_THREADS of each rank, unless the environment sets it.
         interactive: rank 0 decides what Ctrl-C does; otherwise all ranks end within 4 seconds.
+        log_dir: where a folder with the stacks of the ranks is made after a failure.
 
     Raises: UsageError if nproc is not 1 to MAX_RANKS.
     """
@@ -114,7 +125,7 @@ def run_ranks(
                 how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "preexec_fn": ignores}
                 for number in range(1, nproc):
                     ranks.append(_start(number, command, common, reports, files, **how))
-            return _watch(ranks, asked, interactive)
+            return _watch(ranks, asked, interactive, log_dir)
         finally:
             _end(ranks, asked.deadline(interactive))
 
@@ -129,6 +140,7 @@ class LocalRanks:
     def __init__(self, module: str, settings: Mapping[str, Any], size: int, threads: int) -> None:
         self._reports = ExitStack()
         self._ranks: list[_Rank] = []
+        leave_to_launcher()
         command = [sys.executable, "-m", module]
         try:
             secret = secrets.token_bytes(rank_env.SECRET_BYTES)
@@ -180,7 +192,8 @@ class LocalRanks:
         reports = _reports(ended)
         silent = [rank for rank in ended if rank.number not in reports]
         if silent:
-            return f"rank {silent[0].number} of {self.env.size} {silent[0].ending()}"
+            stacks = _stacks(self._ranks, [silent[0].number])
+            return f"rank {silent[0].number} of {self.env.size} {silent[0].ending()}{stacks}"
         first = next(iter(reports))
         return f"rank {first} of {self.env.size}: {reports[first].message}"
 
@@ -266,17 +279,20 @@ def _start(
     **how: Any,
 ) -> _Rank:
     report = reports.enter_context(tempfile.TemporaryFile())  # noqa: SIM115, closed there
+    stacks = os.memfd_create(STACKS_NAME)
+    reports.callback(os.close, stacks)
     env = {
         **common,
         "RANK": str(number),
         "LOCAL_RANK": str(number),
+        STACKS_FD: str(stacks),
         # The file is unnamed, so it disappears with its last descriptor.
         "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{report.fileno()}",
     }
     stdout = None if number == 0 else 2  # the descriptor of stderr
-    files = [report.fileno(), *inherited]
+    files = [report.fileno(), stacks, *inherited]
     process = subprocess.Popen(command, env=env, stdout=stdout, pass_fds=files, **how)
-    return _Rank(number, process, report)
+    return _Rank(number, process, report, StackFile(process.pid, stacks))
 
 
 def _inherited_files() -> list[int]:
@@ -345,7 +361,7 @@ def _listening_to_signals() -> Iterator[_Asked]:
                 signal.signal(number, before[number])
 
 
-def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
+def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool, log_dir: str | None) -> int:
     """Waits until all ranks have ended, one has failed or a signal came; returns the exit code."""
     while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
@@ -353,7 +369,7 @@ def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
         if asked.ended_by is not None:
             return 128 + asked.ended_by
         if failed:
-            return _verdict(ranks, failed, asked)
+            return _verdict(ranks, failed, asked, log_dir)
         if time.monotonic() >= asked.deadline(interactive):
             return 128 + signal.SIGINT
         if not running:
@@ -361,7 +377,7 @@ def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
         time.sleep(_LOOK_S)
 
 
-def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
+def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked, log_dir: str | None) -> int:
     """Prints why the ranks failed, and returns the exit code of the rank that failed first.
 
     The other ranks fail because of the first one, and may end before it. A rank that was killed by
@@ -375,12 +391,17 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
     if killed := [rank for rank in silent if rank.process.returncode < 0]:
         ending = killed[0].ending()
         hint = "; if nobody sent it, the host ran out of memory" if "SIGKILL" in ending else ""
-        _say(f"[rank {killed[0].number}] {ending}{hint}")
+        stacks = _stacks(ranks, [killed[0].number], log_dir)
+        # The second line of a report says in which exchange that rank was.
+        told = [line for each in _reports(ranks).values() for line in each.message.split("\n")[1:2]]
+        where = f"\n{told[0]}" if told else ""
+        _say(f"[rank {killed[0].number}] {ending}{hint}{where}{stacks}")
         return 1
     if not reports:
         first = silent[0]
         if first.number > 0:  # rank 0 prints its own message
-            _say(f"[rank {first.number}] {first.ending()}")
+            stacks = _stacks(ranks, [first.number], log_dir)
+            _say(f"[rank {first.number}] {first.ending()}{stacks}")
         return first.process.returncode
     number, report = next(iter(reports.items()))
     try:
@@ -389,6 +410,15 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
         code = 1
     _say(report.message if code == WRONG_USE else f"[rank {number}] {report.message}")
     return code if code > 0 else 1
+
+
+def _stacks(ranks: Sequence[_Rank], culprits: Sequence[int], log_dir: str | None = None) -> str:
+    """Lines with the stacks of ranks that ended without a report; empty if none had joined."""
+    files = {rank.number: rank.stacks for rank in ranks}
+    if 0 not in files:  # this process
+        files[0] = own_stack_file()
+    has_written = any(file.n_bytes() for file in files.values())
+    return gather_stacks(files, culprits, log_dir) if has_written else ""
 
 
 def _reports(ranks: Sequence[_Rank]) -> dict[int, Report]:
