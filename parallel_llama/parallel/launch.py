@@ -393,8 +393,8 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked, log_dir: st
         hint = "; if nobody sent it, the host ran out of memory" if "SIGKILL" in ending else ""
         stacks = _stacks(ranks, [killed[0].number], log_dir)
         # The second line of a report says in which exchange that rank was.
-        told = [line for each in _reports(ranks).values() for line in each.message.split("\n")[1:2]]
-        where = f"\n{told[0]}" if told else ""
+        lines = [each.message.split("\n") for each in _reports(ranks).values()]
+        where = next((f"\n{each[1]}" for each in lines if len(each) > 1), "")
         _say(f"[rank {killed[0].number}] {ending}{hint}{where}{stacks}")
         return 1
     if not reports:
@@ -415,10 +415,11 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked, log_dir: st
 def _stacks(ranks: Sequence[_Rank], culprits: Sequence[int], log_dir: str | None = None) -> str:
     """Lines with the stacks of ranks that ended without a report; empty if none had joined."""
     files = {rank.number: rank.stacks for rank in ranks}
+    if not any(file.n_bytes() for file in files.values()):
+        return ""
     if 0 not in files:  # this process
         files[0] = own_stack_file()
-    has_written = any(file.n_bytes() for file in files.values())
-    return gather_stacks(files, culprits, log_dir) if has_written else ""
+    return gather_stacks(files, culprits, log_dir)
 
 
 def _reports(ranks: Sequence[_Rank]) -> dict[int, Report]:

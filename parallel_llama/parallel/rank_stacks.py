@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_llama.errors import UsageError, listed_ranks, printable
+from parallel_llama.files.bounded_files import is_folder
 
 # The descriptor of the file that the launcher of this rank reads, in its environment.
 STACKS_FD = "PARALLEL_LLAMA_STACKS_FD"
@@ -73,7 +74,7 @@ def launcher_gathers() -> bool:
 
 def require_log_dir(path: str | None) -> None:
     """Raises: UsageError if no folder can be made in `path`."""
-    if path is not None and not (Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)):
+    if path is not None and not (is_folder(Path(path)) and os.access(path, os.W_OK | os.X_OK)):
         raise UsageError(f"log_dir={path}: use a folder that exists and can be written")
 
 
