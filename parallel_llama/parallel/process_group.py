@@ -24,6 +24,7 @@ from parallel_llama.parallel.rank_stacks import (
     gather_stacks,
     own_stack_file,
     record_stacks,
+    site_in,
 )
 from parallel_llama.parallel.sealed_store import ForgedValue
 from parallel_llama.parallel.timeouts import Timeouts
@@ -172,8 +173,12 @@ class ProcessGroup(Communicator):
 
     def _evidence(self) -> str:
         """Lines with the last collective of this rank, and the folder of its stacks."""
-        own = f"collective {self._n_collectives}, {self._last}, called at {call_site()}"
-        stacks = gather_stacks({self.rank: own_stack_file()}, [self.rank])
+        file = own_stack_file()
+        start = file.n_bytes()
+        stacks = gather_stacks({self.rank: file}, [self.rank])
+        # From the stacks, because the watchdog runs in another thread than the collective.
+        site = site_in(file.text(start)) or call_site()
+        own = f"collective {self._n_collectives}, {self._last}, called at {site}"
         return f"\n  rank {self.rank} is in {own}{stacks}"
 
     def _culprits(self) -> str:

@@ -21,6 +21,7 @@ from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.torch_threads import start_thread
 
 _LOOK_S = 0.02
+_EVIDENCE_S = 2.0  # for the evidence, which is written to a folder
 _HEARD_S = 10.0  # for the host to use the group again after an abort
 
 
@@ -83,12 +84,20 @@ class Watchdog:
             if not is_done(*queued, self._limit_s):
                 why = self._explain()
                 # Set before the abort, which lets the host continue.
-                self._failure = f"{why} (no progress for {self._limit_s:g} s){self._evidence()}"
+                self._failure = f"{why} (no progress for {self._limit_s:g} s){self._gathered()}"
                 # NCCL's abort may block or raise, and neither may prevent the end of the process.
                 threading.Thread(target=self._abort, name="abort", daemon=True).start()
                 if not self._heard.wait(self._heard_s):
                     self._end(self._failure)
                 return
+
+    def _gathered(self) -> str:
+        """The evidence; empty if it takes too long, because nothing may prevent the abort."""
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(self._evidence()), daemon=True)
+        thread.start()
+        thread.join(_EVIDENCE_S)
+        return found[0] if found else ""
 
 
 def is_done(work: Work, began_s: float, limit_s: float) -> bool:
