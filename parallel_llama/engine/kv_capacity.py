@@ -136,7 +136,7 @@ class CacheSize:
             if needed > n_free:
                 lower = " or lower kv_cache_bytes" if self.n_bytes else ""
                 raise UsageError(
-                    f"rank {rank} of {comm.size} needs {needed} bytes of its card, which has "
+                    f"rank {rank} of {comm.size} needs {needed} bytes of its GPU, which has "
                     f"{n_free} free: {weights[rank]} for weights, {cache} for the KV cache, "
                     f"{working} as workspace; use more ranks, --quant int8, a smaller dtype{lower}"
                 )
