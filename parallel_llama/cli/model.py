@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from parallel_llama.engine.input_processor import InputProcessor
 
 MODEL: Flag[str] = Flag(
-    "model", "a HF folder, a Meta folder, a .gguf file, or the name of a model",
+    "model", "an HF folder, a Meta folder, a .gguf file, or the name of a model",
     filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
 )  # fmt: skip
 # vLLM's names of --nproc.
