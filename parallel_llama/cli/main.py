@@ -21,7 +21,6 @@ VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "veri
 
 
 def load_verb(name: str) -> Verb:
-    """One of VERBS."""
     verb: Verb = import_module(f"parallel_llama.cli.{name}").VERB
     return verb
 

@@ -68,7 +68,6 @@ class _Shape:
 
     @property
     def n_outputs(self) -> int:
-        """The outputs of a panel."""
         return self.n_vectors * self.lanes.width
 
     def padded(self, n_inputs: int) -> int:
