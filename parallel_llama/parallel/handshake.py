@@ -112,7 +112,7 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
         yield
     except RankError as error:
         objection = str(error)
-        with suppress(RuntimeError):  # where the store has ended already
+        with suppress(RuntimeError):  # the store may have ended already
             objection = tell(store, rank, size, objection)
         raise RankError(objection) from error
 
@@ -120,8 +120,9 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
 def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:
     """Publishes why this rank gives up, and returns the first reason that any rank published.
 
-    The store may end with this rank, so it waits until the others have read the reason: all ranks
-    for `wait_s` seconds or, if that is 0, those that have joined for a second.
+    It then waits until the others have read the reason, because the store may end with this rank.
+    It waits up to `wait_s` seconds for all ranks or, if that is 0, up to a second for the ranks
+    that have joined.
     """
     first = _printable(store.compare_set("objection", "", objection))
     say_goodbye(store, rank)

@@ -174,7 +174,7 @@ def test_a_rank_that_dies_of_a_signal_is_named_with_it(start, rank, name):
     _, stderr = process.communicate("", timeout=LIMIT_S)
     assert process.returncode == 1
     (message,) = messages(stderr)
-    assert message.startswith(f"parallel-llama: [rank {rank}] died of {name}")
+    assert message.startswith(f"parallel-llama: [rank {rank}] was killed by {name}")
 
 
 def test_a_traceback_names_its_rank_in_the_first_line(start):
@@ -358,7 +358,7 @@ def test_where_rank_0_gives_up_the_others_hear_of_it(meet):
     left, given_up = meet((1, 3, ""), (0, 3, ""), rank_0_s=3)
     assert given_up["outcome"].startswith("rank 2 of 3 never joined within 3 s")
     assert left["outcome"] == (
-        "rank 0 of 3 has died or given up, which ended the store of the ranks; "
+        "rank 0 of 3 has died or given up, and the ranks' store ended with it; "
         "rank 2 had not joined"
     )
 
