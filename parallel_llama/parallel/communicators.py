@@ -49,6 +49,7 @@ from parallel_llama.parallel.rank_env import (
 )
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
+from parallel_llama.parallel.torch_threads import start_thread
 
 
 def visible_cards() -> int:
@@ -127,10 +128,11 @@ def join(
         use_device(device)  # `within` calls this in a new thread
         store = _open_store(env, timeouts.start_s)
         with telling(store, env.rank, env.size):
-            rendezvous(store, RankInfo.of_this_process(env.rank, env.size, facts or {}), missing)
+            own = RankInfo.of_this_process(env.rank, env.size, facts or {})
+            rendezvous(store, own, missing, ended)
             # gloo would wait for a rank that has given up until the timeout.
-            how = env, timeouts.start_s, ended, heard
-            threading.Thread(target=_listen, args=how, daemon=True).start()
+            listen = partial(_listen, env, timeouts.start_s, ended, heard)
+            start_thread(listen, "listen", ended.set)
             with _gloo_on_interface_to(env):
                 return make_communicator(env.rank, env.size, store, device, timeouts)
 

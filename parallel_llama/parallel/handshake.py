@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Event
 
 import msgspec
 from torch.distributed import Store
@@ -73,15 +74,17 @@ class RankInfo:
         return f"process {self.pid} on {printable(self.host, 255)}"
 
 
-def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
+def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> None:
     """Waits for every rank and checks that the facts of all ranks are equal.
 
     It has no time limit.
 
     Args:
         missing: the ranks that have not joined; updated while this waits.
+        ended: set when the caller no longer waits.
 
-    Raises: RankError naming the fact that differs and its ranks, or why another rank has given up.
+    Raises: RankError naming the fact that differs and its ranks, or why another rank has given up;
+    TimeoutError once `ended` is set.
     Collective: every rank calls it.
     """
     infos: dict[int, RankInfo] = {}
@@ -100,8 +103,8 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
                 info = RankInfo.decode(store.get(f"info/{rank}"), rank)
                 infos[rank] = _checked(info, own)
                 missing.discard(rank)
-        if len(infos) < own.size:
-            time.sleep(_POLL_S)
+        if len(infos) < own.size and ended.wait(_POLL_S):
+            raise TimeoutError
     require_same([infos[rank] for rank in range(own.size)])
 
 

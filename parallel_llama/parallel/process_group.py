@@ -20,6 +20,7 @@ from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator, Timeouts
 from parallel_llama.parallel.failures import RankError, first_line, late
 from parallel_llama.parallel.sealed_store import ForgedValue
+from parallel_llama.parallel.torch_threads import start_thread
 from parallel_llama.parallel.watchdog import Watchdog
 
 Result = TypeVar("Result")
@@ -178,7 +179,7 @@ class _Heartbeats:
             int, tuple[int, float]
         ] = {}  # by rank: the last heartbeat, and when it was first seen
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        start_thread(self._beat, "heartbeat", self._ended.set)
 
     def give(self, what: str, count: int) -> None:
         """Publishes a count of this rank."""
@@ -261,7 +262,7 @@ def within(
             future.set_exception(error)
 
     deadline = time.monotonic() + limit_s
-    threading.Thread(target=run, daemon=True).start()
+    start_thread(run, "within")
     while not future.done():
         wait([future], max(0.0, min(_LOOK_S, deadline - time.monotonic())))
         if not future.done() and time.monotonic() >= deadline:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.torch_threads import start_thread
 
 _LOOK_S = 0.02
 _HEARD_S = 10.0  # for the host to use the group again after an abort
@@ -58,7 +59,7 @@ class Watchdog:
         self._heard_s, self._end, self._heard = heard_s, end, threading.Event()
         self._works: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
         self._failure: str | None = None
-        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
+        start_thread(self._look, "watchdog", self.end)
 
     def add(self, work: Work) -> None:
         """Starts the time limit of a collective that has just been queued."""

@@ -584,6 +584,24 @@ def test_a_process_that_forges_a_ranks_word_is_not_believed(start, n, key):
         assert said.isprintable() and (said.startswith(named) or "ended the store" in said)
 
 
+LOOKING = """
+from threading import Event
+from torch.distributed import HashStore
+from parallel_llama.parallel.torch_threads import start_thread
+store, ended = HashStore(), Event()
+def look():
+    while not ended.is_set():
+        store.check(["key"])
+start_thread(look, "look", ended.set)
+"""
+
+
+def test_a_thread_that_uses_a_store_does_not_abort_a_process_that_ends():
+    """A rank that gave up waiting for another died of SIGABRT, before others could report."""
+    run = subprocess.run([sys.executable, "-c", LOOKING], env=environ(), timeout=LIMIT_S)
+    assert run.returncode == 0
+
+
 def test_the_secret_of_a_run_is_in_no_environment_or_command_line(start):
     process = start(2, "sleep")
     secrets = set()
