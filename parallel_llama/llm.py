@@ -262,7 +262,7 @@ class LLM:
         stride = max(longest // 2, 1) if stride is None else stride
         if not 1 <= stride < max(longest, 2):
             raise UsageError(
-                f"a stride of {stride} and a context of {longest} tokens; use 1 to {longest - 1}"
+                f"a stride of {stride} in a context of {longest} tokens; use 1 to {longest - 1}"
             )
         for index, tokens in enumerate(sequences):
             try:
@@ -272,7 +272,7 @@ class LLM:
                     n_allocatable = kv_group.pool.n_allocatable()
                     if kv_group.n_held(n_tokens) > n_allocatable:
                         raise UsageError(
-                            f"{n_tokens} tokens and the KV cache has room for "
+                            f"{n_tokens} tokens, but the KV cache has room for "
                             f"{n_allocatable * kv_group.pool.block_size}; raise kv_cache_bytes"
                         )
             except UsageError as error:

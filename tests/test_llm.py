@@ -558,7 +558,7 @@ def test_a_text_beyond_the_context_is_scored_in_windows(llm, stride):
 
 @pytest.mark.parametrize("stride", [0, -1, 512])
 def test_a_stride_out_of_range_is_refused(llm, stride):
-    with pytest.raises(UsageError, match=f"a stride of {stride} and a context of 512 .* 1 to 511"):
+    with pytest.raises(UsageError, match=f"a stride of {stride} in a context of 512 .* 1 to 511"):
         llm.score([[5, 6]], stride)
 
 

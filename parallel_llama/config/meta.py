@@ -190,8 +190,8 @@ def _ffn_dim_multiplier(args: ModelArgs) -> float:
         ):
             return multiplier
     raise UsageError(
-        f"ffn_dim={args.ffn_dim} and dim={args.dim}: params.json states it as a multiple of "
-        f"{base} of at most {MAX_FFN_DIM_MULTIPLIER}; use --format hf or native"
+        f"ffn_dim={args.ffn_dim} and dim={args.dim}: params.json can state a width of at most "
+        f"{MAX_FFN_DIM_MULTIPLIER} times {base}; use --format hf or native"
     )
 
 
@@ -231,7 +231,7 @@ def args_from_meta_config(values: Mapping[str, Any], params: Mapping[str, Any]) 
     for key in _SHARED:
         if (stated := params.get(key)) != getattr(args, key):
             raise UsageError(
-                f"has {key}={getattr(args, key)} and params.json beside it {str(stated)[:80]}; "
+                f"has {key}={getattr(args, key)}, but params.json has {str(stated)[:80]}; "
                 "use the two files that were written together"
             )
     return args

@@ -182,7 +182,7 @@ class Scheduler:
         )
         return (
             f"a prompt of {n_prompt} tokens and max_tokens={most} need {needed} blocks of {size} "
-            f"tokens and the KV cache has {n_blocks}; {remedy} or enlarge the KV cache"
+            f"tokens, but the KV cache has {n_blocks}; {remedy} or enlarge the KV cache"
         )
 
     def add(self, request: Request) -> list[Sequence]:

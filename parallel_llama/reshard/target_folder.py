@@ -69,8 +69,8 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
         raise UsageError(f"{n_parts} files: at least 1 is needed; use --tp 1 or more")
     if kind == "meta" and n_parts > args.n_heads:
         raise UsageError(
-            f"n_heads={args.n_heads} and {n_parts} files: each needs at least one query head; use "
-            f"--tp 1 to {args.n_heads}"
+            f"n_heads={args.n_heads} and {n_parts} files: each file needs at least one query head; "
+            f"use --tp 1 to {args.n_heads}"
         )
 
 

@@ -138,7 +138,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--nproc", "10"], "n_heads=9 and tp_size=10"),
     (["generate", "--prompt", "x", "--max-seq-len", "0"], "--max-seq-len '0'"),
     (["generate", "--prompt", "x", "--max-seq-len", "9000"], "this model's context is 8192 tokens"),
-    (["generate", "--prompt", "x", "--max-tokens", "8192"], "8193 positions and the context has"),
+    (["generate", "--prompt", "x", "--max-tokens", "8192"], "8193 positions, but the context has"),
     (["generate", "--prompt", "x", "--model", ""], "--model '': empty"),
     (["generate", "--prompt", "x", "--model", "no-such-model"], "no-such-model"),
     (["generate", "--prompt", "x", "--output", "."], "--output .: a folder"),

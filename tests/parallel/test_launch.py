@@ -368,7 +368,7 @@ def test_ranks_that_were_told_different_world_sizes_hear_of_it(meet):
     for line in meet((0, 2, ""), (1, 3, "")):
         assert re.fullmatch(
             r"rank (0|1) \(process \d+ on \S+\) is one of (2|3) ranks and rank (0|1) "
-            r"\(process \d+ on \S+\) one of (2|3); give all the same WORLD_SIZE",
+            r"\(process \d+ on \S+\) one of (2|3); give all ranks the same WORLD_SIZE",
             line["outcome"],
         )
         assert line["seconds"] < LIMIT_S / 2
