@@ -1,8 +1,8 @@
 """Native folders, in which any range of units of a weight is one range of bytes.
 
-Weights that ranks cut by rows have this property in row-major order. Those cut by columns (wo and
-w2) are stored in unit-major order: the columns of unit 0, row by row, then those of unit 1, and so
-on. The last unit may be short.
+Weights that ranks cut by rows have this property in row-major order. Weights that they cut by
+columns (wo and w2) are stored in unit-major order: the columns of unit 0, row by row, then the
+columns of unit 1, and so on. The last unit may be short.
 
     row-major   a0 a1 | b0 b1 | c0        unit-major   a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1
                 a2 a3 | b2 b3 | c1

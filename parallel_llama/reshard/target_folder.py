@@ -1,8 +1,8 @@
 """The target folder: checks before anything is read, and its temporary folder. No torch.
 
-`.NAME.partial` holds `files`, which one rename turns into the target, a journal of the tensors that
-are on the disk, and the lock of the writing process. However the process ends, the target is
-missing or complete, and another run can continue from the journal.
+`.NAME.partial` holds the folder `files`, which is renamed to the target at the end; a journal of
+the tensors that are on the disk; and the lock of the writing process. However the process ends, the
+target is missing or complete, and another run can continue from the journal.
 """
 
 import json

@@ -131,7 +131,7 @@ def test_llama2_refuses_messages_with_its_markup(tmp_path, tag):
 )
 def test_llama2_refuses_roles_out_of_turn(tmp_path, roles):
     chat = chat_of(meta_folder(tmp_path, MISTRAL_V1))
-    with pytest.raises(UsageError, match="a user last"):
+    with pytest.raises(UsageError, match="a user message at the end"):
         chat.encode(Chat([{"role": role, "content": "x"} for role in roles]))
 
 
