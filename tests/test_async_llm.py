@@ -1,4 +1,4 @@
-"""Many coroutines at one model: everyone gets what it gets alone, or hears why not."""
+"""Many coroutines share one model: each gets the result that it gets alone, or an error."""
 
 import asyncio
 import os

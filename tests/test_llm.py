@@ -1,4 +1,4 @@
-"""The class that users hold: alone, and in a script of theirs under torchrun."""
+"""The class LLM: in one process, and in a user's script under torchrun."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""The command line up to where work would start: what is accepted, what is refused, in what words.
+"""Command lines that are accepted or refused before any work starts, and the messages.
 
 All wrong command lines run in one fresh process, which reports at the end whether torch was loaded.
 """

@@ -1,4 +1,4 @@
-"""`generate` over files of prompts: settings of single lines, new files and resumed ones."""
+"""`generate` with files of prompts: settings of single lines, new and resumed output files."""
 
 import io
 import json

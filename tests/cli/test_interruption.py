@@ -1,6 +1,6 @@
 """Ctrl-C, dead ranks and closed pipes, with real processes of a tiny model.
 
-A command must end, say one thing, and leave no process and no file behind.
+A command must end with one message, and leave no process and no file behind.
 """
 
 import os

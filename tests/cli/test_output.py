@@ -1,4 +1,4 @@
-"""What commands write: completions in order, files as they grow, a conversation's turns."""
+"""The output of commands: completions in order, files while they are written, conversations."""
 
 import io
 import json

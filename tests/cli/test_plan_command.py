@@ -1,4 +1,4 @@
-"""`plan` for cards and the CPU: what a rank needs, what the page shows, what makes a plan fit."""
+"""`plan` for GPUs and the CPU: what a rank needs, the printed page, and the suggested changes."""
 
 import json
 import sys

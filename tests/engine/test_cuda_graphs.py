@@ -1,7 +1,7 @@
-"""Steps that are told of blocks, and decode steps recorded once, give what any step gives.
+"""Paged steps and recorded decode steps give the same results as all other steps.
 
-No card is needed: the operators are torch's, and a recording that runs its step again, into the
-tensors of the first time, is to the engine what a graph is.
+No GPU is needed: the operators are torch's, and a recording that runs its step again, into the
+tensors of the first run, replaces a CUDA graph.
 """
 
 import gc

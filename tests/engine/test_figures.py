@@ -1,4 +1,4 @@
-"""Figures of a card without a card: its clock, its memory, and how fast it moves that."""
+"""Figures of a GPU, measured without a GPU: step times, memory, and memory bandwidth."""
 
 from collections import deque
 from dataclasses import dataclass, field

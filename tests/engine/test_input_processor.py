@@ -1,4 +1,4 @@
-"""What a model's authors state holds where the caller says nothing, and only there."""
+"""The sampling defaults of a model's files apply only where the caller sets no value."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How many tokens the KV cache holds: what the system says, and what the ranks make of it."""
+"""How many tokens the KV cache holds, given the free memory that the system reports."""
 
 import mmap
 import resource

@@ -1,4 +1,4 @@
-"""Every token sees its own prefix alone, everyone gets through, and all ranks choose alike."""
+"""Every token sees only its own prefix, every request ends, and all ranks choose the same steps."""
 
 from collections import abc
 

@@ -1,7 +1,7 @@
-"""Paths that the system does not let us follow or read: one line and exit code 2, in every verb.
+"""Paths that the system refuses to read end in one line and exit code 2, in every command.
 
-The superuser may read everything, so where these tests run as root they give that up for the time
-of a command (setresuid).
+The superuser may read everything, so if these tests run as root, each command runs as another user
+(setresuid).
 """
 
 import gc

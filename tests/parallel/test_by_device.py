@@ -1,7 +1,7 @@
-"""Two groups of the same ranks: one for tensors on cards, and one for tensors on the host.
+"""Two groups of the same ranks: one for tensors on GPUs, and one for tensors on the host.
 
-The tests need no card: float64 tensors stand for tensors on cards, and use gloo with a watchdog;
-all other tensors use shared memory.
+The tests need no GPU: float64 tensors stand for tensors on GPUs, and use gloo with a watchdog; all
+other tensors use shared memory.
 """
 
 import os

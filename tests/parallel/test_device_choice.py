@@ -1,4 +1,4 @@
-"""The device of ranks on a host with no card, one or two, and of every thread."""
+"""The device of ranks on a host with no GPU, one or two, and of every thread."""
 
 import threading
 

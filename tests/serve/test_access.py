@@ -1,4 +1,4 @@
-"""Who is served: keys, names of hosts, what a web page may ask, and what the log tells."""
+"""Access control: API keys, Host headers, requests of other web pages, and the log."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Every field of every body: at its bound, beyond it, of other types, and what is hardly JSON."""
+"""Every field of every body: at its bound, beyond it, with other types, and in malformed JSON."""
 
 import json
 import random

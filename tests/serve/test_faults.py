@@ -1,4 +1,4 @@
-"""Ranks that die or hang under a server, servers that are told to end, and more than they take."""
+"""Ranks that die or hang under a server, servers that are stopped, and servers under overload."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""A client that wants little is served soon beside many that want much."""
+"""A client with small requests is served soon although other clients send large requests."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What may come over a connection, and how slowly: raw bytes to an application that reads them."""
+"""The limits of a connection in bytes and in time: raw bytes to an application that reads them."""
 
 import asyncio
 import json

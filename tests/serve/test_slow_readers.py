@@ -1,4 +1,4 @@
-"""Clients that read their answers slowly, or not at all: by a clock that the tests move."""
+"""Clients that read their answers slowly, or not at all, with a simulated clock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""What /status says of ranks and of speed."""
+"""What /status reports about ranks and speed."""
 
 from types import SimpleNamespace
 

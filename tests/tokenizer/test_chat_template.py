@@ -1,4 +1,4 @@
-"""Chat formats: the models' own templates, Meta's two, and templates that mean harm."""
+"""Chat formats: the models' own templates, Meta's two formats, and hostile templates."""
 
 import json
 import resource
