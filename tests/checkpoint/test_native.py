@@ -1,4 +1,4 @@
-"""Native folders: on any number of ranks, each rank reads its shard of a weight as one byte range."""
+"""Native folders: on any number of ranks, a rank reads its shard of a weight as one byte range."""
 
 import json
 import os

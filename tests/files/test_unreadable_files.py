@@ -131,7 +131,7 @@ Refuses = Callable[[str, str], str]
 def refuses(
     good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Refuses:
-    """Runs a verb on a model and returns its message, held to be one line, with exit code 2."""
+    """Runs a command on a model, asserts exit code 2 and a message of one line, and returns it."""
     monkeypatch.chdir(good)
 
     def refuses(verb: str, model: str) -> str:
@@ -172,7 +172,7 @@ def test_a_folder_that_is_somebody_elses(good, refuses, verb, mode):
 )
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_file_that_is_somebody_elses(good, refuses, verb, model, file, spared):
-    """`spared` are the verbs that do not read it."""
+    """`spared` are the commands that do not read it."""
     path = good / model / file
     with locked(path):
         if verb not in spared:
