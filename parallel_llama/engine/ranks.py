@@ -1,4 +1,4 @@
-"""The ranks of one LLM: starting, comparing, stepping and ending them.
+"""Starts the ranks of one LLM, compares their settings, steps them and ends them.
 
 If no other program has started ranks, this process is rank 0 and starts the others on this host, as
 `python -m parallel_llama.engine.ranks`.

@@ -126,8 +126,8 @@ class Slice(Solo):
 
     It computes what the rank computes between collectives and does not wait. Its results are
     meaningless, but take as long to compute as real ones. Its rank is 0, so that it receives the
-    requests, but it may hold the shard of any rank. `n_collectives` counts a collective that is
-    recorded and replayed only once, and does not count broadcasts.
+    requests, but it may hold the shard of any rank. `n_collectives` counts a recorded collective
+    once, however often it is replayed, and does not count broadcasts.
     """
 
     def __init__(self, size: int) -> None:

@@ -177,6 +177,6 @@ def _checked(info: RankInfo, own: RankInfo) -> RankInfo:
     if info.size != own.size:
         raise RankError(
             f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {info.rank} "
-            f"({info.process}) one of {info.size}; give all the same WORLD_SIZE"
+            f"({info.process}) one of {info.size}; give all ranks the same WORLD_SIZE"
         )
     return info

@@ -1,8 +1,8 @@
 """The target folder: checks before anything is read, and its temporary folder. No torch.
 
-`.NAME.partial` holds `files`, which one rename turns into the target, a journal of the tensors that
-are on the disk, and the lock of the writing process. However the process ends, the target is
-missing or complete, and another run can continue from the journal.
+`.NAME.partial` holds the folder `files`, which is renamed to the target at the end; a journal of
+the tensors that are on the disk; and the lock of the writing process. However the process ends, the
+target is missing or complete, and another run can continue from the journal.
 """
 
 import json
@@ -69,8 +69,8 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
         raise UsageError(f"{n_parts} files: at least 1 is needed; use --tp 1 or more")
     if kind == "meta" and n_parts > args.n_heads:
         raise UsageError(
-            f"n_heads={args.n_heads} and {n_parts} files: each needs at least one query head; use "
-            f"--tp 1 to {args.n_heads}"
+            f"n_heads={args.n_heads} and {n_parts} files: each file needs at least one query head; "
+            f"use --tp 1 to {args.n_heads}"
         )
 
 

@@ -364,11 +364,11 @@ def test_where_rank_0_gives_up_the_others_hear_of_it(meet):
 
 
 def test_ranks_that_were_told_different_world_sizes_hear_of_it(meet):
-    """They waited for each other, or for a rank that nobody had started."""
+    """They waited for each other, or for a rank that was never started."""
     for line in meet((0, 2, ""), (1, 3, "")):
         assert re.fullmatch(
             r"rank (0|1) \(process \d+ on \S+\) is one of (2|3) ranks and rank (0|1) "
-            r"\(process \d+ on \S+\) one of (2|3); give all the same WORLD_SIZE",
+            r"\(process \d+ on \S+\) one of (2|3); give all ranks the same WORLD_SIZE",
             line["outcome"],
         )
         assert line["seconds"] < LIMIT_S / 2
@@ -626,7 +626,7 @@ def test_libraries_announce_nothing_where_answers_go(capfd):
 
 
 def test_ranks_end_with_a_killed_torchrun():
-    """They went on for ever, with nobody to hear of it."""
+    """They ran forever."""
     process = subprocess.Popen(
         [*TORCHRUN, "reduce", "stay"], stderr=subprocess.PIPE, text=True, env=environ()
     )

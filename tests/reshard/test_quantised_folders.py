@@ -1,4 +1,4 @@
-"""Native folders of quantised weights: the very integers that quantising at load gives."""
+"""Native folders of quantised weights have the integers that quantising at load time gives."""
 
 import errno
 import json
