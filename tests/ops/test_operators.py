@@ -297,6 +297,15 @@ def test_rotate_and_store(backend, cache):
     assert torch.equal(after[:, :, others], before[:, :, others])
 
 
+def in_pairs(*windows: int | None) -> list[tuple[torch.dtype | None, Scores, int | None]]:
+    """Every cache with every window, and every window with every kind of scores."""
+    return [
+        (cache, SCORES[(at + number) % len(SCORES)], window)
+        for at, cache in enumerate(CACHES)
+        for number, window in enumerate(windows)
+    ]
+
+
 def some_rows(
     dtype: torch.dtype, device: torch.device, cache: torch.dtype | None, n: int
 ) -> Tensor:
@@ -330,9 +339,7 @@ def attended(
     return out
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=str)
-@pytest.mark.parametrize("scores", SCORES, ids=str)
-@pytest.mark.parametrize("window", [None, 3, 30])
+@pytest.mark.parametrize(("cache", "scores", "window"), in_pairs(None, 3, 30), ids=str)
 def test_attention_of_queries_together(
     backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
 ) -> None:
@@ -351,9 +358,7 @@ def test_attention_of_queries_together(
         assert (out[:2] == -7).all() and (out[2 + n :] == -7).all()
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=str)
-@pytest.mark.parametrize("scores", SCORES, ids=str)
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("cache", "scores", "window"), in_pairs(None, 3), ids=str)
 def test_attention_of_queries_alone(
     backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
 ) -> None:
@@ -371,8 +376,7 @@ def test_attention_of_queries_alone(
     assert (out[2] == -7).all()
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=str)
-@pytest.mark.parametrize("scores", SCORES, ids=str)
+@pytest.mark.parametrize(("cache", "scores"), zip(CACHES, SCORES, strict=True), ids=str)
 def test_partial_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
     """Its keys are in one range of slots or several; the scores give the log-sum-exp."""
     _, dtype, device = backend

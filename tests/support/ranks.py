@@ -31,7 +31,12 @@ _GRACE_S = 20.0  # for the other ranks, after one rank has raised
 _MAX_POOLS = 4
 # A fork server imports these modules once, and every rank is forked from it. The fork server calls
 # no function of the modules, so that no thread holds a lock during a fork.
-_SLOW_TO_IMPORT = ["torch", "transformers.models.llama.modeling_llama"]
+_SLOW_TO_IMPORT = [
+    "pytest",
+    "transformers.models.llama.modeling_llama",
+    "parallel_llama.engine.engine",
+    "parallel_llama.parallel.communicators",
+]
 
 
 class RankFailed(Exception):
