@@ -122,7 +122,14 @@ def test_every_request_gets_what_it_gets_alone_where_operators_read_blocks(args)
     assert run(Solo(), args, range(4), records=False) == 0
 
 
-@pytest.mark.parametrize("args", [ARGS, HYBRID, *(OF_FAMILIES[name] for name in CARRIED)])
+@pytest.mark.parametrize(
+    "args",
+    [
+        HYBRID,
+        *(pytest.param(OF_FAMILIES[name], marks=pytest.mark.slow) for name in CARRIED),
+        pytest.param(ARGS, marks=pytest.mark.slow),
+    ],
+)
 def test_every_request_gets_what_it_gets_alone_where_steps_are_recorded(args):
     assert run(Solo(), args, range(4), records=True) > 20
 

@@ -93,7 +93,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+QUICK = {"9/3", "8/4 gemma2, window", "8/2 mixtral", "7/1 falcon, tied"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in TINY_MODELS],
+)
 def test_every_family_has_the_same_bits_on_any_number_of_ranks(folders, name):
     """In float32 and float64 by turns."""
     at = list(TINY_MODELS).index(name)

@@ -123,7 +123,10 @@ def run_both_ways(
     return n_recorded
 
 
-@pytest.mark.parametrize("name", CARRIED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("llama", "mixtral") else pytest.mark.slow) for n in CARRIED],
+)
 def test_a_step_gives_what_its_operators_give_in_any_mix(name):
     """Batches grow and shrink; requests are preempted, find prefixes, and are given drafts."""
     assert run_both_ways(Solo(), CARRIED[name], range(4)) > 50
