@@ -90,7 +90,7 @@ def test_tokens_are_the_same_at_every_world_size_where_keys_and_values_are_narro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(40), range(100, 140)])
+@pytest.mark.parametrize("seeds", [range(40), range(60, 100)])
 def test_a_request_gets_in_any_mix_what_it_gets_alone(seeds):
     assert not run_mixes(Solo(), seeds)
 
@@ -142,7 +142,7 @@ def test_the_mixes_meet_what_they_are_to_meet():
     """Preemption, prefix hits, accepted guesses, prompts in pieces, more choices than one."""
     runner = make_runner(Solo())
     n_preempted = n_prefix = n_long_steps = n_pieces = 0
-    for seed in range(40):
+    for seed in range(60, 100):
         mix = random_mix(seed)
         engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
         longest = max(len(guest.request.prompt) for guest in mix.guests)
@@ -152,7 +152,7 @@ def test_the_mixes_meet_what_they_are_to_meet():
         n_long_steps += sum(len(each.tokens) > 1 for each in steps(engine))
         n_preempted += engine.scheduler.n_preempted
         n_prefix += engine.scheduler.n_prefix_tokens
-    assert min(n_preempted, n_prefix, n_long_steps, n_pieces) > 8
+    assert min(n_preempted, n_prefix, n_long_steps, n_pieces) > 10
 
 
 # One request.

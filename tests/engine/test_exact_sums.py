@@ -109,15 +109,18 @@ def test_every_family_has_the_same_bits_on_any_number_of_ranks(folders, name):
 
 
 @pytest.mark.parametrize(
-    ("quant", "kv_cache_dtype"),
+    ("name", "quant", "kv_cache_dtype"),
     [
-        *((quant, "auto") for quant in ("none", "int8", "int4", "fp8")),
-        ("none", "bfloat16"),
-        ("int8", "int8"),
-        ("int4", "fp8"),
+        *(("wide", quant, "auto") for quant in ("none", "int8", "int4", "fp8")),
+        ("wide", "none", "bfloat16"),
+        ("wide", "int8", "int8"),
+        ("wide", "int4", "fp8"),
+        ("experts", "none", "auto"),
+        ("experts", "fp8", "auto"),
+        ("experts", "int8", "bfloat16"),
+        ("experts", "int4", "int8"),
     ],
 )
-@pytest.mark.parametrize("name", ["wide", "experts"])
 def test_every_format_has_the_same_bits_on_any_number_of_ranks(
     folders, name, quant, kv_cache_dtype
 ):
