@@ -68,7 +68,7 @@ def scored(
 def test_log_probabilities_are_those_of_transformers(scored, nproc):
     file, tokens, expected = scored
     (line,) = parallel_llama(
-        "score", f"--tokens-file={file}", "--dtype=float32", f"--nproc={nproc}"
+        "score", f"--tokens-file={file}", "--quant=none", f"--nproc={nproc}"
     )
     assert line["tokens"] == tokens and line["tp_size"] == nproc
     assert line["logprobs"][0] is None
