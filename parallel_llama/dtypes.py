@@ -16,8 +16,8 @@ DTYPES: tuple[DTypeName, ...] = get_args(DTypeName)
 # Bytes per value.
 ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
-# Weights by the formats they may have: a layer's matrices; "outer", the embedding and the head; and
-# vectors, in the dtype of computation.
+# Kinds of weights, which may have different formats: matrices of layers; "outer", the embedding and
+# the head; and vectors, which have the dtype of computation.
 Kind = Literal["matrix", "outer", "vector"]
 
 # Names of dtypes in safetensors files; GGUF has the last three.
@@ -125,7 +125,7 @@ def _in_256(n_bits: Literal[2, 3, 4, 5, 6], n_parts: int, *, has_min: bool) -> Q
     return QuantFormat(n_bits, has_min, 256, n_parts, scale_factors=True, min_factors=has_min)
 
 
-# The formats of the values of `quant`.
+# The weight format that each value of `quant` selects.
 ASKED = {
     "int8": QuantFormat(8),
     "int4": QuantFormat(4, has_min=True),

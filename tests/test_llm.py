@@ -176,7 +176,7 @@ def test_a_number_of_ranks_that_torchrun_contradicts_is_refused(model, monkeypat
 def test_two_ranks_share_no_card_and_say_so(model, llm, monkeypatch, caplog):
     """They died in set_device on a host with one card, and that was the quickstart."""
     monkeypatch.setattr("parallel_llama.engine.setup.visible_cards", lambda: 1)
-    with pytest.raises(UsageError, match=r"2 ranks on this host and 1 CUDA card, .* at most 1 on"):
+    with pytest.raises(UsageError, match=r"2 ranks on this host and 1 GPU, .* at most 1 on"):
         LLM(str(model), tp_size=2, device="cuda")
     assert local_ranks() == []
     with LLM(str(model), dtype="float64", tp_size=2) as two:
@@ -184,9 +184,7 @@ def test_two_ranks_share_no_card_and_say_so(model, llm, monkeypatch, caplog):
         (found,) = two.generate("Hello", PARAMS)
     (alone,) = llm.generate("Hello", PARAMS)
     assert found.tokens == alone.tokens
-    says = (
-        "running on the CPU: 2 ranks on this host and 1 CUDA card, but each rank needs its own card"
-    )
+    says = "running on the CPU: 2 ranks on this host and 1 GPU, but each rank needs its own GPU"
     assert [says in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -293,7 +291,7 @@ def test_a_rank_that_dies_is_named_and_closing_is_quiet(model):
     llm = LLM(str(model), tp_size=3, timeout_s=200)
     ranks = local_ranks()
     ranks[0].kill()
-    with pytest.raises(RankError, match=r"rank 1 of 3 died of SIGKILL"):
+    with pytest.raises(RankError, match=r"rank 1 of 3 was killed by SIGKILL"):
         llm.generate("Hello", PARAMS)
     llm.close()
     llm.close()

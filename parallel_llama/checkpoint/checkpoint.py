@@ -121,7 +121,7 @@ def reordered(
 
 
 def is_rotary(name: str) -> bool:
-    """Whether the rows of the weight with this name come in rotary pairs."""
+    """Whether the rows of the weight with this name form rotary pairs."""
     return any(f".attention.{part}." in name for part in ("wq", "wk", "q_norm", "k_norm"))
 
 

@@ -49,7 +49,7 @@ CARDS = {
     "T4": 14.5,
 }
 
-# Stands for stdin in place of a prompt or a file.
+# Given instead of a prompt or a file, it means stdin.
 STDIN = "-"
 
 

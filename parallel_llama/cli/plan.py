@@ -43,13 +43,13 @@ BAR_WIDTH = 18
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
-    default_text="as many as --memory or --gpus list, the fewest that fit one size, else 1",
+    default_text="the number in --memory or --gpus; for one size, the fewest that fit; else 1",
     aliases=model.NPROC_ALIASES,
 )  # fmt: skip
 MEMORY: Flag[int | list[int] | None] = Flag(
     "memory",
     "memory per rank: one size for all ranks in GiB (80; or 24G, 24GB, 24576MiB), or one per rank "
-    "(80,80,40; 80x4,40x2), which then get work in proportion; GPU memory with --device cuda",
+    "(80,80,40; 80x4,40x2), so that ranks get work in proportion; GPU memory with --device cuda",
     memory_sizes, "SIZES",
 )  # fmt: skip
 GPUS: Flag[int | list[int] | None] = Flag(
@@ -444,7 +444,7 @@ def _advice(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
     if fits is not False:
         return []
     if not remedies:
-        text = "give each rank more memory: no other format or number of ranks or of tokens fits"
+        text = "give each rank more memory: no other format, number of ranks or of tokens fits"
         return _line("remedy", text)
     width = max(len(remedy.words) for remedy in remedies)
     rows = [(remedy.words, _numbers(remedy.found)) for remedy in remedies]
@@ -463,7 +463,7 @@ def _numbers(found: Estimate) -> str:
 
 
 def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
-    """The fewest ranks that are enough, and why one fewer is not."""
+    """The fewest ranks that are enough, and why one rank fewer is not enough."""
     precision = found.asked.precision
     tp_size, dtype = found.plan.tp_size, model.in_dtype(precision.dtype, precision.quant)
     if not found.fits:
@@ -494,8 +494,8 @@ def _overview(comparison: Comparison) -> list[str]:
         *table(header, rows, sys.stdout),
         "",
         "balance    maximum work of a rank / its fair share",
-        "weights    the most on any rank; KV/token likewise",
-        "extra KV   replicated KV heads beyond one copy of each",
+        "weights    maximum of any rank; likewise KV/token",
+        "extra KV   additional copies of KV heads",
         *refused,
         *_conclusion(comparison),
     ]

@@ -57,7 +57,7 @@ _INSTEAD = "use the unquantised model, or a GGUF file of it"
 
 @dataclass(frozen=True)
 class Packing:
-    """How a HF folder packs its quantised matrices.
+    """How an HF folder packs its quantised matrices.
 
     A 32-bit word holds eight inputs of one output in GPTQ, and eight outputs of one input in AWQ.
     Stored zero points are the true ones minus `lowered`.
@@ -133,7 +133,7 @@ def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, Matr
 
 
 def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
-    """The formats of a HF folder's quantised matrices, by Meta's names.
+    """The formats of an HF folder's quantised matrices, by Meta's names.
 
     Raises: CheckpointError as `hf_packing`, or if a file is damaged.
     """
@@ -146,7 +146,7 @@ def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
 
 
 def hf_packing(files: ModelFiles) -> Packing | None:
-    """How a HF folder packs its quantised matrices, or None if config.json names no quantisation.
+    """How an HF folder packs its quantised matrices, or None if config.json names no quantisation.
 
     Raises: CheckpointError if the quantisation is not supported, or not in safetensors files.
     """
@@ -192,7 +192,7 @@ def packing_of(values: Mapping[str, Any]) -> Packing | None:
 
 
 def packed_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
-    """Meta's names of the matrices that a HF folder has quantised, given its tensor names `held`.
+    """Meta's names of an HF folder's quantised matrices, given its tensor names `held`.
 
     The tensor names decide: programs differ in how they list unquantised layers in config.json.
 

@@ -115,7 +115,7 @@ class BlockPool:
         return taken
 
     def publish(self, block: int, key: bytes) -> None:
-        """Register a full used block under its key, unless either already is."""
+        """Register a full used block under its key, unless the block or the key is registered."""
         assert self._n_owners[block], f"block {block} has no owner"
         if key not in self._block_of and self._key_of[block] is None:
             self._block_of[key] = block

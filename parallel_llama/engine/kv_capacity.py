@@ -39,8 +39,8 @@ class Capacity:
     """The size of the KV cache, the same on every rank.
 
     `n_blocks` are the blocks of each KV group. `windows` is the number of keys that a token sees in
-    each KV group, None for all, besides the first `n_sinks` tokens of a sequence. `n_bytes` is the
-    size on the rank with the largest cache.
+    each KV group, None for all, in addition to the first `n_sinks` tokens of a sequence. `n_bytes`
+    is the size on the rank with the largest cache.
     """
 
     n_blocks: tuple[int, ...]
@@ -136,7 +136,7 @@ class CacheSize:
             if needed > n_free:
                 lower = " or lower kv_cache_bytes" if self.n_bytes else ""
                 raise UsageError(
-                    f"rank {rank} of {comm.size} needs {needed} bytes of its card, which has "
+                    f"rank {rank} of {comm.size} needs {needed} bytes of its GPU, which has "
                     f"{n_free} free: {weights[rank]} for weights, {cache} for the KV cache, "
                     f"{working} as workspace; use more ranks, --quant int8, a smaller dtype{lower}"
                 )
@@ -224,7 +224,7 @@ class MemoryFor:
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that can be allocated without swapping, within the limits of container and process.
 
-    If unknown, enough for the largest default cache.
+    If the number is unknown, returns enough for the largest default cache.
     """
     available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
     if available is None:

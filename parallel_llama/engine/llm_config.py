@@ -60,7 +60,7 @@ class LLMConfig:
             would hold the same head.
         exact: the same bits on any number of ranks: ranks exchange the inputs of wo and w2 instead
             of partial sums. By default on the CPU ranks of one host, but not with bfloat16 or
-            kv_split='sequence', nor where experts are distributed; False is the faster way.
+            kv_split='sequence', nor where experts are distributed; False is faster.
         attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache.

@@ -189,9 +189,9 @@ class KernelCalls:
     """The recorded kernel calls of a model on the CPU, for each number of rows.
 
     Args:
-        model: The model; nothing is recorded if its operators are torch's.
+        model: Nothing is recorded if its operators are torch's.
         caches: One KV cache per KV group.
-        layout: The layout of the caches; nothing is recorded if they are sharded by token.
+        layout: Nothing is recorded if the caches are sharded by token.
         tables: The rotary tables of each KV group.
     """
 

@@ -26,7 +26,7 @@ from parallel_llama.engine.kv_blocks import BlockTable, KVGroupBlocks
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request
 
-# Sequences that run at once: with more rows than this a step gains no throughput.
+# Sequences that run at once; more rows would not increase the throughput.
 MAX_RUNNING = 256
 
 # The cost of a prompt token with log-probabilities, relative to one without: SmolLM2 on a CPU takes
@@ -125,8 +125,8 @@ class Scheduler:
     """Schedules requests step by step: `schedule`, then `commit` for each sequence that ran.
 
     Each KV group has a pool, all with blocks of one size, and a window: the number of keys that a
-    token sees, None for all. `context` returns what a request's cached blocks depend on besides its
-    tokens; `draft` returns draft tokens of a sequence, at most a given number.
+    token sees, None for all. `context` returns what a request's cached blocks depend on in addition
+    to its tokens; `draft` returns at most a given number of draft tokens of a sequence.
     """
 
     def __init__(
@@ -404,8 +404,9 @@ class Scheduler:
     def _shares(self, sequences: abc.Sequence[Sequence], n_tokens: int) -> dict[Sequence, int]:
         """Divide a step's prompt tokens. Returns: the tokens of each sequence that gets any.
 
-        The least work goes first, and half of the tokens are kept for the oldest sequence. Scored
-        tokens count with their cost, unless no other sequence waits for the step to end.
+        The sequence with the least work goes first, and half of the tokens are reserved for the
+        oldest sequence. Tokens that are scored count as SCORED_TOKEN_WORK, unless no other sequence
+        waits for the step to end.
         """
         if not sequences or n_tokens <= 0:
             return {}
@@ -498,7 +499,7 @@ class Scheduler:
         tables = [kv_group.prefix(sequence.keys[:n_found]) for kv_group in self.kv_groups]
         for number, (kv_group, table) in enumerate(zip(self.kv_groups, tables, strict=True)):
             n_new = kv_group.n_for_start(table, n_known)
-            # One more for each sequence that can grow, or this one would be preempted at once.
+            # Keep a block for each sequence that can grow, or this one would soon be preempted.
             n_growing = sum(
                 len(other.tables[number].blocks) < kv_group.n_held(_most_tokens(other.request))
                 for other in self.running

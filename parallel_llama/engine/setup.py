@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 class ModelSetup:
     """The plan, precision, device and checkpoint of a model on this rank.
 
-    `inputs` is the model's InputProcessor, if the caller has one.
+    `inputs` is the model's InputProcessor, if the caller already has one.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used;
     DamagedWeights for files that differ from their manifest.
@@ -67,7 +67,7 @@ class ModelSetup:
         played, n_shards = slice_of or (0, self.size)
         quant_group_size = self.precision.quant_group_size
         dtypes = self.precision.dtype, self.kv_format.dtype
-        # Several hosts exchange more messages with exact sums, so there they are not the default.
+        # Exact sums send more messages, so on several hosts they are not the default.
         asked = config.exact if n_local_ranks == self.size else bool(config.exact)
         self.exact = resolve_exact(asked, self.args, n_shards, self.kind, dtypes, config.kv_split)
         plan = make_plan(
@@ -105,7 +105,7 @@ class ModelSetup:
 
 
 def resolve_size(wanted: int | None) -> int:
-    """The number of ranks: the one asked for, or that of the ranks that torchrun has started.
+    """The number of ranks: `wanted`, or the number of ranks that torchrun has started.
 
     Raises: UsageError if both are given and differ, or for a number that is out of range.
     """
@@ -158,7 +158,7 @@ def _open_weights(
 
 
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
-    """The kind of device for this host's ranks; warns if auto leaves CUDA cards unused."""
+    """The kind of device for this host's ranks; warns if auto leaves GPUs unused."""
     n_cards = visible_cards()
     kind = choose_device(asked, n_ranks, n_cards)
     if n_cards and asked == "auto" and kind == "cpu" and world()[0] == 0:

@@ -301,7 +301,7 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """A KV group: layers that attend to the same keys, all or those of the window."""
+    """Layers that attend to the same keys: all keys, or those of the window."""
 
     layers: tuple[int, ...]
     window: int | None

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Event
 
 import msgspec
 from torch.distributed import Store
@@ -73,15 +74,17 @@ class RankInfo:
         return f"process {self.pid} on {printable(self.host, 255)}"
 
 
-def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
+def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> None:
     """Waits for every rank and checks that the facts of all ranks are equal.
 
     It has no time limit.
 
     Args:
         missing: the ranks that have not joined; updated while this waits.
+        ended: set when the caller no longer waits.
 
-    Raises: RankError naming the fact that differs and its ranks, or why another rank has given up.
+    Raises: RankError naming the fact that differs and its ranks, or why another rank has given up;
+    TimeoutError once `ended` is set.
     Collective: every rank calls it.
     """
     infos: dict[int, RankInfo] = {}
@@ -100,8 +103,8 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
                 info = RankInfo.decode(store.get(f"info/{rank}"), rank)
                 infos[rank] = _checked(info, own)
                 missing.discard(rank)
-        if len(infos) < own.size:
-            time.sleep(_POLL_S)
+        if len(infos) < own.size and ended.wait(_POLL_S):
+            raise TimeoutError
     require_same([infos[rank] for rank in range(own.size)])
 
 
@@ -112,7 +115,7 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
         yield
     except RankError as error:
         objection = str(error)
-        with suppress(RuntimeError):  # where the store has ended already
+        with suppress(RuntimeError):  # the store may have ended already
             objection = tell(store, rank, size, objection)
         raise RankError(objection) from error
 
@@ -120,8 +123,9 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
 def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:
     """Publishes why this rank gives up, and returns the first reason that any rank published.
 
-    The store may end with this rank, so it waits until the others have read the reason: all ranks
-    for `wait_s` seconds or, if that is 0, those that have joined for a second.
+    It then waits until the others have read the reason, because the store may end with this rank.
+    It waits up to `wait_s` seconds for all ranks or, if that is 0, up to a second for the ranks
+    that have joined.
     """
     first = _printable(store.compare_set("objection", "", objection))
     say_goodbye(store, rank)

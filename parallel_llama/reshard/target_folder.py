@@ -181,7 +181,7 @@ class PartialFolder:
     def _begin(self, plan: Mapping[str, Any], resume: bool) -> list[dict[str, Any]]:
         """The journal of the run that is continued; empty for a new run."""
         if not is_there(self.files):
-            self._journal.unlink(missing_ok=True)  # left by a run that renamed its files
+            self._journal.unlink(missing_ok=True)  # left by a run that has renamed its files
         if is_there(self._journal):
             if not resume:
                 raise UsageError(

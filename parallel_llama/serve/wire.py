@@ -151,7 +151,7 @@ class Frames:
 
 
 class FrameSocket:
-    """The engine's end of the socket. It never blocks, and buffers what the frontend has not taken.
+    """The engine's end of the socket. It never blocks, and buffers what the frontend has not read.
 
     Raises: BrokenPipeError once the frontend has closed the socket or stopped reading.
     """

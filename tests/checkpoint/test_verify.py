@@ -474,7 +474,7 @@ def test_layouts_of_one_model_are_the_same(folders, copy, check, name, has_manif
 
 
 def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """A HF folder with other tensors and no manifest."""
+    """An HF folder with other tensors and no manifest."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -532,7 +532,7 @@ def test_layers_that_one_model_lacks_are_named(copy, folders):
 
 
 def test_a_tied_head_is_the_embeddings(copy):
-    """Meta's files have both, also where a HF folder has one for the two."""
+    """Meta's files have both, also where an HF folder has one for the two."""
 
     def tie(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -265,7 +265,7 @@ def test_a_card_that_is_too_small_is_refused_by_all_ranks_before_weights_are_rea
     first, second = run_on_threads(2, on_cards, cards)
     assert first == second
     assert first.startswith(
-        f"rank 1 of 2 needs {needed} bytes of its card, which has {needed - 1} free: {6 * GIB} for "
+        f"rank 1 of 2 needs {needed} bytes of its GPU, which has {needed - 1} free: {6 * GIB} for "
         f"weights, {BLOCK} for the KV cache, {GIB + 5} as workspace; use more ranks, --quant int8"
     )
     assert "kv_cache_bytes" not in first

@@ -23,7 +23,7 @@ def folder(path: Path, *names: str) -> Path:
 
 
 def indexed(path: Path, files: object, *names: str) -> Path:
-    """A HF folder whose index names `files`, with the files `names` in it."""
+    """An HF folder whose index names `files`, with the files `names` in it."""
     folder(path, "config.json", *names)
     (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return path

@@ -24,7 +24,7 @@ def test_auto_takes_cards_only_where_every_rank_gets_its_own(n_cards, one_rank, 
 
 
 def test_cuda_is_refused_with_the_numbers_where_there_are_too_few_cards():
-    with pytest.raises(UsageError, match=r"3 ranks on this host and 2 CUDA cards.*at most 2 on"):
+    with pytest.raises(UsageError, match=r"3 ranks on this host and 2 GPUs.*at most 2 on"):
         choose_device("cuda", 3, 2)
     with pytest.raises(UsageError, match=r"torch sees no CUDA device here; use --device cpu"):
         choose_device("cuda", 1, 0)

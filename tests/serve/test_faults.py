@@ -164,7 +164,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_server_with_its_reason(fol
             os.kill(rank_pids(served)[0], signal.SIGKILL)
             wait_for(lambda: health(served) != 200)
         assert served.process.wait(LIMIT_S) == 1
-    assert "died of SIGKILL" in served.stderr
+    assert "was killed by SIGKILL" in served.stderr
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_at_once(folder, tmp_path):
