@@ -44,7 +44,7 @@ DTYPE: Flag[str | None] = Flag(
 QUANT: Flag[str | None] = Flag(
     "quant", "quantise matrices to int8, int4 or fp8, with a scale per 32 weights; stored: keep "
     "the files' quantisation; none: decode to --dtype",
-    quant_name, "FORMAT", default_text="stored for a quantised folder, else none",
+    quant_name, "FORMAT", default_text="stored if the files are quantised, else none",
     aliases=("quantization",), subject="model",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(

@@ -45,7 +45,7 @@ class LLMConfig:
             CPU. The CPU keeps weights in 16 bits and computes in float32.
         quant: int8, int4 or fp8 quantise the matrices while they are read, with a scale for every
             32 inputs; stored keeps the files' own quantisation; none decodes it. By default stored
-            for a quantised folder, else none.
+            if the files are quantised, else none.
         device: auto, cpu or cuda.
         max_seq_len: lowers the model's context, in tokens.
         seed: seed of requests without a seed of their own. By default a new one for each call.
