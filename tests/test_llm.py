@@ -276,14 +276,14 @@ def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(model, monk
     monkeypatch.setattr("parallel_llama.engine.ranks.fingerprint", lambda _: {"weights": "other"})
     began = time.monotonic()
     with pytest.raises(RankError, match="the ranks differ"):
-        LLM(str(model), tp_size=2, timeout_s=200)
+        LLM(str(model), tp_size=2, timeout_s=200, start_timeout_s=200)
     assert time.monotonic() - began < 100
     assert local_ranks() == []
 
 
 def test_a_rank_that_dies_is_named_and_closing_is_quiet(model):
     """`close` raised, and the ranks that were left stayed."""
-    llm = LLM(str(model), tp_size=3, timeout_s=200)
+    llm = LLM(str(model), tp_size=3, timeout_s=200, start_timeout_s=200)
     ranks = local_ranks()
     ranks[0].kill()
     with pytest.raises(RankError, match=r"rank 1 of 3 was killed by SIGKILL"):
