@@ -219,7 +219,7 @@ def _compute(
 
 
 def _embedded(setup: ModelSetup) -> Tensor:
-    """The embeddings of some tokens, of which only these rows are read. Shapes: [T, dim]."""
+    """The embeddings of some tokens; only their rows are read. Shapes: [T, dim]."""
     params = {param.name: param for param in parameters(setup.args)}
     embedding = params["tok_embeddings.weight"]
     step = max(1, setup.args.vocab_size // _N_TOKENS)

@@ -86,14 +86,23 @@ def machine_checks(host: Host) -> Iterator[Check]:
 
 
 def startup_checks(host: Host) -> list[Check]:
-    """The checks, within milliseconds, that say why a run may fail, without those that pass."""
+    """What may break a run, found within milliseconds: checks that fail, and a low CPU quota.
+
+    More ranks than cores are slow, and asked for; threads beyond a quota are stopped as well.
+    """
     found = [check(host) for check in _QUICK]
-    return [check for check in found if check.status in ("warn", "fail")]
+    has_quota = cpu_cores(host.root) < len(os.sched_getaffinity(0))
+    return [
+        check
+        for check in found
+        if check.status == "fail" or (check.id == "cores" and check.status == "warn" and has_quota)
+    ]
 
 
 def cores(host: Host) -> Check:
     n_cores, n_threads = cpu_cores(host.root), host.n_ranks * host.threads
-    seen = f"{_count(host.n_ranks, 'rank')} of {_count(host.threads, 'thread')} on {n_cores:g} core{'s' * (n_cores != 1)}"
+    ranks = f"{_count(host.n_ranks, 'rank')} of {_count(host.threads, 'thread')}"
+    seen = f"{ranks} on {n_cores:g} core{'s' * (n_cores != 1)}"
     if n_threads <= n_cores:
         return Check("cores", "pass", seen)
     affinity = len(os.sched_getaffinity(0))
@@ -128,7 +137,7 @@ def load(host: Host, wait_s: float = _LOOK_S) -> Check:
     if busy < _BUSY or n_threads + busy <= len(mine) + _BUSY:
         return Check("load", "pass", seen)
     if stolen > busy / 2:
-        seen += f", {stolen:.1f} of them other virtual machines of this host"
+        seen += f"; other virtual machines of this host take {stolen:.1f}"
         return Check("load", "warn", seen, "use --nproc 1, or a machine with cores of its own")
     after = _work_by_process(host.root)
     most = max(after, key=lambda pid: after[pid] - worked.get(pid, 0), default=0)
@@ -397,7 +406,7 @@ def _within(limit_s: float, look_up: Callable[[], object]) -> object:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the system; empty if there is none."""
+    """The text of a file of the system; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

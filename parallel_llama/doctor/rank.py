@@ -42,7 +42,7 @@ _CURES: Mapping[str, str] = {  # by a part of the message
     "has died": "sudo dmesg | grep -iE 'killed process|segfault' (and the rank's own message)",
     "starved of its core": "ps -eo pid,stat,pcpu,args --sort=-pcpu | head (is its rank running?)",
     "never joined": "start the missing ranks, with the same MASTER_ADDR and MASTER_PORT",
-    "found no other rank": "set MASTER_ADDR and MASTER_PORT to rank 0's (who has the port: ss -ltnp)",
+    "found no other rank": "set MASTER_ADDR, MASTER_PORT to rank 0's (who has the port: ss -ltnp)",
     "cannot listen at": "on all hosts: export MASTER_ADDR=ADDRESS, that of rank 0 (hostname -i)",
     "cannot connect to the other ranks": "export GLOO_SOCKET_IFNAME=INTERFACE (ip -br addr)",
     "different collectives": "install the same version on all hosts",
@@ -165,7 +165,7 @@ class Examination:
         yield layers.layers(comm, setup)
 
     def _setup(self) -> tuple[ModelSetup | None, Check | None]:
-        """The model's plan and checkpoint on this rank, or why there is none."""
+        """The model's plan and checkpoint on this rank, or why they cannot be had."""
         if self.model is None:
             return None, None
         _, n_local = local_world(world()[1])

@@ -138,12 +138,12 @@ def judged(
             least = min(result.error for result in there)
             wrong = {rank for rank, result in enumerate(there) if result.error > 10 * least}
         if not wrong:
-            seen = "ranks compute different bits, and it cannot be told which rank is wrong"
+            seen = "ranks compute different bits, and which rank is wrong is unknown"
             return Check("arithmetic", "fail", seen, HARDWARE), set(range(len(there)))
     if wrong:
-        most = max(there[rank].error for rank in wrong)
+        error = max(there[rank].error for rank in wrong)
         like = "other bits than recorded" if recorded in counts else "other bits than other ranks"
-        what = f"wrong values, error {most:.1e}" if most > limit else like
+        what = f"wrong values, error {error:.1e}" if error > limit else like
         seen = f"rank {listed_ranks(wrong)} computes {what}"
         return Check("arithmetic", "fail", seen, HARDWARE), wrong
     if recorded is not None and recorded not in counts:

@@ -107,7 +107,7 @@ class Repeated(Solo):
 class Difference(msgspec.Struct, frozen=True):
     """The first exchange that differs on a rank, and the ranks whose columns differ there.
 
-    `owners` is empty for a sum, whose terms cannot be told apart.
+    `owners` is empty for a sum, which does not show its terms.
     """
 
     exchange: int
