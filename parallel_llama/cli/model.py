@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from parallel_llama.engine.input_processor import InputProcessor
 
 MODEL: Flag[str] = Flag(
-    "model", "a HF folder, a Meta folder, a .gguf file, or the name of a model",
+    "model", "an HF folder, a Meta folder, a .gguf file, or the name of a model",
     filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
 )  # fmt: skip
 # vLLM's names of --nproc.
@@ -46,7 +46,7 @@ DTYPE: Flag[str | None] = Flag(
 QUANT: Flag[str | None] = Flag(
     "quant", "quantise matrices to int8, int4 or fp8, with a scale per 32 weights; stored: keep "
     "the files' quantisation; none: decode to --dtype",
-    quant_name, "FORMAT", default_text="stored for a quantised folder, else none",
+    quant_name, "FORMAT", default_text="stored if the files are quantised, else none",
     aliases=("quantization",), subject="model",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
@@ -71,8 +71,8 @@ KV_SPLIT: Flag[KVSplit] = Flag(
 EXACT: Flag[bool | None] = Flag(
     "exact",
     "the same bits on any number of ranks: ranks exchange inputs instead of partial sums; "
-    "--no-exact is the faster way",
-    default_text="on the CPU ranks of one host, but not in bfloat16", subject="ranks",
+    "--no-exact is faster",
+    default_text="on for CPU ranks of one host, except in bfloat16", subject="ranks",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
@@ -207,7 +207,7 @@ def _verify_metadata(flags: Flags) -> None:
 
 
 def _count_vocab(files: ModelFiles) -> int:
-    # Llama 1 and 2 of Meta do not state the vocabulary size; the weights, which need torch, do.
+    # Meta's Llama 1 and 2 have the vocabulary size only in the weights, and those need torch.
     from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 
     return meta_vocab_size(files)

@@ -49,7 +49,7 @@ class LLMConfig:
             CPU. The CPU keeps weights in 16 bits and computes in float32.
         quant: int8, int4 or fp8 quantise the matrices while they are read, with a scale for every
             32 inputs; stored keeps the files' own quantisation; none decodes it. By default stored
-            for a quantised folder, else none.
+            if the files are quantised, else none.
         device: auto, cpu or cuda.
         max_seq_len: lowers the model's context, in tokens.
         seed: seed of requests without a seed of their own. By default a new one for each call.
@@ -64,7 +64,7 @@ class LLMConfig:
             would hold the same head.
         exact: the same bits on any number of ranks: ranks exchange the inputs of wo and w2 instead
             of partial sums. By default on the CPU ranks of one host, but not with bfloat16 or
-            kv_split='sequence', nor where experts are distributed; False is the faster way.
+            kv_split='sequence', nor where experts are distributed; False is faster.
         attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache.

@@ -55,20 +55,20 @@ from parallel_llama.parallel.torch_threads import start_thread
 
 
 def visible_cards() -> int:
-    """The number of CUDA cards that torch sees in this process; 0 if none can be used."""
+    """The number of GPUs that torch sees in this process; 0 if none can be used."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def own_device(kind: DeviceKind, local_rank: int) -> torch.device:
-    """The CPU, or the card with the index `local_rank`."""
+    """The CPU, or the GPU with the index `local_rank`."""
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
 def use_device(device: torch.device) -> None:
-    """Makes `device` the current card of this thread, if it is a card with an index.
+    """Makes `device` the current GPU of this thread, if it is a GPU with an index.
 
-    Every thread begins with card 0, and kernels run on the current card of the thread that launches
-    them, wherever their tensors are. So every thread that launches kernels calls this first.
+    Every thread begins with GPU 0, and a kernel runs on the current GPU of the thread that launches
+    it, wherever its tensors are. So every thread that launches kernels calls this first.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -77,7 +77,7 @@ def use_device(device: torch.device) -> None:
 _CONNECT_S = 0.05
 _LISTEN_S = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
-# How long a rank that gives up before joining waits for the others to read why.
+# A rank that gives up before joining waits at most this long for the others to read why.
 _TELL_S = 15.0
 _LATE_TELL_S = 4.0  # the same at the limit of joining, where the store may not answer
 
@@ -105,7 +105,7 @@ def join(
         log_dir: where a folder with the stacks of the ranks is made after a failure.
         look: called with the missing ranks while this waits; it may raise.
 
-    Raises: UsageError for an incomplete environment; RankError naming ranks that did not come or
+    Raises: UsageError for an incomplete environment; RankError naming ranks that did not join or
     whose facts differ.
     Collective: every rank calls it once.
     """
@@ -130,7 +130,7 @@ def join(
     stores: list[Store] = []
 
     def come_together() -> Communicator:
-        use_device(device)  # this is another thread
+        use_device(device)  # `within` calls this in a new thread
         store = _open_store(env, timeouts.start_s)
         stores.append(store)
         with telling(store, env.rank, env.size):
@@ -159,7 +159,7 @@ def join(
     except dist.DistNetworkError as error:
         others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
         raise RankError(
-            f"{_store_owner(env)} has died or given up, which ended the store of the ranks{others}"
+            f"{_store_owner(env)} has died or given up, and the ranks' store ended with it{others}"
         ) from error
     finally:
         ended.set()
@@ -183,7 +183,7 @@ def give_up(why: str) -> None:
 
     with suppress(
         UsageError, CheckpointError, RuntimeError, TimeoutError
-    ):  # no other rank can read it
+    ):  # no other rank can read the reason
         within(_TELL_S, tell_all)
 
 
@@ -238,7 +238,7 @@ def make_communicator(
             return host
         comm.all_gather(torch.zeros(1, device=device))  # NCCL connects at the first collective
         cards: Communicator = comm
-        if host is not comm:  # on one host, cards may read each other's memory
+        if host is not comm:  # on one host, GPUs may read each other's memory
             shared = partial(symmetric_memory, group, device)
             cards = with_one_shot_sums(comm, device, shared, seconds_on_card)
         return ByDevice(host, cards, comm.require_whole)
@@ -249,11 +249,11 @@ def make_communicator(
 
 @contextmanager
 def _nccl_leaves_errors_to_us() -> Iterator[None]:
-    """Disables the watchdog of torch, which kills the process of a rank whose peer is lost.
+    """Disables torch's watchdog, which kills the process of a rank whose peer is lost.
 
-    It would kill a user's program 30 s later with a C++ stack trace. Nor may its threads ask the
-    store for dumps: the store is a Python object, invalid once the interpreter has ended. torch
-    reads these variables when it forms a group.
+    The watchdog would kill a user's program 30 s later with a C++ stack trace. Its threads also
+    must not ask the store for dumps: the store is a Python object, invalid once the interpreter has
+    ended. torch reads these variables when it forms a group.
     """
     names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
     added = [name for name in names if name not in os.environ]
@@ -284,26 +284,34 @@ def _gloo_on_interface_to(env: RankEnv) -> Iterator[None]:
         del os.environ[name]
 
 
-def _interface_to(env: RankEnv) -> str | None:
-    """The interface by which this rank reaches the store; None if it is not reached by IPv4."""
+def address_to(host: str, port: int) -> ipaddress.IPv4Address | None:
+    """The address of this host that packets to another one have; None if it has no IPv4 address."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((env.host, env.port))  # sends nothing
-            own = ipaddress.IPv4Address(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode())
-                with suppress(OSError):  # the interface has no address
-                    reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                    address = ipaddress.IPv4Address(reply[20:24])
-                    if address == own or (address.is_loopback and own.is_loopback):
-                        return name
+            probe.connect((host, port))  # sends nothing
+            return ipaddress.IPv4Address(probe.getsockname()[0])
     except OSError:
-        pass
+        return None
+
+
+def _interface_to(env: RankEnv) -> str | None:
+    """The interface by which this rank reaches the store; None if it is not reached by IPv4."""
+    own = address_to(env.host, env.port)
+    if own is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with suppress(OSError):  # the interface has no address
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                address = ipaddress.IPv4Address(reply[20:24])
+                if address == own or (address.is_loopback and own.is_loopback):
+                    return name
     return None
 
 
 def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Aborts the collectives that are queued on the card, and with them the group."""
+    """Aborts the collectives that are queued on the GPU, and with them the group."""
     group._get_backend(device).abort()
 
 
@@ -312,7 +320,7 @@ def _silent_stdout() -> Iterator[None]:
     """Discards what fairscale, and gloo from C++, print to stdout."""
     try:
         kept = os.dup(1)
-    except OSError:  # it is closed
+    except OSError:  # stdout is closed
         yield
         return
     if sys.stdout is not None:
@@ -376,7 +384,7 @@ def _bound_socket(env: RankEnv) -> int | None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address[4])
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:  # perhaps another rank 0, which the rendezvous detects
+        if error.errno == errno.EADDRINUSE:  # if by another rank 0, the rendezvous detects that
             return None
         raise RankError(
             f"rank 0 of {env.size} cannot listen at MASTER_ADDR={env.host}, MASTER_PORT="

@@ -115,7 +115,7 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
         yield
     except RankError as error:
         own = first = str(error).partition("\n")[0]  # the stacks are for this host
-        with suppress(RuntimeError):  # where the store has ended already
+        with suppress(RuntimeError):  # the store may have ended already
             first = tell(store, rank, size, own)
         if first == own:
             raise
@@ -178,6 +178,6 @@ def _checked(info: RankInfo, own: RankInfo) -> RankInfo:
     if info.size != own.size:
         raise RankError(
             f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {info.rank} "
-            f"({info.process}) one of {info.size}; give all the same WORLD_SIZE"
+            f"({info.process}) one of {info.size}; give all ranks the same WORLD_SIZE"
         )
     return info

@@ -1,6 +1,6 @@
-"""Detects collectives that are late on a card, and ranks of this host that have ended.
+"""Detects collectives that are late on a GPU, and ranks of this host that have ended.
 
-A call of NCCL returns when its collective is queued. If a rank is lost, the card waits forever, as
+A call of NCCL returns when its collective is queued. If a rank is lost, the GPU waits forever, as
 does the host when it reads the result. A watchdog thread checks queued collectives and aborts one
 that exceeds the limit. The host then continues with invalid results, so the next use of the group
 raises before those results leave this rank. A one-shot kernel cannot be aborted; if the group is

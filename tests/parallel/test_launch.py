@@ -174,7 +174,7 @@ def test_a_rank_that_dies_of_a_signal_is_named_with_it(start, rank, name):
     _, stderr = process.communicate("", timeout=LIMIT_S)
     assert process.returncode == 1
     (message,) = messages(stderr)
-    assert message.startswith(f"parallel-llama: [rank {rank}] died of {name}")
+    assert message.startswith(f"parallel-llama: [rank {rank}] was killed by {name}")
 
 
 def test_a_traceback_names_its_rank_in_the_first_line(start):
@@ -361,11 +361,11 @@ def test_where_rank_0_gives_up_the_others_hear_of_it(meet):
 
 
 def test_ranks_that_were_told_different_world_sizes_hear_of_it(meet):
-    """They waited for each other, or for a rank that nobody had started."""
+    """They waited for each other, or for a rank that was never started."""
     for line in meet((0, 2, ""), (1, 3, "")):
         assert re.fullmatch(
             r"rank (0|1) \(process \d+ on \S+\) is one of (2|3) ranks and rank (0|1) "
-            r"\(process \d+ on \S+\) one of (2|3); give all the same WORLD_SIZE",
+            r"\(process \d+ on \S+\) one of (2|3); give all ranks the same WORLD_SIZE",
             line["outcome"],
         )
         assert line["seconds"] < LIMIT_S / 2
@@ -585,7 +585,7 @@ def test_a_process_that_forges_a_ranks_word_is_not_believed(start, n, key):
     ("kind", "cause", "frames"),
     [
         ("SIGSTOP", "rank 1 of 3 is late: no progress for 2 s; it is stopped by a signal", None),
-        ("SIGSEGV", "[rank 1] died of SIGSEGV", "in string_at"),
+        ("SIGSEGV", "[rank 1] was killed by SIGSEGV", "in string_at"),
         ("python", "rank 1 of 3 is late: no progress for 2 s; it is alive", "in spin"),
         ("c", "rank 1 of 3 is late: no progress for 2 s; it is alive", "in sleep_with_the_gil"),
         ("mismatch", "rank 1 is in barrier and rank 0 in all_reduce of 5 values of", "in barrier"),
@@ -653,7 +653,7 @@ def test_libraries_announce_nothing_where_answers_go(capfd):
 
 
 def test_ranks_end_with_a_killed_torchrun():
-    """They went on for ever, with nobody to hear of it."""
+    """They ran forever."""
     process = subprocess.Popen(
         [*TORCHRUN, "reduce", "stay"], stderr=subprocess.PIPE, text=True, env=environ()
     )

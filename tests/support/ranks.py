@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -32,7 +33,12 @@ _GRACE_S = 20.0  # for the other ranks, after one rank has raised
 _MAX_POOLS = 4
 # A fork server imports these modules once, and every rank is forked from it. The fork server calls
 # no function of the modules, so that no thread holds a lock during a fork.
-_SLOW_TO_IMPORT = ["torch", "transformers.models.llama.modeling_llama"]
+_SLOW_TO_IMPORT = [
+    "pytest",
+    "transformers.models.llama.modeling_llama",
+    "parallel_llama.engine.engine",
+    "parallel_llama.parallel.communicators",
+]
 
 
 class RankFailed(Exception):
@@ -190,9 +196,18 @@ def _barrier(comm: Communicator) -> None:
     comm.barrier()
 
 
+def _end_with_parent() -> None:
+    """Ends this rank with a test run that is killed, even in a collective that waits."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _serve(connection: Connection, rank: int, size: int, store: str, shared_memory: bool) -> None:
     """The main loop of a rank: calls functions until the connection or the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the test run, which ends the pool
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     comm: Communicator = make_communicator(
