@@ -60,10 +60,9 @@ def nothing_is_left(llm: LLM) -> Iterator[None]:
     assert llm.engine.pools[0].n_used == 0 and not len(llm._loop)
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(model, llm, nproc):
+def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(model, llm):
     """The script has errors, leaves streams early and lets one wait: no rank hangs or ends."""
-    torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=3")
     program = str(Path(SUPPORT) / "llm_program.py")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = run_python("-m", *torchrun, program, "script", str(model), env=env)
@@ -134,11 +133,12 @@ def local_ranks() -> list[psutil.Process]:
     return [each for each in children if "parallel_llama.engine.ranks" in each.cmdline()]
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 5])
-def test_an_llm_starts_its_other_ranks_and_ends_them(model, llm, tp_size):
+@pytest.mark.parametrize(("name", "tp_size"), [("tensor_parallel_size", 2), ("tp_size", 5)])
+def test_an_llm_starts_its_other_ranks_and_ends_them(model, llm, name, tp_size):
+    """Also under vLLM's name for their number."""
     alone = llm.generate(["Hello", [5, 6, 7]], PARAMS)
     n_threads, environment = torch.get_num_threads(), dict(os.environ)
-    with LLM(str(model), dtype="float64", tp_size=tp_size) as many:
+    with LLM(str(model), dtype="float64", **{name: tp_size}) as many:
         assert many.tp_size == tp_size
         ranks = local_ranks()
         assert len(ranks) == tp_size - 1
@@ -149,11 +149,6 @@ def test_an_llm_starts_its_other_ranks_and_ends_them(model, llm, tp_size):
         assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert psutil.wait_procs(ranks, timeout=60)[1] == []
     assert (torch.get_num_threads(), dict(os.environ)) == (n_threads, environment)
-
-
-def test_vllms_name_for_the_number_of_ranks_is_taken(model):
-    with LLM(str(model), tensor_parallel_size=2) as llm:
-        assert llm.tp_size == 2
 
 
 @pytest.mark.parametrize(
@@ -281,14 +276,14 @@ def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(model, monk
     monkeypatch.setattr("parallel_llama.engine.ranks.fingerprint", lambda _: {"weights": "other"})
     began = time.monotonic()
     with pytest.raises(RankError, match="the ranks differ"):
-        LLM(str(model), tp_size=2, timeout_s=200)
+        LLM(str(model), tp_size=2, timeout_s=200, start_timeout_s=200)
     assert time.monotonic() - began < 100
     assert local_ranks() == []
 
 
 def test_a_rank_that_dies_is_named_and_closing_is_quiet(model):
     """`close` raised, and the ranks that were left stayed."""
-    llm = LLM(str(model), tp_size=3, timeout_s=200)
+    llm = LLM(str(model), tp_size=3, timeout_s=200, start_timeout_s=200)
     ranks = local_ranks()
     ranks[0].kill()
     with pytest.raises(RankError, match=r"rank 1 of 3 was killed by SIGKILL"):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from parallel_llama.config.layouts import default_quant, stored_formats
+from parallel_llama.config.layouts import stored_formats
 from parallel_llama.config.quantised import NATIVE_QUANTS
 from parallel_llama.dtypes import QuantFormat, make_precision
 from parallel_llama.errors import UsageError, WriteError
@@ -74,6 +74,14 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
         )
 
 
+def kept_quant(source: ModelFiles, args: ModelArgs) -> str:
+    """The default quantisation of a native folder: that of a quantised folder, else none.
+
+    Matrices of a GGUF file are decoded, because native folders cannot hold most of their types.
+    """
+    return "stored" if source.kind != "gguf" and stored_formats(source, args) else "none"
+
+
 def target_formats(
     source: ModelFiles, args: ModelArgs, kind: TargetKind, quant: str | None, dtype: str | None
 ) -> dict[str, QuantFormat]:
@@ -84,7 +92,7 @@ def target_formats(
     Raises: UsageError for formats that this model or layout does not support, or if quantised
     weights would be decoded without a requested `dtype`.
     """
-    found, stored = default_quant(source, args), stored_formats(source, args)
+    found, stored = kept_quant(source, args), stored_formats(source, args)
     if quant is None:
         quant = found if kind == "native" else "none"
     if quant == "none":

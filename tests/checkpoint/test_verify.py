@@ -29,8 +29,8 @@ from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.families import parameters
 
-DATA_FLIPS = 60  # of each folder, anywhere in its weight files
-OTHER_FLIPS = 30  # of each folder, in headers, JSON files and the manifest
+DATA_FLIPS = 24  # of each folder, anywhere in its weight files
+OTHER_FLIPS = 16  # of each folder, in headers, JSON files and the manifest
 PLACE = re.compile(r"([^:]+): damaged in (\S+), bytes (\d+) to (\d+)(?: \(unit \d+\))?")
 MAX_CPU_SECONDS = 10.0
 MAX_MEMORY = 256 << 20

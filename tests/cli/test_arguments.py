@@ -120,7 +120,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--stop", ""], "--stop '': empty"),
     (["generate", "--prompt", "x", "--dtype", "int4"], "; --quant int4 quantises the weights"),
     (["generate", "--prompt", "x", "--dtype", "auto"], "; omit --dtype for the default"),
-    (["generate", "--prompt", "x", "--quant", "Q8_0"], "--quant stored keeps such a file's"),
+    (["generate", "--prompt", "x", "--quant", "Q8_0"], "which run as they are stored"),
     (["generate", "--prompt", "x", "--quant", "q4_k_m"], "that is a format of GGUF files"),
     (["generate", "--prompt", "x", "--quant", "fp16"], "that is a dtype: --dtype float16"),
     (["reshard", "smollm2", "x", "--quant", "awq"], "runs as it is stored; omit --quant"),

@@ -238,7 +238,7 @@ def test_what_loses_least_comes_first(capsys):
         "--kv-cache-dtype int8",
         "--max-seq-len 39204",
     ]
-    assert changes(*asked, "--memory", "1300MiB", "--batch", "2") == [
+    assert changes(*asked, "--quant", "none", "--memory", "1300MiB", "--batch", "2") == [
         "--quant stored",  # as its file has it
         "--nproc 2",
         "--dtype bfloat16",

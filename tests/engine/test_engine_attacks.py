@@ -219,7 +219,7 @@ def rounded(completion: Completion) -> Completion:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(start, start + 25) for start in range(0, 100, 25)])
+@pytest.mark.parametrize("seeds", [range(18), range(50, 68)])
 def test_text_ids_and_log_probabilities_do_not_depend_on_guesses_or_neighbours(seeds):
     for seed in seeds:
         mix = mix_of(seed)

@@ -254,9 +254,9 @@ class WindowedTraffic(Traffic):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+TestTraffic.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestWindowedTraffic = WindowedTraffic.TestCase
-TestWindowedTraffic.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+TestWindowedTraffic.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 
 
 def make(n_blocks: int, block_size: int = 4, **options: object) -> tuple[Scheduler, Model]:

@@ -22,13 +22,13 @@ from parallel_llama.parallel.collectives import (
     ByDevice,
     Communicator,
     Solo,
-    Timeouts,
     broadcast_bytes,
     is_on_card,
 )
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.shared_memory import SharedMemory
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Watchdog
 
 

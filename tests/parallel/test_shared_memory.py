@@ -16,9 +16,10 @@ from ranks import SOON_S, Ranks, call_late_after
 from test_collectives import race
 
 from parallel_llama.parallel import shared_memory
-from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
+from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.shared_memory import SharedMemory, share
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Peers
 
 

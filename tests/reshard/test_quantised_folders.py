@@ -88,7 +88,9 @@ def precision_of(path: Path, quant: str | None = None) -> Precision:
     files = find_model(str(path))
     args = load_model_args(files)
     found = stored_formats(files, args)
-    return make_precision(args, "float32", "cpu", quant or default_quant(files, args), found)
+    return make_precision(
+        args, "float32", "cpu", quant or default_quant(files, args, "float32"), found
+    )
 
 
 def runner_of(comm: Solo, path: Path, quant: str | None) -> ModelRunner:

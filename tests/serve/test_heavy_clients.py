@@ -13,7 +13,7 @@ from served import Served
 from tiny_folder import write_endless_folder
 
 HONEST = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "stream": False}
-N_HEAVY, N_HONEST = 40, 7
+N_HEAVY, N_HONEST = 40, 5
 # Half of the answers come within this: of two cores that others may use too, hence the slack.
 SLACK_S, MOST_TIMES_ALONE = 2.0, 3
 

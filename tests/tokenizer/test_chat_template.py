@@ -49,7 +49,7 @@ DIALOG = [
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[TemplateRenderer]:
     """One process for many templates, with a limit short enough for a quick test."""
-    renderer = TemplateRenderer(cpu_s=0.5)
+    renderer = TemplateRenderer(cpu_s=0.25)
     yield renderer
     renderer.close()
 
