@@ -267,13 +267,8 @@ def make_precision(
         raise UsageError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}")
     if quant not in QUANTS:
         raise UsageError(f"quant={quant!r}: use one of {', '.join(QUANTS)}")
-    if quant != "none":
-        _require_groups(args, quant)
-        if dtype == "float64":
-            raise UsageError(
-                f"quant={quant!r} and dtype='float64' cannot be combined: quantised weights are "
-                "computed in float32; use dtype='float32'"
-            )
+    if quant != "none" and (reason := why_unquantised(args, dtype)):
+        raise UsageError(f"quant={quant!r}: {reason}")
     if quant == "stored" and not stored:
         known = ", ".join(GGUF_QUANTS)
         raise UsageError(
@@ -283,13 +278,17 @@ def make_precision(
     return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
 
 
-def _require_groups(args: ModelSizes, quant: str) -> None:
+def why_unquantised(args: ModelSizes, dtype: str) -> str | None:
+    """Why a model cannot have quantised matrices in this dtype; None if it can."""
     for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
         if size % QUANT_GROUP_SIZE:
-            raise UsageError(
-                f"quant={quant!r}: {name}={size} is not a multiple of the {QUANT_GROUP_SIZE} "
-                "values that share a scale; use dtype='bfloat16'"
+            return (
+                f"{name}={size} is not a multiple of the {QUANT_GROUP_SIZE} values that share a "
+                "scale; use dtype='bfloat16'"
             )
+    if dtype == "float64":
+        return "dtype='float64': quantised matrices are computed in float32; use dtype='float32'"
+    return None
 
 
 def default_dtype(args: ModelSizes, device: str) -> str:

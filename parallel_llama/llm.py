@@ -83,7 +83,7 @@ class LLM:
         on_graph: called before each CUDA graph is recorded, with its number of rows.
         settings: the other fields of `LLMConfig`, by name: tp_size, dtype, quant, device,
             max_seq_len, seed, random_weights, slice_of, verify, kv_cache_bytes, kv_cache_dtype,
-            kv_split, attention_sinks, block_size, max_drafts, timeout_s.
+            kv_split, attention_sinks, block_size, max_drafts, timeout_s, start_timeout_s.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used
     (before any weight is read); DamagedWeights for damage that only reading the weights shows;
@@ -262,7 +262,7 @@ class LLM:
         stride = max(longest // 2, 1) if stride is None else stride
         if not 1 <= stride < max(longest, 2):
             raise UsageError(
-                f"a stride of {stride} and a context of {longest} tokens; use 1 to {longest - 1}"
+                f"a stride of {stride} in a context of {longest} tokens; use 1 to {longest - 1}"
             )
         for index, tokens in enumerate(sequences):
             try:
@@ -272,7 +272,7 @@ class LLM:
                     n_allocatable = kv_group.pool.n_allocatable()
                     if kv_group.n_held(n_tokens) > n_allocatable:
                         raise UsageError(
-                            f"{n_tokens} tokens and the KV cache has room for "
+                            f"{n_tokens} tokens, but the KV cache has room for "
                             f"{n_allocatable * kv_group.pool.block_size}; raise kv_cache_bytes"
                         )
             except UsageError as error:

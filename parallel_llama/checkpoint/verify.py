@@ -179,8 +179,9 @@ METADATA = (
     "tokenizer_config.json",
 )  # fmt: skip
 
-# Arguments that depend on the layout and are not compared: a tied head is compared as a tensor, the
-# dtype per tensor, and the family by its features, since llama.cpp stores a Mistral as a Llama.
+# Arguments that are not compared, because they depend on the layout. A tied head is compared as a
+# tensor, the dtype of each tensor is compared, and the family is compared by its features, since
+# llama.cpp stores a Mistral as a Llama.
 UNCOMPARED = ("tied_embeddings", "dtype", "family")
 
 OnBytes = Callable[[int], None]

@@ -18,6 +18,7 @@ from parallel_llama.cli.model import (
     NPROC,
     RANDOM_WEIGHTS,
     RANKS,
+    START_TIMEOUT,
     TIMEOUT,
     check_model,
     in_dtypes,
@@ -265,7 +266,7 @@ VERB = Verb(
     "[MODEL] [flags]",
     (
         MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, JSON, *RANKS, RANDOM_WEIGHTS,
-        TIMEOUT,
+        TIMEOUT, START_TIMEOUT,
     ),
     "parallel-llama bench --nproc 2",
     prepare,

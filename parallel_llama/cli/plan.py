@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from parallel_llama.cli import model
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
@@ -22,7 +22,7 @@ from parallel_llama.cli.estimate import (
 from parallel_llama.cli.parsers import card_sizes, count_or_range, memory_sizes, whole
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
-from parallel_llama.config.layouts import default_quant, stored_formats
+from parallel_llama.config.layouts import default_quant, stored_formats, why_decoded
 from parallel_llama.dtypes import default_dtype
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs, context_length
@@ -73,12 +73,15 @@ def prepare(flags: Flags) -> Job:
     nproc = flags[NPROC]
     first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
     device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[model.DEVICE], first)
+    dtype = flags[model.DTYPE] or default_dtype(args, device)
+    if decoded := why_decoded(files, args, dtype, flags[model.QUANT]):
+        warn(decoded)
     asked = PlanRequest(
         args,
         stored_formats(files, args),
         device,
-        flags[model.DTYPE] or default_dtype(args, device),
-        flags[model.QUANT] or default_quant(files, args),
+        dtype,
+        flags[model.QUANT] or default_quant(files, args, dtype),
         flags[model.KV_CACHE_DTYPE],
         flags[model.KV_SPLIT],
         flags[model.EXACT],

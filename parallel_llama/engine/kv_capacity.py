@@ -118,7 +118,7 @@ class CacheSize:
         widest = max(map(sum, self._block_bytes))
         if n_bytes is not None and n_bytes < widest:
             raise UsageError(
-                f"kv_cache_bytes={n_bytes} and one block of {block_size} tokens takes {widest} "
+                f"kv_cache_bytes={n_bytes}, but one block of {block_size} tokens takes {widest} "
                 "bytes on a rank; raise kv_cache_bytes, lower block_size, or use more ranks"
             )
 
@@ -155,7 +155,7 @@ class CacheSize:
         least = frees.index(min(frees))
         if self.n_bytes is not None and self.n_bytes > frees[least]:
             raise UsageError(
-                f"kv_cache_bytes={self.n_bytes} and rank {least} has {frees[least]} bytes of free "
+                f"kv_cache_bytes={self.n_bytes}, but rank {least} has {frees[least]} bytes of free "
                 "memory; lower kv_cache_bytes"
             )
         rooms = [
@@ -171,7 +171,7 @@ class CacheSize:
         tightest = n_blocks.index(min(n_blocks))
         if n_blocks[tightest] < 1:
             raise UsageError(
-                f"rank {tightest} has {rooms[tightest]} bytes for its KV cache and one block of "
+                f"rank {tightest} has {rooms[tightest]} bytes for its KV cache, but one block of "
                 f"{self.block_size} tokens takes {sum(self._block_bytes[tightest])}; free some "
                 "memory, or use more ranks on more hosts"
             )

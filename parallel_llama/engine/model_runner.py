@@ -292,7 +292,6 @@ class ModelRunner:
         sampling_keys: Sequence[SamplingKey],
         tokens: Tensor | None = None,
     ) -> Batch:
-        """The batch for paged attention."""
         assert self._rotations is not None
         n_rows, kv_groups = None if rows is None else len(rows), self._layout.steps(chunks)
         buffer = StepBuffer(StepSize.of(chunks, kv_groups, n_rows), self._rotations, self.device)

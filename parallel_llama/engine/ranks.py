@@ -1,4 +1,4 @@
-"""The ranks of one LLM: starting, comparing, stepping and ending them.
+"""Starts the ranks of one LLM, compares their settings, steps them and ends them.
 
 If no other program has started ranks, this process is rank 0 and starts the others on this host, as
 `python -m parallel_llama.engine.ranks`.
@@ -31,6 +31,7 @@ from parallel_llama.parallel.communicators import give_up, join, use_device
 from parallel_llama.parallel.failures import RankError, exit_code
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank
+from parallel_llama.parallel.timeouts import Timeouts
 
 _LAST_WORDS_S = 1.0
 
@@ -159,8 +160,8 @@ class Ranks:
             on_wait(missing)
 
         setup, env = self.setup, None if ranks is None else ranks.env
-        timeout_s = setup.config.timeout_s
-        self._comm = join(setup.device, env=env, facts=facts, timeout_s=timeout_s, look=look)
+        timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
+        self._comm = join(setup.device, env=env, facts=facts, timeouts=timeouts, look=look)
 
     def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
         """Read this rank's weights, then wait for all ranks, without a timeout."""

@@ -65,7 +65,6 @@ class Logits:
     drawn: Tensor | None = None
 
     def rows(self, which: slice | list[int]) -> "Logits":
-        """The logits of some rows."""
         largest = None if self.largest is None else self.largest[which]
         drawn = None if self.drawn is None else self.drawn[which]
         return Logits(self.values[which], largest, drawn)

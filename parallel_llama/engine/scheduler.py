@@ -7,12 +7,13 @@ sequence has ended, and calls `finish`.
 A sequence holds blocks in each KV group (layers that share a block table), and runs only if it has
 enough blocks in every group.
 
-Prompts with the least work left go first, so that a short prompt behind long ones has its first
-token soon; long prompts wait while a short request runs, at most MAX_HELD_STEPS steps. The oldest
-unfinished sequence always makes progress: half of a step's prompt tokens are reserved for it;
-younger sequences are preempted for it; while it waits, the sequences admitted before it take in
-total at most as many blocks as the cache has; and `add` refuses a request that does not fit into
-empty pools.
+Prompts with the least work left go first, so that a short prompt behind long prompts gets its first
+token soon. Long prompts wait while a short request runs, for at most MAX_HELD_STEPS steps.
+
+The oldest unfinished sequence always makes progress. Half of a step's prompt tokens are reserved
+for it, and younger sequences are preempted for it. While it waits, the sequences admitted before it
+take at most as many blocks in total as the cache has. `add` refuses a request that does not fit
+into empty pools.
 """
 
 from bisect import bisect_left, insort
@@ -155,7 +156,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._scheduled: dict[int, ScheduledTokens] = {}  # by arrival, until committed
         self._n_arrived = 0
-        # The arrival of the first waiting sequence, and the blocks of those admitted before it.
+        # Arrival of the first waiting sequence, and the blocks of sequences admitted before it.
         self._passed: tuple[int, int] = (-1, 0)
         self._n_held = 0  # steps in a row, this one included, in which long prompts wait
         self._n_since_short = RECENT_STEPS  # steps since the last one with a short request
@@ -181,7 +182,7 @@ class Scheduler:
         )
         return (
             f"a prompt of {n_prompt} tokens and max_tokens={most} need {needed} blocks of {size} "
-            f"tokens and the KV cache has {n_blocks}; {remedy} or enlarge the KV cache"
+            f"tokens, but the KV cache has {n_blocks}; {remedy} or enlarge the KV cache"
         )
 
     def add(self, request: Request) -> list[Sequence]:

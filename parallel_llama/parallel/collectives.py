@@ -5,7 +5,6 @@ through a `process_group` of torch or, on one host, through `shared_memory`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,24 +14,6 @@ from parallel_llama.parallel.failures import RankError
 
 # A message between ranks holds requests or results. A longer message is refused.
 MAX_MESSAGE_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """How long a rank waits for another rank before it raises a RankError, in seconds.
-
-    Args:
-        step_s: limit of a collective.
-        start_s: limit while the ranks connect and load, and at a barrier.
-    """
-
-    step_s: float = 30.0
-    start_s: float = 60.0
-
-    @classmethod
-    def of(cls, timeout_s: float | None) -> "Timeouts":
-        """Both limits set to `timeout_s`, or the defaults for None."""
-        return cls() if timeout_s is None else cls(timeout_s, timeout_s)
 
 
 class Communicator(Protocol):
@@ -126,8 +107,8 @@ class Slice(Solo):
 
     It computes what the rank computes between collectives and does not wait. Its results are
     meaningless, but take as long to compute as real ones. Its rank is 0, so that it receives the
-    requests, but it may hold the shard of any rank. `n_collectives` counts a collective that is
-    recorded and replayed only once, and does not count broadcasts.
+    requests, but it may hold the shard of any rank. `n_collectives` counts a recorded collective
+    once, however often it is replayed, and does not count broadcasts.
     """
 
     def __init__(self, size: int) -> None:

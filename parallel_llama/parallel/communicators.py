@@ -26,7 +26,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
-from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo, Timeouts
+from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.failures import RankError, first_line
 from parallel_llama.parallel.handshake import (
@@ -49,6 +49,7 @@ from parallel_llama.parallel.rank_env import (
 )
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.torch_threads import start_thread
 
 
@@ -77,6 +78,7 @@ _LISTEN_S = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
 # A rank that gives up before joining waits at most this long for the others to read why.
 _TELL_S = 15.0
+_LATE_TELL_S = 4.0  # the same at the limit of joining, where the store may not answer
 
 _CPU = torch.device("cpu")
 
@@ -89,7 +91,7 @@ def join(
     *,
     env: RankEnv | None = None,
     facts: Mapping[str, str] | None = None,
-    timeout_s: float | None = None,
+    timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     look: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Communicator:
     """Joins the group of all ranks; a process that is not started as a rank gets a group of one.
@@ -98,7 +100,6 @@ def join(
         device: the device of the model's tensors.
         env: the rank and store address of this process; by default `rank_env()`.
         facts: must be equal on all ranks.
-        timeout_s: the limit for other ranks; by default the limits of `Timeouts`.
         look: called with the missing ranks while this waits; it may raise.
 
     Raises: UsageError for an incomplete environment; RankError naming ranks that did not join or
@@ -118,15 +119,16 @@ def join(
     if env.rank > 0 and threading.current_thread() is threading.main_thread():
         # Ctrl-C reaches every process of the terminal, but only rank 0 handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    timeouts = Timeouts.of(timeout_s)
     missing = set(range(env.size))
 
     heard: list[str] = []  # why another rank has given up
     ended = threading.Event()
+    stores: list[Store] = []
 
     def come_together() -> Communicator:
         use_device(device)  # `within` calls this in a new thread
         store = _open_store(env, timeouts.start_s)
+        stores.append(store)
         with telling(store, env.rank, env.size):
             own = RankInfo.of_this_process(env.rank, env.size, facts or {})
             rendezvous(store, own, missing, ended)
@@ -144,7 +146,12 @@ def join(
     try:
         return within(timeouts.start_s, come_together, look_around)
     except TimeoutError as error:
-        raise RankError(_never_came(env, missing, timeouts)) from error
+        ended.set()
+        why = _never_came(env, missing, timeouts)
+        for store in stores:  # or the ranks that wait would only see that the store has ended
+            with suppress(RuntimeError, TimeoutError):
+                within(_LATE_TELL_S, partial(tell, store, env.rank, env.size, why))
+        raise RankError(why) from error
     except dist.DistNetworkError as error:
         others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
         raise RankError(
@@ -404,7 +411,7 @@ def _never_came(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
     unseen = f", or has another {SECRET_FILE}" if SECRET_FILE in os.environ else ""
     return (
         f"{who} within {timeouts.start_s:g} s; check its output, and whether it was started"
-        f"{unseen} (--timeout waits longer)"
+        f"{unseen} (--start-timeout waits longer)"
     )
 
 

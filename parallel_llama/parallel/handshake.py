@@ -20,7 +20,7 @@ from parallel_llama.errors import printable
 from parallel_llama.parallel.failures import RankError
 
 _POLL_S = 0.02
-_GOODBYE_S = 1.0
+_GOODBYE_S = 3.0
 
 # Longer facts are digests, which error messages do not show.
 _SHOWN_CHARS = 40
@@ -123,9 +123,8 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
 def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:
     """Publishes why this rank gives up, and returns the first reason that any rank published.
 
-    It then waits until the others have read the reason, because the store may end with this rank.
-    It waits up to `wait_s` seconds for all ranks or, if that is 0, up to a second for the ranks
-    that have joined.
+    The store may end with this rank, so it waits until the others have read the reason: all ranks
+    for `wait_s` seconds or, if that is 0, those that have joined for `_GOODBYE_S` seconds.
     """
     first = _printable(store.compare_set("objection", "", objection))
     say_goodbye(store, rank)
@@ -177,6 +176,6 @@ def _checked(info: RankInfo, own: RankInfo) -> RankInfo:
     if info.size != own.size:
         raise RankError(
             f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {info.rank} "
-            f"({info.process}) one of {info.size}; give all the same WORLD_SIZE"
+            f"({info.process}) one of {info.size}; give all ranks the same WORLD_SIZE"
         )
     return info

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed import Store
 
 from parallel_llama.errors import listed_ranks
-from parallel_llama.parallel.collectives import Communicator, Timeouts
+from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError, first_line, late
 from parallel_llama.parallel.sealed_store import ForgedValue
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.torch_threads import start_thread
 from parallel_llama.parallel.watchdog import Watchdog
 

@@ -153,7 +153,7 @@ def rank_env() -> RankEnv:
         launcher = _launcher() or _TORCHRUN
         raise UsageError(
             f"{launcher.rank}={rank} and MASTER_ADDR={host!r}, MASTER_PORT={port!r}: the ranks "
-            f"need an address to meet; {launcher.remedy}"
+            f"need an address to connect to; {launcher.remedy}"
         )
     bound = os.environ.pop(STORE_FD, None)
     return RankEnv(

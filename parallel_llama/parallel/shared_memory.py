@@ -42,8 +42,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from parallel_llama.parallel.collectives import Communicator, Timeouts
+from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError, late
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Peers
 
 # Small enough for the slots of a few ranks to stay in a core's cache. Larger tensors are split.

@@ -71,7 +71,6 @@ def conversation(
 
 
 def supports_tools(template: ChatTemplate | None) -> bool:
-    """Whether a template has support for tools."""
     return template is not None and _reads(template.template_text, "tools")
 
 

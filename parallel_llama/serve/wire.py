@@ -118,7 +118,6 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def framed(message: Any) -> bytes:
-    """The frame of a message."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")

@@ -1,7 +1,7 @@
 """Tokenizers of the `tokenizers` library: HF's tokenizer.json, and BPE rebuilt from GGUF files.
 
-A tokenizer.json is untrusted: 5 kB of it can take gigabytes, hours, or make the library panic. So
-it runs in a separate process, from which this one gets plain data only.
+A tokenizer.json is untrusted: one of 5 kB can take gigabytes or hours, or make the library panic.
+So the library uses it in a separate process, which returns plain data only.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Native folders: any rank of any number reads its share of a weight as one range of bytes."""
+"""Native folders: on any number of ranks, a rank reads its shard of a weight as one byte range."""
 
 import json
 import os

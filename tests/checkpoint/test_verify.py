@@ -1,4 +1,4 @@
-"""`verify`: whatever is wrong with a model's files is found, named, and never a traceback."""
+"""`verify` finds and names every fault of a model's files, and never ends in a traceback."""
 
 import hashlib
 import json

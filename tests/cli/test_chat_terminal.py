@@ -1,4 +1,4 @@
-"""`chat` on a terminal: the real program behind a pseudo-terminal, typed at as a person would."""
+"""`chat` on a terminal: the real program on a pseudo-terminal, with typed input."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """Ctrl-C, dead ranks and closed pipes, with real processes of a tiny model.
 
-A command must end, say one thing, and leave no process and no file behind.
+A command must end with one message, and leave no process and no file behind.
 """
 
 import os
@@ -65,7 +65,7 @@ class Command:
 
 
 def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that do not end; an orphan that nobody has buried yet is not running."""
+    """The processes that do not end; a zombie does not count as running."""
     deadline = time.monotonic() + LIMIT_S / 10
     while left := [process for process in processes if runs(process)]:
         if time.monotonic() > deadline:
@@ -153,7 +153,7 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_word(start):
 
 
 def test_ctrl_c_in_a_reshard_says_how_to_go_on(tmp_path):
-    """It ended without a word once Ctrl-C was left to the system until tokens flow."""
+    """It ended without a message while Ctrl-C had the system's action until the first token."""
     target = tmp_path / "target"
     process = subprocess.Popen(
         [sys.executable, "-m", "parallel_llama", "reshard", "smollm2", str(target),

@@ -1,4 +1,4 @@
-"""Configurations that are written: read back, by us, by transformers and by Meta's formula."""
+"""Written configurations, read back by the package, by transformers and by Meta's formula."""
 
 import json
 import struct

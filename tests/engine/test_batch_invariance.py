@@ -1,7 +1,7 @@
-"""What a request gets is the same to the last bit beside others, in pieces, and behind a prefix.
+"""A request's result has the same bits in any batch, with any chunks, and with a cached prefix.
 
-Log-probabilities are compared as they are: tokens alone would hide that sums come in another order.
-Numbers of 4 and 8 bits make such a difference large, for it changes how inputs are rounded.
+Log-probabilities are compared, because tokens alone would hide another order of summation. With
+weights of 4 and 8 bits such a difference is large, because it changes how inputs are rounded.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""Steps that are told of blocks, and decode steps recorded once, give what any step gives.
+"""Paged steps and recorded decode steps give the same results as all other steps.
 
-No card is needed: the operators are torch's, and a recording that runs its step again, into the
-tensors of the first time, is to the engine what a graph is.
+No GPU is needed: the operators are torch's, and a recording that runs its step again, into the
+tensors of the first run, replaces a CUDA graph.
 """
 
 import gc
@@ -172,7 +172,7 @@ def test_ranks_replay_the_same_steps(tp_size):
 def test_steps_that_are_launched_before_their_tokens_are_read_change_nothing(
     monkeypatch, args, records, ways
 ):
-    """Requests end, are cancelled and come while a step of them is under way already."""
+    """Requests end, are cancelled and arrive while their next step is already in flight."""
     launched = count_launches(monkeypatch)
     runner = make_runner(Solo(), args, ops=paged_ops(args))
     for seed in range(6):
@@ -214,7 +214,7 @@ def test_a_step_that_went_on_from_no_token_is_taken_again(monkeypatch, tp_size):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_ranks_do_without_the_graphs_that_one_of_them_cannot_record(caplog, rank):
-    """A rank alone with a graph would sum with nobody."""
+    """A rank that alone replayed a graph would wait for the other ranks."""
 
     def run_partly(comm: Communicator) -> tuple[list[str], list[int]]:
         runner, recorded = make_runner(comm, ARGS, ops=paged_ops(ARGS)), Recorded()

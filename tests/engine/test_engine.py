@@ -1,4 +1,4 @@
-"""The generation loop: what a request gets depends on nothing but itself."""
+"""The generation loop: a request's result depends on the request only."""
 
 import random
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""The engine against hostile mixes: a real tokenizer, guesses of every quality, too few blocks.
+"""The engine with hostile mixes: a real tokenizer, drafts of every quality, too few blocks.
 
-What a request gets (ids, text, the pieces of that text, the reason for its end, log-probabilities)
-is compared with what it gets alone, without guesses and with blocks to spare.
+A request's result (ids, text, the pieces of that text, finish reason, log-probabilities) is
+compared with its result alone, without drafts and with enough blocks.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""A sequence far beyond its window, in blocks that are used again and again.
+"""A sequence far longer than its window, in blocks that are reused.
 
 The reference is transformers over the whole sequence, with the window as a mask; the engine keeps
 no more than the window and one step.

@@ -1,4 +1,4 @@
-"""What is written of every family is that family to transformers as well."""
+"""transformers reads the written config.json of every family as the same model."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The GGUF reader: whole files, each way of being broken, and thousands of random damages."""
+"""The GGUF reader: valid files, files with one fault, and thousands of randomly damaged files."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What --model may name, and every way in which it can be no whole model."""
+"""What --model may name, and the errors for incomplete models."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""A decode step as one program gives what its operators give one by one, to the last bit."""
+"""A recorded decode step gives the same bits as its operators one by one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -354,21 +354,18 @@ def test_where_rank_0_never_comes_it_is_named(meet):
 
 
 def test_where_rank_0_gives_up_the_others_hear_of_it(meet):
-    """The store ends with it, which was a traceback of torch's."""
+    """The store ends with it, and they could not say which rank was missing."""
     left, given_up = meet((1, 3, ""), (0, 3, ""), rank_0_s=3)
     assert given_up["outcome"].startswith("rank 2 of 3 never joined within 3 s")
-    assert left["outcome"] == (
-        "rank 0 of 3 has died or given up, and the ranks' store ended with it; "
-        "rank 2 had not joined"
-    )
+    assert left["outcome"] == given_up["outcome"]
 
 
 def test_ranks_that_were_told_different_world_sizes_hear_of_it(meet):
-    """They waited for each other, or for a rank that nobody had started."""
+    """They waited for each other, or for a rank that was never started."""
     for line in meet((0, 2, ""), (1, 3, "")):
         assert re.fullmatch(
             r"rank (0|1) \(process \d+ on \S+\) is one of (2|3) ranks and rank (0|1) "
-            r"\(process \d+ on \S+\) one of (2|3); give all the same WORLD_SIZE",
+            r"\(process \d+ on \S+\) one of (2|3); give all ranks the same WORLD_SIZE",
             line["outcome"],
         )
         assert line["seconds"] < LIMIT_S / 2
@@ -626,7 +623,7 @@ def test_libraries_announce_nothing_where_answers_go(capfd):
 
 
 def test_ranks_end_with_a_killed_torchrun():
-    """They went on for ever, with nobody to hear of it."""
+    """They ran forever."""
     process = subprocess.Popen(
         [*TORCHRUN, "reduce", "stay"], stderr=subprocess.PIPE, text=True, env=environ()
     )

@@ -1,4 +1,4 @@
-"""Meta folders that are written: Meta's own cuts where there are some, and every byte back."""
+"""Written Meta folders: Meta's own cuts if sizes allow them, and every byte can be restored."""
 
 import json
 import logging

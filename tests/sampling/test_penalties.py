@@ -1,7 +1,7 @@
-"""What requests change about the logits: biases, bans, masks and penalties, before the draw.
+"""Changes of the logits before sampling: biases, bans, masks and penalties.
 
-The oracle is transformers' own processors and warpers. It has no presence and frequency penalties;
-those are held to their formula, written anew in plain Python.
+The oracle is transformers' own processors and warpers. It has no presence and frequency penalties,
+which are compared with their formula in plain Python.
 """
 
 import dataclasses

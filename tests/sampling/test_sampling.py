@@ -1,8 +1,8 @@
-"""Drawing tokens from a vocabulary that is cut over ranks.
+"""Sampling tokens from a vocabulary that is sharded over ranks.
 
-The ranks are threads over an exchange that counts: what is tested is what is sent and what is made
-of it. Every draw is fixed by its key, so the statistical tests give the same result in
-each run; their false-alarm rate is what a new noise generator would risk.
+The ranks are threads, and their communicator counts the exchanges. Every draw is determined by its
+key, so the statistical tests give the same result in each run; their false-alarm rate matters only
+for a new noise generator.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The servers that many tests ask."""
+"""Servers that many tests share."""
 
 from collections.abc import Iterator
 from pathlib import Path

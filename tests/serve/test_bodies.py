@@ -1,4 +1,4 @@
-"""Every field of every body: at its bound, beyond it, of other types, and what is hardly JSON."""
+"""Every field of every body: at its bound, beyond it, with other types, and in malformed JSON."""
 
 import json
 import random
@@ -263,7 +263,7 @@ def test_a_body_is_one_object(tiny, canary, body):
 
 @pytest.mark.parametrize(("body", "place"), PLACES)
 def test_a_field_that_is_no_field_is_refused_by_name(tiny, body, place):
-    """Whoever misspells a field hears of it, at every depth."""
+    """A misspelt field is refused at every depth, with the right name."""
     data = of_body(body, place, VALUE)
     wrong = data.replace(f'"{place[-1]}": "{VALUE}"'.encode(), b'"tempreture": 0')
     assert wrong != data

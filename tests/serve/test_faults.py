@@ -1,4 +1,4 @@
-"""Ranks that die or hang under a server, servers that are told to end, and more than they take."""
+"""Ranks that die or hang under a server, servers that are stopped, and servers under overload."""
 
 import http.client
 import json
@@ -72,7 +72,7 @@ def n_running(served: Served) -> int:
 
 
 def health(served: Served) -> int:
-    """The status of the answer, or 0 where nobody answers any more."""
+    """The status of the answer, or 0 if the server does not answer any more."""
     try:
         return served.send("GET", "/health")[0]
     except (OSError, http.client.HTTPException):

@@ -1,4 +1,4 @@
-"""Many clients at once: no answer changes, nothing is lost, and nothing is kept."""
+"""Many concurrent clients: no answer changes, none is lost, and no memory is leaked."""
 
 import asyncio
 import statistics

@@ -1,4 +1,4 @@
-"""What Prometheus is shown, and what reads it."""
+"""The metrics for Prometheus, and the dashboard that reads them."""
 
 import json
 import re

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
+from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.communicators import make_communicator
 from parallel_llama.parallel.process_group import ProcessGroup
+from parallel_llama.parallel.timeouts import Timeouts
 
 SILENCE_S = 200.0  # a rank without an answer for this long fails the test
 SOON_S = 60.0  # generous, for a busy machine; it is not a limit of a rank
@@ -186,7 +187,7 @@ def call_late_after(comm: Communicator, limit_s: float) -> None:
     short limit only while a rank is really late.
     """
     assert not isinstance(comm, Solo)
-    comm._timeouts = Timeouts.of(limit_s)
+    comm._timeouts = Timeouts(limit_s, limit_s)
     if isinstance(comm, ProcessGroup):
         comm._group.set_timeout(timedelta(seconds=limit_s))
 
@@ -213,7 +214,7 @@ def _serve(connection: Connection, rank: int, size: int, store: str, shared_memo
         rank,
         size,
         FileStore(store, size),
-        timeouts=Timeouts.of(SILENCE_S),
+        timeouts=Timeouts(SILENCE_S, SILENCE_S),
         shared_memory=shared_memory,
     )
     while True:

@@ -1,4 +1,4 @@
-"""Mistral's tokenizer files against mistral-common's own reading of them."""
+"""Mistral's tokenizer files, compared with mistral-common."""
 
 import random
 import tracemalloc

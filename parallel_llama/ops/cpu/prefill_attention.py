@@ -81,7 +81,6 @@ class BlockShape:
 
     @property
     def n_columns(self) -> int:
-        """The columns of a block."""
         return self.n_vectors * self.lanes.width
 
     @property

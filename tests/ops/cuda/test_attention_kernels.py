@@ -1,4 +1,4 @@
-"""Attention in Triton sees each query's keys, in whatever blocks they are, and nothing else."""
+"""Attention in Triton reads each query's own keys, in any blocks, and nothing else."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Kernels become code for every architecture, and what they compute with stays in registers."""
+"""Kernels compile for every architecture without register spills."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The whole engine on the kernels: what a step asks of the device, and what requests get."""
+"""The whole engine on the kernels: the launches of a step, and the results of requests."""
 
 import threading
 from collections import Counter
