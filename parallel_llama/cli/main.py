@@ -17,7 +17,10 @@ from parallel_llama.parallel.launch import run_ranks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank
 
 # Each is a module of this package, imported only when it is called.
-VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "completion")
+VERBS = (
+    "generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "doctor",
+    "completion",
+)  # fmt: skip
 
 
 def load_verb(name: str) -> Verb:

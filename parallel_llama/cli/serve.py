@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_llama.cli.arguments import Flag, Flags, Job, Verb, warn
+from parallel_llama.cli.host_checks import warn_of_host
 from parallel_llama.cli.model import (
     CACHE,
     LOADING,
@@ -75,6 +76,7 @@ def prepare(flags: Flags) -> Job:
 
     log_to_stderr(flags[LOG_FORMAT])
     inputs, n_ranks = check_model(flags)
+    warn_of_host(flags, flags[MODEL], inputs.files, inputs.args, n_ranks)
     if not leads():
         return Job(lambda: _follow(flags, inputs), n_ranks)
     key_file = flags[API_KEY_FILE]

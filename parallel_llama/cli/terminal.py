@@ -11,7 +11,7 @@ from typing import TextIO
 
 from parallel_llama.parallel.launch import ENDING_SIGNALS
 
-BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
+BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 KIB = 1024
 
 _PATIENCE_S = 0.5  # shorter activities are not shown

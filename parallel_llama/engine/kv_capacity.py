@@ -2,23 +2,20 @@
 
 import hashlib
 import re
-import resource
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
-from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from parallel_llama.dtypes import KVFormat
+from parallel_llama.engine.available_memory import available_memory
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.memory import (
-    CPU_FRACTION,
-    MAX_CPU_BYTES,
     blocks_held,
     default_cache_bytes,
     kv_bytes_per_token,
@@ -219,45 +216,3 @@ class MemoryFor:
             asked = re.search(r"(\d+) bytes", text)
             size = f" ({asked[1]} bytes at once)" if asked else ""
             raise OutOfMemory(f"there is no memory for {self.what}{size}; {self.remedy}") from error
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping, within the limits of container and process.
-
-    If the number is unknown, returns enough for the largest default cache.
-    """
-    available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
-    if available is None:
-        return int(MAX_CPU_BYTES / CPU_FRACTION)
-    left = [available << 10, *_room_in_address_space(root)]
-    cgroup = root / "sys" / "fs" / "cgroup"
-    for folder, limit, used, prefix in (  # versions 2 and 1
-        (cgroup, "memory.max", "memory.current", ""),
-        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        try:
-            n_left = int((folder / limit).read_text()) - int((folder / used).read_text())
-        except (OSError, ValueError):  # no container, or no limit: "max"
-            continue
-        # The page cache counts as used, but is evicted when memory is needed.
-        stat = _numbers(folder / "memory.stat")
-        left.append(n_left + sum(stat.get(f"{prefix}{s}active_file", 0) for s in ("", "in")))
-    return max(0, min(left))
-
-
-def _room_in_address_space(root: Path) -> list[int]:
-    """The bytes that `ulimit -v` leaves, if it is set."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    taken = _numbers(root / "proc" / "self" / "status").get("VmSize:")
-    if limit == resource.RLIM_INFINITY or taken is None:
-        return []
-    return [limit - (taken << 10)]
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """The first number after each line's first word; empty if there is no such file."""
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except (OSError, ValueError):
-        return {}
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

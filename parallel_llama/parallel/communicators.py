@@ -280,21 +280,29 @@ def _gloo_on_interface_to(env: RankEnv) -> Iterator[None]:
         del os.environ[name]
 
 
-def _interface_to(env: RankEnv) -> str | None:
-    """The interface by which this rank reaches the store; None if it is not reached by IPv4."""
+def address_to(host: str, port: int) -> ipaddress.IPv4Address | None:
+    """The address of this host that packets to another one have; None if it has no IPv4 address."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((env.host, env.port))  # sends nothing
-            own = ipaddress.IPv4Address(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode())
-                with suppress(OSError):  # the interface has no address
-                    reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                    address = ipaddress.IPv4Address(reply[20:24])
-                    if address == own or (address.is_loopback and own.is_loopback):
-                        return name
+            probe.connect((host, port))  # sends nothing
+            return ipaddress.IPv4Address(probe.getsockname()[0])
     except OSError:
-        pass
+        return None
+
+
+def _interface_to(env: RankEnv) -> str | None:
+    """The interface by which this rank reaches the store; None if it is not reached by IPv4."""
+    own = address_to(env.host, env.port)
+    if own is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with suppress(OSError):  # the interface has no address
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                address = ipaddress.IPv4Address(reply[20:24])
+                if address == own or (address.is_loopback and own.is_loopback):
+                    return name
     return None
 
 

@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel import rank_env
+from parallel_llama.parallel.cgroups import cpu_cores
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, RankError, Report, read_report
 
 MAX_RANKS = 1024
@@ -120,13 +121,26 @@ def run_ranks(
 
 
 class LocalRanks:
-    """Ranks 1 and above of this host, started by the process that is rank 0.
+    """Ranks of this host that a running process starts: by default all but rank 0, which it is.
 
     Each rank runs `python -m module` and reads `settings`, one line of JSON, from its stdin, which
-    is closed when this process ends. The output of the ranks goes to stderr.
+    is closed when this process ends. The output of the ranks goes to stderr, except of rank 0.
+
+    Args:
+        first: 0 if this process is not a rank.
+        inherited: other files that the ranks inherit.
     """
 
-    def __init__(self, module: str, settings: Mapping[str, Any], size: int, threads: int) -> None:
+    def __init__(
+        self,
+        module: str,
+        settings: Mapping[str, Any],
+        size: int,
+        threads: int,
+        *,
+        first: int = 1,
+        inherited: Sequence[int] = (),
+    ) -> None:
         self._reports = ExitStack()
         self._ranks: list[_Rank] = []
         command = [sys.executable, "-m", module]
@@ -141,14 +155,17 @@ class LocalRanks:
                 # Ctrl-C does not reach a new session. No preexec_fn: this process has threads, and
                 # code between fork and exec would run without them.
                 how: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
-                for number in range(1, size):
-                    files = [file.fileno()]
-                    rank = _start(number, command, common, self._reports, files, **how)
+                for number in range(first, size):
+                    files, own = [file.fileno(), *inherited], common
+                    if number == 0:
+                        files.append(store.fileno())
+                        own = {**common, rank_env.STORE_FD: str(store.fileno())}
+                    rank = _start(number, command, own, self._reports, files, **how)
                     self._ranks.append(rank)
                     assert rank.process.stdin is not None
                     rank.process.stdin.write(json.dumps(settings).encode() + b"\n")
                     rank.process.stdin.flush()
-                bound = os.dup(store.fileno())
+                bound = os.dup(store.fileno()) if first else None
                 self.env = rank_env.RankEnv(
                     0,
                     size,
@@ -200,22 +217,8 @@ class LocalRanks:
 
 
 def threads_per_rank(nproc: int, root: Path = Path("/")) -> int:
-    """The cores that this process may use divided by `nproc`, at least 1.
-
-    The cores are limited by the CPU affinity and by the CPU quota of the container, if any.
-    """
-    n_cores = min([len(os.sched_getaffinity(0)), *_quotas(root / "sys" / "fs" / "cgroup")])
-    return max(1, int(n_cores) // nproc)
-
-
-def _quotas(cgroup: Path) -> Iterator[float]:
-    """The CPU quotas of the container in cores, by cgroup version 2 and 1."""
-    v1 = cgroup / "cpu"
-    for files in ((cgroup / "cpu.max",), (v1 / "cpu.cfs_quota_us", v1 / "cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # no such file, or no limit: "max" or -1
-            quota, period = " ".join(file.read_text() for file in files).split()
-            if int(quota) > 0:
-                yield int(quota) / int(period)
+    """The cores that this process may use divided by `nproc`, at least 1."""
+    return max(1, int(cpu_cores(root)) // nproc)
 
 
 def hear_ctrl_c() -> None:

@@ -16,13 +16,13 @@ from thread_ranks import run_on_threads
 
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import kv_capacity
+from parallel_llama.engine.available_memory import available_memory
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import (
     CacheSize,
     Capacity,
     DeviceMemory,
     MemoryFor,
-    available_memory,
     memory_of,
 )
 from parallel_llama.errors import OutOfMemory, UsageError

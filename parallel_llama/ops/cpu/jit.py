@@ -330,16 +330,50 @@ def machine_code(key: str, make: Callable[[], bytes]) -> bytes:
     return code
 
 
+@dataclass(frozen=True)
+class CodeCache:
+    """The state of the code cache.
+
+    Args:
+        folder: where it is, or would be; None if this user has no home folder.
+        is_used: whether files are read and written there.
+        n_files: kernels in it.
+        damaged: names of files that would be compiled again.
+    """
+
+    folder: Path | None
+    is_used: bool
+    n_files: int = 0
+    damaged: tuple[str, ...] = ()
+
+
+def code_cache() -> CodeCache:
+    """Looks at every file of the code cache."""
+    folder = _folder()
+    if folder is None:
+        return CodeCache(_place(), is_used=False)
+    files = list(folder.glob("*.o"))
+    damaged = tuple(sorted(file.name for file in files if _read(file, file.stem) is None))
+    return CodeCache(folder, os.access(folder, os.W_OK | os.X_OK), len(files), damaged)
+
+
+def _place() -> Path | None:
+    """The path of the cache folder, whether or not it exists."""
+    with suppress(RuntimeError):  # a user without a home folder has no cache
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        # The specification says to ignore relative paths.
+        return base / "parallel_llama" / "kernels" if base.is_absolute() else None
+    return None
+
+
 def _folder() -> Path | None:
     """The cache folder, created if missing; None if others than this user may write to it."""
-    with suppress(OSError, RuntimeError):  # a user without a home folder has no cache
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        if not base.is_absolute():  # the specification says to ignore relative paths
-            return None
-        folder = base / "parallel_llama" / "kernels"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_ours(folder.lstat(), stat.S_IFDIR):
-            return folder
+    folder = _place()
+    with suppress(OSError):
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_ours(folder.lstat(), stat.S_IFDIR):
+                return folder
     return None
 
 
