@@ -22,7 +22,7 @@ _BASH = """\
 _parallel_llama() {
     local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} words= files=
     local models="@MODELS@"
-    # bash makes three words of --flag=value.
+    # bash splits --flag=value into three words.
     if [[ $cur == = ]]; then
         cur=
     elif [[ $prev == = ]]; then

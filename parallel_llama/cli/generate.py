@@ -182,7 +182,7 @@ def _requests(
 
 
 def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
-    """The seed that reproduces the run with --seed; None if it was not used."""
+    """The --seed that reproduces the run; None if no request used it."""
     drawn = any(not each.params.is_greedy and each.params.seed is None for each in requests)
     return run_seed if drawn else None
 

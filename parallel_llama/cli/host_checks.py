@@ -44,12 +44,13 @@ def needs_of(
     local_rank, n_local = local_world(n_ranks)
     if choose_device(flags[DEVICE], n_local, count_cards()) != "cpu":
         return None
+    dtype = flags[DTYPE] or default_dtype(args, "cpu")
     asked = PlanRequest(
         args,
         stored_formats(files, args),
         "cpu",
-        flags[DTYPE] or default_dtype(args, "cpu"),
-        flags[QUANT] or default_quant(files, args),
+        dtype,
+        flags[QUANT] or default_quant(files, args, dtype),
         flags[KV_CACHE_DTYPE],
         flags[KV_SPLIT],
         flags[EXACT],

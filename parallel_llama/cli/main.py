@@ -24,7 +24,6 @@ VERBS = (
 
 
 def load_verb(name: str) -> Verb:
-    """One of VERBS."""
     verb: Verb = import_module(f"parallel_llama.cli.{name}").VERB
     return verb
 
@@ -68,7 +67,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
-    """Checks the flags, and lets fire dispatch to the verb's function.
+    """Checks the flags, and lets fire dispatch to the command's function.
 
     fire does not see the flags: it would parse prompts as Python, keep only the last of repeated
     flags, and report unknown flags only after the work.

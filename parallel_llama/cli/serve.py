@@ -66,7 +66,6 @@ LOG_FORMAT: Flag[str] = Flag(
 )  # fmt: skip
 
 _ENGINE = "parallel_llama.engine_process"  # the module that the engine's process runs
-STEP_TIMEOUT_S = 30.0
 _RANKS_FIRST_S = 5.0  # extra time, so that the ranks themselves report which one is late
 
 
@@ -142,7 +141,7 @@ def _front(
         Metrics(names[0]),
         max_choices=flags[MAX_REQUESTS],
         restarts=restarts,
-        step_timeout_s=(flags[TIMEOUT] or STEP_TIMEOUT_S) + _RANKS_FIRST_S,
+        step_timeout_s=flags[TIMEOUT] + _RANKS_FIRST_S,
     )
 
     def announce(loaded: Loaded) -> None:

@@ -10,6 +10,7 @@ import select
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 
 import msgspec
 
@@ -17,6 +18,7 @@ from parallel_llama.doctor.check import CHECKS, Check
 from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.launch import LocalRanks
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Peers
 
 _MODULE = "parallel_llama.doctor.rank"
@@ -60,7 +62,7 @@ def examine_here(
     size: int,
     threads: int,
     model: str | None,
-    timeout_s: float,
+    timeouts: Timeouts,
     on_check: Callable[[Check], None],
     on_now: Callable[[str], None],
 ) -> None:
@@ -68,13 +70,13 @@ def examine_here(
 
     Args:
         model: a model with weights, or None.
-        timeout_s: how long a rank waits for another.
+        timeouts: how long a rank waits for another.
     """
     results = _Results(on_check, on_now)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     try:
-        settings = {"model": model, "timeout_s": timeout_s, "results": writer}
+        settings = {"model": model, **asdict(timeouts), "results": writer}
         ranks = LocalRanks(_MODULE, settings, size, threads, first=0, inherited=[writer])
     except OSError as error:
         os.close(reader)
@@ -85,7 +87,7 @@ def examine_here(
     os.close(writer)
     peers = Peers(ranks.pids())
     try:
-        failure = _watch(ranks, peers, reader, results, timeout_s)
+        failure = _watch(ranks, peers, reader, results, timeouts)
         if failure is not None:
             results.give(failure)
     finally:
@@ -95,11 +97,11 @@ def examine_here(
 
 
 def _watch(
-    ranks: LocalRanks, peers: Peers, reader: int, results: _Results, timeout_s: float
+    ranks: LocalRanks, peers: Peers, reader: int, results: _Results, timeouts: Timeouts
 ) -> Check | None:
     """Reads until rank 0 is done; returns what ended the ranks before that."""
     stopped_s: dict[int, float] = {}
-    pids = ranks.pids()
+    pids, limit_s = ranks.pids(), max(timeouts.step_s, timeouts.start_s) + _WORK_S
     while True:
         _read(reader, results, _LOOK_S)
         if results.is_done:
@@ -121,9 +123,9 @@ def _watch(
             if results.is_done:
                 return None
             return Check(results.now, "fail", str(error), _cure_of_end(str(error)))
-        if now_s - results.heard_s > timeout_s + _WORK_S:
+        if now_s - results.heard_s > limit_s:
             silent = listed_ranks(pids)
-            seen = f"rank {silent} has been silent for {timeout_s + _WORK_S:g} s"
+            seen = f"rank {silent} has been silent for {limit_s:g} s"
             return Check(results.now, "fail", seen, "ps -eo pid,stat,wchan,args | grep doctor.rank")
 
 

@@ -29,6 +29,7 @@ from parallel_llama.parallel.communicators import (
 from parallel_llama.parallel.device_choice import choose_device
 from parallel_llama.parallel.failures import RankError, exit_code
 from parallel_llama.parallel.rank_env import local_world, world
+from parallel_llama.parallel.timeouts import Timeouts
 
 # In the order in which they run.
 RANK_CHECKS = (
@@ -61,14 +62,14 @@ class Examination:
 
     Args:
         model: a model with weights, or None for the built-in model alone.
-        timeout_s: how long a rank waits for another.
+        timeouts: how long a rank waits for another.
         on_check: called on rank 0 with each check.
         on_now: called on every rank with the id of a check before it runs.
         own: what this rank has found on its host already.
     """
 
     model: str | None
-    timeout_s: float
+    timeouts: Timeouts
     on_check: Callable[[Check], None]
     on_now: Callable[[str], None]
     own: Sequence[Check] = ()
@@ -87,7 +88,7 @@ class Examination:
             local_rank, n_local = local_world(size)
             device = own_device(choose_device("auto", n_local, visible_cards()), local_rank)
             use_device(device)
-            comm = join(device, timeout_s=self.timeout_s)
+            comm = join(device, timeouts=self.timeouts)
             for check in self._checks(comm):
                 self._give(check)
             comm.barrier()
@@ -206,7 +207,7 @@ def main() -> int:
     def run() -> int:
         Examination(
             settings["model"],
-            settings["timeout_s"],
+            Timeouts(settings["step_s"], settings["start_s"]),
             on_check=lambda check: write({"check": check.to_json()}),
             on_now=lambda name: write({"now": name}),
         ).run()

@@ -150,8 +150,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one forward pass and draw tokens for every sequence whose prompt is in the cache.
 
-        Ranks above 0 wait for rank 0 without a timeout. Afterwards `rpc` has the call, if rank 0
-        sent one instead, and is empty otherwise.
+        Ranks above 0 wait for rank 0 without a timeout. If rank 0 sends a call instead of a step,
+        `rpc` has the call afterwards; otherwise it is empty.
 
         Collective: a broadcast of a message; if any tokens run, those of a forward pass, one head
         exchange and one broadcast; two more broadcasts for grammars, and a barrier after an error.
@@ -222,7 +222,7 @@ class Engine:
         return outputs
 
     def _reset(self) -> None:
-        """Start without requests and with an empty KV cache, whose contents may be invalid."""
+        """Discard all requests and the contents of the KV cache, which may be invalid."""
         block_size = self.capacity.block_size
         self.pools = [BlockPool(n_blocks, block_size) for n_blocks in self.capacity.n_blocks]
         # A proxy: a reference cycle would keep weights and KV cache alive after the engine.
@@ -257,7 +257,7 @@ class Engine:
         while self._incoming and size < MAX_SIZE:
             begin.append(self._incoming.popleft())
             size += size_of(begin[-1][1])
-        # A request can only end after the other ranks have been sent it.
+        # A request can end only after it has been sent to the other ranks.
         unsent = {ticket for ticket, _ in self._incoming} if self._outgoing else set()
         end = tuple(each for each in self._outgoing if each[0] not in unsent)
         self._outgoing = [each for each in self._outgoing if each[0] in unsent]
@@ -290,7 +290,7 @@ class Engine:
     # Callbacks of the scheduler
 
     def _context(self, request: Request) -> bytes:
-        """What cached blocks depend on besides tokens."""
+        """What cached blocks depend on in addition to tokens."""
         salt = (request.params.cache_salt or "").encode()
         return struct.pack("<q", base_len(self.runner.args, len(request.prompt))) + salt
 

@@ -36,8 +36,8 @@ class Capacity:
     """The size of the KV cache, the same on every rank.
 
     `n_blocks` are the blocks of each KV group. `windows` is the number of keys that a token sees in
-    each KV group, None for all, besides the first `n_sinks` tokens of a sequence. `n_bytes` is the
-    size on the rank with the largest cache.
+    each KV group, None for all, in addition to the first `n_sinks` tokens of a sequence. `n_bytes`
+    is the size on the rank with the largest cache.
     """
 
     n_blocks: tuple[int, ...]
@@ -115,7 +115,7 @@ class CacheSize:
         widest = max(map(sum, self._block_bytes))
         if n_bytes is not None and n_bytes < widest:
             raise UsageError(
-                f"kv_cache_bytes={n_bytes} and one block of {block_size} tokens takes {widest} "
+                f"kv_cache_bytes={n_bytes}, but one block of {block_size} tokens takes {widest} "
                 "bytes on a rank; raise kv_cache_bytes, lower block_size, or use more ranks"
             )
 
@@ -133,7 +133,7 @@ class CacheSize:
             if needed > n_free:
                 lower = " or lower kv_cache_bytes" if self.n_bytes else ""
                 raise UsageError(
-                    f"rank {rank} of {comm.size} needs {needed} bytes of its card, which has "
+                    f"rank {rank} of {comm.size} needs {needed} bytes of its GPU, which has "
                     f"{n_free} free: {weights[rank]} for weights, {cache} for the KV cache, "
                     f"{working} as workspace; use more ranks, --quant int8, a smaller dtype{lower}"
                 )
@@ -152,7 +152,7 @@ class CacheSize:
         least = frees.index(min(frees))
         if self.n_bytes is not None and self.n_bytes > frees[least]:
             raise UsageError(
-                f"kv_cache_bytes={self.n_bytes} and rank {least} has {frees[least]} bytes of free "
+                f"kv_cache_bytes={self.n_bytes}, but rank {least} has {frees[least]} bytes of free "
                 "memory; lower kv_cache_bytes"
             )
         rooms = [
@@ -168,7 +168,7 @@ class CacheSize:
         tightest = n_blocks.index(min(n_blocks))
         if n_blocks[tightest] < 1:
             raise UsageError(
-                f"rank {tightest} has {rooms[tightest]} bytes for its KV cache and one block of "
+                f"rank {tightest} has {rooms[tightest]} bytes for its KV cache, but one block of "
                 f"{self.block_size} tokens takes {sum(self._block_bytes[tightest])}; free some "
                 "memory, or use more ranks on more hosts"
             )

@@ -1,4 +1,4 @@
-"""The ranks of one LLM: starting, comparing, stepping and ending them.
+"""Starts the ranks of one LLM, compares their settings, steps them and ends them.
 
 If no other program has started ranks, this process is rank 0 and starts the others on this host, as
 `python -m parallel_llama.engine.ranks`.
@@ -31,12 +31,13 @@ from parallel_llama.parallel.communicators import give_up, join, use_device
 from parallel_llama.parallel.failures import RankError, exit_code
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank
+from parallel_llama.parallel.timeouts import Timeouts
 
 _LAST_WORDS_S = 1.0
 
 
 class Ranks:
-    """The ranks of one LLM from their start to their end.
+    """The ranks of one LLM.
 
     The constructor starts the processes of the other ranks, unless another program has started
     them; `start` joins them and loads the model.
@@ -67,7 +68,7 @@ class Ranks:
     ) -> None:
         """Join the other ranks, load the model, and make the engine; arguments as in LLM.
 
-        Raises: RankError for a rank that does not arrive, fails, or has other facts; UsageError for
+        Raises: RankError for a rank that does not join, fails, or has other facts; UsageError for
         too little memory; DamagedWeights for weights that cannot be read.
         Collective: all ranks call it.
         """
@@ -96,7 +97,7 @@ class Ranks:
 
     @property
     def comm(self) -> Communicator:
-        """The communicator of the running ranks; with `slice_of` the engine has another."""
+        """The communicator of the running ranks; with `slice_of`, the engine uses another one."""
         assert self._comm is not None
         return self._comm
 
@@ -127,7 +128,7 @@ class Ranks:
                 self._comm.require_alive()
 
     def end(self) -> None:
-        """End the other ranks. Errors of ranks are suppressed: the LLM is not used any more."""
+        """End the other ranks. Errors of ranks are suppressed, as the LLM is no longer used."""
         with suppress(RankError):
             if self._engine is not None and self._engine.comm.rank == 0:
                 rank_rpc.close(self._engine)
@@ -159,8 +160,8 @@ class Ranks:
             on_wait(missing)
 
         setup, env = self.setup, None if ranks is None else ranks.env
-        timeout_s = setup.config.timeout_s
-        self._comm = join(setup.device, env=env, facts=facts, timeout_s=timeout_s, look=look)
+        timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
+        self._comm = join(setup.device, env=env, facts=facts, timeouts=timeouts, look=look)
 
     def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
         """Read this rank's weights, then wait for all ranks, without a timeout."""
@@ -173,7 +174,7 @@ class Ranks:
             on_bytes(n_bytes)
 
         with closing(setup.checkpoint), started_thread() as thread:
-            # While weights load: most of it runs in another process.
+            # The tokenizer is parsed mostly in another process, while this one reads weights.
             tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
             with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
                 runner = ModelRunner.load(
@@ -222,7 +223,7 @@ def _record(runner: ModelRunner, on_graph: Callable[[int], None]) -> None:
 
 
 def shared_facts(setup: ModelSetup) -> dict[str, str]:
-    """What must be the same on all ranks, by name."""
+    """The values that must be the same on all ranks, by name."""
     files, config = setup.inputs.files, setup.config
     contents = {} if config.random_weights is not None else fingerprint(files)
     return {

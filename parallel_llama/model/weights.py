@@ -33,11 +33,6 @@ class WeightLoader:
     """Puts weights into a model, by their names.
 
     On a CPU the first weight reserves memory with huge pages for all weights.
-
-    Args:
-        model: The model, without weights.
-        args: Its arguments.
-        shard: The shard that this rank holds.
     """
 
     def __init__(self, model: Transformer, args: ModelArgs, shard: Shard) -> None:
@@ -93,7 +88,7 @@ class WeightLoader:
         if isinstance(part, TransformerBlock | Expert):
             part.fuse()
         if self._huge_pages is not None:
-            # Each once: without a gate, w1 is w13 as well.
+            # Without a gate, w1 and w13 are the same weight; the dict has it once.
             self._huge_pages.move(dict.fromkeys(_weights_of(part)))
 
 

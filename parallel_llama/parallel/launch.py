@@ -52,14 +52,14 @@ class _Rank:
         return read_report(os.pread(self.report_file.fileno(), MAX_REPORT_BYTES, 0))
 
     def ending(self) -> str:
-        """How its process ended."""
+        """How the rank's process ended."""
         code = self.process.returncode
         if code >= 0:
             return f"ended with exit code {code}"
         try:
-            return f"died of {signal.Signals(-code).name}"
+            return f"was killed by {signal.Signals(-code).name}"
         except ValueError:
-            return f"died of signal {-code}"
+            return f"was killed by signal {-code}"
 
 
 @dataclass
@@ -89,8 +89,8 @@ def run_ranks(
     The exit code is that of the rank that failed first, 1 if a signal killed that rank, 130 after
     Ctrl-C, 143 after SIGTERM and 129 after SIGHUP. Only rank 0 has the stdin and stdout of this
     process; all ranks inherit its other inheritable files. The settings of the terminal are
-    restored. It must be called from the main thread, which receives signals, and whose end kills
-    the ranks.
+    restored. It must be called from the main thread, which receives signals; if that thread ends,
+    the ranks are killed.
 
     Args:
         threads: OMP_NUM_THREADS of each rank, unless the environment sets it.
@@ -305,7 +305,7 @@ def _before_exec(parent: int, ignores_ctrl_c: bool = False) -> None:
 
 @contextmanager
 def _terminal_kept() -> Iterator[None]:
-    """Restores the terminal's settings, which a rank 0 that is killed at a prompt cannot."""
+    """Restores the terminal's settings, because a rank 0 killed at a prompt cannot restore them."""
     try:
         settings = termios.tcgetattr(0)
     except (termios.error, OSError):
@@ -349,7 +349,7 @@ def _listening_to_signals() -> Iterator[_Asked]:
 
 
 def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
-    """Waits until all ranks have ended, one has failed or a signal came; returns the exit code."""
+    """Waits for the end of all ranks, for a failure or for a signal; returns the exit code."""
     while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
         failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
@@ -377,7 +377,7 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
     silent = [rank for rank in failed if rank.number not in reports]
     if killed := [rank for rank in silent if rank.process.returncode < 0]:
         ending = killed[0].ending()
-        hint = "; if nobody sent it, the host ran out of memory" if "SIGKILL" in ending else ""
+        hint = "; the host may have run out of memory" if "SIGKILL" in ending else ""
         _say(f"[rank {killed[0].number}] {ending}{hint}")
         return 1
     if not reports:

@@ -42,7 +42,7 @@ Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its
 _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
 _FROM_SYSTEM = ("sched_yield",)
 
-# Of the code cache; a kernel has some 10 KB.
+# The code cache; a kernel has about 10 KB.
 _DIGEST_BYTES = 32
 _MAX_BYTES = 1 << 20
 _MAX_FILES = 256
@@ -193,8 +193,8 @@ at_once: Launcher = CompiledKernel.__call__
 def _compiled(signature: Signature[Any], body: Body) -> bytes:
     """The machine code of a kernel, from the cache if possible.
 
-    The key is a digest of the source that builds the kernel, since building it for the key would
-    take longer than everything else here.
+    The key is a digest of the source that builds the kernel, not of the built kernel, since
+    building takes longer than everything else here.
     """
     machine = _this_target()
     made_by = f"llvmlite {llvmlite.__version__} LLVM {llvm.llvm_version_info} {machine.triple}"
