@@ -10,7 +10,8 @@ import select
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 
 import msgspec
 
@@ -31,10 +32,11 @@ _WORK_S = 60.0
 
 
 class _Results:
-    """The lines of rank 0 so far."""
+    """The lines of rank 0 so far; `explain` may replace a check before it is passed on."""
 
     def __init__(self, on_check: Callable[[Check], None], on_now: Callable[[str], None]) -> None:
         self._on_check, self._on_now = on_check, on_now
+        self.explain: Callable[[Check], Check] = lambda check: check
         self.given: set[str] = set()
         self.now, self.is_done, self.heard_s = "start", False, time.monotonic()
         self._rest = b""
@@ -45,7 +47,7 @@ class _Results:
         for line in lines:
             body = json.loads(line)
             if "check" in body:
-                self.give(msgspec.convert(body["check"], Check))
+                self.give(self.explain(msgspec.convert(body["check"], Check)))
             elif body.get("now") in CHECKS:
                 self.now = body["now"]
                 self._on_now(self.now)
@@ -86,6 +88,7 @@ def examine_here(
         return
     os.close(writer)
     peers = Peers(ranks.pids())
+    results.explain = partial(_explained, ranks)
     try:
         failure = _watch(ranks, peers, reader, results, timeouts)
         if failure is not None:
@@ -127,6 +130,16 @@ def _watch(
             silent = listed_ranks(pids)
             seen = f"rank {silent} has been silent for {limit_s:g} s"
             return Check(results.now, "fail", seen, "ps -eo pid,stat,wchan,args | grep doctor.rank")
+
+
+def _explained(ranks: LocalRanks, check: Check) -> Check:
+    """The check with the message of the rank that has ended, where rank 0 only saw that it has."""
+    if check.status == "fail" and "has died" in check.seen:
+        try:
+            ranks.require_alive(_LAST_WORDS_S)
+        except RankError as error:
+            return replace(check, seen=str(error), cure=_cure_of_end(str(error)))
+    return check
 
 
 def _read(reader: int, results: _Results, wait_s: float) -> None:

@@ -145,7 +145,7 @@ class Examination:
         device = own_device("cpu", 0) if setup is None else setup.device
         yield patterns.patterns(comm, device)
         self._begin("pace")
-        yield from _paces(comm, [each.host_id for each in there])
+        yield from _paces(comm, there)
         self._begin("arithmetic")
         alone = tiny_model.compute_alone(device)
         check, wrong = tiny_model.arithmetic(comm, alone)
@@ -178,13 +178,15 @@ class Examination:
             return None, Check("files", "fail", str(error), cure)
 
 
-def _paces(comm: Communicator, host_ids: list[str]) -> Iterator[Check]:
+def _paces(comm: Communicator, found: Sequence[Facts]) -> Iterator[Check]:
     measured = pace.measure(comm)
     known = [each for each in measured if each is not None]
     if len(known) < comm.size:
         yield Check("transport", "skip", "measurements of some ranks arrived damaged")
         return
-    yield pace.transport(comm, host_ids, [each.exchange_s for each in known])
+    is_one = len({each.host_id for each in found}) == 1
+    names, exchange_s = [each.host for each in found], [each.exchange_s for each in known]
+    yield pace.transport(comm, names, is_one, exchange_s)
     yield pace.pace([each.product_s for each in known])
     yield pace.bandwidth([each.bytes_per_s for each in known])
 
