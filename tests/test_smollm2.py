@@ -31,7 +31,7 @@ def answer() -> dict:
 
 
 def test_the_answer_is_the_same_on_seven_ranks(answer):
-    """On 2, 3 and 5 ranks it is the same to the last bit: tests/engine/test_exact_sums.py."""
+    """On 3 and 5 ranks it has the same bits: tests/engine/test_exact_sums.py."""
     assert parallel_llama(*CAPITAL, "--nproc=7") == [answer]
 
 

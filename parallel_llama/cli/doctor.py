@@ -20,6 +20,7 @@ from parallel_llama.errors import escaped
 from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.cgroups import cpu_cores
 from parallel_llama.parallel.rank_env import is_started_as_rank
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.plan import make_plan
 
 MODEL: Flag[str | None] = replace(
@@ -29,8 +30,6 @@ MODEL: Flag[str | None] = replace(
     default_text="only a built-in model",
 )
 NPROC: Flag[int | None] = replace(model.NPROC, default_text="2, or 1 on a single core")
-TIMEOUT: Flag[float | None] = replace(model.TIMEOUT, default_text="30")
-TIMEOUT_S = 30.0
 
 _COLORS = {"pass": GREEN, "warn": YELLOW, "fail": RED, "skip": DIM}
 
@@ -54,7 +53,7 @@ def prepare(flags: Flags) -> Job:
 def _examine(flags: Flags, host: Host, n_ranks: int, weights: str | None) -> int:
     """Runs all checks and prints them; `weights` is the model if it has any."""
     checks: list[Check] = []
-    timeout_s = flags[TIMEOUT] or TIMEOUT_S
+    timeouts = Timeouts(flags[model.TIMEOUT], flags[model.START_TIMEOUT])
     with Activity("checking this host", sys.stderr) as activity:
 
         def show(name: str) -> None:
@@ -64,11 +63,11 @@ def _examine(flags: Flags, host: Host, n_ranks: int, weights: str | None) -> int
             own = tuple(machine_checks(host))
             from parallel_llama.doctor.rank import Examination  # imports torch
 
-            Examination(weights, timeout_s, checks.append, show, own).run()
+            Examination(weights, timeouts, checks.append, show, own).run()
         else:
             checks += machine_checks(host)
             show("start")
-            examine_here(n_ranks, host.threads, weights, timeout_s, checks.append, show)
+            examine_here(n_ranks, host.threads, weights, timeouts, checks.append, show)
     if not leads():
         return 0
     if flags[JSON]:
@@ -110,7 +109,7 @@ VERB = Verb(
     "doctor",
     "Checks this machine and the ranks on it, and says what cures each fault.",
     "[--nproc N] [--model PATH_OR_NAME] [--json]",
-    (NPROC, MODEL, TIMEOUT, JSON),
+    (NPROC, MODEL, model.TIMEOUT, model.START_TIMEOUT, JSON),
     "parallel-llama doctor --nproc 2",
     prepare,
 )

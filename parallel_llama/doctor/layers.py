@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
 
 import msgspec
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.file_manifest import Report, damaged_files, present_files
 from parallel_llama.checkpoint.manifest import MANIFEST, read_manifest
-from parallel_llama.checkpoint.reading import load, open_checkpoint
+from parallel_llama.checkpoint.reading import load
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.records import HARDWARE, agreed, exchange
 from parallel_llama.doctor.tiny_model import layer_names
@@ -205,11 +204,9 @@ def _compute(
     def is_wanted(param: Param) -> bool:
         return param.name.startswith(start) or param.name.startswith("norm.")
 
-    # A checkpoint may keep the order in which it is read, so each pass opens its own.
-    with closing(open_checkpoint(setup.inputs.files, args)) as checkpoint:
-        weights = load(checkpoint, args, shard, precision, setup.device, is_wanted=is_wanted)
-        for name, value in weights:
-            loader.assign(name, value)
+    weights = load(setup.checkpoint, args, shard, precision, setup.device, is_wanted=is_wanted)
+    for name, value in weights:
+        loader.assign(name, value)
     runner = ModelRunner(args, plan, comm, model, setup.kv_format)
     runner.reserve([1] * len(runner.kv_groups), _N_TOKENS)
     tokens = [0] * len(x)
@@ -224,9 +221,7 @@ def _embedded(setup: ModelSetup) -> Tensor:
     embedding = params["tok_embeddings.weight"]
     step = max(1, setup.args.vocab_size // _N_TOKENS)
     chosen = range(step // 2, setup.args.vocab_size, step)[:_N_TOKENS]
-    with closing(open_checkpoint(setup.inputs.files, setup.args)) as checkpoint:
-        checkpoint.check(setup.args)
-        rows = [checkpoint.read(embedding, range(token, token + 1)) for token in chosen]
+    rows = [setup.checkpoint.read(embedding, range(token, token + 1)) for token in chosen]
     dtype = torch_dtype(setup.precision.computed)
     return torch.cat(rows).to(setup.device, dtype) * setup.args.embedding_scale
 

@@ -10,6 +10,8 @@ import select
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
 
 import msgspec
 
@@ -17,6 +19,7 @@ from parallel_llama.doctor.check import CHECKS, Check
 from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.launch import LocalRanks
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Peers
 
 _MODULE = "parallel_llama.doctor.rank"
@@ -29,10 +32,11 @@ _WORK_S = 60.0
 
 
 class _Results:
-    """The lines of rank 0 so far."""
+    """The lines of rank 0 so far; `explain` may replace a check before it is passed on."""
 
     def __init__(self, on_check: Callable[[Check], None], on_now: Callable[[str], None]) -> None:
         self._on_check, self._on_now = on_check, on_now
+        self.explain: Callable[[Check], Check] = lambda check: check
         self.given: set[str] = set()
         self.now, self.is_done, self.heard_s = "start", False, time.monotonic()
         self._rest = b""
@@ -43,7 +47,7 @@ class _Results:
         for line in lines:
             body = json.loads(line)
             if "check" in body:
-                self.give(msgspec.convert(body["check"], Check))
+                self.give(self.explain(msgspec.convert(body["check"], Check)))
             elif body.get("now") in CHECKS:
                 self.now = body["now"]
                 self._on_now(self.now)
@@ -60,7 +64,7 @@ def examine_here(
     size: int,
     threads: int,
     model: str | None,
-    timeout_s: float,
+    timeouts: Timeouts,
     on_check: Callable[[Check], None],
     on_now: Callable[[str], None],
 ) -> None:
@@ -68,13 +72,13 @@ def examine_here(
 
     Args:
         model: a model with weights, or None.
-        timeout_s: how long a rank waits for another.
+        timeouts: how long a rank waits for another.
     """
     results = _Results(on_check, on_now)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     try:
-        settings = {"model": model, "timeout_s": timeout_s, "results": writer}
+        settings = {"model": model, **asdict(timeouts), "results": writer}
         ranks = LocalRanks(_MODULE, settings, size, threads, first=0, inherited=[writer])
     except OSError as error:
         os.close(reader)
@@ -84,8 +88,9 @@ def examine_here(
         return
     os.close(writer)
     peers = Peers(ranks.pids())
+    results.explain = partial(_explained, ranks)
     try:
-        failure = _watch(ranks, peers, reader, results, timeout_s)
+        failure = _watch(ranks, peers, reader, results, timeouts)
         if failure is not None:
             results.give(failure)
     finally:
@@ -95,11 +100,11 @@ def examine_here(
 
 
 def _watch(
-    ranks: LocalRanks, peers: Peers, reader: int, results: _Results, timeout_s: float
+    ranks: LocalRanks, peers: Peers, reader: int, results: _Results, timeouts: Timeouts
 ) -> Check | None:
     """Reads until rank 0 is done; returns what ended the ranks before that."""
     stopped_s: dict[int, float] = {}
-    pids = ranks.pids()
+    pids, limit_s = ranks.pids(), max(timeouts.step_s, timeouts.start_s) + _WORK_S
     while True:
         _read(reader, results, _LOOK_S)
         if results.is_done:
@@ -121,10 +126,20 @@ def _watch(
             if results.is_done:
                 return None
             return Check(results.now, "fail", str(error), _cure_of_end(str(error)))
-        if now_s - results.heard_s > timeout_s + _WORK_S:
+        if now_s - results.heard_s > limit_s:
             silent = listed_ranks(pids)
-            seen = f"rank {silent} has been silent for {timeout_s + _WORK_S:g} s"
+            seen = f"rank {silent} has been silent for {limit_s:g} s"
             return Check(results.now, "fail", seen, "ps -eo pid,stat,wchan,args | grep doctor.rank")
+
+
+def _explained(ranks: LocalRanks, check: Check) -> Check:
+    """The check with the message of the rank that has ended, where rank 0 only saw that it has."""
+    if check.status == "fail" and "has died" in check.seen:
+        try:
+            ranks.require_alive(_LAST_WORDS_S)
+        except RankError as error:
+            return replace(check, seen=str(error), cure=_cure_of_end(str(error)))
+    return check
 
 
 def _read(reader: int, results: _Results, wait_s: float) -> None:

@@ -140,7 +140,11 @@ def load(host: Host, wait_s: float = _LOOK_S) -> Check:
         seen += f"; other virtual machines of this host take {stolen:.1f}"
         return Check("load", "warn", seen, "use --nproc 1, or a machine with cores of its own")
     after = _work_by_process(host.root)
-    most = max(after, key=lambda pid: after[pid] - worked.get(pid, 0), default=0)
+    gains = {pid: after[pid] - worked.get(pid, 0) for pid in after if pid != os.getpid()}
+    most = max(gains, key=lambda pid: gains[pid], default=0)
+    if not gains.get(most):
+        seen += "; this container does not show them"
+        return Check("load", "warn", seen, "look at its host: ps -eo pid,pcpu,comm --sort=-pcpu")
     name = _read(host.root / f"proc/{most}/comm").strip() or "?"
     return Check(
         "load", "warn", f"{seen}, most of it process {most} ({name})", f"renice -n 19 -p {most}"

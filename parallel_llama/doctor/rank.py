@@ -62,14 +62,14 @@ class Examination:
 
     Args:
         model: a model with weights, or None for the built-in model alone.
-        timeout_s: how long a rank waits for another.
+        timeouts: how long a rank waits for another.
         on_check: called on rank 0 with each check.
         on_now: called on every rank with the id of a check before it runs.
         own: what this rank has found on its host already.
     """
 
     model: str | None
-    timeout_s: float
+    timeouts: Timeouts
     on_check: Callable[[Check], None]
     on_now: Callable[[str], None]
     own: Sequence[Check] = ()
@@ -88,7 +88,7 @@ class Examination:
             local_rank, n_local = local_world(size)
             device = own_device(choose_device("auto", n_local, visible_cards()), local_rank)
             use_device(device)
-            comm = join(device, timeouts=Timeouts(self.timeout_s, self.timeout_s))
+            comm = join(device, timeouts=self.timeouts)
             for check in self._checks(comm):
                 self._give(check)
             comm.barrier()
@@ -145,7 +145,7 @@ class Examination:
         device = own_device("cpu", 0) if setup is None else setup.device
         yield patterns.patterns(comm, device)
         self._begin("pace")
-        yield from _paces(comm, [each.host_id for each in there])
+        yield from _paces(comm, there)
         self._begin("arithmetic")
         alone = tiny_model.compute_alone(device)
         check, wrong = tiny_model.arithmetic(comm, alone)
@@ -178,13 +178,15 @@ class Examination:
             return None, Check("files", "fail", str(error), cure)
 
 
-def _paces(comm: Communicator, host_ids: list[str]) -> Iterator[Check]:
+def _paces(comm: Communicator, found: Sequence[Facts]) -> Iterator[Check]:
     measured = pace.measure(comm)
     known = [each for each in measured if each is not None]
     if len(known) < comm.size:
         yield Check("transport", "skip", "measurements of some ranks arrived damaged")
         return
-    yield pace.transport(comm, host_ids, [each.exchange_s for each in known])
+    is_one = len({each.host_id for each in found}) == 1
+    names, exchange_s = [each.host for each in found], [each.exchange_s for each in known]
+    yield pace.transport(comm, names, is_one, exchange_s)
     yield pace.pace([each.product_s for each in known])
     yield pace.bandwidth([each.bytes_per_s for each in known])
 
@@ -207,7 +209,7 @@ def main() -> int:
     def run() -> int:
         Examination(
             settings["model"],
-            settings["timeout_s"],
+            Timeouts(settings["step_s"], settings["start_s"]),
             on_check=lambda check: write({"check": check.to_json()}),
             on_now=lambda name: write({"now": name}),
         ).run()

@@ -11,7 +11,7 @@ from parallel_llama.parallel.cgroups import cgroup_folders
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that can be allocated without swapping, within the limits of container and process.
 
-    If unknown, enough for the largest default cache.
+    If the number is unknown, returns enough for the largest default cache.
     """
     available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
     if available is None:

@@ -126,11 +126,25 @@ def test_the_rank_that_computes_other_bits_is_found(results, recorded, status, w
     assert (check.status, found) == (status, wrong), check
 
 
-def test_records_arrive_although_a_copy_is_damaged():
-    def step(comm: ThreadComm) -> list[object]:
-        return exchange(damaging(comm, 1, sends_wrongly), [comm.rank], list[int])
+def damages_copies(comm: ThreadComm, numbers: range) -> None:
+    """Changes the first byte of the body in some copies of a record."""
+    gather = comm.all_gather
 
-    assert run_on_threads(2, step) == [[[0], [1]]] * 2
+    def all_gather(x: Tensor) -> Tensor:
+        copies = x.clone().view(3, -1)
+        copies[numbers.start : numbers.stop, 20] ^= 1
+        return gather(copies.view(-1))
+
+    comm.all_gather = all_gather
+
+
+@pytest.mark.parametrize(("numbers", "expected"), [(range(2), [1]), (range(3), None)])
+def test_records_arrive_unless_every_copy_is_damaged(numbers, expected):
+    def step(comm: ThreadComm) -> list[object]:
+        how = partial(damages_copies, numbers=numbers)
+        return exchange(damaging(comm, 1, how), [comm.rank], list[int])
+
+    assert run_on_threads(2, step) == [[[0], expected]] * 2
 
 
 def test_the_worst_check_of_all_ranks_names_them():
@@ -145,7 +159,7 @@ def test_slow_ranks_other_versions_and_far_hosts_are_named():
     assert pace.pace([1e-3, 9e-3]).seen.startswith("rank 1 is up to 9.0 times slower")
     assert pace.pace([1e-3, 2e-3]).status == "pass"
     assert pace.bandwidth([9e9, 8e9, 1e9]).seen.startswith("rank 2 is slow")
-    assert pace.transport(Solo(), ["a"], [1.0]).status == "skip"
+    assert pace.transport(Solo(), ["a"], True, [1.0]).status == "skip"
     ranks = [Facts("h", "h", 1, {"torch": "2"}, 0.0) for _ in range(3)]
     ranks[1] = Facts("h", "h", 2, {"torch": "3"}, 0.0)
     assert "torch: rank 1 has 3, rank 0 has 2" in versions(ranks).seen
