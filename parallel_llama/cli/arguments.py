@@ -81,11 +81,13 @@ class Job:
     Args:
         run: called on each of `nproc` ranks; returns the exit code.
         interactive: whether the job handles Ctrl-C itself.
+        log_dir: where a folder with the stacks of the ranks is made after a failure.
     """
 
     run: Callable[[], int]
     nproc: int = 1
     interactive: bool = False
+    log_dir: str | None = None
 
 
 @dataclass(frozen=True)

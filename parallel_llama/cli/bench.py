@@ -14,6 +14,7 @@ from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.model import (
     EXACT,
     KV_SPLIT,
+    LOG_DIR,
     MODEL,
     NPROC,
     RANDOM_WEIGHTS,
@@ -266,7 +267,7 @@ VERB = Verb(
     "[MODEL] [flags]",
     (
         MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, JSON, *RANKS, RANDOM_WEIGHTS,
-        TIMEOUT, START_TIMEOUT,
+        TIMEOUT, START_TIMEOUT, LOG_DIR,
     ),
     "parallel-llama bench --nproc 2",
     prepare,

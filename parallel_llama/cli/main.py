@@ -4,12 +4,14 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 
 import fire
 
 from parallel_llama.cli import arguments
 from parallel_llama.cli.arguments import HelpRequested, Job, Verb, parse_flags
+from parallel_llama.cli.model import LOG_DIR
 from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.parallel.failures import DONE, WRONG_USE, exit_code
@@ -76,7 +78,7 @@ def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
     commands = {verb.name: lambda: verb.prepare(flags)}
     job = fire.Fire(commands, [verb.name], name="parallel-llama", serialize=lambda _: None)
     assert isinstance(job, Job)
-    return job
+    return replace(job, log_dir=flags[LOG_DIR])
 
 
 def execute(job: Job, argv: list[str]) -> int:
@@ -84,7 +86,7 @@ def execute(job: Job, argv: list[str]) -> int:
     if job.nproc == 1 or is_started_as_rank():
         return job.run()
     threads = threads_per_rank(job.nproc)
-    return run_ranks(argv, job.nproc, threads, interactive=job.interactive)
+    return run_ranks(argv, job.nproc, threads, interactive=job.interactive, log_dir=job.log_dir)
 
 
 def overview() -> str:

@@ -22,6 +22,7 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, world
+from parallel_llama.parallel.rank_stacks import require_log_dir
 from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S
 from parallel_llama.plan import KVSplit, make_plan
 
@@ -109,15 +110,20 @@ START_TIMEOUT: Flag[float] = Flag(
     number(0, MAX_TIMEOUT_S, above=True), "SECONDS", default=LLMConfig.start_timeout_s,
     subject="ranks",
 )  # fmt: skip
+LOG_DIR: Flag[str | None] = Flag(
+    "log-dir", "where a folder with the stacks of all ranks is made after a failure",
+    filled_text, "FOLDER", default_text="the folder of temporary files", subject="ranks",
+)  # fmt: skip
 RANKS: tuple[Flag[Any], ...] = (
     NPROC, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, EXACT, DEVICE, MAX_SEQ_LEN,
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
-LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT, START_TIMEOUT)
+LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT, START_TIMEOUT, LOG_DIR)
 # Flags with the names of LLMConfig's fields.
 _SETTINGS: tuple[Flag[Any], ...] = (
     MODEL, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
     KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE,
+    LOG_DIR,
 )  # fmt: skip
 
 
@@ -165,6 +171,7 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
         InputProcessor,
     )  # slow, and `plan` does not need it
 
+    require_log_dir(flags[LOG_DIR])
     if flags[VERIFY]:
         _verify_metadata(flags)
     files = find_model(flags[MODEL])

@@ -125,7 +125,8 @@ def _watch(
                 _read(reader, results, _LOOK_S)
             if results.is_done:
                 return None
-            return Check(results.now, "fail", str(error), _cure_of_end(str(error)))
+            seen = str(error).partition("\n")[0]  # without the stacks
+            return Check(results.now, "fail", seen, _cure_of_end(seen))
         if now_s - results.heard_s > limit_s:
             silent = listed_ranks(pids)
             seen = f"rank {silent} has been silent for {limit_s:g} s"

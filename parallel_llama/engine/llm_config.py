@@ -9,6 +9,7 @@ from typing import Any, TypedDict, get_args
 import msgspec
 
 from parallel_llama.errors import UsageError
+from parallel_llama.parallel.rank_stacks import require_log_dir
 from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S, Timeouts
 from parallel_llama.plan import KVSplit
 
@@ -34,6 +35,7 @@ class Settings(TypedDict, total=False):
     max_drafts: int
     timeout_s: float
     start_timeout_s: float
+    log_dir: str | None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class LLMConfig:
             verified; 0 for none. Drafts change the speed and never the tokens.
         timeout_s: seconds that a rank waits for another one in a step.
         start_timeout_s: seconds that a rank waits for another one while the ranks join and load.
+        log_dir: where a folder with the stacks of the ranks is made after a failure. By default the
+            folder of temporary files.
     """
 
     model: str = "smollm2"
@@ -91,6 +95,7 @@ class LLMConfig:
     max_drafts: int = 8
     timeout_s: float = Timeouts.step_s
     start_timeout_s: float = Timeouts.start_s
+    log_dir: str | None = None
 
     def __post_init__(self) -> None:
         """Raises: UsageError for values that no model can run with; a model's setup checks more."""
@@ -111,6 +116,7 @@ class LLMConfig:
                     f"{name}={value!r}: use a number of seconds above 0, at most {MAX_TIMEOUT_S:g}"
                 )
             object.__setattr__(self, name, float(value))
+        require_log_dir(self.log_dir)
         if self.slice_of is not None:
             rank, n_ranks = self.slice_of
             if not 0 <= rank < n_ranks:
@@ -130,5 +136,5 @@ class LLMConfig:
 
     def facts(self) -> Mapping[str, str]:
         """The settings that must be equal on all ranks; a model's path may differ."""
-        own = ("model", "device", "tp_size")
+        own = ("model", "device", "tp_size", "log_dir")
         return {name: str(value) for name, value in asdict(self).items() if name not in own}

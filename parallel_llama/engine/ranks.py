@@ -161,7 +161,14 @@ class Ranks:
 
         setup, env = self.setup, None if ranks is None else ranks.env
         timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
-        self._comm = join(setup.device, env=env, facts=facts, timeouts=timeouts, look=look)
+        self._comm = join(
+            setup.device,
+            env=env,
+            facts=facts,
+            timeouts=timeouts,
+            log_dir=setup.config.log_dir,
+            look=look,
+        )
 
     def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
         """Read this rank's weights, then wait for all ranks, without a timeout."""

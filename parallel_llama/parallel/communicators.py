@@ -47,6 +47,7 @@ from parallel_llama.parallel.rank_env import (
     is_watched,
     rank_env,
 )
+from parallel_llama.parallel.rank_stacks import record_stacks
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
 from parallel_llama.parallel.timeouts import Timeouts
@@ -92,6 +93,7 @@ def join(
     env: RankEnv | None = None,
     facts: Mapping[str, str] | None = None,
     timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
+    log_dir: str | None = None,
     look: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Communicator:
     """Joins the group of all ranks; a process that is not started as a rank gets a group of one.
@@ -100,6 +102,7 @@ def join(
         device: the device of the model's tensors.
         env: the rank and store address of this process; by default `rank_env()`.
         facts: must be equal on all ranks.
+        log_dir: where a folder with the stacks of the ranks is made after a failure.
         look: called with the missing ranks while this waits; it may raise.
 
     Raises: UsageError for an incomplete environment; RankError naming ranks that did not join or
@@ -114,6 +117,7 @@ def join(
         return Solo()
     if dist.is_initialized():
         raise RuntimeError("this process has joined its group already; close that one first")
+    record_stacks(log_dir)
     if is_under_torchrun():
         end_with_parent()
     if env.rank > 0 and threading.current_thread() is threading.main_thread():

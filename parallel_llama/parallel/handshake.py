@@ -114,10 +114,12 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        objection = str(error)
+        own = first = str(error).partition("\n")[0]  # the stacks are for this host
         with suppress(RuntimeError):  # the store may have ended already
-            objection = tell(store, rank, size, objection)
-        raise RankError(objection) from error
+            first = tell(store, rank, size, own)
+        if first == own:
+            raise
+        raise RankError(first) from error
 
 
 def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:

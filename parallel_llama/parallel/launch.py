@@ -30,6 +30,14 @@ from parallel_llama.errors import UsageError
 from parallel_llama.parallel import rank_env
 from parallel_llama.parallel.cgroups import cpu_cores
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, RankError, Report, read_report
+from parallel_llama.parallel.rank_stacks import (
+    STACKS_FD,
+    STACKS_NAME,
+    StackFile,
+    gather_stacks,
+    leave_to_launcher,
+    own_stack_file,
+)
 
 MAX_RANKS = 1024
 
@@ -47,6 +55,7 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     report_file: IO[bytes]
+    stacks: StackFile
 
     def report(self) -> Report | None:
         return read_report(os.pread(self.report_file.fileno(), MAX_REPORT_BYTES, 0))
@@ -83,6 +92,7 @@ def run_ranks(
     *,
     module: str = "parallel_llama",
     interactive: bool = False,
+    log_dir: str | None = None,
 ) -> int:
     """Runs `python -m module *arguments` as `nproc` ranks of this host; returns the exit code.
 
@@ -95,6 +105,7 @@ def run_ranks(
     Args:
         threads: OMP_NUM_THREADS of each rank, unless the environment sets it.
         interactive: rank 0 decides what Ctrl-C does; otherwise all ranks end within 4 seconds.
+        log_dir: where a folder with the stacks of the ranks is made after a failure.
 
     Raises: UsageError if nproc is not 1 to MAX_RANKS.
     """
@@ -115,7 +126,7 @@ def run_ranks(
                 how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "preexec_fn": ignores}
                 for number in range(1, nproc):
                     ranks.append(_start(number, command, common, reports, files, **how))
-            return _watch(ranks, asked, interactive)
+            return _watch(ranks, asked, interactive, log_dir)
         finally:
             _end(ranks, asked.deadline(interactive))
 
@@ -143,6 +154,7 @@ class LocalRanks:
     ) -> None:
         self._reports = ExitStack()
         self._ranks: list[_Rank] = []
+        leave_to_launcher()
         command = [sys.executable, "-m", module]
         try:
             secret = secrets.token_bytes(rank_env.SECRET_BYTES)
@@ -197,7 +209,8 @@ class LocalRanks:
         reports = _reports(ended)
         silent = [rank for rank in ended if rank.number not in reports]
         if silent:
-            return f"rank {silent[0].number} of {self.env.size} {silent[0].ending()}"
+            stacks = _stacks(self._ranks, [silent[0].number])
+            return f"rank {silent[0].number} of {self.env.size} {silent[0].ending()}{stacks}"
         first = next(iter(reports))
         return f"rank {first} of {self.env.size}: {reports[first].message}"
 
@@ -269,17 +282,20 @@ def _start(
     **how: Any,
 ) -> _Rank:
     report = reports.enter_context(tempfile.TemporaryFile())  # noqa: SIM115, closed there
+    stacks = os.memfd_create(STACKS_NAME)
+    reports.callback(os.close, stacks)
     env = {
         **common,
         "RANK": str(number),
         "LOCAL_RANK": str(number),
+        STACKS_FD: str(stacks),
         # The file is unnamed, so it disappears with its last descriptor.
         "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{report.fileno()}",
     }
     stdout = None if number == 0 else 2  # the descriptor of stderr
-    files = [report.fileno(), *inherited]
+    files = [report.fileno(), stacks, *inherited]
     process = subprocess.Popen(command, env=env, stdout=stdout, pass_fds=files, **how)
-    return _Rank(number, process, report)
+    return _Rank(number, process, report, StackFile(process.pid, stacks))
 
 
 def _inherited_files() -> list[int]:
@@ -348,7 +364,7 @@ def _listening_to_signals() -> Iterator[_Asked]:
                 signal.signal(number, before[number])
 
 
-def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
+def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool, log_dir: str | None) -> int:
     """Waits for the end of all ranks, for a failure or for a signal; returns the exit code."""
     while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
@@ -356,7 +372,7 @@ def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
         if asked.ended_by is not None:
             return 128 + asked.ended_by
         if failed:
-            return _verdict(ranks, failed, asked)
+            return _verdict(ranks, failed, asked, log_dir)
         if time.monotonic() >= asked.deadline(interactive):
             return 128 + signal.SIGINT
         if not running:
@@ -364,7 +380,7 @@ def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
         time.sleep(_LOOK_S)
 
 
-def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
+def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked, log_dir: str | None) -> int:
     """Prints why the ranks failed, and returns the exit code of the rank that failed first.
 
     The other ranks fail because of the first one, and may end before it. A rank that was killed by
@@ -378,12 +394,17 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
     if killed := [rank for rank in silent if rank.process.returncode < 0]:
         ending = killed[0].ending()
         hint = "; the host may have run out of memory" if "SIGKILL" in ending else ""
-        _say(f"[rank {killed[0].number}] {ending}{hint}")
+        stacks = _stacks(ranks, [killed[0].number], log_dir)
+        # The second line of a report says in which exchange that rank was.
+        lines = [each.message.split("\n") for each in _reports(ranks).values()]
+        where = next((f"\n{each[1]}" for each in lines if len(each) > 1), "")
+        _say(f"[rank {killed[0].number}] {ending}{hint}{where}{stacks}")
         return 1
     if not reports:
         first = silent[0]
         if first.number > 0:  # rank 0 prints its own message
-            _say(f"[rank {first.number}] {first.ending()}")
+            stacks = _stacks(ranks, [first.number], log_dir)
+            _say(f"[rank {first.number}] {first.ending()}{stacks}")
         return first.process.returncode
     number, report = next(iter(reports.items()))
     try:
@@ -392,6 +413,16 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
         code = 1
     _say(report.message if code == WRONG_USE else f"[rank {number}] {report.message}")
     return code if code > 0 else 1
+
+
+def _stacks(ranks: Sequence[_Rank], culprits: Sequence[int], log_dir: str | None = None) -> str:
+    """Lines with the stacks of ranks that ended without a report; empty if none had joined."""
+    files = {rank.number: rank.stacks for rank in ranks}
+    if not any(file.n_bytes() for file in files.values()):
+        return ""
+    if 0 not in files:  # this process
+        files[0] = own_stack_file()
+    return gather_stacks(files, culprits, log_dir)
 
 
 def _reports(ranks: Sequence[_Rank]) -> dict[int, Report]:

@@ -19,6 +19,13 @@ from torch.distributed import Store
 from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError, first_line, late
+from parallel_llama.parallel.rank_stacks import (
+    call_site,
+    gather_stacks,
+    own_stack_file,
+    record_stacks,
+    site_in,
+)
 from parallel_llama.parallel.sealed_store import ForgedValue
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.torch_threads import start_thread
@@ -62,21 +69,26 @@ class ProcessGroup(Communicator):
         self._group, self._timeouts = group, timeouts
         self._leave: Callable[[], None] | None = leave
         self._heartbeats = _Heartbeats(store, self.rank, self.size)
-        self._watchdog = abort and Watchdog(timeouts.step_s, abort, self._culprits)
+        record_stacks()
+        self._watchdog = abort and Watchdog(
+            timeouts.step_s, abort, self._culprits, evidence=self._evidence
+        )
+        self._n_collectives = 0
+        self._last = "no collective"
         self._n_barriers = 0
         self._n_keepalives, self._keepalive_s = 0, 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        with self._naming_culprits("all_reduce"):
+        with self._naming_culprits("all_reduce", x):
             dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel() > 0:
-            with self._naming_culprits("all_gather"):
+            with self._naming_culprits("all_gather", x):
                 own = x.contiguous().view(-1)
                 work = self._group._allgather_base(gathered.view(-1), own)
                 # Watching all_gathers is enough: the last collective of every step is one.
@@ -88,7 +100,7 @@ class ProcessGroup(Communicator):
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
-        with self._naming_culprits("broadcast"):
+        with self._naming_culprits("broadcast", x):
             if no_timeout and self.rank != src:
                 self._receive(x, src)
             else:
@@ -109,7 +121,8 @@ class ProcessGroup(Communicator):
                     keepalives[rank], heard_s[rank] = count, now
             limit_s = self._timeouts.start_s
             if overdue := [rank for rank in missing if now - heard_s[rank] > limit_s]:
-                raise RankError(late(overdue, self.size, limit_s))
+                self._last = f"barrier {self._n_barriers}"
+                raise RankError(late(overdue, self.size, limit_s) + self._evidence())
             time.sleep(_POLL_S)
 
     def keepalive(self) -> None:
@@ -145,16 +158,28 @@ class ProcessGroup(Communicator):
         self._group.broadcast([x], options).wait(_IDLE_LIMIT)
 
     @contextmanager
-    def _naming_culprits(self, what: str) -> Iterator[None]:
+    def _naming_culprits(self, what: str, x: Tensor) -> Iterator[None]:
         self.require_whole()
+        self._n_collectives += 1
+        self._last = f"{what} of {x.numel()} values of {x.dtype}"
         try:
             yield
         except RuntimeError as error:
             self.require_whole()
             raise RankError(
                 f"{what} failed on rank {self.rank} of {self.size}: {self._culprits()} "
-                f"({first_line(error, 200)})"
+                f"({first_line(error, 200)}){self._evidence()}"
             ) from error
+
+    def _evidence(self) -> str:
+        """Lines with the last collective of this rank, and the folder of its stacks."""
+        file = own_stack_file()
+        start = file.n_bytes()
+        stacks = gather_stacks({self.rank: file}, [self.rank])
+        # From the stacks, because the watchdog runs in another thread than the collective.
+        site = site_in(file.text(start)) or call_site()
+        own = f"collective {self._n_collectives}, {self._last}, called at {site}"
+        return f"\n  rank {self.rank} is in {own}{stacks}"
 
     def _culprits(self) -> str:
         try:

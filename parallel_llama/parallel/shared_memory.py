@@ -31,7 +31,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,6 +44,15 @@ from torch import Tensor
 
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError, late
+from parallel_llama.parallel.rank_stacks import (
+    StackFile,
+    call_site,
+    gather_stacks,
+    launcher_gathers,
+    own_stack_file,
+    record_stacks,
+    site_in,
+)
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Peers
 
@@ -65,6 +74,8 @@ _SPINS = 4000
 _YIELD_S = 0.005
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # after a second, latency matters less
+# How long the ranks that do not report a failure wait for the one that does.
+_REPORT_S = 1.0
 # The maximum time counted between two polls, since this rank may have been stopped.
 _LONGEST_GAP_S = 0.5
 
@@ -116,13 +127,16 @@ def share(comm: Communicator, timeouts: Timeouts) -> Communicator:
     if opened is None:
         return comm
     memory, peers = opened
+    files = {rank: StackFile.open(host.pid, host.stacks_fd) for rank, host in enumerate(hosts)}
+    files[comm.rank] = own_stack_file()
+    stacks = {rank: file for rank, file in files.items() if file is not None}
     if not bool(ready.all()):
         peers.close()
         return comm
     cores = functools.reduce(operator.or_, (int(host.cores, 16) for host in hosts))
     # Spinning helps if the other rank is on another core, and delays it on the same core.
     spins = _SPINS if cores.bit_count() >= comm.size else 0
-    return SharedMemory(comm, memory, peers, spins, timeouts)
+    return SharedMemory(comm, memory, peers, spins, timeouts, stacks)
 
 
 class SharedMemory(Communicator):
@@ -132,11 +146,17 @@ class SharedMemory(Communicator):
     """
 
     def __init__(
-        self, comm: Communicator, memory: mmap.mmap, peers: Peers, spins: int, timeouts: Timeouts
+        self,
+        comm: Communicator,
+        memory: mmap.mmap,
+        peers: Peers,
+        spins: int,
+        timeouts: Timeouts,
+        stacks: Mapping[int, StackFile],
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._comm, self._peers = comm, peers
-        self._spins, self._timeouts = spins, timeouts
+        self._spins, self._timeouts, self._stacks = spins, timeouts, stacks
         self._memory = memory
         self._cells = memoryview(memory).cast("q")
         self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -332,10 +352,11 @@ class SharedMemory(Communicator):
                 if spins < 0:
                     self._wait(phase, is_exempt, limit_s)
             if cells[line + signed] != signature:
-                raise RankError(
-                    f"rank {line // LINE} is in {_described(cells[line + signed])} and "
-                    f"rank {self.rank} in {_described(signature)}: "
-                    "the ranks called different collectives"
+                rank = line // LINE
+                raise self._failed(
+                    f"rank {rank} is in {_described(cells[line + signed])} and rank {self.rank} "
+                    f"in {_described(signature)}: the ranks called different collectives",
+                    {rank, self.rank},
                 )
 
     def _wait(self, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
@@ -370,9 +391,11 @@ class SharedMemory(Communicator):
         for line in lines:
             # Read the count again: the rank may have published this phase before it died.
             if line // LINE in self._peers.gone and self._cells[line] < phase:
-                raise RankError(
-                    f"rank {line // LINE} of {self.size} has died or left early; "
-                    f"rank {self.rank} was waiting for it"
+                rank = line // LINE
+                raise self._failed(
+                    f"rank {rank} of {self.size} has died or left early; "
+                    f"rank {self.rank} was waiting for it",
+                    {rank},
                 )
 
     def _is_running(self, rank: int) -> bool:
@@ -383,7 +406,41 @@ class SharedMemory(Communicator):
             why = "stopped by a signal or a debugger"
         else:
             why = "alive, but swapping, without a free core, or in another collective"
-        return RankError(f"{late(ranks, self.size, limit_s)}; it is {why}")
+        return self._failed(f"{late(ranks, self.size, limit_s)}; it is {why}", set(ranks))
+
+    def _failed(self, message: str, culprits: set[int]) -> RankError:
+        """The error of a failed exchange, with the exchange, the call site and the stacks.
+
+        Several ranks may find the failure at the same time. The one with the lowest number among
+        those that wait reports, and the others give it the time to do so.
+        """
+        cells = self._cells
+        n_finished, phase = cells[self._own + EXCHANGE], cells[self._own]
+        signature = cells[self._own + SIGNATURE + (n_finished & 1)]
+        own = f"exchange {n_finished + 1}, {_described(signature)}, called at {call_site()}"
+        lines = [f"rank {self.rank} is in {own}"]
+        for rank in sorted(culprits - {self.rank}):
+            count = cells[rank * LINE + EXCHANGE]
+            if count <= n_finished and cells[rank * LINE] < phase:
+                last = _described(cells[rank * LINE + SIGNATURE + ((count - 1) & 1)])
+                last = f", the last one {last}" if count else ""
+                lines.append(f"rank {rank} has finished {count} exchanges{last}")
+        self._peers.look()
+        waiting = [r for r in range(self.size) if cells[r * LINE] >= phase]
+        if culprits & self._peers.gone and launcher_gathers():
+            own_stack_file().ask()  # the launcher gathers them
+            evidence = ""
+        elif self.rank == min(r for r in waiting if r not in self._peers.gone):
+            evidence = gather_stacks(self._stacks, sorted(culprits))
+            lines += [
+                f"rank {rank} called at {site}"
+                for rank in sorted((culprits - {self.rank}) & set(waiting))
+                if rank in self._stacks and (site := site_in(self._stacks[rank].text()))
+            ]
+        else:
+            time.sleep(_REPORT_S)
+            evidence = ""
+        return RankError(message + "".join(f"\n  {line}" for line in lines) + evidence)
 
 
 @dataclass(frozen=True)
@@ -464,6 +521,7 @@ class _Host:
         fd: the descriptor of the memory on rank 0, or -1.
         token: also written into the memory, so that another file cannot be taken for it.
         cores: a hexadecimal mask of the cores that the rank may use.
+        stacks_fd: the descriptor of the rank's file of stacks.
     """
 
     host: str
@@ -471,12 +529,13 @@ class _Host:
     fd: int
     token: str
     cores: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]+$")]
+    stacks_fd: int
 
     @classmethod
     def here(cls, fd: int, token: str) -> "_Host":
         cores = os.sched_getaffinity(0) if _is_supported() else {0}
         mask = sum(1 << core for core in cores)
-        return cls(_host_id(), os.getpid(), fd, token, f"{mask:x}")
+        return cls(_host_id(), os.getpid(), fd, token, f"{mask:x}", record_stacks())
 
     def encode(self) -> Tensor:
         text = msgspec.json.encode(self).ljust(_HOST_BYTES)

@@ -21,6 +21,7 @@ from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.torch_threads import start_thread
 
 _LOOK_S = 0.02
+_EVIDENCE_S = 2.0  # for the evidence, which is written to a folder
 _HEARD_S = 10.0  # for the host to use the group again after an abort
 
 
@@ -45,6 +46,7 @@ class Watchdog:
         explain: says why a collective may be late.
         heard_s: `end` is called if `require_whole` is not called within this time after an abort.
         end: ends the process, given the reason.
+        evidence: what is appended to the message, such as stacks.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Watchdog:
         explain: Callable[[], str],
         heard_s: float = _HEARD_S,
         end: Callable[[str], None] = end_process,
+        evidence: Callable[[], str] = lambda: "",
     ) -> None:
         self._limit_s, self._abort, self._explain = limit_s, abort, explain
+        self._evidence = evidence
         self._heard_s, self._end, self._heard = heard_s, end, threading.Event()
         self._works: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
         self._failure: str | None = None
@@ -80,12 +84,20 @@ class Watchdog:
             if not is_done(*queued, self._limit_s):
                 why = self._explain()
                 # Set before the abort, which lets the host continue.
-                self._failure = f"{why} (no progress for {self._limit_s:g} s)"
+                self._failure = f"{why} (no progress for {self._limit_s:g} s){self._gathered()}"
                 # NCCL's abort may block or raise, and neither may prevent the end of the process.
                 threading.Thread(target=self._abort, name="abort", daemon=True).start()
                 if not self._heard.wait(self._heard_s):
                     self._end(self._failure)
                 return
+
+    def _gathered(self) -> str:
+        """The evidence; empty if it takes too long, because nothing may prevent the abort."""
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(self._evidence()), daemon=True)
+        thread.start()
+        thread.join(_EVIDENCE_S)
+        return found[0] if found else ""
 
 
 def is_done(work: Work, began_s: float, limit_s: float) -> bool:

@@ -37,6 +37,7 @@ def test_a_slice_is_a_rank_of_its_ranks(slice_of):
         ({"seed": "one"}, "seed='one': use a whole number of at least 0"),
         ({"random_weights": 0.5}, r"random_weights=0\.5: use a whole number"),
         ({"timeout_s": 0}, "timeout_s=0: use a number of seconds above 0"),
+        ({"log_dir": "/no/such"}, "log_dir=/no/such: use a folder that exists and can be written"),
         ({"start_timeout_s": float("nan")}, "start_timeout_s=nan: use a number of seconds"),
     ],
 )

@@ -1,5 +1,6 @@
 """Small programs that tests start as ranks: `python -m rank_programs NAME [arguments]`."""
 
+import ctypes
 import json
 import os
 import signal
@@ -139,6 +140,44 @@ def meet(timeout_s: str, color: str = "", stopped: str = "") -> None:
     except RankError as error:
         outcome = str(error)
     say(outcome=outcome, seconds=time.monotonic() - started, awaited=awaited)
+
+
+def fault(rank: str, kind: str) -> None:
+    """Joins the group; then one rank has a fault, and the others wait for it in a collective."""
+    import torch
+
+    from parallel_llama.parallel.communicators import join
+    from parallel_llama.parallel.failures import RankError
+
+    comm = join(timeouts=Timeouts(step_s=2, start_s=200))
+    comm.all_reduce(torch.zeros(3))
+    say(pid=os.getpid())
+    try:
+        if comm.rank == int(rank):
+            FAULTS[kind](comm)
+        comm.all_reduce(torch.zeros(5))
+    except RankError as error:
+        report_error(str(error))
+        sys.exit(1)
+
+
+def spin(_: object) -> None:
+    while True:
+        pass
+
+
+def sleep_with_the_gil(_: object) -> None:
+    ctypes.PyDLL(None).sleep(FOR_EVER_S)
+    spin(_)  # if a signal ended the sleep
+
+
+FAULTS = {
+    "SIGSTOP": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "SIGSEGV": lambda _: ctypes.string_at(0),
+    "python": spin,
+    "c": sleep_with_the_gil,
+    "mismatch": lambda comm: comm.barrier(),
+}
 
 
 def wait_until_another_is_stopped() -> None:

@@ -581,6 +581,36 @@ def test_a_process_that_forges_a_ranks_word_is_not_believed(start, n, key):
         assert said.isprintable() and (said.startswith(named) or "ended the store" in said)
 
 
+@pytest.mark.parametrize(
+    ("kind", "cause", "frames"),
+    [
+        ("SIGSTOP", "rank 1 of 3 is late: no progress for 2 s; it is stopped by a signal", None),
+        ("SIGSEGV", "[rank 1] was killed by SIGSEGV", "in string_at"),
+        ("python", "rank 1 of 3 is late: no progress for 2 s; it is alive", "in spin"),
+        ("c", "rank 1 of 3 is late: no progress for 2 s; it is alive", "in sleep_with_the_gil"),
+        ("mismatch", "rank 1 is in barrier and rank 0 in all_reduce of 5 values of", "in barrier"),
+    ],
+)
+def test_a_rank_that_hangs_or_dies_is_named_with_its_stack(start, kind, cause, frames):
+    """A signal handler writes the stacks, because no thread of such a rank can run Python."""
+    process = start(3, "fault", "1", kind)
+    pids = read_pids(process, 3)
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1 and len(messages(stderr)) == 1
+    report = stderr[stderr.index("parallel-llama:") :]
+    assert cause in report
+    assert "is in exchange 2, all_reduce of 5 values of torch.float32, called at " in report
+    folder = re.search(r"the stacks of all threads of rank 0, 1, 2 are in (\S+) on ", report)[1]
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+    stacks = [Path(folder, f"rank-{rank}.txt").read_text() for rank in range(3)]
+    assert "in all_reduce" in stacks[0]
+    if frames is None:
+        assert "rank 1 is stopped by a signal or a debugger, so its stack is unknown" in report
+    else:
+        assert frames in stacks[1] and (frames in report.partition("most recent call first")[2])
+    assert all_gone(pids)
+
+
 LOOKING = """
 from threading import Event
 from torch.distributed import HashStore

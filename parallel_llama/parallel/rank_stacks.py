@@ -1,0 +1,241 @@
+"""The Python stacks of ranks, for the report of a failure. Without torch.
+
+A rank that hangs cannot be asked for its stack: it may loop in Python, or wait in C while it holds
+the GIL. So every rank registers a signal handler of faulthandler, which writes the stacks of all
+threads to an unnamed file without the GIL. The process that reports a failure sends that signal to
+the ranks of its host, waits for at most `_WRITE_S`, and copies the files into a folder. The file
+also receives the stack of a rank that crashes. Without a failure nothing has a name, so no file is
+left behind.
+"""
+
+import faulthandler
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel_llama.errors import UsageError, listed_ranks, printable
+from parallel_llama.files.bounded_files import is_folder
+
+# The descriptor of the file that the launcher of this rank reads, in its environment.
+STACKS_FD = "PARALLEL_LLAMA_STACKS_FD"
+STACKS_NAME = "parallel_llama_stacks"
+
+_SIGNAL = signal.SIGRTMIN + 7  # programs rarely use it, unlike SIGUSR1
+_WRITE_S, _LOOK_S = 0.5, 0.01
+_MAX_BYTES = 1 << 20  # copied from each file
+_N_FRAMES, _MAX_CHARS = 5, 160
+_PACKAGE = Path(__file__).parents[1]
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+_own_fd = -1
+_log_dir: str | None = None
+_launcher_gathers = False
+
+
+def record_stacks(log_dir: str | None = None) -> int:
+    """The descriptor of this process's file of stacks; the first call registers the handlers.
+
+    Args:
+        log_dir: where folders of stacks are made; by default the folder of temporary files.
+    """
+    global _own_fd, _log_dir
+    _log_dir = log_dir or _log_dir
+    if _own_fd < 0:
+        given = os.environ.pop(STACKS_FD, None)
+        if given is not None:
+            leave_to_launcher()
+        fd = os.memfd_create(STACKS_NAME) if given is None else int(given)
+        os.set_inheritable(fd, False)
+        faulthandler.register(_SIGNAL, file=fd, all_threads=True)
+        if not faulthandler.is_enabled():  # a user's program may have chosen another file
+            faulthandler.enable(file=fd, all_threads=True)
+        os.write(fd, f"process {os.getpid()}\n".encode())  # from now on the signal is handled
+        _own_fd = fd
+    return _own_fd
+
+
+def leave_to_launcher() -> None:
+    """Lets the launcher gather the stacks after a rank has ended without a report."""
+    global _launcher_gathers
+    _launcher_gathers = True
+
+
+def launcher_gathers() -> bool:
+    return _launcher_gathers
+
+
+def require_log_dir(path: str | None) -> None:
+    """Raises: UsageError if no folder can be made in `path`."""
+    if path is not None and not (is_folder(Path(path)) and os.access(path, os.W_OK | os.X_OK)):
+        raise UsageError(f"log_dir={path}: use a folder that exists and can be written")
+
+
+def call_site() -> str:
+    """Where the package has called operators or collectives, as file:line."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not _is_caller(frame.f_code.co_filename):
+        frame = frame.f_back
+    return _site(frame.f_code.co_filename, frame.f_lineno)
+
+
+@dataclass(frozen=True)
+class StackFile:
+    """The file of stacks of one rank of this host, as another process reads it."""
+
+    pid: int
+    fd: int
+
+    @classmethod
+    def open(cls, pid: int, fd: int) -> "StackFile | None":
+        """The file with the descriptor `fd` in the process `pid`; None if it cannot be read."""
+        path = Path(f"/proc/{pid}/fd/{fd}")
+        with suppress(OSError):
+            if STACKS_NAME in str(path.readlink()):
+                return cls(pid, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return None
+
+    def n_bytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def text(self, start: int = 0) -> str:
+        return os.pread(self.fd, _MAX_BYTES, start).decode("utf-8", "replace")
+
+    def ask(self) -> bool:
+        """Makes the process write its stacks; returns whether it will."""
+        if not self.n_bytes() or self._state() in ("", "Z", "X", "T", "t"):
+            return False
+        if self.pid == os.getpid():
+            faulthandler.dump_traceback(self.fd)
+            return True
+        with suppress(OSError):
+            os.kill(self.pid, _SIGNAL)
+            return True
+        return False
+
+    def silence(self) -> str:
+        """Why the process cannot write its stacks."""
+        state = self._state()
+        if state in ("", "Z", "X"):
+            return "has ended"
+        if state in ("T", "t"):
+            return "is stopped by a signal or a debugger"
+        return "has not written" if self.n_bytes() else "was still starting"
+
+    def _state(self) -> str:
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return stat[stat.rindex(")") + 1 :].split()[0]
+
+
+def own_stack_file() -> StackFile:
+    return StackFile(os.getpid(), record_stacks())
+
+
+def gather_stacks(
+    files: Mapping[int, StackFile], culprits: Collection[int], log_dir: str | None = None
+) -> str:
+    """Lines for the message of a failure: the stacks of the culprits, and a folder with all stacks.
+
+    Takes at most `_WRITE_S` seconds.
+
+    Args:
+        files: by rank.
+    """
+    before = {rank: file.n_bytes() for rank, file in files.items()}
+    asked = [rank for rank, file in files.items() if file.ask()]
+    _await_writing(files, before, asked)
+    lines = []
+    for rank in culprits:
+        if rank in files:
+            lines += _stack_of(rank, files[rank], before[rank])
+    folder = _copy(files, log_dir or _log_dir)
+    if folder is None:
+        lines.append("the stacks could not be written to a folder")
+    else:
+        ranks = listed_ranks(files)
+        where = f"{folder} on {socket.gethostname()}"
+        lines.append(f"the stacks of all threads of rank {ranks} are in {where}")
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _await_writing(
+    files: Mapping[int, StackFile], before: Mapping[int, int], asked: Collection[int]
+) -> None:
+    """Waits until the files of the ranks that were asked have grown and do not grow any more."""
+    deadline, sizes = time.monotonic() + _WRITE_S, dict(before)
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        last, sizes = sizes, {rank: file.n_bytes() for rank, file in files.items()}
+        if sizes == last and all(sizes[rank] > before[rank] for rank in asked):
+            return
+
+
+def _stack_of(rank: int, file: StackFile, start: int) -> list[str]:
+    """The innermost frames of a rank, from what it wrote since `start` or when it crashed."""
+    text = file.text()
+    crash = text.find("Fatal Python error")
+    written = text[crash:] if crash >= 0 else file.text(start)
+    frames = _innermost(written)
+    if not frames:
+        return [f"rank {rank} {file.silence()}, so its stack is unknown"]
+    shown = [printable(frame.strip(), _MAX_CHARS) for frame in frames[:_N_FRAMES]]
+    return [f"rank {rank}, most recent call first:", *(f"  {frame}" for frame in shown)]
+
+
+def _innermost(text: str) -> list[str]:
+    """The frames of the thread that works: the main thread, unless only another is in the package.
+
+    faulthandler calls the thread that received the signal current, which is the main thread.
+    """
+    threads = re.split(r"^(?=Thread 0x|Current thread 0x)", text, flags=re.MULTILINE)
+    threads.sort(key=lambda thread: not thread.startswith("Current"))
+    frames = [[line for line in t.splitlines() if _FRAME.match(line)] for t in threads]
+    frames = [each for each in frames if each]
+    working = [each for each in frames if any(map(_is_in_package, each))]
+    return next(iter(working or frames), [])
+
+
+def site_in(text: str) -> str | None:
+    """As `call_site`, from a stack that faulthandler has written."""
+    for match in map(_FRAME.match, _innermost(text)):
+        if match is not None and _is_caller(match["file"]):
+            return _site(match["file"], int(match["line"]))
+    return None
+
+
+def _copy(files: Mapping[int, StackFile], log_dir: str | None) -> str | None:
+    try:
+        folder = tempfile.mkdtemp(prefix="parallel-llama-", dir=log_dir)
+        for rank, file in files.items():
+            Path(folder, f"rank-{rank}.txt").write_text(file.text(), encoding="utf-8")
+    except OSError:
+        return None
+    return folder
+
+
+def _is_in_package(frame: str) -> bool:
+    match = _FRAME.match(frame)
+    return match is not None and _is_caller(match["file"])
+
+
+def _is_caller(file: str) -> bool:
+    """Whether a source file is of the package, above the operators and `parallel`."""
+    path = Path(file)
+    lower = _PACKAGE / "parallel", _PACKAGE / "ops"
+    return _PACKAGE in path.parents and not any(each in path.parents for each in lower)
+
+
+def _site(file: str, line: int) -> str:
+    path = Path(file)
+    name = path.relative_to(_PACKAGE.parent) if _PACKAGE in path.parents else path.name
+    return f"{name}:{line}"
