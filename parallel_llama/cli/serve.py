@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from parallel_llama.cli.arguments import Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.model import (
     CACHE,
+    ELASTIC,
     LOADING,
     MODEL,
     RANKS,
@@ -216,7 +217,7 @@ VERB = Verb(
     "[MODEL] [--nproc N] [flags]",
     (
         MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, ORIGINS, MAX_REQUESTS, RESTARTS, DRAIN,
-        LOG_FORMAT, *RANKS, *CACHE, *LOADING,
+        LOG_FORMAT, *RANKS, ELASTIC, *CACHE, *LOADING,
     ),
     "parallel-llama serve --nproc 2",
     prepare,

@@ -122,6 +122,18 @@ class OutputProcessor:
         first = self._grammars.matcher(request.params.grammar, begins_text=begins_text)
         return [first, *(first.copy() for _ in range(request.params.n - 1))]
 
+    def replay(self, output: SequenceOutput) -> None:
+        """Bring the text and the grammar of a new output to the drawn tokens of its sequence."""
+        sequence = output.sequence
+        drawn = sequence.tokens[sequence.n_prompt :]
+        if drawn:
+            output.detokenizer = Detokenizer(sequence.request, self._tokenizer)
+        for token in drawn:
+            assert output.detokenizer is not None
+            output.detokenizer.push(token, is_last=False)
+            if output.matcher is not None:
+                output.matcher.accept(token)
+
     def with_texts(self, scored: TokenLogprob) -> TokenLogprob:
         """Adds the texts of the tokens, on rank 0."""
         if self._tokenizer is None:

@@ -20,7 +20,7 @@ import termios
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -123,7 +123,8 @@ class LocalRanks:
     """Ranks 1 and above of this host, started by the process that is rank 0.
 
     Each rank runs `python -m module` and reads `settings`, one line of JSON, from its stdin, which
-    is closed when this process ends. The output of the ranks goes to stderr.
+    is closed when this process ends; further lines are orders (see `regroup`). The output of the
+    ranks goes to stderr.
     """
 
     def __init__(self, module: str, settings: Mapping[str, Any], size: int, threads: int) -> None:
@@ -187,6 +188,38 @@ class LocalRanks:
     def pids(self) -> dict[int, int]:
         """Process ids by rank."""
         return {rank.number: rank.process.pid for rank in self._ranks}
+
+    def drop_ended(self, within_s: float) -> str | None:
+        """Forgets the ranks that have ended and renumbers the others, in their order.
+
+        Args:
+            within_s: how long to wait for a rank to end, in seconds.
+
+        Returns: why the ranks have ended; None if all are alive.
+        """
+        try:
+            self.require_alive(within_s)
+        except RankError as error:
+            alive = []
+            for rank in self._ranks:
+                if rank.process.poll() is None:
+                    alive.append(rank)
+                    continue
+                assert rank.process.stdin is not None
+                with suppress(OSError):  # it may hold an order that was not read
+                    rank.process.stdin.close()
+            self._ranks = [replace(rank, number=n) for n, rank in enumerate(alive, 1)]
+            self.env = replace(self.env, size=1 + len(alive))
+            return str(error)
+        return None
+
+    def order(self, number: int, line: bytes) -> None:
+        """Writes a line to the stdin of a rank; one that has ended does not read it."""
+        stdin = self._ranks[number - 1].process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):
+            stdin.write(line)
+            stdin.flush()
 
     def end(self) -> None:
         """Ends the ranks that still run. It may be called twice."""
