@@ -374,7 +374,7 @@ class Engine:
         """Queue an unfinished request with its tokens; rank 0 has the outputs `before` as well."""
         ticket, request = unfinished.ticket, unfinished.request
         if self.comm.rank == 0 and request.params.grammar is not None:
-            self._matchers[ticket] = self._outputs.matchers(request)
+            self._matchers[ticket] = self._outputs.matchers(request, is_checked=True)
         self._begin(ticket, request, {each.choice: each.tokens for each in unfinished.choices})
         sequences = self._unfinished[ticket]
         for sequence, each in zip(sequences, unfinished.choices, strict=True):

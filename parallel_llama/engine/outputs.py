@@ -109,8 +109,11 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, grammars: GrammarCompiler | None) -> None:
         self._tokenizer, self._grammars = tokenizer, grammars
 
-    def matchers(self, request: Request) -> list[Matcher]:
+    def matchers(self, request: Request, *, is_checked: bool = False) -> list[Matcher]:
         """A matcher of the request's grammar for each choice.
+
+        Args:
+            is_checked: the grammar was compiled before.
 
         Raises: UsageError if the grammar cannot be used, or the model has no tokenizer.
         """
@@ -119,7 +122,9 @@ class OutputProcessor:
             raise UsageError("a grammar needs a tokenizer and this model has none")
         vocabulary = self._tokenizer.vocabulary
         begins_text = not any(vocabulary.piece(token) for token in request.prompt)
-        first = self._grammars.matcher(request.params.grammar, begins_text=begins_text)
+        first = self._grammars.matcher(
+            request.params.grammar, begins_text=begins_text, is_checked=is_checked
+        )
         return [first, *(first.copy() for _ in range(request.params.n - 1))]
 
     def replay(self, output: SequenceOutput) -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -41,7 +41,7 @@ from parallel_llama.parallel.collectives import (
 from parallel_llama.parallel.communicators import give_up, join, use_device
 from parallel_llama.parallel.failures import RankError, exit_code
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
-from parallel_llama.parallel.rank_env import is_started_as_rank
+from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name
 from parallel_llama.parallel.regroup import Orders, RegroupOrder, join_group, lead_group
 from parallel_llama.parallel.shared_memory import SharedMemory
 
@@ -59,7 +59,7 @@ class Loss:
     Args:
         reason: which ranks were lost, and why.
         tp_size: the number of ranks that go on.
-        seconds: from the loss until they can run the next step.
+        seconds: from when rank 0 saw the loss until the next step can run.
     """
 
     reason: str
@@ -67,8 +67,7 @@ class Loss:
     seconds: float
 
     def __str__(self) -> str:
-        ranks = f"{self.tp_size} ranks go" if self.tp_size > 1 else "1 rank goes"
-        return f"{self.reason}; {ranks} on after {self.seconds:.2f} s"
+        return f"{self.reason}; tp_size={self.tp_size} goes on after {self.seconds:.2f} s"
 
 
 class Ranks:
@@ -78,9 +77,14 @@ class Ranks:
     them; `start` joins them and loads the model.
 
     With `elastic`, after the loss of a rank the others form a new group and go on.
+
+    Args:
+        orders: of rank 0, on a rank that another `Ranks` has started.
+
+    Raises: UsageError for `elastic` if another program has started the ranks.
     """
 
-    def __init__(self, setup: ModelSetup) -> None:
+    def __init__(self, setup: ModelSetup, orders: Orders | None = None) -> None:
         self.setup, self._facts = setup, shared_facts(setup)
         self.cuda_bytes: tuple[int, ...] = ()  # peak on each rank's GPU until the model is ready
         self._engine: Engine | None = None
@@ -90,7 +94,13 @@ class Ranks:
         self._n_threads = torch.get_num_threads()
         self._timeouts = Timeouts.of(setup.config.timeout_s)
         self.losses: list[Loss] = []
+        self._orders = orders
         if is_started_as_rank():
+            if setup.config.elastic and orders is None:
+                raise UsageError(
+                    f"elastic inside {launcher_name()}, which ends all ranks when one is lost; "
+                    "drop elastic, or start the ranks with tp_size"
+                )
             return
         threads = threads_per_rank(setup.size)
         if "OMP_NUM_THREADS" not in os.environ:
@@ -165,8 +175,10 @@ class Ranks:
                 failure = error
             self._recover(failure)
 
-    def follow(self, orders: Orders) -> None:
-        """Serve rank 0 until it closes; for a rank above 0 that `orders` reaches."""
+    def follow(self) -> None:
+        """Serve rank 0 until it closes; for a rank above 0 with `orders`."""
+        orders = self._orders
+        assert orders is not None
         if isinstance(self.comm, SharedMemory):
             self.comm.on_wait = orders.require_none
         order: RegroupOrder | None = None
@@ -299,7 +311,9 @@ class Ranks:
             on_bytes(n_bytes)
 
         keeps_open = setup.config.elastic  # shards are read again after a loss
-        checkpoint = nullcontext() if keeps_open else closing(setup.checkpoint)
+        checkpoint: AbstractContextManager[object] = (
+            nullcontext() if keeps_open else closing(setup.checkpoint)
+        )
         with checkpoint, started_thread() as thread:
             # While weights load: most of it runs in another process.
             tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
@@ -387,10 +401,10 @@ def main() -> int:
     orders = Orders()
 
     def serve() -> int:
-        ranks = Ranks(ModelSetup(config))
+        ranks = Ranks(ModelSetup(config), orders)
         try:
             ranks.start()
-            ranks.follow(orders)
+            ranks.follow()
         finally:
             ranks.end()
         return 0

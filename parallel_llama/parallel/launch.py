@@ -168,13 +168,16 @@ class LocalRanks:
 
         Raises: RankError with the reason that the first rank to end has reported.
         """
+        if ended := self._ended(within_s):
+            raise RankError(self._verdict(ended))
+
+    def _ended(self, within_s: float) -> list[_Rank]:
+        """The ranks that have ended, as soon as there are any; none after `within_s` seconds."""
         deadline = time.monotonic() + within_s
         while True:
             ended = [rank for rank in self._ranks if rank.process.poll() is not None]
-            if ended:
-                raise RankError(self._verdict(ended))
-            if time.monotonic() >= deadline:
-                return
+            if ended or time.monotonic() >= deadline:
+                return ended
             time.sleep(_LOOK_S)
 
     def _verdict(self, ended: Sequence[_Rank]) -> str:
@@ -197,21 +200,18 @@ class LocalRanks:
 
         Returns: why the ranks have ended; None if all are alive.
         """
-        try:
-            self.require_alive(within_s)
-        except RankError as error:
-            alive = []
-            for rank in self._ranks:
-                if rank.process.poll() is None:
-                    alive.append(rank)
-                    continue
-                assert rank.process.stdin is not None
-                with suppress(OSError):  # it may hold an order that was not read
-                    rank.process.stdin.close()
-            self._ranks = [replace(rank, number=n) for n, rank in enumerate(alive, 1)]
-            self.env = replace(self.env, size=1 + len(alive))
-            return str(error)
-        return None
+        ended = self._ended(within_s)
+        if not ended:
+            return None
+        why = "; ".join(self._verdict([rank]) for rank in ended)
+        for rank in ended:
+            assert rank.process.stdin is not None
+            with suppress(OSError):  # it may hold an order that was not read
+                rank.process.stdin.close()
+        alive = [rank for rank in self._ranks if rank not in ended]
+        self._ranks = [replace(rank, number=number) for number, rank in enumerate(alive, 1)]
+        self.env = replace(self.env, size=1 + len(alive))
+        return why
 
     def order(self, number: int, line: bytes) -> None:
         """Writes a line to the stdin of a rank; one that has ended does not read it."""

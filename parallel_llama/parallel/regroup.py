@@ -61,13 +61,13 @@ class Orders:
     def _read(self) -> None:
         # From the file itself: a thread that holds Python's buffer would block the exit.
         held = b""
-        while piece := os.read(self._fd, MAX_ORDER_BYTES):
-            *lines, held = (held + piece).split(b"\n")
-            for line in lines:
-                self._orders.put(msgspec.json.decode(line, type=RegroupOrder))
-            if len(held) > MAX_ORDER_BYTES:
-                break
-        os._exit(1)
+        try:
+            while len(held) <= MAX_ORDER_BYTES and (piece := os.read(self._fd, MAX_ORDER_BYTES)):
+                *lines, held = (held + piece).split(b"\n")
+                for line in lines:
+                    self._orders.put(msgspec.json.decode(line, type=RegroupOrder))
+        finally:
+            os._exit(1)
 
 
 def lead_group(ranks: LocalRanks, timeouts: Timeouts) -> Communicator:
