@@ -60,9 +60,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(name: str) -> ModuleType:
-    """Import a module with the garbage collector off: what it creates is never freed.
+    """Import a module with the garbage collector off, because imported objects are never freed.
 
-    Scanning imported objects takes a sixth of the time to import torch and this package.
+    Scanning them takes a sixth of the time to import torch and this package.
     """
     if name in sys.modules or not gc.isenabled():
         return import_module(name)

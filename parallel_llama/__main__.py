@@ -4,12 +4,12 @@ import gc
 import signal
 import sys
 
-# Imported objects are never freed, and scanning them for garbage takes a tenth of the start.
-# `cli.main` turns the collector on for the work.
+# Imported objects are never freed, and scanning them for garbage takes a tenth of the start-up
+# time. `cli.main` turns the collector on before the command does its work.
 gc.disable()
 
-# Before the first token there is nothing to save, so Ctrl-C keeps the system's action: it ends the
-# process, inside torch's C++ too. `generate` and `chat` install their own handlers.
+# Before the first token there is nothing to save, so Ctrl-C keeps the system's default action,
+# which ends the process even inside torch's C++ code. `generate` and `chat` install handlers.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

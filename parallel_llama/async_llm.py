@@ -23,7 +23,7 @@ from parallel_llama.request import Completion, Request, SamplingParams
 
 
 class RequestHandle:
-    """The outputs of one submitted request: iterate over them, or await all its completions.
+    """One submitted request: iterate over its outputs, or await its completions.
 
     The outputs of all choices arrive in one stream. Call `cancel` to stop the request early.
     """
@@ -50,7 +50,7 @@ class RequestHandle:
             self._commands.put(_Cancel(self))
 
     def timeout_s(self) -> float | None:
-        """Seconds until the request times out, with the tokens it has."""
+        """Seconds until the request times out; its completions then end with the tokens so far."""
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def put(self, output: StepOutput | Exception) -> None:
@@ -101,7 +101,7 @@ class AsyncLLM:
         self._error: Exception | None = None
         self._is_closed = False
         self._n_submitted = 0
-        # One at a time: a tokenizer or chat template need not be safe for several threads.
+        # One at a time: a tokenizer or chat template need not be thread-safe.
         self._input_thread = ThreadPoolExecutor(1, "input_processor")
         self._n_threads = torch.get_num_threads()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -120,7 +120,7 @@ class AsyncLLM:
         """Submit one prompt, which is checked before this returns.
 
         Args:
-            timeout_s: seconds until the request times out, with the tokens it has.
+            timeout_s: seconds until the request times out and its completions end as they are.
 
         Raises: UsageError for a prompt or parameters that cannot run; RuntimeError after the engine
         has ended.

@@ -16,8 +16,8 @@ DTYPES: tuple[DTypeName, ...] = get_args(DTypeName)
 # Bytes per value.
 ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
-# Weights by the formats they may have: a layer's matrices; "outer", the embedding and the head; and
-# vectors, in the dtype of computation.
+# Kinds of weights, which may have different formats: matrices of layers; "outer", the embedding and
+# the head; and vectors, which have the dtype of computation.
 Kind = Literal["matrix", "outer", "vector"]
 
 # Names of dtypes in safetensors files; GGUF has the last three.
@@ -125,7 +125,7 @@ def _in_256(n_bits: Literal[2, 3, 4, 5, 6], n_parts: int, *, has_min: bool) -> Q
     return QuantFormat(n_bits, has_min, 256, n_parts, scale_factors=True, min_factors=has_min)
 
 
-# The formats of the values of `quant`.
+# The weight format that each value of `quant` selects.
 ASKED = {
     "int8": QuantFormat(8),
     "int4": QuantFormat(4, has_min=True),
@@ -267,13 +267,8 @@ def make_precision(
         raise UsageError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}")
     if quant not in QUANTS:
         raise UsageError(f"quant={quant!r}: use one of {', '.join(QUANTS)}")
-    if quant != "none":
-        _require_groups(args, quant)
-        if dtype == "float64":
-            raise UsageError(
-                f"quant={quant!r} and dtype='float64': quantised weights are computed with in "
-                "float32; use dtype='float32'"
-            )
+    if quant != "none" and (reason := why_unquantised(args, dtype)):
+        raise UsageError(f"quant={quant!r}: {reason}")
     if quant == "stored" and not stored:
         known = ", ".join(GGUF_QUANTS)
         raise UsageError(
@@ -283,13 +278,17 @@ def make_precision(
     return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
 
 
-def _require_groups(args: ModelSizes, quant: str) -> None:
+def why_unquantised(args: ModelSizes, dtype: str) -> str | None:
+    """Why a model cannot have quantised matrices in this dtype; None if it can."""
     for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
         if size % QUANT_GROUP_SIZE:
-            raise UsageError(
-                f"quant={quant!r}: {name}={size} is not a multiple of the {QUANT_GROUP_SIZE} "
-                "values that share a scale; use dtype='bfloat16'"
+            return (
+                f"{name}={size} is not a multiple of the {QUANT_GROUP_SIZE} values that share a "
+                "scale; use dtype='bfloat16'"
             )
+    if dtype == "float64":
+        return "dtype='float64': quantised matrices are computed in float32; use dtype='float32'"
+    return None
 
 
 def default_dtype(args: ModelSizes, device: str) -> str:

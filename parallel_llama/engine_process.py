@@ -31,7 +31,7 @@ from parallel_llama.serve.log import log_to_stderr
 
 _LOOK_MS = 200  # while idle, between checks that the other ranks are alive
 _SCORED_ROWS = 256  # maximum prompt log-probabilities per frame
-_WARM_TOKENS = 15  # less than a block, so that the prefix cache keeps nothing of it
+_WARM_TOKENS = 15  # less than a block, so that the prefix cache stores nothing
 
 
 class EngineProcess:
@@ -170,7 +170,7 @@ class EngineProcess:
         grammar = message.request.params.grammar
         assert grammar is not None
         with suppress(UsageError):  # `Engine.submit` raises it again
-            self._inputs.grammars.matcher(grammar, is_checked=True)  # the frontend did
+            self._inputs.grammars.matcher(grammar, is_checked=True)  # by the frontend
         self._compiled.append(message)
         os.eventfd_write(self._woken, 1)
 
@@ -194,12 +194,12 @@ def _wire_output(key: int, output: StepOutput) -> wire.Output:
 
 
 def _unspelled(scored: TokenLogprob) -> TokenLogprob:
-    """Without texts, which the frontend decodes itself."""
+    """Log-probabilities without texts, which the frontend decodes itself."""
     return replace(scored, text=None, top_texts=())
 
 
 def main() -> int:
-    """Runs the engine of a server, in a process that the HTTP frontend starts; the exit code.
+    """Runs the engine of a server, in a process started by the frontend; returns the exit code.
 
     The process reads its LLMConfig from stdin as one line of JSON, starts the other ranks, and
     serves the frontend through socket FD until the frontend closes it.

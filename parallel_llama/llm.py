@@ -80,15 +80,16 @@ class LLM:
         input_processor: the model's InputProcessor, if the caller has one.
         facts: other values that must be equal on all ranks, by name.
         on_bytes: called with the number of bytes of weights just read.
-        on_wait: called with the ranks that have not arrived yet.
-        on_graph: called with the number of rows before each CUDA graph.
+        on_wait: called with the ranks that have not joined yet.
+        on_graph: called before each CUDA graph is recorded, with its number of rows.
         settings: the other fields of `LLMConfig`, by name: tp_size, dtype, quant, device,
             max_seq_len, seed, random_weights, slice_of, verify, kv_cache_bytes, kv_cache_dtype,
-            kv_split, attention_sinks, block_size, max_drafts, timeout_s, elastic.
+            kv_split, exact, attention_sinks, block_size, max_drafts, timeout_s, start_timeout_s,
+            elastic.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used
     (before any weight is read); DamagedWeights for damage that only reading the weights shows;
-    RankError for a rank that does not arrive, fails, or has other settings.
+    RankError for a rank that does not join, fails, or has other settings.
     Collective: the constructor, under torchrun, with the same arguments on all ranks.
     """
 
@@ -270,7 +271,7 @@ class LLM:
         stride = max(longest // 2, 1) if stride is None else stride
         if not 1 <= stride < max(longest, 2):
             raise UsageError(
-                f"a stride of {stride} and a context of {longest} tokens; use 1 to {longest - 1}"
+                f"a stride of {stride} in a context of {longest} tokens; use 1 to {longest - 1}"
             )
         for index, tokens in enumerate(sequences):
             try:
@@ -280,7 +281,7 @@ class LLM:
                     n_allocatable = kv_group.pool.n_allocatable()
                     if kv_group.n_held(n_tokens) > n_allocatable:
                         raise UsageError(
-                            f"{n_tokens} tokens and the KV cache has room for "
+                            f"{n_tokens} tokens, but the KV cache has room for "
                             f"{n_allocatable * kv_group.pool.block_size}; raise kv_cache_bytes"
                         )
             except UsageError as error:
@@ -320,7 +321,7 @@ class LLM:
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode a step of `batch` sequences.
 
-        With `slice_of`, only its rank counts. `memory.bytes_passed_over` says which are not read.
+        With `slice_of`, only that rank counts. `memory.bytes_passed_over` counts the other weights.
         """
         shards = self.engine.runner.plan.shards
         one = shards[0] if len(shards) == 1 else None

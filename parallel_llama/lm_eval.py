@@ -8,7 +8,7 @@ Source: the model guide of lm-evaluation-harness 0.4.13.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import lm_eval.models  # noqa: F401, registers its models only before any other
+import lm_eval.models  # noqa: F401, before other modules, or it does not register its models
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model

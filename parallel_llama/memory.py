@@ -27,8 +27,8 @@ from parallel_llama.plan import Shard
 # Sliding-window layers get at least this fraction of the blocks that full-attention layers get.
 MIN_WINDOW_PART = Fraction(1, 4)
 
-# Allowance on a card for the workspaces of the CUDA libraries, NCCL's buffers and the memory of
-# CUDA graphs. It is an estimate, not a measurement.
+# Allowance on a GPU for the workspaces of the CUDA libraries, NCCL's buffers and the memory of CUDA
+# graphs. It is an estimate, not a measurement.
 CUDA_ALLOWANCE = 1 << 30
 
 # Memory of a CPU process in addition to weights, cache and tensors of a step: 220 MiB for torch's
@@ -36,13 +36,14 @@ CUDA_ALLOWANCE = 1 << 30
 # SmolLM2 peaked at 358 to 404 MiB on one and two ranks.
 PROCESS_BYTES = 380 << 20
 
-# Default fraction of the memory left after loading that KV caches take: on the CPU the caches of
-# all ranks of a host together, on a card before the working memory is subtracted.
+# Default fraction of the memory left after loading that KV caches take. On the CPU it is for all
+# ranks of a host together; on a GPU it includes the working memory.
 CPU_FRACTION, CUDA_FRACTION = 0.5, 0.9
 # Default upper bound on the CPU, where other programs need memory too.
 MAX_CPU_BYTES = 2 << 30
 
-# What a rank's number of weights is proportional to: units, experts' channels or outputs, or 1.
+# What a weight's size on a rank is proportional to: the rank's units of an axis, the channels or
+# outputs of its experts, or nothing ("rank"), for a replicated weight.
 Counted = Axis | Literal["expert ffn", "expert outputs", "rank"]
 
 
@@ -74,8 +75,8 @@ def bytes_passed_over(
     """Bytes of weights that one decode step does not need to read.
 
     These are an untied embedding, which is only looked up, and the experts that a batch of `batch`
-    sequences does not select, on average over a uniform choice. The count is for one rank with a
-    `shard`, and for all ranks together without.
+    sequences does not select, on average over a uniform choice. With a `shard` the count is for its
+    rank, otherwise for all ranks together.
     """
     n_rows = args.vocab_size if shard is None else len(shard.vocab)
     embedding = 0 if args.tied_embeddings else n_rows * args.dim
@@ -96,10 +97,10 @@ def bytes_passed_over(
 def working_bytes(
     args: ModelArgs, shard: Shard, precision: Precision, step_tokens: int, n_drawn: int, device: str
 ) -> int:
-    """Bytes of a rank in addition to weights and KV cache, on its card or, for 'cpu', on the host.
+    """Bytes of a rank in addition to weights and KV cache, on its GPU or, for 'cpu', on the host.
 
     The sum of the tensors of one transformer block in the largest step (`step_tokens` tokens), the
-    logits of `n_drawn` rows, and CUDA_ALLOWANCE on a card or PROCESS_BYTES on the CPU.
+    logits of `n_drawn` rows, and CUDA_ALLOWANCE on a GPU or PROCESS_BYTES on the CPU.
     """
     item = ITEM_BYTES[precision.computed]
     q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
@@ -131,8 +132,8 @@ def kv_bytes_per_token(args: ModelArgs, shard: Shard, form: KVFormat) -> tuple[i
 def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) -> int:
     """Default size in bytes of a rank's KV cache, where --kv-cache-bytes is not given.
 
-    `n_free` bytes are free after loading the weights, on the rank's card or, for 'cpu', on the host
-    of `n_ranks` ranks. A card keeps `working` bytes free for the tensors of a step.
+    `n_free` bytes are free after loading the weights, on the rank's GPU or, for 'cpu', on the host
+    of `n_ranks` ranks. On a GPU `working` bytes stay free for the tensors of a step.
     """
     if device == "cuda":
         return int(n_free * CUDA_FRACTION) - working

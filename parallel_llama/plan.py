@@ -38,7 +38,7 @@ MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
 # different experts instead. Both ways exchange the same data between ranks.
 MIN_EXPERT_CHANNELS = 256
 
-# Tokens whose exponentials are summed on one rank, in the log-sum-exp of the vocabulary.
+# Tokens in a tile of the vocabulary. In an exact log-sum-exp, one rank sums a whole tile.
 VOCAB_TILE = 128
 
 # How the KV cache is sharded: by head (a head may be replicated) or by token.
@@ -58,7 +58,7 @@ class HeadRun:
 
 @dataclass(frozen=True)
 class ExactCut:
-    """What every rank holds of the axes that exact sums gather, in rank order.
+    """The ranges of every rank, in rank order, along the axes that exact sums gather.
 
     Args:
         heads: query heads.
@@ -77,7 +77,7 @@ class Shard:
 
     In a mixture of experts `ffn` are the channels of each of `experts`. With a KV cache sharded by
     token, `runs` cover all query heads, for the tokens of this rank. With an `exact` cut wo and w2
-    are sharded by outputs: every rank gathers their inputs, so that no sum is cut.
+    are sharded by outputs: every rank gathers their inputs, so that no sum is split over ranks.
     """
 
     rank: int
@@ -279,10 +279,10 @@ def make_plan(
         kv_split: 'sequence' shards the KV cache by token where sharding by head would replicate KV
             heads.
         exact: shard wo and w2 by outputs, every expert over all ranks, and the vocabulary between
-            tiles, so that no sum is cut and results do not depend on the number of ranks.
+            tiles, so that no sum is split and results do not depend on the number of ranks.
 
     Raises: UsageError if tp_size is not 1 to n_heads, `memory` is not one positive number per rank,
-    or `exact` is combined with a setting that cuts sums.
+    or `exact` is combined with a setting that splits sums.
     """
     if not 1 <= tp_size <= args.n_heads:
         raise UsageError(
@@ -335,10 +335,10 @@ def resolve_exact(
     dtypes: Collection[str],
     kv_split: KVSplit,
 ) -> bool:
-    """Whether sums are exact: as asked, else on the CPU, where they cost a few per cent.
+    """Whether sums are exact: `asked`, or by default on the CPU, where they cost a few per cent.
 
-    The default excludes settings that cut sums; bfloat16, for which AMX tiles are faster but sum in
-    another order; and models with small experts, which the plan would distribute.
+    The default excludes settings that split sums; bfloat16, for which AMX tiles are faster but sum
+    in another order; and models with small experts, which the plan would distribute.
 
     Args:
         dtypes: of the weights and of the KV cache.
@@ -379,9 +379,8 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
     On CUDA, attention then reads slots instead of block tables, and tokens are drawn on the host.
 
     Args:
-        args: The model.
-        kv_parts: The number of ranks over which the tokens of a KV head are sharded.
-        device: cpu or cuda.
+        kv_parts: the number of ranks over which the tokens of a KV head are sharded.
+        device: 'cpu' or 'cuda'.
     """
     if kv_parts > 1:
         return (
@@ -391,8 +390,8 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
     if args.attention_sinks:
         where = f" beyond the window of {args.sliding_window} tokens" if device == "cpu" else ""
         return (
-            f"decode steps run operator by operator{where}: attention sinks; drop attention_sinks "
-            "if sequences fit in the context"
+            f"decode steps run operator by operator{where} because of attention sinks; drop "
+            "attention_sinks if sequences fit in the context"
         )
     scaling = args.rope_scaling
     if device == "cuda" and scaling is not None and scaling.kind == "dynamic":

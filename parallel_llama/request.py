@@ -272,7 +272,7 @@ class SamplingParams(_ShortRepr):
         if self.top_p == 0:
             raise UsageError("top_p=0 keeps no token; use temperature 0 for greedy decoding")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise UsageError("allowed_token_ids is empty; leave it out, or name some")
+            raise UsageError("allowed_token_ids is empty; leave it out, or give token ids")
 
     @property
     def is_greedy(self) -> bool:
@@ -452,8 +452,8 @@ def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) 
         else f"shorten the prompt to at most {max_seq_len - max(1, params.min_tokens)} tokens"
     )
     raise ContextExceeded(
-        f"a prompt of {n_prompt} tokens and max_tokens={most} need {n_prompt + most} positions and "
-        f"the context has {max_seq_len}; {remedy} or raise max_seq_len"
+        f"a prompt of {n_prompt} tokens and max_tokens={most} need {n_prompt + most} positions, "
+        f"but the context has {max_seq_len}; {remedy} or raise max_seq_len"
     )
 
 

@@ -42,6 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
         use_torch_operators()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Imports nothing from folders of slow tests where these are left out."""
+    return True if config.option.markexpr == "not slow" and collection_path.name in SLOW else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow_files = set()
     for item in items:

@@ -27,7 +27,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 # In the order in which a reader meets them: a command may need what an earlier one has written.
-NAMES = ["start", "plan", "models", "serving", "library", "resharding", "speed", "operations"]
+NAMES = [
+    "start", "plan", "models", "serving", "library", "resharding", "speed", "doctor", "operations",
+]  # fmt: skip
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 OTHERS = sorted({*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")} - {*PAGES})
 

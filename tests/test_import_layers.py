@@ -31,7 +31,7 @@ FLOORS = [
     {"structured", "sampling", "checkpoint"},
     {"model", "reshard"},
     {"engine"},
-    {"llm"},
+    {"doctor", "llm"},
     {"async_llm", "lm_eval", "serve"},
     {"engine_process"},
     {"cli"},
@@ -42,6 +42,7 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 TORCH_FREE = {
     "errors", "dtypes", "files", "families", "config", "plan", "memory", "request",
     "tokenizer", "structured", "serve", "parallel.failures", "reshard.target_folder",
+    "doctor.check", "doctor.local_ranks", "doctor.machine", "engine.available_memory",
     "engine.kv_blocks", "engine.block_pool", "engine.detokenizer",
     "engine.input_processor", "engine.llm_config", "engine.messages", "engine.outputs",
     "engine.prompt_lookup", "engine.scheduler", "engine.statistics",

@@ -1,4 +1,4 @@
-"""SECURITY.md says what is so: its limits are the constants, and the tests that it names exist."""
+"""SECURITY.md is correct: its limits are the constants, and the tests that it names exist."""
 
 import ast
 import re

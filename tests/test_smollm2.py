@@ -30,9 +30,9 @@ def answer() -> dict:
     return line
 
 
-@pytest.mark.parametrize("nproc", [2, 3, 5, 7, 9])
-def test_the_answer_is_the_same_on_any_number_of_ranks(answer, nproc):
-    assert parallel_llama(*CAPITAL, f"--nproc={nproc}") == [answer]
+def test_the_answer_is_the_same_on_seven_ranks(answer):
+    """On 3 and 5 ranks it has the same bits: tests/engine/test_exact_sums.py."""
+    assert parallel_llama(*CAPITAL, "--nproc=7") == [answer]
 
 
 def test_random_weights_are_nowhere_stored():
@@ -64,13 +64,10 @@ def scored(
     return file, tokens, expected
 
 
-@pytest.mark.parametrize("nproc", [1, 3, 5])
-def test_log_probabilities_are_those_of_transformers(scored, nproc):
+def test_log_probabilities_are_those_of_transformers(scored):
     file, tokens, expected = scored
-    (line,) = parallel_llama(
-        "score", f"--tokens-file={file}", "--dtype=float32", f"--nproc={nproc}"
-    )
-    assert line["tokens"] == tokens and line["tp_size"] == nproc
+    (line,) = parallel_llama("score", f"--tokens-file={file}", "--quant=none", "--nproc=3")
+    assert line["tokens"] == tokens and line["tp_size"] == 3
     assert line["logprobs"][0] is None
     ours = torch.tensor(line["logprobs"][1:])
     # Float32 on both sides; one wrong weight would differ by 1e-2 and more.

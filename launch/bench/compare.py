@@ -116,7 +116,6 @@ def texts_of(files: ModelFiles, length: int) -> list[list[int]]:
 
 
 def engine_figures(engine: Runtime, task: Task, rounds: Rounds, n_cores: int) -> dict[str, Any]:
-    """The measurements of one engine."""
     name = engine.name
     return {
         "form": engine.form,

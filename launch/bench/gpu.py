@@ -1,9 +1,9 @@
-"""Benchmarks the GPU backend on one card in less than 8 minutes.
+"""Benchmarks the GPU backend on one GPU in less than 8 minutes.
 
     python -m launch.bench.gpu --out FOLDER [--dry-run]
 
 It needs torch for CUDA, which includes Triton, this package with its requirements, and transformers
-for the comparisons. It needs no network and no checkpoint. If the machine with the card has no
+for the comparisons. It needs no network and no checkpoint. If the machine with the GPU has no
 package index, download the missing wheels on another machine and copy them:
 
     pip download --only-binary=:all: --no-deps -d WHEELS blake3 msgspec gguf llguidance ...
@@ -16,7 +16,7 @@ FOLDER gets report.md, report.json, two plots and a log. A configuration with wr
 figure, and the exit code is 1.
 
 With --dry-run every step runs on the CPU in tiny shapes, with kernels in Triton's interpreter. This
-checks the command without a card; the report has no figures.
+checks the command without a GPU; the report has no figures.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Step:
 
 
 STEPS = (
-    Step("card", "The card", 30),
+    Step("card", "The GPU", 30),
     Step("growing", "One growing sequence: torch's operators and ours", 45),
     Step("kernels", "Kernels against float64", 75),
     Step("parity", "Whole models", 70),
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _missing(is_rehearsal: bool) -> str:
     """What the machine lacks, and the remedy; empty if nothing is missing."""
     if find_spec("triton") is None:
-        return "the kernels need triton, which is not installed; pip install triton"
+        return "the kernels need triton, which is not installed; run: pip install triton"
     if not is_rehearsal and not torch.cuda.is_available():
         return (
             "torch sees no CUDA device here; use a machine with one, or --dry-run for a rehearsal"

@@ -82,7 +82,7 @@ class Weights:
 
 
 def _precision(engine: Runtime) -> Precision:
-    """The precision of the weights after an engine has loaded them."""
+    """The precision of the weights in an engine's memory."""
     if engine.makes:
         return Precision.plain("float32")
     if engine.form in QUANTS:

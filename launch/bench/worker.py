@@ -73,7 +73,7 @@ class Worker:
         run = Measurement(**self._ask("answer", prompts=prompts, n_new=n_new))
         lengths = [len(tokens) for tokens in run.tokens]
         if lengths != [n_new] * len(prompts):
-            raise RuntimeFailed(f"was asked for {n_new} tokens a prompt and gave {lengths}")
+            raise RuntimeFailed(f"was asked for {n_new} tokens per prompt and returned {lengths}")
         return run
 
     def nll(self, tokens: list[int]) -> float:

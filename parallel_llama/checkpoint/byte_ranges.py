@@ -85,7 +85,7 @@ class ReusedMemory:
             memory = free.pop()
         except IndexError:
             memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A tensor keeps this very array alive, so its memory is free once the array is finalised.
+        # The tensor keeps this array alive, so the memory is free once the array is finalised.
         array = np.frombuffer(memory, dtype=np.uint8)
         weakref.finalize(array, free.append, memory).atexit = False
         return torch.from_numpy(array)

@@ -92,7 +92,7 @@ def canonical_pieces(
     dtypes: Mapping[str, torch.dtype],
     formats: Mapping[str, QuantFormat],
 ) -> Generator[tuple[CanonicalTensor, Piece], None, None]:
-    """Yields the rows of each tensor in turn, in pieces; `formats` are those of quantised weights.
+    """Yields the rows of one tensor after another in pieces, in `formats` if quantised.
 
     Raises: DamagedWeights if a tensor cannot be read, or does not fit into its dtype.
     """
@@ -127,10 +127,9 @@ def canonical_entry(
 
 
 def _row_pieces(param: Param) -> list[range]:
-    """The pieces of a tensor that together are the whole tensor in row-major order.
+    """Ranges that cut a tensor into pieces that are contiguous in row-major order.
 
-    Pieces of columns are not contiguous in that order, so a tensor that ranks cut by columns is one
-    piece.
+    Pieces of columns are not contiguous, so a tensor that ranks cut by columns is one piece.
     """
     whole = range(param.shape[param.dim])
     return pieces_of(param, whole, ROW_PIECE_VALUES) if param.dim == 0 else [whole]

@@ -121,7 +121,7 @@ def reordered(
 
 
 def is_rotary(name: str) -> bool:
-    """Whether the rows of the weight with this name come in rotary pairs."""
+    """Whether the rows of the weight with this name form rotary pairs."""
     return any(f".attention.{part}." in name for part in ("wq", "wk", "q_norm", "k_norm"))
 
 
@@ -136,9 +136,9 @@ _CPU = torch.device("cpu")
 class RandomCheckpoint(Checkpoint):
     """Weights drawn from a seed on a device, the same for every number of ranks.
 
-    Values are drawn in fixed chunks of rows (or columns, for weights cut by columns), each with a
-    key of its own, so a rank draws little more than its own shard; a weight that is cut by outputs
-    for exact sums is drawn whole. Values differ between kinds of devices.
+    Values are drawn in fixed chunks of rows (or columns, for weights cut by columns), and each
+    chunk has its own key, so a rank draws little more than its own shard. A weight that exact sums
+    cut by outputs is drawn whole. Values differ between kinds of devices.
     """
 
     def __init__(self, args: ModelArgs, seed: int, device: torch.device) -> None:

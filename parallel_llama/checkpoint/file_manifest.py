@@ -113,7 +113,7 @@ def damaged_files(
 def _require_there(folder: Path, name: str, entry: FileEntry) -> None:
     path = folder / name
     if not lies_within(folder, name):
-        raise CheckpointError(f"{path}: leads out of the folder; put the file itself into it")
+        raise CheckpointError(f"{path}: leads out of the folder; put the file itself there")
     if not is_file(path):
         raise CheckpointError(f"{path}: missing; {MANIFEST} lists it")
     size = path.stat().st_size
@@ -131,8 +131,8 @@ def require_whole(
 ) -> None:
     """Check the files of a model against its manifest before the model is used.
 
-    `weights` includes weight files, and `part` selects a slice of the list; `on_bytes` gets the
-    size of each piece that is read.
+    `weights` includes weight files, and `part` selects a slice of the list of files; `on_bytes` is
+    called with the size of each piece that is read.
 
     Raises: UsageError if the folder has no manifest; DamagedWeights naming the damaged and missing
     files.

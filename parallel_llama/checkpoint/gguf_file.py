@@ -1,4 +1,4 @@
-"""Reads GGUF files: plain values in the stored dtype, and blocks as groups or decoded to float32.
+"""Reads GGUF files: plain values in their dtype, and blocks as quant groups or decoded to float32.
 
 Only the blocks that overlap a slice are read. The gguf package decodes blocks to float32.
 
@@ -34,9 +34,9 @@ from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.ops.quant import QuantMatrix, joined
 
-# Values that a thread decodes at once, which take about 10 MB on top of the result. With twice as
-# many the system often takes the memory back after each piece and zeroes it again; with half as
-# many the overhead of calls grows.
+# Values that a thread decodes at once; they take about 10 MB in addition to the result. With twice
+# as many, the system often reclaims the memory after each piece and zeroes it again; with half as
+# many, the overhead of calls grows.
 DECODED_AT_ONCE = 1 << 19
 
 

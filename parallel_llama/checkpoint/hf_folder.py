@@ -30,7 +30,7 @@ _INSTEAD = "use the unquantised model, or a GGUF file of it"
 
 
 class HFFolder(TensorFiles):
-    """The tensors of a HF folder; a matrix quantised by GPTQ or AWQ has several.
+    """The tensors of an HF folder; a matrix quantised by GPTQ or AWQ has several.
 
     Raises: CheckpointError if a file is damaged, or the files and their index disagree.
     """

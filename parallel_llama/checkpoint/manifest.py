@@ -122,7 +122,7 @@ def hash_file(
 ) -> str:
     """The hash of a file, or of a span of its bytes, read once from front to back.
 
-    `on_bytes` gets the size of each piece; `hasher` is BLAKE3 by default.
+    `on_bytes` is called with the size of each piece; `hasher` is BLAKE3 by default.
 
     Raises: CheckpointError if the file cannot be read, or ends before the span does.
     """

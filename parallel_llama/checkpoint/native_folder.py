@@ -1,17 +1,21 @@
 """Native folders, in which any range of units of a weight is one range of bytes.
 
-Weights that ranks cut by rows have this property in row-major order. Those cut by columns (wo and
-w2) are stored in unit-major order: the columns of unit 0, row by row, then those of unit 1, and so
-on. The last unit may be short.
+Weights that ranks cut by rows have this property in row-major order. Weights that they cut by
+columns (wo and w2) are stored in unit-major order: the columns of unit 0, row by row, then the
+columns of unit 1, and so on. The last unit may be short.
 
     row-major   a0 a1 | b0 b1 | c0        unit-major   a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1
                 a2 a3 | b2 b3 | c1
 
-A quantised matrix is stored as two or three tensors in the same order: `NAME.integers` [out, in]
-int8, `NAME.scales` [out, in / 32] float16 and, for asymmetric formats, `NAME.mins` of the shape of
-scales. 4-bit integers are packed in pairs, [out, in / 2] uint8, the first in the low half of the
-byte; symmetric formats add 8, so that -8 is stored as 0. fp8 has `NAME.floats` [out, in] e4m3
-instead of integers.
+A quantised matrix is stored as two or three tensors in the same order:
+
+    NAME.integers   [out, in] int8, or [out, in / 2] uint8 for 4-bit integers
+    NAME.floats     [out, in] e4m3, instead of integers in fp8
+    NAME.scales     [out, in / 32] float16
+    NAME.mins       [out, in / 32] float16, in asymmetric formats
+
+4-bit integers are packed in pairs, the first in the low half of the byte; symmetric formats add 8,
+so that -8 is stored as 0.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -39,8 +39,8 @@ def prefetch(
 def started_thread(begin: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
     """An executor whose one thread has already started and called `begin`.
 
-    A Ctrl-C during the start of a thread leaves a thread that the executor does not know. Starting
-    the thread here means that no work has been submitted at that moment.
+    A Ctrl-C during the start of a thread leaves a thread that the executor does not know. Here the
+    thread starts before any work is submitted, so no such thread has work.
     """
     executor = ThreadPoolExecutor(1, initializer=begin)
     executor.submit(int).result()

@@ -86,11 +86,13 @@ def load(
     precision: Precision,
     device: torch.device,
     on_bytes: Callable[[int], None] = lambda _: None,
+    is_wanted: Callable[[Param], bool] = lambda _: True,
     held: HeldWeights | None = None,
 ) -> Generator[tuple[str, Tensor | QuantMatrix], None, None]:
     """Yields name and shard of every weight of a rank, in the order of the forward pass.
 
     Args:
+        is_wanted: whether a weight is read.
         on_bytes: called with the size of each loaded piece; the sum is `memory.weight_bytes`.
         held: rows that are copied instead of read.
 
@@ -98,7 +100,7 @@ def load(
     NaN or Inf, or too large for its dtype.
     """
     checkpoint.check(args)
-    for param in map(shard.cut, filter(shard.holds, parameters(args))):
+    for param in map(shard.cut, filter(shard.holds, filter(is_wanted, parameters(args)))):
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, QuantFormat):
             whole = _quantised(checkpoint, param, shard, form, on_bytes, held)

@@ -1,8 +1,8 @@
-"""Opens files of torch.save (.pth, .bin) without running code, checking what bytes tensors map to.
+"""Opens files of torch.save (.pth, .bin) without running code, and checks which bytes tensors map.
 
 torch maps the file without checking it. So the records of the zip archive are compared with the
-storages of the tensors; otherwise a forged archive could map a weight to bytes of another record,
-or of none.
+storages of the tensors; otherwise a forged archive could map a weight to the bytes of another
+record, or to bytes outside all records.
 """
 
 import os

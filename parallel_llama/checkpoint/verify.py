@@ -85,8 +85,8 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
 class Damage:
     """The results of checking a folder with damaged files.
 
-    `args` is None if it is unreadable. `wrong` names the tensors that differ from the manifest in
-    canonical form; `reasons` are the errors of reading the folder as a model.
+    `args` is None if the configuration is unreadable. `wrong` names the tensors that differ from
+    the manifest in canonical form; `reasons` are the errors of reading the folder as a model.
     """
 
     folder: Path
@@ -179,8 +179,9 @@ METADATA = (
     "tokenizer_config.json",
 )  # fmt: skip
 
-# Arguments that depend on the layout and are not compared: a tied head is compared as a tensor, the
-# dtype per tensor, and the family by its features, since llama.cpp stores a Mistral as a Llama.
+# Arguments that are not compared, because they depend on the layout. A tied head is compared as a
+# tensor, the dtype of each tensor is compared, and the family is compared by its features, since
+# llama.cpp stores a Mistral as a Llama.
 UNCOMPARED = ("tied_embeddings", "dtype", "family")
 
 OnBytes = Callable[[int], None]
@@ -210,7 +211,7 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
     """
     path, other = _path_of(model), None if against is None else _path_of(against)
     report = Report()
-    inner = Report()  # structure and tensors; only reasons if a listed file is damaged
+    inner = Report()  # structure and tensors; if a listed file is damaged, these explain it
     manifest = _manifest(path, report)
     damaged = _check_files(path, manifest, report, on_bytes)
     is_whole = report.ok and not damaged
@@ -286,7 +287,7 @@ def _seen(path: Path, report: Report, on_bytes: OnBytes, with_tensors: bool = Tr
 
 
 def _args(path: Path) -> ModelArgs | None:
-    """The arguments, or None if they cannot be read; they may be valid where weights are not."""
+    """The model's arguments, which may be valid even if the weights are damaged; else None."""
     with Report().noting(path):
         return load_model_args(find_model(str(path)), meta_vocab_size)
     return None

@@ -1,7 +1,7 @@
 """Flags and commands: definitions, parsing of a command line, and help texts.
 
-The text of a flag is never parsed as Python, repeated flags keep their order, and a value may begin
-with a dash.
+Values are never parsed as Python, repeated flags keep their order, and a value may begin with a
+dash.
 """
 
 import re
@@ -20,14 +20,14 @@ Value = TypeVar("Value", covariant=True)
 
 @dataclass(frozen=True)
 class Flag(Generic[Value]):
-    """One flag of a verb, or a positional argument.
+    """One flag of a command, or a positional argument.
 
     Args:
-        parse: converts the text to a value; raises ValueError with what is allowed. None for a
-            switch, given as --name or --no-name, which is off unless it has a `default_text`.
+        parse: converts the text to a value, or raises a ValueError that says what is allowed. None
+            for a switch, given as --name or --no-name, which is off unless it has a `default_text`.
         repeatable: whether the value is the list of all given values.
         aliases: names of the flag in other programs.
-        subject: heading of the flag in the help; "" for the verb's own heading.
+        subject: heading of the flag in the help; "" for the command's own heading.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Flags:
         self.verb, self._given = verb, given
 
     def __getitem__(self, flag: Flag[Value]) -> Value:
-        """The given value, else the verb's default; for flags of other verbs the flag's default."""
+        """The given value, else the command's default, else the default of the flag itself."""
         value: Value = self._given.get(flag.name, flag.initial)
         return value
 
@@ -79,7 +79,7 @@ class Job:
     """A checked command.
 
     Args:
-        run: what each of `nproc` ranks calls; returns the exit code.
+        run: called on each of `nproc` ranks; returns the exit code.
         interactive: whether the job handles Ctrl-C itself.
     """
 
@@ -96,7 +96,7 @@ class Verb:
         flags: in the order of the help.
         prepare: checks the flags and returns the job.
         positionals: required positional arguments.
-        placed: a flag that may also be given as a positional argument, after the others.
+        placed: a flag whose value may also be the last positional argument.
     """
 
     name: str
@@ -114,7 +114,7 @@ class HelpRequested(Exception):
 
 
 def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
-    """The value of every flag of a verb, given or default.
+    """The value of every flag of a command, given or default.
 
     Raises: UsageError for an unknown, repeated or incomplete flag, an invalid value, or an
     unexpected argument; HelpRequested for -h or --help where a flag is expected.
@@ -131,7 +131,7 @@ def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
     for flag in verb.positionals:
         if flag.name not in given:
             raise UsageError(f"{verb.name} needs {flag.name.upper()}: {verb.name} {verb.usage}")
-    # Flags of several verbs have the same name and different defaults: use this verb's default.
+    # Commands may give one flag different defaults: use this command's default.
     defaults = {flag.name: flag.initial for flag in verb.flags}
     return Flags(verb.name, defaults | given)
 
@@ -195,7 +195,7 @@ def _value(verb: Verb, flag: Flag[Any], text: str) -> Any:
 
 
 def help_text(verb: Verb) -> str:
-    """A verb's help at the terminal's width: usage, flags by subject, and one example."""
+    """A command's help at the terminal's width: usage, flags by subject, and one example."""
     width = terminal_width()
     arguments = [(flag.name.upper(), flag.help) for flag in verb.positionals]
     if verb.placed:
@@ -238,7 +238,7 @@ def columns(rows: Sequence[tuple[str, str]], width: int, left: int = 0) -> list[
 
 
 def wrapped_command(command: str, width: int) -> list[str]:
-    """A command to copy; a long one is continued on further lines, each beginning with a flag."""
+    """A command to copy; a long command is split into lines, each beginning with a flag."""
     lines = [""]
     for part in re.split(r"(?<= )(?=--)", command):
         if lines[-1] and len(lines[-1]) + len(part) + 3 > width:

@@ -18,6 +18,7 @@ from parallel_llama.cli.model import (
     NPROC,
     RANDOM_WEIGHTS,
     RANKS,
+    START_TIMEOUT,
     TIMEOUT,
     check_model,
     in_dtypes,
@@ -164,7 +165,7 @@ def _figures(
 def _slice_figures(
     llm: "LLM", slice_of: tuple[int, int], figures: dict[str, Any], batch: int, longest: int
 ) -> dict[str, Any]:
-    """The measured step time of one rank's slice, and the modelled one of all ranks.
+    """The measured step time of one rank's slice, and the modelled step time of all ranks.
 
     `byte_floor_ms` is a lower bound: the time to read the weights, and the keys and values of
     sequences of `longest` tokens.
@@ -244,7 +245,7 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
 
 
 def _modelled(figures: dict[str, Any]) -> list[str]:
-    """Lines with the slice's measured step time, and all ranks' modelled one."""
+    """Lines with the slice's measured step time, and the modelled step time of all ranks."""
     if "slice" not in figures or figures["compute_ms_per_step"] is None:
         return []
     totals = ", ".join(
@@ -265,7 +266,7 @@ VERB = Verb(
     "[MODEL] [flags]",
     (
         MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, JSON, *RANKS, RANDOM_WEIGHTS,
-        TIMEOUT,
+        TIMEOUT, START_TIMEOUT,
     ),
     "parallel-llama bench --nproc 2",
     prepare,

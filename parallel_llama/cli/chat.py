@@ -75,7 +75,7 @@ class Conversation:
     def __init__(
         self, llm: "LLM", params: SamplingParams, system: str | None, variables: Mapping[str, Any]
     ) -> None:
-        # Slow to import, and needed only by this verb.
+        # Slow to import, and needed only by this command.
         from rich.console import Console
 
         self.llm, self.params, self.system, self.variables = llm, params, system, variables

@@ -22,7 +22,7 @@ _BASH = """\
 _parallel_llama() {
     local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} words= files=
     local models="@MODELS@"
-    # bash makes three words of --flag=value.
+    # bash splits --flag=value into three words.
     if [[ $cur == = ]]; then
         cur=
     elif [[ $prev == = ]]; then
@@ -124,7 +124,7 @@ def _bash_case(verb: Verb) -> Iterator[str]:
 
 
 def _bash_value(flag: Flag[Any]) -> str:
-    if flag is MODEL:
+    if flag.name == MODEL.name:
         return "words=$models; files=yes"
     if choices := _choices(flag):
         return f'words="{" ".join(choices)}"'
@@ -154,7 +154,7 @@ def _zsh_case(verb: Verb) -> str:
 
 def _zsh_value(flag: Flag[Any]) -> str:
     name = (flag.metavar or flag.name.upper()).replace(":", r"\:")
-    if flag is MODEL:
+    if flag.name == MODEL.name:
         return f":{name}:_parallel_llama_models"
     if choices := _choices(flag):
         return f":{name}:({' '.join(choices)})"
@@ -177,7 +177,7 @@ def fish_script(verbs: Sequence[Verb]) -> str:
 
 
 def _fish_value(flag: Flag[Any]) -> str:
-    choices = model_names() if flag is MODEL else _choices(flag)
+    choices = model_names() if flag.name == MODEL.name else _choices(flag)
     words = f" -a '{' '.join(choices)}'" if choices else ""
     return (" -F" if _is_file(flag) else " -f") + words
 

@@ -1,4 +1,4 @@
-"""Estimates in bytes the memory that a plan's ranks need; finds the fewest that fit. No torch."""
+"""Estimates the bytes that each rank of a plan needs; finds the fewest ranks that fit. No torch."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ BLOCK_TOKENS: int = BLOCK_SIZE.initial
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A requested plan, in terms of the flags: a model, and `batch` sequences in the KV cache.
+    """A requested plan, as given by flags: a model, and `batch` sequences in the KV cache.
 
     Args:
         stored: formats of the matrices in the model's files.
@@ -99,7 +99,7 @@ class PlanRequest:
         return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, self.step_tokens)
 
     def cache_bytes(self, per_kv_group: Sequence[int]) -> int:
-        """The --kv-cache-bytes needed, in whole blocks, by bytes per token of each KV group."""
+        """The --kv-cache-bytes needed, in whole blocks, given each KV group's bytes per token."""
         full = kv_groups(self.args)[0]
         each = blocks_held(self.max_seq_len, BLOCK_TOKENS, full.window, self.step_tokens)
         n_blocks = self.batch * each
@@ -167,15 +167,12 @@ class Estimate:
 
     @property
     def kv_overhead(self) -> float:
-        """Replicas of KV heads beyond one copy of each, as a fraction of the KV heads."""
+        """Additional copies of KV heads, as a fraction of the KV heads."""
         return self.n_kv_heads / self.asked.args.n_kv_heads - 1
 
     @property
     def room_for_tokens(self) -> int | None:
-        """Capacity in tokens of the first KV group on the tightest rank.
-
-        None if memory is not known.
-        """
+        """Capacity in tokens of the first KV group on the tightest rank, None without `memory`."""
         rooms = {
             (rank.kv.per_kv_group, rank.memory - rank.weights - rank.working)
             for rank in self.ranks
@@ -299,7 +296,7 @@ def compare(asked: PlanRequest, sizes: range, memory: int | None) -> Comparison:
 
 
 def fewest_that_fit(asked: PlanRequest) -> tuple[Estimate, Estimate | None]:
-    """The plan with the fewest ranks that fits; with the most ranks if none fits.
+    """The plan with the fewest ranks that fits, or the plan with the most ranks if none fits.
 
     Returns: that plan, and the plan with one rank fewer, which does not fit.
     """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli import model, prompts
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
+from parallel_llama.cli.host_checks import warn_of_host
 from parallel_llama.cli.parsers import filled_text
 from parallel_llama.cli.results import ResultFile, check_path, earlier_seed, run_of
 from parallel_llama.cli.sampling_flags import FLAGS, given_sampling, warn_of_idle_filters
@@ -44,6 +45,7 @@ def prepare(flags: Flags) -> Job:
     path = None if output is None else check_path(output, flags[prompts.PROMPTS])
     inputs, n_ranks = model.check_model(flags)
     ranks: dict[str, int] = {}
+    warn_of_host(flags, flags[model.MODEL], inputs.files, inputs.args, n_ranks)
 
     def run() -> int:
         if not leads():
@@ -184,7 +186,7 @@ def _requests(
 
 
 def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
-    """The seed that reproduces the run with --seed; None if it was not used."""
+    """The --seed that reproduces the run; None if no request used it."""
     drawn = any(not each.params.is_greedy and each.params.seed is None for each in requests)
     return run_seed if drawn else None
 

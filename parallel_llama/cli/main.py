@@ -17,11 +17,13 @@ from parallel_llama.parallel.launch import run_ranks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank
 
 # Each is a module of this package, imported only when it is called.
-VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "completion")
+VERBS = (
+    "generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "doctor",
+    "completion",
+)  # fmt: skip
 
 
 def load_verb(name: str) -> Verb:
-    """One of VERBS."""
     verb: Verb = import_module(f"parallel_llama.cli.{name}").VERB
     return verb
 
@@ -65,7 +67,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
-    """Checks the flags, and lets fire dispatch to the verb's function.
+    """Checks the flags, and lets fire dispatch to the command's function.
 
     fire does not see the flags: it would parse prompts as Python, keep only the last of repeated
     flags, and report unknown flags only after the work.

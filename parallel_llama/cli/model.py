@@ -22,13 +22,14 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, world
+from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S
 from parallel_llama.plan import KVSplit, make_plan
 
 if TYPE_CHECKING:
     from parallel_llama.engine.input_processor import InputProcessor
 
 MODEL: Flag[str] = Flag(
-    "model", "a HF folder, a Meta folder, a .gguf file, or the name of a model",
+    "model", "an HF folder, a Meta folder, a .gguf file, or the name of a model",
     filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
 )  # fmt: skip
 # vLLM's names of --nproc.
@@ -44,7 +45,7 @@ DTYPE: Flag[str | None] = Flag(
 QUANT: Flag[str | None] = Flag(
     "quant", "quantise matrices to int8, int4 or fp8, with a scale per 32 weights; stored: keep "
     "the files' quantisation; none: decode to --dtype",
-    quant_name, "FORMAT", default_text="stored for a quantised folder, else none",
+    quant_name, "FORMAT", default_text="stored if the files are quantised, else none",
     aliases=("quantization",), subject="model",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
@@ -69,8 +70,8 @@ KV_SPLIT: Flag[KVSplit] = Flag(
 EXACT: Flag[bool | None] = Flag(
     "exact",
     "the same bits on any number of ranks: ranks exchange inputs instead of partial sums; "
-    "--no-exact is the faster way",
-    default_text="on the CPU ranks of one host, but not in bfloat16", subject="ranks",
+    "--no-exact is faster",
+    default_text="on for CPU ranks of one host, except in bfloat16", subject="ranks",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
@@ -99,9 +100,13 @@ VERIFY: Flag[bool] = Flag(
     "verify", "check every file of the model against its manifest before reading it",
     subject="model",
 )  # fmt: skip
-TIMEOUT: Flag[float | None] = Flag(
-    "timeout", "how long a rank waits for another before it fails",
-    number(0, 1e6, above=True), "SECONDS", default_text="30 in a step, 60 at the start",
+TIMEOUT: Flag[float] = Flag(
+    "timeout", "how long a rank waits for another in a step before it fails",
+    number(0, MAX_TIMEOUT_S, above=True), "SECONDS", default=LLMConfig.timeout_s, subject="ranks",
+)  # fmt: skip
+START_TIMEOUT: Flag[float] = Flag(
+    "start-timeout", "how long a rank waits for another while the ranks join and load",
+    number(0, MAX_TIMEOUT_S, above=True), "SECONDS", default=LLMConfig.start_timeout_s,
     subject="ranks",
 )  # fmt: skip
 ELASTIC: Flag[bool] = Flag(
@@ -112,7 +117,7 @@ RANKS: tuple[Flag[Any], ...] = (
     NPROC, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, EXACT, DEVICE, MAX_SEQ_LEN,
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
-LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT)
+LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT, START_TIMEOUT)
 # Flags with the names of LLMConfig's fields.
 _SETTINGS: tuple[Flag[Any], ...] = (
     MODEL, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
@@ -192,7 +197,8 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
 def llm_config(flags: Flags, **settings: Any) -> LLMConfig:
     """The LLM that the flags describe; `settings` are fields without a flag."""
     own = {flag.name.replace("-", "_"): flags[flag] for flag in _SETTINGS}
-    return LLMConfig(**own, timeout_s=flags[TIMEOUT], **settings)
+    settings |= {"timeout_s": flags[TIMEOUT], "start_timeout_s": flags[START_TIMEOUT]}
+    return LLMConfig(**own, **settings)
 
 
 def _verify_metadata(flags: Flags) -> None:
@@ -205,7 +211,7 @@ def _verify_metadata(flags: Flags) -> None:
 
 
 def _count_vocab(files: ModelFiles) -> int:
-    # Llama 1 and 2 of Meta do not state the vocabulary size; the weights, which need torch, do.
+    # Meta's Llama 1 and 2 have the vocabulary size only in the weights, and those need torch.
     from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 
     return meta_vocab_size(files)

@@ -49,7 +49,7 @@ CARDS = {
     "T4": 14.5,
 }
 
-# Stands for stdin in place of a prompt or a file.
+# Given instead of a prompt or a file, it means stdin.
 STDIN = "-"
 
 
@@ -186,8 +186,8 @@ _DTYPE_SYNONYMS = {
 }  # fmt: skip
 _GGUF_FORMAT = re.compile(r"i?q[1-8](_[0-9a-z]+)+")
 _GGUF_HINT = (
-    "that is a format of GGUF files: --quant stored keeps such a file's quantised weights, and "
-    "--quant int8 or int4 quantises any model"
+    "that is a format of GGUF files, which run as they are stored; --quant int8 or int4 quantises "
+    "any model"
 )
 
 

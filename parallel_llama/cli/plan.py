@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from parallel_llama.cli import model
-from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
@@ -22,7 +22,7 @@ from parallel_llama.cli.estimate import (
 from parallel_llama.cli.parsers import card_sizes, count_or_range, memory_sizes, whole
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
-from parallel_llama.config.layouts import default_quant, stored_formats
+from parallel_llama.config.layouts import default_quant, stored_formats, why_decoded
 from parallel_llama.dtypes import default_dtype
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs, context_length
@@ -43,13 +43,13 @@ BAR_WIDTH = 18
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
-    default_text="as many as --memory or --gpus list, the fewest that fit one size, else 1",
+    default_text="the number in --memory or --gpus; for one size, the fewest that fit; else 1",
     aliases=model.NPROC_ALIASES,
 )  # fmt: skip
 MEMORY: Flag[int | list[int] | None] = Flag(
     "memory",
     "memory per rank: one size for all ranks in GiB (80; or 24G, 24GB, 24576MiB), or one per rank "
-    "(80,80,40; 80x4,40x2), which then get work in proportion; GPU memory with --device cuda",
+    "(80,80,40; 80x4,40x2), so that ranks get work in proportion; GPU memory with --device cuda",
     memory_sizes, "SIZES",
 )  # fmt: skip
 GPUS: Flag[int | list[int] | None] = Flag(
@@ -73,12 +73,15 @@ def prepare(flags: Flags) -> Job:
     nproc = flags[NPROC]
     first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
     device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[model.DEVICE], first)
+    dtype = flags[model.DTYPE] or default_dtype(args, device)
+    if decoded := why_decoded(files, args, dtype, flags[model.QUANT]):
+        warn(decoded)
     asked = PlanRequest(
         args,
         stored_formats(files, args),
         device,
-        flags[model.DTYPE] or default_dtype(args, device),
-        flags[model.QUANT] or default_quant(files, args),
+        dtype,
+        flags[model.QUANT] or default_quant(files, args, dtype),
         flags[model.KV_CACHE_DTYPE],
         flags[model.KV_SPLIT],
         flags[model.EXACT],
@@ -441,7 +444,7 @@ def _advice(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
     if fits is not False:
         return []
     if not remedies:
-        text = "give each rank more memory: no other format or number of ranks or of tokens fits"
+        text = "give each rank more memory: no other format, number of ranks or of tokens fits"
         return _line("remedy", text)
     width = max(len(remedy.words) for remedy in remedies)
     rows = [(remedy.words, _numbers(remedy.found)) for remedy in remedies]
@@ -460,7 +463,7 @@ def _numbers(found: Estimate) -> str:
 
 
 def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
-    """The fewest ranks that are enough, and why one fewer is not."""
+    """The fewest ranks that are enough, and why one rank fewer is not enough."""
     precision = found.asked.precision
     tp_size, dtype = found.plan.tp_size, model.in_dtype(precision.dtype, precision.quant)
     if not found.fits:
@@ -491,8 +494,8 @@ def _overview(comparison: Comparison) -> list[str]:
         *table(header, rows, sys.stdout),
         "",
         "balance    maximum work of a rank / its fair share",
-        "weights    the most on any rank; KV/token likewise",
-        "extra KV   replicated KV heads beyond one copy of each",
+        "weights    maximum of any rank; likewise KV/token",
+        "extra KV   additional copies of KV heads",
         *refused,
         *_conclusion(comparison),
     ]

@@ -13,7 +13,7 @@ from parallel_llama.dtypes import ITEM_BYTES, kv_format
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.launch import MAX_RANKS
 
-# Changed fields of a request; and the flags of fields with another name.
+# Changed fields of a request, and the flags of fields that are named differently.
 Change = dict[str, Any]
 FLAGS = {"tp_size": "nproc"}
 
@@ -27,7 +27,7 @@ class Remedy:
 
     @property
     def words(self) -> str:
-        """The change as flags; if it lists the ranks' memory, that comes first, in words."""
+        """The change as flags, after the ranks' memory in words if the change lists it."""
         flags = [
             f"--{FLAGS.get(name, name).replace('_', '-')} {value}"
             for name, value in self.change.items()

@@ -23,7 +23,7 @@ MAX_FILES = 99_999
 
 
 SRC: Flag[str] = Flag(
-    "src", "a HF folder, a Meta folder, a native folder or a .gguf file", filled_text
+    "src", "an HF folder, a Meta folder, a native folder or a .gguf file", filled_text
 )
 DST: Flag[str] = Flag("dst", "the folder to write, which must not exist", filled_text)
 TP: Flag[int | None] = Flag(

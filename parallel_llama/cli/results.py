@@ -65,7 +65,7 @@ def _growing(path: Path) -> Path:
 def run_of(
     requests: Sequence[Request], model: ModelFiles, *, seed: int, **weights: Any
 ) -> dict[str, Any]:
-    """A run's identity: equal for runs that generate the same completions.
+    """What identifies a run: equal for runs that generate the same completions.
 
     Args:
         seed: seed of the run.
@@ -109,7 +109,7 @@ class ResultFile:
         self._expected = _expected(requests)
         self.n_total = len(self._expected)
         self.done: set[Key] = set()
-        self._n_whole = 0  # bytes of the whole lines that stay
+        self._n_whole = 0  # bytes of the complete lines, which are kept
         self._file: BufferedWriter | None = None
         if resume and not self.resumable:
             raise UsageError(f"--resume: {path} is not a regular file, so it cannot be continued")

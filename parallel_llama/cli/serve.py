@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_llama.cli.arguments import Flag, Flags, Job, Verb, warn
+from parallel_llama.cli.host_checks import warn_of_host
 from parallel_llama.cli.model import (
     CACHE,
     ELASTIC,
@@ -66,7 +67,6 @@ LOG_FORMAT: Flag[str] = Flag(
 )  # fmt: skip
 
 _ENGINE = "parallel_llama.engine_process"  # the module that the engine's process runs
-STEP_TIMEOUT_S = 30.0
 _RANKS_FIRST_S = 5.0  # extra time, so that the ranks themselves report which one is late
 
 
@@ -77,6 +77,7 @@ def prepare(flags: Flags) -> Job:
 
     log_to_stderr(flags[LOG_FORMAT])
     inputs, n_ranks = check_model(flags)
+    warn_of_host(flags, flags[MODEL], inputs.files, inputs.args, n_ranks)
     if not leads():
         return Job(lambda: _follow(flags, inputs), n_ranks)
     key_file = flags[API_KEY_FILE]
@@ -141,7 +142,7 @@ def _front(
         Metrics(names[0]),
         max_choices=flags[MAX_REQUESTS],
         restarts=restarts,
-        step_timeout_s=(flags[TIMEOUT] or STEP_TIMEOUT_S) + _RANKS_FIRST_S,
+        step_timeout_s=flags[TIMEOUT] + _RANKS_FIRST_S,
     )
 
     def announce(loaded: Loaded) -> None:

@@ -74,7 +74,6 @@ class Meter:
         return min(self._most_left, self.n_tokens / self.n_done * (self.n_total - self.n_done))
 
     def line(self) -> str:
-        """The progress in one line."""
         line = f"generating: {self.n_done} of {self.n_total} done"
         if self.tokens_per_s:
             left = duration(self.n_tokens_left / self.tokens_per_s)

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from parallel_llama.parallel.launch import ENDING_SIGNALS
 
-BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
+BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 KIB = 1024
 
 _PATIENCE_S = 0.5  # shorter activities are not shown
@@ -176,7 +176,7 @@ def _exit(number: int, _: FrameType | None) -> None:
 def ctrl_c(raises_at: int = 2) -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether Ctrl-C has been pressed.
 
-    Press number `raises_at` raises KeyboardInterrupt; 0 means none does.
+    Press number `raises_at` raises KeyboardInterrupt; with 0, no press does.
     """
     n_pressed = 0
 

@@ -13,8 +13,13 @@ from parallel_llama.config.generation import GenerationDefaults, folder_defaults
 from parallel_llama.config.gguf import args_from_gguf
 from parallel_llama.config.hf import args_from_hf
 from parallel_llama.config.native import args_from_native
-from parallel_llama.config.quantised import gguf_formats, hf_formats, native_folder_formats
-from parallel_llama.dtypes import MatrixFormat
+from parallel_llama.config.quantised import (
+    decoded_types,
+    gguf_formats,
+    hf_formats,
+    native_folder_formats,
+)
+from parallel_llama.dtypes import GGUF_QUANTS, MatrixFormat, why_unquantised
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.fields import naming, read_json_object
@@ -32,14 +37,14 @@ class FileLayout:
         args: reads the model's arguments.
         defaults: reads the sampling defaults and special ids; none by default.
         formats: reads the formats of quantised matrices, by Meta's names; none by default.
-        stays_quantised: whether weights that are stored quantised are kept so by default. GGUF
-            files are decoded.
+        decoded_types: reads the types of quantised matrices that can only be decoded; none by
+            default.
     """
 
     args: Callable[[ModelFiles, CountVocab | None], ModelArgs]
     defaults: Callable[[ModelFiles], GenerationDefaults] = lambda _: GenerationDefaults()
     formats: Callable[[ModelFiles, ModelArgs], dict[str, MatrixFormat]] = lambda *_: {}
-    stays_quantised: bool = True
+    decoded_types: Callable[[ModelFiles, ModelArgs], list[str]] = lambda *_: []
 
 
 def load_model_args(files: ModelFiles, count_vocab: CountVocab | None = None) -> ModelArgs:
@@ -71,10 +76,37 @@ def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat
     return LAYOUTS[files.kind].formats(files, args)
 
 
-def default_quant(files: ModelFiles, args: ModelArgs) -> str:
-    """A model's default quantisation, one of `dtypes.QUANTS`."""
-    stays = LAYOUTS[files.kind].stays_quantised and stored_formats(files, args)
+def default_quant(files: ModelFiles, args: ModelArgs, dtype: str) -> str:
+    """A model's default quantisation, one of `dtypes.QUANTS`: that of its files if it can run.
+
+    Raises: CheckpointError if a file is damaged.
+    """
+    stays = not why_unquantised(args, dtype) and stored_formats(files, args)
     return "stored" if stays else "none"
+
+
+def why_decoded(
+    files: ModelFiles, args: ModelArgs, dtype: str, quant: str | None = None
+) -> str | None:
+    """Why quantised matrices of a model's files are decoded, which takes more memory.
+
+    Args:
+        quant: the requested quantisation; None for the default.
+
+    Returns: None if no matrix is decoded, or decoding was requested.
+
+    Raises: CheckpointError if a file is damaged.
+    """
+    if quant not in (None, "stored") or dtype == "float64":
+        return None
+    if quant is None and stored_formats(files, args) and (why := why_unquantised(args, dtype)):
+        return f"{files.path.name}: quantised matrices are decoded to {dtype}: {why}"
+    if types := LAYOUTS[files.kind].decoded_types(files, args):
+        return (
+            f"{files.path.name}: matrices in {', '.join(types)} are decoded to {dtype}; only "
+            f"{', '.join(GGUF_QUANTS)} stay as stored"
+        )
+    return None
 
 
 def _json_args(
@@ -122,6 +154,6 @@ LAYOUTS = {
     "native": FileLayout(
         partial(_json_args, args_from_native), folder_defaults, native_folder_formats
     ),
-    "gguf": FileLayout(_gguf_args, gguf_defaults, gguf_formats, stays_quantised=False),
+    "gguf": FileLayout(_gguf_args, gguf_defaults, gguf_formats, decoded_types),
     "config": FileLayout(_shape_args),
 }

@@ -1,8 +1,9 @@
 """Reads Meta's and Mistral's params.json; writes Meta's, and the config.json beside it.
 
 Meta's params.json has the same keys as configs/models. It cannot express tied embeddings, biases,
-the context, most rope scalings or the head size. The config.json beside it can. It is HF's with one
-more key, which marks it as ours: a config.json of another origin might not belong to the weights.
+the context, most rope scalings or the head size, but the config.json beside it can. That file is
+HF's config.json with one more key, which says that `reshard` wrote it: a config.json of another
+origin might not belong to the weights.
 
 Most keys of Mistral's params.json, which belongs to consolidated.safetensors, are Meta's. The key
 hidden_dim marks it as Mistral's, because Meta's states the feed-forward width as a multiplier.
@@ -189,8 +190,8 @@ def _ffn_dim_multiplier(args: ModelArgs) -> float:
         ):
             return multiplier
     raise UsageError(
-        f"ffn_dim={args.ffn_dim} and dim={args.dim}: params.json states it as a multiple of "
-        f"{base} of at most {MAX_FFN_DIM_MULTIPLIER}; use --format hf or native"
+        f"ffn_dim={args.ffn_dim} and dim={args.dim}: params.json can state a width of at most "
+        f"{MAX_FFN_DIM_MULTIPLIER} times {base}; use --format hf or native"
     )
 
 
@@ -230,7 +231,7 @@ def args_from_meta_config(values: Mapping[str, Any], params: Mapping[str, Any]) 
     for key in _SHARED:
         if (stated := params.get(key)) != getattr(args, key):
             raise UsageError(
-                f"has {key}={getattr(args, key)} and params.json beside it {str(stated)[:80]}; "
+                f"has {key}={getattr(args, key)}, but params.json has {str(stated)[:80]}; "
                 "use the two files that were written together"
             )
     return args

@@ -10,7 +10,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel_llama.dtypes import ASKED, GGUF_QUANTS, QUANT_GROUP_SIZE, MatrixFormat, QuantFormat
+from parallel_llama.dtypes import (
+    ASKED,
+    GGUF_QUANTS,
+    QUANT_GROUP_SIZE,
+    STORED,
+    MatrixFormat,
+    QuantFormat,
+)
 from parallel_llama.errors import CheckpointError, UsageError, listed
 from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
@@ -50,7 +57,7 @@ _INSTEAD = "use the unquantised model, or a GGUF file of it"
 
 @dataclass(frozen=True)
 class Packing:
-    """How a HF folder packs its quantised matrices.
+    """How an HF folder packs its quantised matrices.
 
     A 32-bit word holds eight inputs of one output in GPTQ, and eight outputs of one input in AWQ.
     Stored zero points are the true ones minus `lowered`.
@@ -62,18 +69,32 @@ class Packing:
 
 
 def gguf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
-    """The formats of a GGUF model's quantised matrices, by Meta's names.
+    """The formats of the matrices that a GGUF model has in `GGUF_QUANTS`, by Meta's names.
 
     Raises: CheckpointError if a file is damaged.
     """
+    kinds = _gguf_types(files, args)
+    return {name: GGUF_QUANTS[kind] for name, kind in kinds.items() if kind in GGUF_QUANTS}
+
+
+def decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
+    """The quantised types of a GGUF model's matrices that are not in `GGUF_QUANTS`, sorted.
+
+    Raises: CheckpointError if a file is damaged.
+    """
+    return sorted({*_gguf_types(files, args).values()} - {*GGUF_QUANTS, *STORED})
+
+
+def _gguf_types(files: ModelFiles, args: ModelArgs) -> dict[str, str]:
+    """The types of the matrices of a GGUF model, by Meta's names."""
     types = {
         name: tensor.dtype
         for path in files.weights
         for name, tensor in read_gguf_header(path).tensors.items()
     }
     slices = stored_slices(args, "gguf")
-    kinds = {param.name: types.get(slices[param.name].name) for param in parameters(args)}
-    return {name: GGUF_QUANTS[kind] for name, kind in kinds.items() if kind in GGUF_QUANTS}
+    stored_names = {p.name: slices[p.name].name for p in parameters(args) if p.kind != "vector"}
+    return {name: types[stored] for name, stored in stored_names.items() if stored in types}
 
 
 def native_folder_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
@@ -112,7 +133,7 @@ def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, Matr
 
 
 def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
-    """The formats of a HF folder's quantised matrices, by Meta's names.
+    """The formats of an HF folder's quantised matrices, by Meta's names.
 
     Raises: CheckpointError as `hf_packing`, or if a file is damaged.
     """
@@ -125,7 +146,7 @@ def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
 
 
 def hf_packing(files: ModelFiles) -> Packing | None:
-    """How a HF folder packs its quantised matrices, or None if config.json names no quantisation.
+    """How an HF folder packs its quantised matrices, or None if config.json names no quantisation.
 
     Raises: CheckpointError if the quantisation is not supported, or not in safetensors files.
     """
@@ -171,7 +192,7 @@ def packing_of(values: Mapping[str, Any]) -> Packing | None:
 
 
 def packed_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
-    """Meta's names of the matrices that a HF folder has quantised, given its tensor names `held`.
+    """Meta's names of an HF folder's quantised matrices, given its tensor names `held`.
 
     The tensor names decide: programs differ in how they list unquantised layers in config.json.
 

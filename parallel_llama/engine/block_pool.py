@@ -1,13 +1,13 @@
 """Which blocks of the paged KV cache are free, in use, or kept for prefix caching.
 
-A block is `block_size` consecutive slots. It is free; or used by one or more owners; or cached:
-without an owner, but kept so that a prefix key can find its contents. The pool never looks at keys
-or values, so it is the same on every rank.
+A block is `block_size` consecutive slots. It is free, or used by one or more owners, or cached. A
+cached block has no owner, but is kept so that a prefix key can find its contents. The pool never
+reads keys or values, so it is the same on every rank.
 
-Attention reads consecutive blocks of a sequence in place. So the free blocks after a new sequence
-are promised to it, as far as it may grow, and other sequences start elsewhere if they can. This is
-a preference and not a reservation: promised blocks are free, and are given to other sequences
-before any allocation fails.
+Attention reads consecutive blocks of a sequence in place. So the free blocks right after a new
+sequence, up to the length that it may reach, are promised to it, and other sequences start
+elsewhere if they can. This is a preference and not a reservation: promised blocks are free, and are
+given to other sequences before any allocation fails.
 """
 
 import struct
@@ -115,7 +115,7 @@ class BlockPool:
         return taken
 
     def publish(self, block: int, key: bytes) -> None:
-        """Register a full used block under its key, unless either already is."""
+        """Register a full used block under its key, unless the block or the key is registered."""
         assert self._n_owners[block], f"block {block} has no owner"
         if key not in self._block_of and self._key_of[block] is None:
             self._block_of[key] = block

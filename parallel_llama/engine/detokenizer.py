@@ -1,4 +1,4 @@
-"""Converts the tokens of a completion to text and detects its end, as at a stop string; rank 0."""
+"""Converts the tokens of a completion to text, and finds its end. Only rank 0 uses it."""
 
 from collections import deque
 from collections.abc import Sequence

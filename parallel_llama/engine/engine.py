@@ -201,8 +201,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one forward pass and draw tokens for every sequence whose prompt is in the cache.
 
-        Ranks above 0 wait for rank 0 without a timeout. Afterwards `rpc` has the call, if rank 0
-        sent one instead, and is empty otherwise.
+        Ranks above 0 wait for rank 0 without a timeout. If rank 0 sends a call instead of a step,
+        `rpc` has the call afterwards; otherwise it is empty.
 
         Collective: a broadcast of a message; if any tokens run, those of a forward pass, one head
         exchange and one broadcast; two more broadcasts for grammars, and a barrier after an error.
@@ -279,7 +279,7 @@ class Engine:
         return outputs
 
     def _reset(self) -> None:
-        """Start without requests and with an empty KV cache, whose contents may be invalid."""
+        """Discard all requests and the contents of the KV cache, which may be invalid."""
         self._reset_scheduler()
         # On rank 0 only: what is not yet sent to the other ranks, and when requests time out.
         self._incoming: deque[tuple[int, Request]] = deque()
@@ -321,7 +321,7 @@ class Engine:
         while self._incoming and size < MAX_SIZE:
             begin.append(self._incoming.popleft())
             size += size_of(begin[-1][1])
-        # A request can only end after the other ranks have been sent it.
+        # A request can end only after it has been sent to the other ranks.
         unsent = {ticket for ticket, _ in self._incoming} if self._outgoing else set()
         end = tuple(each for each in self._outgoing if each[0] not in unsent)
         self._outgoing = [each for each in self._outgoing if each[0] in unsent]
@@ -391,7 +391,7 @@ class Engine:
     # Callbacks of the scheduler
 
     def _context(self, request: Request) -> bytes:
-        """What cached blocks depend on besides tokens."""
+        """What cached blocks depend on in addition to tokens."""
         salt = (request.params.cache_salt or "").encode()
         return struct.pack("<q", base_len(self.runner.args, len(request.prompt))) + salt
 

@@ -212,7 +212,9 @@ class InputProcessor:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.sampling_params()] * len(given)
         if len(params) != len(given):
-            raise UsageError(f"{len(given)} prompts and {len(params)} sampling params; match them")
+            raise UsageError(
+                f"{len(given)} prompts and {len(params)} sampling params; give one for each prompt"
+            )
         seed = self.run_seed()
         requests = []
         for index, (prompt, own) in enumerate(zip(given, params, strict=True)):

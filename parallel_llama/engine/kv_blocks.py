@@ -21,8 +21,8 @@ STEP_TOKENS: Mapping[str, int] = {"cpu": 512, "cuda": 4096}
 class BlockTable:
     """The blocks that a sequence holds in one KV group, in order.
 
-    The first `n_kept` blocks hold attention sinks and stay; the `n_given_up` blocks after them are
-    missing.
+    The first `n_kept` blocks hold attention sinks and stay; the next `n_given_up` blocks are no
+    longer held.
     """
 
     blocks: list[int] = field(default_factory=list)

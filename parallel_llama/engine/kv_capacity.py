@@ -2,23 +2,20 @@
 
 import hashlib
 import re
-import resource
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
-from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from parallel_llama.dtypes import KVFormat
+from parallel_llama.engine.available_memory import available_memory
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.memory import (
-    CPU_FRACTION,
-    MAX_CPU_BYTES,
     blocks_held,
     default_cache_bytes,
     kv_bytes_per_token,
@@ -39,8 +36,8 @@ class Capacity:
     """The size of the KV cache, the same on every rank.
 
     `n_blocks` are the blocks of each KV group. `windows` is the number of keys that a token sees in
-    each KV group, None for all, besides the first `n_sinks` tokens of a sequence. `n_bytes` is the
-    size on the rank with the largest cache.
+    each KV group, None for all, in addition to the first `n_sinks` tokens of a sequence. `n_bytes`
+    is the size on the rank with the largest cache.
     """
 
     n_blocks: tuple[int, ...]
@@ -118,7 +115,7 @@ class CacheSize:
         widest = max(map(sum, self._block_bytes))
         if n_bytes is not None and n_bytes < widest:
             raise UsageError(
-                f"kv_cache_bytes={n_bytes} and one block of {block_size} tokens takes {widest} "
+                f"kv_cache_bytes={n_bytes}, but one block of {block_size} tokens takes {widest} "
                 "bytes on a rank; raise kv_cache_bytes, lower block_size, or use more ranks"
             )
 
@@ -136,7 +133,7 @@ class CacheSize:
             if needed > n_free:
                 lower = " or lower kv_cache_bytes" if self.n_bytes else ""
                 raise UsageError(
-                    f"rank {rank} of {comm.size} needs {needed} bytes of its card, which has "
+                    f"rank {rank} of {comm.size} needs {needed} bytes of its GPU, which has "
                     f"{n_free} free: {weights[rank]} for weights, {cache} for the KV cache, "
                     f"{working} as workspace; use more ranks, --quant int8, a smaller dtype{lower}"
                 )
@@ -155,7 +152,7 @@ class CacheSize:
         least = frees.index(min(frees))
         if self.n_bytes is not None and self.n_bytes > frees[least]:
             raise UsageError(
-                f"kv_cache_bytes={self.n_bytes} and rank {least} has {frees[least]} bytes of free "
+                f"kv_cache_bytes={self.n_bytes}, but rank {least} has {frees[least]} bytes of free "
                 "memory; lower kv_cache_bytes"
             )
         rooms = [
@@ -171,7 +168,7 @@ class CacheSize:
         tightest = n_blocks.index(min(n_blocks))
         if n_blocks[tightest] < 1:
             raise UsageError(
-                f"rank {tightest} has {rooms[tightest]} bytes for its KV cache and one block of "
+                f"rank {tightest} has {rooms[tightest]} bytes for its KV cache, but one block of "
                 f"{self.block_size} tokens takes {sum(self._block_bytes[tightest])}; free some "
                 "memory, or use more ranks on more hosts"
             )
@@ -219,45 +216,3 @@ class MemoryFor:
             asked = re.search(r"(\d+) bytes", text)
             size = f" ({asked[1]} bytes at once)" if asked else ""
             raise OutOfMemory(f"there is no memory for {self.what}{size}; {self.remedy}") from error
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping, within the limits of container and process.
-
-    If unknown, enough for the largest default cache.
-    """
-    available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
-    if available is None:
-        return int(MAX_CPU_BYTES / CPU_FRACTION)
-    left = [available << 10, *_room_in_address_space(root)]
-    cgroup = root / "sys" / "fs" / "cgroup"
-    for folder, limit, used, prefix in (  # versions 2 and 1
-        (cgroup, "memory.max", "memory.current", ""),
-        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        try:
-            n_left = int((folder / limit).read_text()) - int((folder / used).read_text())
-        except (OSError, ValueError):  # no container, or no limit: "max"
-            continue
-        # The page cache counts as used, but is evicted when memory is needed.
-        stat = _numbers(folder / "memory.stat")
-        left.append(n_left + sum(stat.get(f"{prefix}{s}active_file", 0) for s in ("", "in")))
-    return max(0, min(left))
-
-
-def _room_in_address_space(root: Path) -> list[int]:
-    """The bytes that `ulimit -v` leaves, if it is set."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    taken = _numbers(root / "proc" / "self" / "status").get("VmSize:")
-    if limit == resource.RLIM_INFINITY or taken is None:
-        return []
-    return [limit - (taken << 10)]
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """The first number after each line's first word; empty if there is no such file."""
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except (OSError, ValueError):
-        return {}
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypedDict, get_args
 
 import msgspec
 
 from parallel_llama.errors import UsageError
+from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S, Timeouts
 from parallel_llama.plan import KVSplit
 
 
@@ -48,7 +49,8 @@ class Settings(TypedDict, total=False):
     attention_sinks: int
     block_size: int
     max_drafts: int
-    timeout_s: float | None
+    timeout_s: float
+    start_timeout_s: float
     elastic: bool
 
 
@@ -63,7 +65,7 @@ class LLMConfig:
             CPU. The CPU keeps weights in 16 bits and computes in float32.
         quant: int8, int4 or fp8 quantise the matrices while they are read, with a scale for every
             32 inputs; stored keeps the files' own quantisation; none decodes it. By default stored
-            for a quantised folder, else none.
+            if the files are quantised, else none.
         device: auto, cpu or cuda.
         max_seq_len: lowers the model's context, in tokens.
         seed: seed of requests without a seed of their own. By default a new one for each call.
@@ -78,14 +80,14 @@ class LLMConfig:
             would hold the same head.
         exact: the same bits on any number of ranks: ranks exchange the inputs of wo and w2 instead
             of partial sums. By default on the CPU ranks of one host, but not with bfloat16 or
-            kv_split='sequence', nor where experts are distributed; False is the faster way.
+            kv_split='sequence', nor where experts are distributed; False is faster.
         attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache.
         max_drafts: maximum draft tokens per sequence and step, guessed from earlier text and then
             verified; 0 for none. Drafts change the speed and never the tokens.
-        timeout_s: seconds that a rank waits for another one. By default 30 in a step and 60 at the
-            start.
+        timeout_s: seconds that a rank waits for another one in a step.
+        start_timeout_s: seconds that a rank waits for another one while the ranks join and load.
         elastic: after the loss of a rank above 0 the others go on with one rank fewer, and continue
             all requests; for CPU ranks that this program starts.
     """
@@ -107,7 +109,8 @@ class LLMConfig:
     attention_sinks: int = 0
     block_size: int = 16
     max_drafts: int = 8
-    timeout_s: float | None = None
+    timeout_s: float = Timeouts.step_s
+    start_timeout_s: float = Timeouts.start_s
     elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -124,10 +127,13 @@ class LLMConfig:
                 if not isinstance(value, Integral) or int(value) < 0:
                     raise UsageError(f"{name}={value!r}: use a whole number of at least 0")
                 object.__setattr__(self, name, int(value))
-        if self.timeout_s is not None:
-            if not float(self.timeout_s) > 0:
-                raise UsageError(f"timeout_s={self.timeout_s}: use a number of seconds above 0")
-            object.__setattr__(self, "timeout_s", float(self.timeout_s))
+        for name in ("timeout_s", "start_timeout_s"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not 0 < float(value) <= MAX_TIMEOUT_S:
+                raise UsageError(
+                    f"{name}={value!r}: use a number of seconds above 0, at most {MAX_TIMEOUT_S:g}"
+                )
+            object.__setattr__(self, name, float(value))
         if self.slice_of is not None:
             rank, n_ranks = self.slice_of
             if not 0 <= rank < n_ranks:

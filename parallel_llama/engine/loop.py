@@ -44,7 +44,7 @@ class Client(Protocol[Key]):
     def on_step(self, result: StepResult[Key]) -> None: ...
 
     def on_failed(self, keys: Sequence[Key], error: NumericalError) -> None:
-        """A step failed, and with it all requests of the client; the loop goes on."""
+        """A step failed, and with it all requests of the client; the loop continues."""
 
 
 class EngineLoop(Generic[Key]):

@@ -39,7 +39,6 @@ class CardTick:
 
 
 def tick_of(device: torch.device) -> Callable[[], Tick]:
-    """The tick class of a device."""
     return CardTick if device.type == "cuda" else HostTick
 
 

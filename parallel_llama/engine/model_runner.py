@@ -49,7 +49,7 @@ _MEMORY = MemoryFor("a step of this batch", "lower kv_cache_bytes, or use more r
 
 
 class ModelRunner:
-    """The model and the caches of one rank, and the forward pass over a batch of chunks."""
+    """The model and the KV caches of one rank, and the forward pass over a batch of chunks."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class ModelRunner:
                 self._graphs.prepare(self._logits, self.comm, recorder, on_graph)
 
     def close(self) -> None:
-        """Drop what holds the communicator; the runner must not be used afterwards."""
+        """Drop the references to the communicator; the runner must not be used afterwards."""
         if self._graphs is not None:
             self._graphs.close()
 
@@ -200,7 +200,7 @@ class ModelRunner:
         others: Sequence[int] = (),
         sampling_keys: Sequence[SamplingKey] = (),
     ) -> tuple[Logits, Tensor]:
-        """Run the chunks as `forward`; rows that are sampled become logits, others hidden states.
+        """Run the chunks; return logits of the rows `drawing` and hidden states of the `others`.
 
         `sampling_keys` are those of the sampled rows, if `draws_on_device`.
 
@@ -211,13 +211,13 @@ class ModelRunner:
         if drawing and not others:
             with _MEMORY:
                 return self._logits_of(chunks, drawing, sampling_keys), self._no_rows
-        # The middle of a prompt needs no row, but a forward pass returns at least one.
+        # A chunk inside a prompt needs no row, but a forward pass returns at least one.
         hidden = self.forward(chunks, [*drawing, *others] or [0])
         return Logits(self.logits(hidden[: len(drawing)])), hidden[len(drawing) :]
 
     @property
     def draws_on_device(self) -> bool:
-        """Whether a step also draws from its logits, so that `step_ahead` can be called."""
+        """Whether a step also samples from its logits, so that `step_ahead` can be called."""
         return self._graphs is not None
 
     @torch.inference_mode()
@@ -255,7 +255,7 @@ class ModelRunner:
             return self._logits(self.batch(chunks, rows, sampling_keys))
 
     def _logits(self, batch: Batch) -> Logits:
-        """The logits of the batch's rows, and the tokens drawn from them if the batch has noise."""
+        """The logits of the batch's rows, and tokens drawn from them if it has sampling keys."""
         logits = self.model.logits(self.model(batch, self.caches))
         if batch.sampling_keys is None:
             return Logits(logits)
@@ -299,7 +299,6 @@ class ModelRunner:
         sampling_keys: Sequence[SamplingKey],
         tokens: Tensor | None = None,
     ) -> Batch:
-        """The batch for paged attention."""
         assert self._rotations is not None
         n_rows, kv_groups = None if rows is None else len(rows), self._layout.steps(chunks)
         buffer = StepBuffer(StepSize.of(chunks, kv_groups, n_rows), self._rotations, self.device)

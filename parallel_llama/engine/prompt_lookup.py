@@ -12,8 +12,8 @@ from itertools import pairwise
 
 LONGEST, SHORTEST = 4, 2  # lengths of the suffixes that are looked up, longest first
 
-# (rows, cost of a step with so many rows, in steps of one row), measured on two CPU cores. Costs in
-# between are interpolated; a step has at most as many rows as the last entry.
+# (rows, cost of a step with this many rows relative to a step of one row), measured on two CPU
+# cores. Costs in between are interpolated; a step has at most as many rows as the last entry.
 ROW_COSTS = ((1, 1.0), (2, 1.1), (4, 1.4), (8, 1.55), (16, 1.8))
 
 MIN_GAIN = 1.05  # tokens per cost, against 1 without drafts

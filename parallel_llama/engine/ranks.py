@@ -1,4 +1,4 @@
-"""The ranks of one LLM: starting, comparing, stepping and ending them.
+"""Starts the ranks of one LLM, compares their settings, steps them and ends them.
 
 If no other program has started ranks, this process is rank 0 and starts the others on this host, as
 `python -m parallel_llama.engine.ranks`.
@@ -35,7 +35,6 @@ from parallel_llama.parallel.collectives import (
     Communicator,
     Slice,
     Solo,
-    Timeouts,
     broadcast_bytes,
 )
 from parallel_llama.parallel.communicators import give_up, join, use_device
@@ -44,6 +43,7 @@ from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name
 from parallel_llama.parallel.regroup import Orders, RegroupOrder, join_group, lead_group
 from parallel_llama.parallel.shared_memory import SharedMemory
+from parallel_llama.parallel.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Loss:
 
 
 class Ranks:
-    """The ranks of one LLM from their start to their end.
+    """The ranks of one LLM.
 
     The constructor starts the processes of the other ranks, unless another program has started
     them; `start` joins them and loads the model.
@@ -92,7 +92,7 @@ class Ranks:
         self._comm: Communicator | None = None
         self._local_ranks: LocalRanks | None = None
         self._n_threads = torch.get_num_threads()
-        self._timeouts = Timeouts.of(setup.config.timeout_s)
+        self._timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
         self.losses: list[Loss] = []
         self._orders = orders
         if is_started_as_rank():
@@ -118,7 +118,7 @@ class Ranks:
     ) -> None:
         """Join the other ranks, load the model, and make the engine; arguments as in LLM.
 
-        Raises: RankError for a rank that does not arrive, fails, or has other facts; UsageError for
+        Raises: RankError for a rank that does not join, fails, or has other facts; UsageError for
         too little memory; DamagedWeights for weights that cannot be read.
         Collective: all ranks call it.
         """
@@ -147,7 +147,7 @@ class Ranks:
 
     @property
     def comm(self) -> Communicator:
-        """The communicator of the running ranks; with `slice_of` the engine has another."""
+        """The communicator of the running ranks; with `slice_of`, the engine uses another one."""
         assert self._comm is not None
         return self._comm
 
@@ -207,7 +207,7 @@ class Ranks:
         self.enduring(self._look)
 
     def end(self) -> None:
-        """End the other ranks. Errors of ranks are suppressed: the LLM is not used any more."""
+        """End the other ranks. Errors of ranks are suppressed, as the LLM is no longer used."""
         with suppress(RankError):
             if self._engine is not None and self._engine.comm.rank == 0:
                 rank_rpc.close(self._engine)
@@ -291,8 +291,7 @@ class Ranks:
             on_wait(missing)
 
         setup, env = self.setup, None if ranks is None else ranks.env
-        timeout_s = setup.config.timeout_s
-        self._comm = join(setup.device, env=env, facts=facts, timeout_s=timeout_s, look=look)
+        self._comm = join(setup.device, env=env, facts=facts, timeouts=self._timeouts, look=look)
         is_shared = isinstance(self._comm, SharedMemory | Solo)
         if setup.config.elastic and not is_shared:
             raise UsageError(
@@ -315,7 +314,7 @@ class Ranks:
             nullcontext() if keeps_open else closing(setup.checkpoint)
         )
         with checkpoint, started_thread() as thread:
-            # While weights load: most of it runs in another process.
+            # The tokenizer is parsed mostly in another process, while this one reads weights.
             tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
             with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
                 self._runner = runner = ModelRunner.load(
@@ -373,7 +372,7 @@ def _record(runner: ModelRunner, on_graph: Callable[[int], None]) -> None:
 
 
 def shared_facts(setup: ModelSetup) -> dict[str, str]:
-    """What must be the same on all ranks, by name."""
+    """The values that must be the same on all ranks, by name."""
     files, config = setup.inputs.files, setup.config
     contents = {} if config.random_weights is not None else fingerprint(files)
     return {

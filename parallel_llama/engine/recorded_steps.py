@@ -65,7 +65,6 @@ class Logits:
     drawn: Tensor | None = None
 
     def rows(self, which: slice | list[int]) -> "Logits":
-        """The logits of some rows."""
         largest = None if self.largest is None else self.largest[which]
         drawn = None if self.drawn is None else self.drawn[which]
         return Logits(self.values[which], largest, drawn)
@@ -189,9 +188,9 @@ class KernelCalls:
     """The recorded kernel calls of a model on the CPU, for each number of rows.
 
     Args:
-        model: The model; nothing is recorded if its operators are torch's.
+        model: Nothing is recorded if its operators are torch's.
         caches: One KV cache per KV group.
-        layout: The layout of the caches; nothing is recorded if they are sharded by token.
+        layout: Nothing is recorded if the caches are sharded by token.
         tables: The rotary tables of each KV group.
     """
 

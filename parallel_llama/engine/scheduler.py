@@ -7,12 +7,13 @@ sequence has ended, and calls `finish`.
 A sequence holds blocks in each KV group (layers that share a block table), and runs only if it has
 enough blocks in every group.
 
-Prompts with the least work left go first, so that a short prompt behind long ones has its first
-token soon; long prompts wait while a short request runs, at most MAX_HELD_STEPS steps. The oldest
-unfinished sequence always makes progress: half of a step's prompt tokens are reserved for it;
-younger sequences are preempted for it; while it waits, the sequences admitted before it take in
-total at most as many blocks as the cache has; and `add` refuses a request that does not fit into
-empty pools.
+Prompts with the least work left go first, so that a short prompt behind long prompts gets its first
+token soon. Long prompts wait while a short request runs, for at most MAX_HELD_STEPS steps.
+
+The oldest unfinished sequence always makes progress. Half of a step's prompt tokens are reserved
+for it, and younger sequences are preempted for it. While it waits, the sequences admitted before it
+take at most as many blocks in total as the cache has. `add` refuses a request that does not fit
+into empty pools.
 """
 
 from bisect import bisect_left, insort
@@ -26,7 +27,7 @@ from parallel_llama.engine.kv_blocks import BlockTable, KVGroupBlocks
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request
 
-# Sequences that run at once: with more rows than this a step gains no throughput.
+# Sequences that run at once; more rows would not increase the throughput.
 MAX_RUNNING = 256
 
 # The cost of a prompt token with log-probabilities, relative to one without: SmolLM2 on a CPU takes
@@ -125,8 +126,8 @@ class Scheduler:
     """Schedules requests step by step: `schedule`, then `commit` for each sequence that ran.
 
     Each KV group has a pool, all with blocks of one size, and a window: the number of keys that a
-    token sees, None for all. `context` returns what a request's cached blocks depend on besides its
-    tokens; `draft` returns draft tokens of a sequence, at most a given number.
+    token sees, None for all. `context` returns what a request's cached blocks depend on in addition
+    to its tokens; `draft` returns at most a given number of draft tokens of a sequence.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._scheduled: dict[int, ScheduledTokens] = {}  # by arrival, until committed
         self._n_arrived = 0
-        # The arrival of the first waiting sequence, and the blocks of those admitted before it.
+        # Arrival of the first waiting sequence, and the blocks of sequences admitted before it.
         self._passed: tuple[int, int] = (-1, 0)
         self._n_held = 0  # steps in a row, this one included, in which long prompts wait
         self._n_since_short = RECENT_STEPS  # steps since the last one with a short request
@@ -181,7 +182,7 @@ class Scheduler:
         )
         return (
             f"a prompt of {n_prompt} tokens and max_tokens={most} need {needed} blocks of {size} "
-            f"tokens and the KV cache has {n_blocks}; {remedy} or enlarge the KV cache"
+            f"tokens, but the KV cache has {n_blocks}; {remedy} or enlarge the KV cache"
         )
 
     def add(
@@ -412,8 +413,9 @@ class Scheduler:
     def _shares(self, sequences: abc.Sequence[Sequence], n_tokens: int) -> dict[Sequence, int]:
         """Divide a step's prompt tokens. Returns: the tokens of each sequence that gets any.
 
-        The least work goes first, and half of the tokens are kept for the oldest sequence. Scored
-        tokens count with their cost, unless no other sequence waits for the step to end.
+        The sequence with the least work goes first, and half of the tokens are reserved for the
+        oldest sequence. Tokens that are scored count as SCORED_TOKEN_WORK, unless no other sequence
+        waits for the step to end.
         """
         if not sequences or n_tokens <= 0:
             return {}
@@ -506,7 +508,7 @@ class Scheduler:
         tables = [kv_group.prefix(sequence.keys[:n_found]) for kv_group in self.kv_groups]
         for number, (kv_group, table) in enumerate(zip(self.kv_groups, tables, strict=True)):
             n_new = kv_group.n_for_start(table, n_known)
-            # One more for each sequence that can grow, or this one would be preempted at once.
+            # Keep a block for each sequence that can grow, or this one would soon be preempted.
             n_growing = sum(
                 len(other.tables[number].blocks) < kv_group.n_held(_most_tokens(other.request))
                 for other in self.running

@@ -9,7 +9,12 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint, random_checkpoint
 from parallel_llama.checkpoint.file_manifest import require_whole
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.reading import open_checkpoint
-from parallel_llama.config.layouts import default_quant, load_model_args, stored_formats
+from parallel_llama.config.layouts import (
+    default_quant,
+    load_model_args,
+    stored_formats,
+    why_decoded,
+)
 from parallel_llama.dtypes import default_dtype, kv_format, make_precision
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
@@ -32,7 +37,7 @@ logger = logging.getLogger(__name__)
 class ModelSetup:
     """The plan, precision, device and checkpoint of a model on this rank.
 
-    `inputs` is the model's InputProcessor, if the caller has one.
+    `inputs` is the model's InputProcessor, if the caller already has one.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used;
     DamagedWeights for files that differ from their manifest.
@@ -55,20 +60,23 @@ class ModelSetup:
         if config.elastic:
             require_elastic(self.kind, config.kv_split)
         self.dtype = config.dtype or default_dtype(self.args, self.kind)
-        self.quant = config.quant or (default_quant(files, self.args) if has_files else "none")
-        is_stored = has_files and self.quant == "stored"
-        stored = stored_formats(files, self.args) if is_stored else None
+        stored = stored_formats(files, self.args) if has_files else None
+        self.quant = config.quant or "none"
+        if has_files and config.quant is None:
+            self.quant = default_quant(files, self.args, self.dtype)
         self.precision = make_precision(self.args, self.dtype, self.kind, self.quant, stored)
         self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
         played, n_shards = slice_of or (0, self.size)
         dtypes = self.precision.dtype, self.kv_format.dtype
-        # Several hosts exchange more messages with exact sums, so there they are not the default.
+        # Exact sums send more messages, so on several hosts they are not the default.
         asked = config.exact if n_local_ranks == self.size else bool(config.exact)
         self.exact = resolve_exact(asked, self.args, n_shards, self.kind, dtypes, config.kv_split)
         self.shard_over(n_shards, None if slice_of is None else played)
-        unrecorded = why_unrecorded(self.args, self.plan.kv_parts, self.kind)
-        if unrecorded and world()[0] == 0:
-            logger.warning(unrecorded)
+        slower = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
+        if has_files:
+            slower.append(why_decoded(files, self.args, self.dtype, config.quant))
+        for reason in filter(None, slower if world()[0] == 0 else ()):
+            logger.warning(reason)
         drawn_on = torch.device("cpu") if slice_of is None else self.device
         self.checkpoint = _open_weights(files, self.args, config, drawn_on)
 
@@ -108,7 +116,7 @@ class ModelSetup:
 
 
 def resolve_size(wanted: int | None) -> int:
-    """The number of ranks: the one asked for, or that of the ranks that torchrun has started.
+    """The number of ranks: `wanted`, or the number of ranks that torchrun has started.
 
     Raises: UsageError if both are given and differ, or for a number that is out of range.
     """
@@ -161,7 +169,7 @@ def _open_weights(
 
 
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
-    """The kind of device for this host's ranks; warns if auto leaves CUDA cards unused."""
+    """The kind of device for this host's ranks; warns if auto leaves GPUs unused."""
     n_cards = visible_cards()
     kind = choose_device(asked, n_ranks, n_cards)
     if n_cards and asked == "auto" and kind == "cpu" and world()[0] == 0:

@@ -1,8 +1,8 @@
 """The chunks of a step, and all its inputs in one buffer, which is copied to the device at once.
 
 On a GPU each copy costs more than a small kernel, and a CUDA graph reads its inputs from fixed
-addresses. So a step's tokens, positions, slots, block tables and noise are consecutive in one
-buffer, on the host and on the device.
+addresses. So a step's tokens, positions, slots, block tables and sampling keys are consecutive in
+one buffer, on the host and on the device.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _RANGE = 5  # integers of a range of queries, as in PagedQueries
 # results are bitwise those of decoding without drafts.
 MAX_DECODED = 9
 
-# The key and the temperature of a row's draw, as Noise has them.
+# The key and the temperature of a row's draw, as in `SamplingKeys`.
 SamplingKey = tuple[int, float]
 
 
@@ -70,7 +70,7 @@ class KVGroupStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSize:
-    """The capacity of a buffer: tokens, decoded tokens, chunks of the other tokens, blocks.
+    """The capacity of a buffer in tokens, decoded tokens, chunks of the other tokens, and blocks.
 
     `n_rows` is the number of output rows, None for all tokens in their order; `n_blocks` counts a
     block once for each chunk and KV group that sees it.
@@ -138,7 +138,6 @@ class StepBuffer:
     Args:
         size: Its capacity.
         rotations: [n_positions, 1, head_dim / 2] complex, the rotary table of each KV group.
-        device: The device of the model.
     """
 
     def __init__(self, size: StepSize, rotations: Sequence[Tensor], device: torch.device) -> None:

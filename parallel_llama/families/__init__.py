@@ -35,11 +35,11 @@ FAMILIES = {
 }
 
 # Well-known families that are not supported, by HF's model_type, and why.
-_ALIBI = "its position biases (ALiBi) are not computed"
-_LEARNED = "its learned position embeddings are not computed"
-_LATENT = "its latent attention (MLA) is not computed"
-_SHARED = "its shared experts, to which every token is sent, are not computed"
-_STATE = "its state-space layers (SSM) are not computed"
+_ALIBI = "its position biases (ALiBi) are not implemented"
+_LEARNED = "its learned position embeddings are not implemented"
+_LATENT = "its latent attention (MLA) is not implemented"
+_SHARED = "its shared experts, to which every token is sent, are not implemented"
+_STATE = "its state-space layers (SSM) are not implemented"
 _FIRST_FALCON = "use the newer config.json of Falcon, which has model_type 'falcon'"
 _IMAGES = "it is a model of text and images, and only text models are supported"
 MISSING = {

@@ -31,7 +31,7 @@ _ALWAYS = {"norm": "layer", "norm_bias": True, "gated": False}
 
 def _features(fields: Fields) -> dict[str, Any]:
     if fields.flag("alibi", False):
-        raise UsageError("alibi=true: its position biases (ALiBi) are not computed")
+        raise UsageError("alibi=true: its position biases (ALiBi) are not implemented")
     is_new, is_parallel = fields.flag(_NEW, False), fields.flag(_PARALLEL, True)
     n_norms, most = fields.integer(_N_NORMS, 2 if is_new else 1), 2 if is_new else 1
     if is_new and not is_parallel:

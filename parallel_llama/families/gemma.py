@@ -1,8 +1,8 @@
 """Gemma 1, 2 and 3 (text): GEGLU, norms with weight + 1, scaled embeddings.
 
-Gemma 2 alternates layers with and without a sliding window, caps scores and logits, and norms the
-outputs of attention and feed-forward. Gemma 3 replaces the caps by norms of queries and keys, and
-has a separate rotary base in layers with a window.
+Gemma 2 alternates layers with and without a sliding window, caps scores and logits, and normalises
+the outputs of attention and feed-forward. Gemma 3 replaces the caps by norms of queries and keys,
+and has a separate rotary base in layers with a window.
 
 Source: arXiv 2403.08295, 2408.00118 and 2503.19786; the configurations of transformers 5.23.
 """
@@ -121,7 +121,7 @@ def _gguf_features_of_3(fields: Fields, _names: Collection[str]) -> dict[str, An
 
 
 def _gguf_window(fields: Fields, arch: str, usual: int, full: Iterable[int]) -> dict[str, Any]:
-    """The window and the layers without it; empty if all layers have one that hides no key."""
+    """The window and the layers without it; empty if the window hides no key in any layer."""
     window, full_layers = fields.integer(f"{arch}.{_WINDOW_IN_GGUF}", usual), tuple(full)
     if not window or (not full_layers and window >= fields.integer(f"{arch}.context_length")):
         return {}

@@ -2,7 +2,7 @@
 
 ChatGLM has its own keys, names and tokenizer code; GLM has those of transformers. Both rotate the
 first half of each head, in pairs of neighbours. GLM-4-0414 and GLM-Z1 have the model_type glm4, and
-norm the outputs of attention and feed-forward.
+normalise the outputs of attention and feed-forward.
 
 Source: arXiv 2406.12793; GlmConfig and Glm4Config of transformers 5.24; config.json of
 THUDM/chatglm2-6b and 3.

@@ -151,7 +151,7 @@ class ModelArgs:
             raise UsageError(f"rope_theta={self.rope_theta}: use a finite number above 1")
         self._check_experts()
         if self.dtype not in DTYPES:
-            raise UsageError(f"dtype={shown(self.dtype)}: weights are read in {', '.join(DTYPES)}")
+            raise UsageError(f"dtype={shown(self.dtype)}: use one of {', '.join(DTYPES)}")
         scaling, rotary_dim = self.rope_scaling, self.rotary_dim
         if rotary_dim is not None and (rotary_dim % 2 or not 2 <= rotary_dim <= self.head_dim):
             raise UsageError(
@@ -301,7 +301,7 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """A KV group: layers that attend to the same keys, all or those of the window."""
+    """Layers that attend to the same keys: all keys, or those of the window."""
 
     layers: tuple[int, ...]
     window: int | None

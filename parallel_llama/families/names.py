@@ -56,7 +56,7 @@ QK_NORM_NAMES = in_layers(
     ("attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight"),
 )
 
-# In these families post_attention_layernorm norms the output of attention.
+# In these families post_attention_layernorm normalises the output of attention.
 POST_NORM_NAMES = in_layers(
     ("post_attention_norm.weight", "post_attention_layernorm.weight", "post_attention_norm.weight"),
     ("ffn_norm.weight", "pre_feedforward_layernorm.weight", "ffn_norm.weight"),

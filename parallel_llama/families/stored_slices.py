@@ -1,4 +1,4 @@
-"""Where a layout stores each weight: the stored tensor and the rows of it.
+"""Where a layout stores each weight: the stored tensor, and the weight's rows in it.
 
 Weights with the same name in a layout share a stored tensor, concatenated in the order of the
 model. If the layout stores the queries, key and value of every KV head together, the tensor is cut

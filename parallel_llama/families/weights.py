@@ -21,7 +21,7 @@ class Param:
         axis: The axis that is sharded; None for a replicated weight.
         dim: The dimension of that axis.
         unit: Rows or columns per head, channel or vocabulary entry along the dimension.
-        expert: The expert of the weight, which only its ranks hold.
+        expert: The number of the weight's expert, held only by that expert's ranks, or None.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Param:
     @property
     def kind(self) -> Kind:
         """The kind of weight, which decides the allowed formats."""
-        if len(self.shape) == 1 or self.name.endswith(".gate.weight"):  # routers stay exact
+        if len(self.shape) == 1 or self.name.endswith(".gate.weight"):  # routers are not quantised
             return "vector"
         return "matrix" if self.name.startswith("layers.") else "outer"
 

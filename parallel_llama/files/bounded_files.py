@@ -142,8 +142,8 @@ def read_bounded(file: BufferedReader, path: Path, max_bytes: int) -> bytes:
 def read_private(path: Path, max_bytes: int) -> bytes:
     """The content of a file with a secret.
 
-    Raises: UsageError for this user's file that others can read, as in ssh; CheckpointError as
-    `read_bytes`.
+    Raises: UsageError if the file belongs to this user and others can read it, as ssh does;
+    CheckpointError as `read_bytes`.
     """
     with open_input(path) as file:
         data, status = read_bounded(file, path, max_bytes), os.fstat(file.fileno())

@@ -164,7 +164,7 @@ def _array(cursor: _Cursor, what: str) -> list[Any]:
     cursor.array_values += count
     if cursor.array_values > MAX_ARRAY_VALUES:
         raise CheckpointError(
-            f"{cursor.path}: {what} brings the values in arrays to {cursor.array_values}, "
+            f"{cursor.path}: the arrays up to {what} have {cursor.array_values} values, "
             f"at most {MAX_ARRAY_VALUES} are read"
         )
     if kind in _SCALARS:
@@ -192,8 +192,8 @@ def _n_bytes(shape: tuple[int, ...], type_number: int, fail: Callable[[str], Non
         shown = f"{name} ({type_number})" if name else str(type_number)
         known = ", ".join(name for name, _, _ in GGML_TYPES.values())
         fail(
-            f"has the ggml type {shown}, which is not supported; use a file in another, such as "
-            f"Q8_0; supported: {known}"
+            f"has the ggml type {shown}, which is not supported; use a file of another type, such "
+            f"as Q8_0; supported: {known}"
         )
     _, block, block_bytes = GGML_TYPES[type_number]
     if shape[-1] % block:

@@ -40,9 +40,9 @@ def hub_folder(name: str) -> Path:
 def find_snapshot(name: str) -> Path | None:
     """The folder of the snapshot of a model's main branch, or None if nothing was downloaded.
 
-    Without refs/main it is the only snapshot.
+    The file refs/main names the snapshot; without that file it is the only snapshot.
 
-    Raises: UsageError if there is no single snapshot, or not the one that refs/main names.
+    Raises: UsageError if refs/main names no snapshot, or is missing and there is not just one.
     """
     folder = hub_folder(name)
     snapshots, main = folder / "snapshots", folder / "refs" / "main"

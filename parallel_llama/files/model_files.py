@@ -210,7 +210,7 @@ def _in_folder(folder: Path) -> ModelFiles:
     has_meta = has_params and (mistral is not None or has_pickled)
     if held and has_meta:
         logger.warning(
-            "%s holds a HF and a Meta checkpoint; the HF one is read. Remove %s to read Meta's",
+            "%s holds an HF and a Meta checkpoint; the HF one is read. Remove %s to read Meta's",
             folder,
             _CONFIG,
         )

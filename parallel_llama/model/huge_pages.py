@@ -1,6 +1,6 @@
 """Weights in huge pages, to avoid TLB misses when every weight is read once per step.
 
-A system without free huge pages gives small ones.
+If the system has no free huge pages, the memory has small pages.
 
 Source: Linux's admin guide, "Transparent Hugepage Support".
 """

@@ -33,13 +33,8 @@ class KVCache:
     """Keys and values of the layers of one KV group.
 
     Args:
-        args: The model.
-        shard: The shard of this rank.
         n_layers: The number of layers of the group; the first is layer 0.
-        n_blocks: The number of blocks.
         block_size: Slots per block.
-        form: The format of keys and values.
-        device: The device of the cache.
 
     Shapes: `k` and `v` are [n_layers, K, n_blocks * block_size, W] local, rows as in `ops.kv_rows`;
     keys are rotated and in the interleaved order of `rope`.

@@ -27,11 +27,9 @@ from parallel_llama.plan import Shard
 
 @dataclass(frozen=True)
 class Backend:
-    """What all layers of a rank compute with.
+    """What the layers of a rank have in common: communicator, operators and dtype.
 
     Args:
-        comm: The communicator of the ranks that share the model.
-        ops: The operators.
         dtype: The dtype of activations, and of weights that are not quantised.
     """
 
@@ -78,8 +76,7 @@ class RowCut:
     Args:
         inputs: This rank's number of inputs.
         all_inputs: The number of inputs of each rank, if sharded by outputs.
-        all_outputs: Likewise of outputs.
-        rank: This rank.
+        all_outputs: The number of outputs of each rank, if sharded by outputs.
     """
 
     inputs: int
@@ -89,13 +86,13 @@ class RowCut:
 
     @classmethod
     def of_heads(cls, shard: Shard, head_dim: int) -> "RowCut":
-        """That of wo."""
+        """The cut of wo."""
         every = () if shard.exact is None else shard.exact.heads
         return cls._of(shard, len(shard.heads) * head_dim, [len(r) * head_dim for r in every])
 
     @classmethod
     def of_channels(cls, shard: Shard) -> "RowCut":
-        """That of w2, also of an expert's."""
+        """The cut of w2, and of each expert's w2."""
         every = () if shard.exact is None else shard.exact.ffn
         return cls._of(shard, len(shard.ffn), [len(channels) for channels in every])
 

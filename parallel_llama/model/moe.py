@@ -20,7 +20,7 @@ from parallel_llama.plan import Shard
 
 
 class Matrix:
-    """A weight [out, in], in torch's order, that other code multiplies by."""
+    """Holds a weight [out, in], in torch's order, for `grouped_linear`."""
 
     def __init__(self, backend: Backend, *shape: int) -> None:
         self.weight: Weight = backend.empty_weight(*shape)

@@ -2,7 +2,7 @@
 
 Queries and keys are in interleaved order (Meta's): pair i of a head is its values 2 i and 2 i + 1,
 so that rotating a pair is one complex product. Checkpoints in another order are reordered when they
-are read (see `checkpoint.rotary`), which leaves q k^T unchanged. Frequencies and angles are
+are read (see `checkpoint.checkpoint`), which leaves q k^T unchanged. Frequencies and angles are
 computed in float64 and rounded once.
 
 Source: RoFormer, arXiv 2104.09864, section 3.2.2.
@@ -65,7 +65,6 @@ class RotaryTables:
     rotation, as in transformers' generate.
 
     Args:
-        args: The model.
         dtype: The dtype of the model; the tables have at least float32.
         device: The device of `whole`.
     """

@@ -8,7 +8,7 @@ partial results are merged by their log-sum-exps, which is exact:
 
 where o is the result over one part and l the log-sum-exp of its scores s.
 
-Source: online softmax, arXiv 1805.02867; blocks of it across devices, arXiv 2310.01889.
+Source: online softmax, arXiv 1805.02867; the same across devices, arXiv 2310.01889.
 """
 
 from collections.abc import Sequence

@@ -63,9 +63,9 @@ class FeedForward:
 
 
 class TransformerBlock:
-    """Attention and feed-forward, each on the normed residual stream and added to it.
+    """Attention and feed-forward, each on the normalised residual stream and added to it.
 
-    With `post_norms` both outputs are normed before they are added.
+    With `post_norms` both outputs are normalised before they are added.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
@@ -144,7 +144,6 @@ class Transformer:
         """Runs the batch's tokens through all blocks and stores their keys and values.
 
         Args:
-            batch: The tokens.
             caches: One KV cache per KV group.
 
         Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] for the

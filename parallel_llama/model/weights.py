@@ -133,7 +133,7 @@ class WeightLoader:
         if isinstance(part, TransformerBlock | Expert):
             part.fuse()
         if self._huge_pages is not None:
-            # Each once: without a gate, w1 is w13 as well.
+            # Without a gate, w1 and w13 are the same weight; the dict has it once.
             moved = self._huge_pages.move(dict.fromkeys(_weights_of(part)))
             self._bytes_of[name] = moved
         if self._before is not None:

@@ -43,7 +43,6 @@ class Scores:
     soft_cap: float | None = None
 
     def scale_of(self, head_dim: int) -> float:
-        """The scale for heads of this size."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def factor_of(self, head_dim: int) -> float:
@@ -122,7 +121,6 @@ class QueryChunk:
 
     @property
     def first_key(self) -> int:
-        """The position of the first key."""
         return self.positions.stop - len(self.slots)
 
 

@@ -46,14 +46,8 @@ from parallel_llama.parallel.shared_memory import SharedMemory
 class CPUOps(TorchOps):
     """Operators for a model of one dtype and head size.
 
-    Args:
-        dtype: The dtype that the model computes in.
-        head_dim: The size of a head.
-        heads_per_kv: The numbers of query heads that share a KV head.
-        scores: The score function of attention.
-        cache_dtype: The dtype of the KV cache; None for `dtype`.
-        matrices: Dtypes and formats of matrices other than `dtype`.
-        exact: No AMX tiles, which sum in an order of their own and are chosen by timing.
+    Arguments as in `choose_ops`. With `exact` no AMX tiles are used, because they sum in an order
+    of their own and are chosen by timing.
     """
 
     def __init__(

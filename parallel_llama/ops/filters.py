@@ -1,8 +1,10 @@
 """top_k, top_p and min_p, computed from the candidates: the largest logits of a row.
 
-A rank sends its candidates as one float64 row per sampled token: the mass, sum of exp((logit -
-largest) / temperature) over the rank's vocabulary; then K logits in descending order, ties by
-token; then their K tokens. Missing candidates are -inf and -1.
+A rank sends its candidates as one float64 row per sampled token:
+
+    mass      the sum of exp((logit - largest) / temperature) over the rank's vocabulary
+    logits    the K largest in descending order, ties by token; -inf if there are fewer
+    tokens    the K tokens of these logits; -1 if there are fewer
 """
 
 from dataclasses import dataclass
@@ -74,7 +76,6 @@ class Filters:
         return scores.masked_fill(~kept, -torch.inf).argmax(1)
 
     def rows(self, rows: list[int]) -> "Filters":
-        """The filters of some rows."""
         sampling_keys = SamplingKeys(
             self.sampling_keys.keys[rows], self.sampling_keys.temperatures[rows]
         )

@@ -12,11 +12,15 @@ In fp8 the integers are replaced by e4m3 numbers, and inputs are not quantised:
 
     y[o] = sum over groups g of  scale[o, g] * (value[o, g] . x[g])
 
-A panel has as many rows as a CPU vector has 32-bit lanes (one on a GPU), read together. A panel
-holds, in this order: the scales of all blocks, [n_blocks, rows] float16; the minima, if the format
-has them, likewise; the factors of all groups, [n_groups, n_factors, rows] int8; and the integers of
-all groups four inputs at a time, [n_groups, n_bits, rows, 4], with the bits where `planes_of` puts
-them. The last panel is padded with zeros.
+A panel has as many rows as a CPU vector has 32-bit lanes (one on a GPU), read together. It holds,
+in this order:
+
+    scales      [n_blocks, rows] float16
+    minima      [n_blocks, rows] float16, if the format has minima
+    factors     [n_groups, n_factors, rows] int8, if the format has factors
+    integers    [n_groups, n_bits, rows, 4] bytes, with the bits where `planes_of` puts them
+
+The last panel is padded with zeros.
 
 Source: the blocks of GGUF's Q8_0, Q4_0 and Q4_1, ggml's docs/gguf.md; e4m3, arXiv 2209.05433.
 """
@@ -88,7 +92,6 @@ class QuantMatrix:
         return QuantMatrix(self.form, integers, scales, mins, factors, self.n_before)
 
     def to(self, device: torch.device) -> "QuantMatrix":
-        """The matrix on a device."""
         return self.each(lambda part: part.to(device))
 
     def columns(self, inputs: range) -> "QuantMatrix":

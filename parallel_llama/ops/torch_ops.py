@@ -51,8 +51,9 @@ class TorchOps:
     def lookup(
         self, tokens: Tensor, weight: Tensor, first: int = 0, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The rows of a weight for some tokens, row 0 for token `first`; -0.0 for other tokens,
-        which changes no number that it is added to.
+        """The rows of a weight for some tokens, row 0 for token `first`; -0.0 for other tokens.
+
+        Adding -0.0 changes no number.
 
         Shapes: tokens [T] int64, weight [n, dim] -> [T, dim], in `dtype` if that is given.
         """
@@ -301,11 +302,9 @@ class TorchOps:
         kv_rows.store(qkv[:, -n_kv_heads:], slots, v)
 
     def plan(self, queries: Queries, device: torch.device) -> Plan:
-        """What `attention` reads for these queries. It is made once for all layers of a KV group.
+        """What `attention` reads for these queries, made once for all layers of a KV group.
 
-        Args:
-            queries: The queries; all their keys are on this rank.
-            device: The device of the model.
+        The keys of all queries must be on this rank.
         """
         return SlotPlan(tuple(queries.chunks(device)), queries.decoded())
 

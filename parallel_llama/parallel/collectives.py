@@ -5,7 +5,6 @@ through a `process_group` of torch or, on one host, through `shared_memory`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,26 +12,8 @@ from torch import Tensor
 
 from parallel_llama.parallel.failures import RankError
 
-# A message between ranks holds requests or results. A greater length is refused as invalid.
+# A message between ranks holds requests or results. A longer message is refused.
 MAX_MESSAGE_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """How long a rank waits for another rank before it raises a RankError, in seconds.
-
-    Args:
-        step_s: in a collective.
-        start_s: while the ranks connect and load, and at a barrier.
-    """
-
-    step_s: float = 30.0
-    start_s: float = 60.0
-
-    @classmethod
-    def of(cls, timeout_s: float | None) -> "Timeouts":
-        """Both limits set to `timeout_s`, or the defaults for None."""
-        return cls() if timeout_s is None else cls(timeout_s, timeout_s)
 
 
 class Communicator(Protocol):
@@ -55,12 +36,12 @@ class Communicator(Protocol):
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The x of every rank, of equal shapes. Shapes: the result is [size, *x.shape]."""
+        """Stacks the x of all ranks, which have equal shapes; returns [size, *x.shape]."""
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """The columns of every rank side by side; rank r has widths[r] columns.
+        """Concatenates the columns of all ranks; rank r has widths[r] columns.
 
-        Shapes: x [T, widths[rank]] local; the result, perhaps `out`, [T, sum(widths)] replicated.
+        Shapes: x [T, widths[rank]] local; the result, `out` if given, [T, sum(widths)] replicated.
         """
         own = x.new_empty(len(x), max(widths))  # padded for ranks with fewer columns
         own[:, : x.shape[1]] = x
@@ -70,8 +51,8 @@ class Communicator(Protocol):
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         """Copies the x of rank src into x on every rank and returns x.
 
-        With `no_timeout`, passed on all ranks, ranks wait for src as long as its process
-        lives, because src may wait for user input.
+        With `no_timeout`, which all ranks must pass, the other ranks wait as long as the process
+        of src runs, because src may be waiting for user input.
         """
 
     def barrier(self) -> None:
@@ -125,9 +106,9 @@ class Slice(Solo):
     """One rank of `size` without its peers, to time one rank's work of a large group on one device.
 
     It computes what the rank computes between collectives and does not wait. Its results are
-    meaningless, but take as long to compute as real ones. It acts as rank 0, which receives the
-    requests, with any shard of the model. Collectives that are recorded once and replayed elsewhere
-    count once in `n_collectives`, and broadcasts do not count.
+    meaningless, but take as long to compute as real ones. Its rank is 0, so that it receives the
+    requests, but it may hold the shard of any rank. `n_collectives` counts a recorded collective
+    once, however often it is replayed, and does not count broadcasts.
     """
 
     def __init__(self, size: int) -> None:
@@ -161,7 +142,7 @@ class ByDevice(Communicator):
     gloo. `host` is closed last, and with it whatever both groups share.
 
     Args:
-        require_whole: raises a RankError after the watchdog of the cards has aborted a collective,
+        require_whole: raises a RankError after the watchdog of `cards` has aborted a collective,
             so that no message based on its invalid result leaves this rank.
     """
 
@@ -211,7 +192,7 @@ def broadcast_bytes(comm: Communicator, data: bytes | None, *, no_timeout: bool 
     """Returns the bytes of rank 0 on every rank; the other ranks pass None.
 
     Args:
-        no_timeout: as in `Communicator.broadcast`.
+        no_timeout: see `Communicator.broadcast`.
 
     Raises: ValueError for more than MAX_MESSAGE_BYTES; RankError for an invalid length.
     Collective: two broadcasts, the length and the bytes.

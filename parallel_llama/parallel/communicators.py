@@ -26,7 +26,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
-from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo, Timeouts
+from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.failures import RankError, first_line
 from parallel_llama.parallel.handshake import (
@@ -49,23 +49,25 @@ from parallel_llama.parallel.rank_env import (
 )
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
+from parallel_llama.parallel.timeouts import Timeouts
+from parallel_llama.parallel.torch_threads import start_thread
 
 
 def visible_cards() -> int:
-    """The number of CUDA cards that torch sees in this process; 0 if none can be used."""
+    """The number of GPUs that torch sees in this process; 0 if none can be used."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def own_device(kind: DeviceKind, local_rank: int) -> torch.device:
-    """The CPU, or the card with the index `local_rank`."""
+    """The CPU, or the GPU with the index `local_rank`."""
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
 def use_device(device: torch.device) -> None:
-    """Makes `device` the current card of this thread, if it is a card with an index.
+    """Makes `device` the current GPU of this thread, if it is a GPU with an index.
 
-    Every thread begins with card 0, and kernels run on the current card of the thread that launches
-    them, wherever their tensors are. So every thread that launches kernels calls this first.
+    Every thread begins with GPU 0, and a kernel runs on the current GPU of the thread that launches
+    it, wherever its tensors are. So every thread that launches kernels calls this first.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -74,8 +76,9 @@ def use_device(device: torch.device) -> None:
 _CONNECT_S = 0.05
 _LISTEN_S = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
-# How long a rank that gives up before joining waits for the others to read why.
+# A rank that gives up before joining waits at most this long for the others to read why.
 _TELL_S = 15.0
+_LATE_TELL_S = 4.0  # the same at the limit of joining, where the store may not answer
 
 _CPU = torch.device("cpu")
 
@@ -88,7 +91,7 @@ def join(
     *,
     env: RankEnv | None = None,
     facts: Mapping[str, str] | None = None,
-    timeout_s: float | None = None,
+    timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     look: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Communicator:
     """Joins the group of all ranks; a process that is not started as a rank gets a group of one.
@@ -97,10 +100,9 @@ def join(
         device: the device of the model's tensors.
         env: the rank and store address of this process; by default `rank_env()`.
         facts: must be equal on all ranks.
-        timeout_s: the limit for other ranks; by default the limits of `Timeouts`.
         look: called with the missing ranks while this waits; it may raise.
 
-    Raises: UsageError for an incomplete environment; RankError naming ranks that did not come or
+    Raises: UsageError for an incomplete environment; RankError naming ranks that did not join or
     whose facts differ.
     Collective: every rank calls it once.
     """
@@ -117,20 +119,22 @@ def join(
     if env.rank > 0 and threading.current_thread() is threading.main_thread():
         # Ctrl-C reaches every process of the terminal, but only rank 0 handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    timeouts = Timeouts.of(timeout_s)
     missing = set(range(env.size))
 
     heard: list[str] = []  # why another rank has given up
     ended = threading.Event()
+    stores: list[Store] = []
 
     def come_together() -> Communicator:
-        use_device(device)  # this is another thread
+        use_device(device)  # `within` calls this in a new thread
         store = _open_store(env, timeouts.start_s)
+        stores.append(store)
         with telling(store, env.rank, env.size):
-            rendezvous(store, RankInfo.of_this_process(env.rank, env.size, facts or {}), missing)
+            own = RankInfo.of_this_process(env.rank, env.size, facts or {})
+            rendezvous(store, own, missing, ended)
             # gloo would wait for a rank that has given up until the timeout.
-            how = env, timeouts.start_s, ended, heard
-            threading.Thread(target=_listen, args=how, daemon=True).start()
+            listen = partial(_listen, env, timeouts.start_s, ended, heard)
+            start_thread(listen, "listen", ended.set)
             with _gloo_on_interface_to(env):
                 return make_communicator(env.rank, env.size, store, device, timeouts)
 
@@ -142,11 +146,16 @@ def join(
     try:
         return within(timeouts.start_s, come_together, look_around)
     except TimeoutError as error:
-        raise RankError(_never_came(env, missing, timeouts)) from error
+        ended.set()
+        why = _never_came(env, missing, timeouts)
+        for store in stores:  # or the ranks that wait would only see that the store has ended
+            with suppress(RuntimeError, TimeoutError):
+                within(_LATE_TELL_S, partial(tell, store, env.rank, env.size, why))
+        raise RankError(why) from error
     except dist.DistNetworkError as error:
         others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
         raise RankError(
-            f"{_store_owner(env)} has died or given up, which ended the store of the ranks{others}"
+            f"{_store_owner(env)} has died or given up, and the ranks' store ended with it{others}"
         ) from error
     finally:
         ended.set()
@@ -170,7 +179,7 @@ def give_up(why: str) -> None:
 
     with suppress(
         UsageError, CheckpointError, RuntimeError, TimeoutError
-    ):  # no other rank can read it
+    ):  # no other rank can read the reason
         within(_TELL_S, tell_all)
 
 
@@ -225,7 +234,7 @@ def make_communicator(
             return host
         comm.all_gather(torch.zeros(1, device=device))  # NCCL connects at the first collective
         cards: Communicator = comm
-        if host is not comm:  # on one host, cards may read each other's memory
+        if host is not comm:  # on one host, GPUs may read each other's memory
             shared = partial(symmetric_memory, group, device)
             cards = with_one_shot_sums(comm, device, shared, seconds_on_card)
         return ByDevice(host, cards, comm.require_whole)
@@ -236,11 +245,11 @@ def make_communicator(
 
 @contextmanager
 def _nccl_leaves_errors_to_us() -> Iterator[None]:
-    """Disables the watchdog of torch, which kills the process of a rank whose peer is lost.
+    """Disables torch's watchdog, which kills the process of a rank whose peer is lost.
 
-    It would kill a user's program 30 s later with a C++ stack trace. Nor may its threads ask the
-    store for dumps: the store is a Python object, invalid once the interpreter has ended. torch
-    reads these variables when it forms a group.
+    The watchdog would kill a user's program 30 s later with a C++ stack trace. Its threads also
+    must not ask the store for dumps: the store is a Python object, invalid once the interpreter has
+    ended. torch reads these variables when it forms a group.
     """
     names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
     added = [name for name in names if name not in os.environ]
@@ -271,26 +280,34 @@ def _gloo_on_interface_to(env: RankEnv) -> Iterator[None]:
         del os.environ[name]
 
 
-def _interface_to(env: RankEnv) -> str | None:
-    """The interface by which this rank reaches the store; None if it is not reached by IPv4."""
+def address_to(host: str, port: int) -> ipaddress.IPv4Address | None:
+    """The address of this host that packets to another one have; None if it has no IPv4 address."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((env.host, env.port))  # sends nothing
-            own = ipaddress.IPv4Address(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode())
-                with suppress(OSError):  # the interface has no address
-                    reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                    address = ipaddress.IPv4Address(reply[20:24])
-                    if address == own or (address.is_loopback and own.is_loopback):
-                        return name
+            probe.connect((host, port))  # sends nothing
+            return ipaddress.IPv4Address(probe.getsockname()[0])
     except OSError:
-        pass
+        return None
+
+
+def _interface_to(env: RankEnv) -> str | None:
+    """The interface by which this rank reaches the store; None if it is not reached by IPv4."""
+    own = address_to(env.host, env.port)
+    if own is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with suppress(OSError):  # the interface has no address
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                address = ipaddress.IPv4Address(reply[20:24])
+                if address == own or (address.is_loopback and own.is_loopback):
+                    return name
     return None
 
 
 def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Aborts the collectives that are queued on the card, and with them the group."""
+    """Aborts the collectives that are queued on the GPU, and with them the group."""
     group._get_backend(device).abort()
 
 
@@ -299,7 +316,7 @@ def _silent_stdout() -> Iterator[None]:
     """Discards what fairscale, and gloo from C++, print to stdout."""
     try:
         kept = os.dup(1)
-    except OSError:  # it is closed
+    except OSError:  # stdout is closed
         yield
         return
     if sys.stdout is not None:
@@ -363,7 +380,7 @@ def _bound_socket(env: RankEnv) -> int | None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address[4])
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:  # perhaps another rank 0, which the rendezvous detects
+        if error.errno == errno.EADDRINUSE:  # if by another rank 0, the rendezvous detects that
             return None
         raise RankError(
             f"rank 0 of {env.size} cannot listen at MASTER_ADDR={env.host}, MASTER_PORT="
@@ -402,7 +419,7 @@ def _never_came(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
     unseen = f", or has another {SECRET_FILE}" if SECRET_FILE in os.environ else ""
     return (
         f"{who} within {timeouts.start_s:g} s; check its output, and whether it was started"
-        f"{unseen} (--timeout waits longer)"
+        f"{unseen} (--start-timeout waits longer)"
     )
 
 

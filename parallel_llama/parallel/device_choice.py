@@ -1,4 +1,4 @@
-"""Chooses the device of the ranks of a host: one CUDA card each, or the CPU. Imports no torch."""
+"""Chooses the device of the ranks of a host: one GPU each, or the CPU. Imports no torch."""
 
 import os
 from itertools import takewhile
@@ -11,9 +11,9 @@ DeviceKind = Literal["cpu", "cuda"]
 
 
 def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
-    """The kind of device for `n_ranks` ranks on a host with `n_cards` CUDA cards.
+    """The kind of device for `n_ranks` ranks on a host with `n_cards` GPUs.
 
-    Two ranks never share a card, because NCCL does not support that.
+    Two ranks never share a GPU, because NCCL does not support that.
 
     Args:
         asked: "auto", "cpu" or "cuda".
@@ -21,7 +21,7 @@ def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
     >>> [choose_device("auto", n_ranks=2, n_cards=n) for n in (0, 1, 2)]
     ['cpu', 'cpu', 'cuda']
 
-    Raises: UsageError for "cuda" with too few cards, and for any other value.
+    Raises: UsageError for "cuda" with too few GPUs, and for any other value.
     """
     if asked == "auto":
         return "cuda" if n_ranks <= n_cards else "cpu"
@@ -31,7 +31,7 @@ def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
         if n_ranks > n_cards:
             raise UsageError(
                 f"device=cuda: {too_few(n_ranks, n_cards)}; start at most {n_cards} on this host "
-                "(CUDA_VISIBLE_DEVICES may hide cards), or use --device cpu"
+                "(CUDA_VISIBLE_DEVICES may hide GPUs), or use --device cpu"
             )
         return "cuda"
     if asked == "cpu":
@@ -40,13 +40,13 @@ def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
 
 
 def too_few(n_ranks: int, n_cards: int) -> str:
-    """The part of an error message that says why the ranks cannot use cards."""
-    cards = f"{n_cards} CUDA card{'s' * (n_cards != 1)}"
-    return f"{n_ranks} ranks on this host and {cards}, but each rank needs its own card"
+    """The part of an error message that says why the ranks cannot use GPUs."""
+    cards = f"{n_cards} GPU{'s' * (n_cards != 1)}"
+    return f"{n_ranks} ranks on this host and {cards}, but each rank needs its own GPU"
 
 
 def count_cards(root: Path = Path("/"), visible: str | None = None) -> int:
-    """The number of CUDA cards that a process would see, counted without torch.
+    """The number of GPUs that a process would see, counted without torch.
 
     Args:
         root: the root of the file system.

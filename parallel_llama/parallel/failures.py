@@ -102,8 +102,8 @@ _NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
 def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
     """Runs a program and returns its exit code; errors are reported on stderr.
 
-    0 is done, 1 failed while running, 2 wrong use, 130 interrupted, and 141 means that the reader
-    of a pipe has gone, as for any program that SIGPIPE ends.
+    0: done. 1: failed while running. 2: wrong use. 130: interrupted. 141: the reader of a pipe has
+    closed it, as for any program that SIGPIPE ends.
 
     Args:
         give_up: tells the ranks of other processes, which would wait for this one, why it fails.
@@ -151,12 +151,12 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
 
 
 def _require_streams() -> None:
-    """Raises: WriteError if stdout or stderr is closed: a file could get its descriptor."""
+    """Raises: WriteError if stdout or stderr is closed, because a file could get its descriptor."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             raise WriteError(f"{name} is closed; send it to a file, or to /dev/null")
 
 
 def _give_up_stdout() -> None:
-    """Send the rest to /dev/null: Python would raise again when it closes stdout."""
+    """Redirects stdout to /dev/null, because Python would raise again when it closes stdout."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Event
 
 import msgspec
 from torch.distributed import Store
@@ -19,7 +20,7 @@ from parallel_llama.errors import printable
 from parallel_llama.parallel.failures import RankError
 
 _POLL_S = 0.02
-_GOODBYE_S = 1.0
+_GOODBYE_S = 3.0
 
 # Longer facts are digests, which error messages do not show.
 _SHOWN_CHARS = 40
@@ -73,15 +74,17 @@ class RankInfo:
         return f"process {self.pid} on {printable(self.host, 255)}"
 
 
-def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
+def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> None:
     """Waits for every rank and checks that the facts of all ranks are equal.
 
     It has no time limit.
 
     Args:
         missing: the ranks that have not joined; updated while this waits.
+        ended: set when the caller no longer waits.
 
-    Raises: RankError naming the fact that differs and its ranks, or why another rank has given up.
+    Raises: RankError naming the fact that differs and its ranks, or why another rank has given up;
+    TimeoutError once `ended` is set.
     Collective: every rank calls it.
     """
     infos: dict[int, RankInfo] = {}
@@ -100,8 +103,8 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
                 info = RankInfo.decode(store.get(f"info/{rank}"), rank)
                 infos[rank] = _checked(info, own)
                 missing.discard(rank)
-        if len(infos) < own.size:
-            time.sleep(_POLL_S)
+        if len(infos) < own.size and ended.wait(_POLL_S):
+            raise TimeoutError
     require_same([infos[rank] for rank in range(own.size)])
 
 
@@ -112,7 +115,7 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
         yield
     except RankError as error:
         objection = str(error)
-        with suppress(RuntimeError):  # where the store has ended already
+        with suppress(RuntimeError):  # the store may have ended already
             objection = tell(store, rank, size, objection)
         raise RankError(objection) from error
 
@@ -121,7 +124,7 @@ def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0
     """Publishes why this rank gives up, and returns the first reason that any rank published.
 
     The store may end with this rank, so it waits until the others have read the reason: all ranks
-    for `wait_s` seconds or, if that is 0, those that have joined for a second.
+    for `wait_s` seconds or, if that is 0, those that have joined for `_GOODBYE_S` seconds.
     """
     first = _printable(store.compare_set("objection", "", objection))
     say_goodbye(store, rank)
@@ -173,6 +176,6 @@ def _checked(info: RankInfo, own: RankInfo) -> RankInfo:
     if info.size != own.size:
         raise RankError(
             f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {info.rank} "
-            f"({info.process}) one of {info.size}; give all the same WORLD_SIZE"
+            f"({info.process}) one of {info.size}; give all ranks the same WORLD_SIZE"
         )
     return info

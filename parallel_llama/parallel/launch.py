@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel import rank_env
+from parallel_llama.parallel.cgroups import cpu_cores
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, RankError, Report, read_report
 
 MAX_RANKS = 1024
@@ -51,14 +52,14 @@ class _Rank:
         return read_report(os.pread(self.report_file.fileno(), MAX_REPORT_BYTES, 0))
 
     def ending(self) -> str:
-        """How its process ended."""
+        """How the rank's process ended."""
         code = self.process.returncode
         if code >= 0:
             return f"ended with exit code {code}"
         try:
-            return f"died of {signal.Signals(-code).name}"
+            return f"was killed by {signal.Signals(-code).name}"
         except ValueError:
-            return f"died of signal {-code}"
+            return f"was killed by signal {-code}"
 
 
 @dataclass
@@ -88,8 +89,8 @@ def run_ranks(
     The exit code is that of the rank that failed first, 1 if a signal killed that rank, 130 after
     Ctrl-C, 143 after SIGTERM and 129 after SIGHUP. Only rank 0 has the stdin and stdout of this
     process; all ranks inherit its other inheritable files. The settings of the terminal are
-    restored. It must be called from the main thread, which receives signals, and whose end kills
-    the ranks.
+    restored. It must be called from the main thread, which receives signals; if that thread ends,
+    the ranks are killed.
 
     Args:
         threads: OMP_NUM_THREADS of each rank, unless the environment sets it.
@@ -120,14 +121,27 @@ def run_ranks(
 
 
 class LocalRanks:
-    """Ranks 1 and above of this host, started by the process that is rank 0.
+    """Ranks of this host that a running process starts: by default all but rank 0, which it is.
 
     Each rank runs `python -m module` and reads `settings`, one line of JSON, from its stdin, which
     is closed when this process ends; further lines are orders (see `regroup`). The output of the
-    ranks goes to stderr.
+    ranks goes to stderr, except of rank 0.
+
+    Args:
+        first: 0 if this process is not a rank.
+        inherited: other files that the ranks inherit.
     """
 
-    def __init__(self, module: str, settings: Mapping[str, Any], size: int, threads: int) -> None:
+    def __init__(
+        self,
+        module: str,
+        settings: Mapping[str, Any],
+        size: int,
+        threads: int,
+        *,
+        first: int = 1,
+        inherited: Sequence[int] = (),
+    ) -> None:
         self._reports = ExitStack()
         self._ranks: list[_Rank] = []
         command = [sys.executable, "-m", module]
@@ -142,14 +156,17 @@ class LocalRanks:
                 # Ctrl-C does not reach a new session. No preexec_fn: this process has threads, and
                 # code between fork and exec would run without them.
                 how: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
-                for number in range(1, size):
-                    files = [file.fileno()]
-                    rank = _start(number, command, common, self._reports, files, **how)
+                for number in range(first, size):
+                    files, own = [file.fileno(), *inherited], common
+                    if number == 0:
+                        files.append(store.fileno())
+                        own = {**common, rank_env.STORE_FD: str(store.fileno())}
+                    rank = _start(number, command, own, self._reports, files, **how)
                     self._ranks.append(rank)
                     assert rank.process.stdin is not None
                     rank.process.stdin.write(json.dumps(settings).encode() + b"\n")
                     rank.process.stdin.flush()
-                bound = os.dup(store.fileno())
+                bound = os.dup(store.fileno()) if first else None
                 self.env = rank_env.RankEnv(
                     0,
                     size,
@@ -233,22 +250,8 @@ class LocalRanks:
 
 
 def threads_per_rank(nproc: int, root: Path = Path("/")) -> int:
-    """The cores that this process may use divided by `nproc`, at least 1.
-
-    The cores are limited by the CPU affinity and by the CPU quota of the container, if any.
-    """
-    n_cores = min([len(os.sched_getaffinity(0)), *_quotas(root / "sys" / "fs" / "cgroup")])
-    return max(1, int(n_cores) // nproc)
-
-
-def _quotas(cgroup: Path) -> Iterator[float]:
-    """The CPU quotas of the container in cores, by cgroup version 2 and 1."""
-    v1 = cgroup / "cpu"
-    for files in ((cgroup / "cpu.max",), (v1 / "cpu.cfs_quota_us", v1 / "cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # no such file, or no limit: "max" or -1
-            quota, period = " ".join(file.read_text() for file in files).split()
-            if int(quota) > 0:
-                yield int(quota) / int(period)
+    """The cores that this process may use divided by `nproc`, at least 1."""
+    return max(1, int(cpu_cores(root)) // nproc)
 
 
 def hear_ctrl_c() -> None:
@@ -335,7 +338,7 @@ def _before_exec(parent: int, ignores_ctrl_c: bool = False) -> None:
 
 @contextmanager
 def _terminal_kept() -> Iterator[None]:
-    """Restores the terminal's settings, which a rank 0 that is killed at a prompt cannot."""
+    """Restores the terminal's settings, because a rank 0 killed at a prompt cannot restore them."""
     try:
         settings = termios.tcgetattr(0)
     except (termios.error, OSError):
@@ -379,7 +382,7 @@ def _listening_to_signals() -> Iterator[_Asked]:
 
 
 def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
-    """Waits until all ranks have ended, one has failed or a signal came; returns the exit code."""
+    """Waits for the end of all ranks, for a failure or for a signal; returns the exit code."""
     while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
         failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
@@ -407,7 +410,7 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
     silent = [rank for rank in failed if rank.number not in reports]
     if killed := [rank for rank in silent if rank.process.returncode < 0]:
         ending = killed[0].ending()
-        hint = "; if nobody sent it, the host ran out of memory" if "SIGKILL" in ending else ""
+        hint = "; the host may have run out of memory" if "SIGKILL" in ending else ""
         _say(f"[rank {killed[0].number}] {ending}{hint}")
         return 1
     if not reports:

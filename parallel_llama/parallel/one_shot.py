@@ -1,12 +1,12 @@
-"""One-shot all-reduce of small tensors: each card reads the inputs of all cards and adds them.
+"""One-shot all-reduce of small tensors: each GPU reads the inputs of all GPUs and adds them.
 
 NCCL takes about 20 microseconds for the few kilobytes of a decode step, and each layer has two
 all-reduces; one shot over symmetric memory takes about 5. NCCL is faster above some size, because
-one shot reads the whole input of every rank. That size is measured when the group is formed. Cards
+one shot reads the whole input of every rank. That size is measured when the group is formed. GPUs
 without symmetric memory use NCCL.
 
-Sums are in float32 and in rank order, so they are bitwise equal on all ranks. In the kernel, a card
-waits for the others without a time limit; the watchdog of the group and the launcher have one.
+Sums are in float32 and in rank order, so they are bitwise equal on all ranks. In the kernel, a GPU
+waits for the others without a time limit; the group's watchdog and the launcher have time limits.
 
 Source: torch.distributed._symmetric_memory, torch.ops.symm_mem.one_shot_all_reduce.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parallel_llama.parallel.collectives import Communicator
 
-# Elements of the largest sum that may use one shot, and of the sums that are timed.
+# Sums of more elements always use NCCL; sums of _TRIED elements are timed.
 _MOST = 1 << 18
 _TRIED = tuple(1 << n for n in range(10, 19, 2))
 _ROUNDS = 20
@@ -77,7 +77,7 @@ def with_one_shot_sums(
     """
     try:
         one_shot: OneShot | None = make()
-    except (RuntimeError, AttributeError, ImportError):  # this torch or card has none
+    except (RuntimeError, AttributeError, ImportError):  # this torch or GPU has none
         one_shot = None
     if not _all(cards, one_shot is not None, device) or one_shot is None:
         return cards
@@ -97,9 +97,9 @@ def with_one_shot_sums(
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
-    """The one-shot function over symmetric memory of the cards of a group.
+    """The one-shot function over symmetric memory of the GPUs of a group.
 
-    Raises: RuntimeError, AttributeError or ImportError if torch or the cards do not support it.
+    Raises: RuntimeError, AttributeError or ImportError if torch or the GPUs do not support it.
     Collective: every rank calls it.
     """
     import torch.distributed._symmetric_memory as memory  # not in every torch
@@ -111,7 +111,7 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
 
 
 def seconds_on_card(call: Callable[[], object]) -> float:
-    """The median time of a call on the current card, in seconds."""
+    """The median time of a call on the current GPU, in seconds."""
     stream, taken = torch.cuda.current_stream(), list[float]()
     for _ in range(_ROUNDS):
         start = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

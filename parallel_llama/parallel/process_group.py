@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.distributed import Store
 
 from parallel_llama.errors import listed_ranks
-from parallel_llama.parallel.collectives import Communicator, Timeouts
+from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError, first_line, late
 from parallel_llama.parallel.sealed_store import ForgedValue
+from parallel_llama.parallel.timeouts import Timeouts
+from parallel_llama.parallel.torch_threads import start_thread
 from parallel_llama.parallel.watchdog import Watchdog
 
 Result = TypeVar("Result")
@@ -44,8 +46,8 @@ class ProcessGroup(Communicator):
         group: its rank numbers must equal those of the world.
         store: the store at which the ranks connected.
         leave: called once, by `close`.
-        abort: aborts the collectives that are queued on a card; None if collectives are done when
-            their calls return.
+        abort: aborts the collectives that are queued on a GPU; None if a collective is done when
+            its call returns.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class ProcessGroup(Communicator):
             with self._naming_culprits("all_gather"):
                 own = x.contiguous().view(-1)
                 work = self._group._allgather_base(gathered.view(-1), own)
-                # Watching all_gathers is enough: every step ends with one, which runs last.
+                # Watching all_gathers is enough: the last collective of every step is one.
                 if self._watchdog is not None:
                     self._watchdog.add(work)
                 work.wait()
@@ -124,7 +126,7 @@ class ProcessGroup(Communicator):
             )
 
     def require_whole(self) -> None:
-        """Raises: RankError if the watchdog has aborted a collective of the card."""
+        """Raises: RankError if the watchdog has aborted a collective of the GPU."""
         if self._watchdog is not None:
             self._watchdog.require_whole()
 
@@ -167,7 +169,7 @@ class ProcessGroup(Communicator):
 class _Heartbeats:
     """Counts that ranks publish at their store; a thread increments this rank's heartbeat.
 
-    Counts only grow, so an old count that another process writes again has no effect.
+    Counts only grow, so another process that writes an old count again has no effect.
 
     Raises: RankError from every method, if the store does not answer.
     """
@@ -178,7 +180,7 @@ class _Heartbeats:
             int, tuple[int, float]
         ] = {}  # by rank: the last heartbeat, and when it was first seen
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        start_thread(self._beat, "heartbeat", self._ended.set)
 
     def give(self, what: str, count: int) -> None:
         """Publishes a count of this rank."""
@@ -242,15 +244,15 @@ class _Heartbeats:
 def within(
     limit_s: float, function: Callable[[], Result], look: Callable[[], None] = lambda: None
 ) -> Result:
-    """The result of a function that runs in its own thread, with a limit of time.
+    """The result of a function that runs in its own thread, with a time limit.
 
-    Some calls of torch's store have no limit of time, and wait without end if the owner of the
-    store is stopped or cannot be reached. After the limit the function may continue to run.
+    Some calls of torch's store have no time limit, and never return if the owner of the store is
+    stopped or cannot be reached. After the limit the function may continue to run.
 
     Args:
         look: called repeatedly while this waits.
 
-    Raises: TimeoutError at the limit; what `function` or `look` raise.
+    Raises: TimeoutError at the limit; whatever `function` or `look` raises.
     """
     future = Future[Result]()
 
@@ -261,7 +263,7 @@ def within(
             future.set_exception(error)
 
     deadline = time.monotonic() + limit_s
-    threading.Thread(target=run, daemon=True).start()
+    start_thread(run, "within")
     while not future.done():
         wait([future], max(0.0, min(_LOOK_S, deadline - time.monotonic())))
         if not future.done() and time.monotonic() >= deadline:

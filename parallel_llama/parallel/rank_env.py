@@ -28,7 +28,7 @@ class RankEnv:
     Args:
         bound: the descriptor of a socket that is already bound to the address, for rank 0.
         is_served: another process, such as torchrun's agent, owns the store; otherwise rank 0 does.
-        run: the launcher's name of this run of the ranks.
+        run: the name that the launcher gives to this run.
         secret: known only to the ranks of this run; empty without a secret.
     """
 
@@ -44,7 +44,7 @@ class RankEnv:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables of a launcher; `remedy` says how to give its ranks an address."""
+    """The variables that a launcher sets; `remedy` says how to give its ranks an address."""
 
     name: str
     rank: str
@@ -108,8 +108,8 @@ def world() -> tuple[int, int]:
 def local_world(size: int) -> tuple[int, int]:
     """This process's rank among the ranks of its host, and the number of ranks of the host.
 
-    All `size` ranks are assumed to be on one host if this program starts them, or if the
-    environment has no number.
+    All `size` ranks are assumed to be on one host if this program starts them, or if no
+    environment variable gives their number.
 
     Raises: UsageError like `world`.
     """
@@ -126,7 +126,7 @@ def local_world(size: int) -> tuple[int, int]:
 
 
 def _tasks_of_node() -> int | None:
-    """The tasks of a Slurm step on this node: for "2(x3),1", nodes 0 to 2 have 2 tasks."""
+    """The tasks of a Slurm step on this node: "2(x3),1" means that nodes 0 to 2 have 2 tasks."""
     counts: list[str] = []
     try:
         for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
@@ -153,7 +153,7 @@ def rank_env() -> RankEnv:
         launcher = _launcher() or _TORCHRUN
         raise UsageError(
             f"{launcher.rank}={rank} and MASTER_ADDR={host!r}, MASTER_PORT={port!r}: the ranks "
-            f"need an address to meet; {launcher.remedy}"
+            f"need an address to connect to; {launcher.remedy}"
         )
     bound = os.environ.pop(STORE_FD, None)
     return RankEnv(

@@ -11,10 +11,11 @@ from threading import Thread
 
 import msgspec
 
-from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
+from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.launch import LocalRanks
 from parallel_llama.parallel.shared_memory import Region, SharedMemory
+from parallel_llama.parallel.timeouts import Timeouts
 
 # A line has the process ids of at most `launch.MAX_RANKS` ranks.
 MAX_ORDER_BYTES = 1 << 16

@@ -43,14 +43,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from parallel_llama.parallel.collectives import Communicator, Timeouts
+from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError, late
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Peers
 
 # Small enough for the slots of a few ranks to stay in a core's cache. Larger tensors are split.
 SLOT_BYTES = 1 << 20
 
-# From this size on, each of three or more ranks sums a part of the piece, and all copy the sums.
+# From this size on, three or more ranks sum one part of the piece each and copy the other sums.
 SHARED_SUM_BYTES = 1 << 16
 
 # Cells of 8 bytes in a rank's line of the header: two cache lines, fetched as a pair.
@@ -280,7 +281,7 @@ class SharedMemory(Communicator):
         return self._exchange(_ALL_REDUCE, x, lambda slots, x: _sum(slots, x.view(-1)))
 
     def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> "Exchange | None":
-        """What a kernel needs to gather columns into tensors like `whole`; None as above."""
+        """What a kernel needs to gather columns into tensors like `whole`; None as for sums."""
         n_most = len(whole) * max(widths)
         if n_most * whole.itemsize > SLOT_BYTES or not whole.numel():
             return None
@@ -392,7 +393,7 @@ class SharedMemory(Communicator):
     def _wait(self, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Waits, yielding the core, until all ranks have published this phase.
 
-        A rank is late after `limit_s` in which it was never exempt.
+        A rank is late after `limit_s` seconds in which it was never exempt.
         """
         seen_s = time.monotonic()
         waited_s = 0.0
@@ -420,7 +421,7 @@ class SharedMemory(Communicator):
         self.on_wait()
         self._peers.look()
         for line in lines:
-            # The count of a dead rank is final, so it is read once more.
+            # Read the count again: the rank may have published this phase before it died.
             if line // LINE in self._peers.gone and self._cells[line] < phase:
                 raise RankError(
                     f"rank {line // LINE} of {self.size} has died or left early; "
@@ -434,7 +435,7 @@ class SharedMemory(Communicator):
         if all(self._peers.is_stopped(rank) for rank in ranks):
             why = "stopped by a signal or a debugger"
         else:
-            why = "alive, and swapping, starved of its core, or in another collective"
+            why = "alive, but swapping, without a free core, or in another collective"
         return RankError(f"{late(ranks, self.size, limit_s)}; it is {why}")
 
 
@@ -581,7 +582,7 @@ def _create(size: int) -> int:
 
 
 def _open(hosts: list[_Host], comm: Communicator) -> tuple[mmap.mmap, Peers] | None:
-    """The memory of rank 0 and the peers; None if this rank cannot open them."""
+    """The memory of rank 0 and the peers; None if this rank cannot open the memory."""
     first = hosts[0]
     if not _is_supported() or first.fd < 0 or {host.host for host in hosts} != {first.host}:
         return None

@@ -1,6 +1,6 @@
-"""Detects collectives that are late on a card, and ranks of this host that have ended.
+"""Detects collectives that are late on a GPU, and ranks of this host that have ended.
 
-A call of NCCL returns when its collective is queued. If a rank is lost, the card waits forever, as
+A call of NCCL returns when its collective is queued. If a rank is lost, the GPU waits forever, as
 does the host when it reads the result. A watchdog thread checks queued collectives and aborts one
 that exceeds the limit. The host then continues with invalid results, so the next use of the group
 raises before those results leave this rank. A one-shot kernel cannot be aborted; if the group is
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.torch_threads import start_thread
 
 _LOOK_S = 0.02
 _HEARD_S = 10.0  # for the host to use the group again after an abort
@@ -58,7 +59,7 @@ class Watchdog:
         self._heard_s, self._end, self._heard = heard_s, end, threading.Event()
         self._works: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
         self._failure: str | None = None
-        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
+        start_thread(self._look, "watchdog", self.end)
 
     def add(self, work: Work) -> None:
         """Starts the time limit of a collective that has just been queued."""

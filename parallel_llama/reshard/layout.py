@@ -30,7 +30,7 @@ class Layout(ABC):
     files: tuple[TargetFile, ...]
 
     def create(self, folder: Path) -> None:
-        """Create every file of weights at its final size, with all bytes but tensor data.
+        """Create every file of weights at its final size, with all bytes except tensor data.
 
         Existing files keep their tensor data.
         """

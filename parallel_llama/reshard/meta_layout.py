@@ -1,7 +1,8 @@
 """Writes a Meta folder: consolidated.NN.pth, one file per rank, for any number of ranks.
 
 If the number of files divides heads, channels and rows, tensors are cut as in Meta's program, which
-can then load the files; otherwise, as in the shard plan. A KV head that two files need is in both.
+can then load the files. Otherwise tensors are cut as in the shard plan, and a KV head that two
+files need is in both.
 """
 
 import logging
@@ -61,7 +62,7 @@ class Record:
 class PthLayout:
     """A file of `n_bytes`, with `records` of the data by tensor name.
 
-    `pieces` are all bytes but the data and the checksums right after it, with offsets.
+    `pieces` are all bytes except the data and the checksums right after it, with offsets.
     """
 
     n_bytes: int
@@ -92,7 +93,7 @@ def pth_layout(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Pt
         hole = next(holes)
         assert len(hole) == n_bytes, "torch skips the data of each tensor in turn"
         assert sink.pieces[hole.stop].startswith(_DESCRIPTOR)
-        # The checksum belongs to the data: writing the pieces again must not overwrite it.
+        # The checksum is written with the data: writing the pieces again must not overwrite it.
         checksum = hole.stop + len(_DESCRIPTOR)
         descriptor = sink.pieces[hole.stop]
         sink.pieces[checksum + CHECKSUM_BYTES] = descriptor[len(_DESCRIPTOR) + CHECKSUM_BYTES :]

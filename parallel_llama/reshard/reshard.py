@@ -29,7 +29,7 @@ from parallel_llama.checkpoint.meta_folder import (
     norm_variants,
 )
 from parallel_llama.checkpoint.reading import open_checkpoint
-from parallel_llama.config.layouts import default_quant, load_generation_defaults, load_model_args
+from parallel_llama.config.layouts import load_generation_defaults, load_model_args
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
@@ -46,6 +46,7 @@ from parallel_llama.reshard.target_folder import (
     TargetKind,
     check_parts,
     check_target,
+    kept_quant,
     partial_bytes,
     target_formats,
 )
@@ -103,7 +104,7 @@ def reshard(
         dtypes = {p.name: checkpoint.read(p, range(0)).dtype for p in parameters(args)}
         if dtype is not None:
             dtypes = dict.fromkeys(dtypes, torch_dtype(dtype))
-        if dtype is not None or default_quant(source, args) == "none":
+        if dtype is not None or kept_quant(source, args) == "none":
             args = replace(args, dtype=_dtype_of_matrices(args, dtypes))
         defaults = load_generation_defaults(source)
         variants = norm_variants(source)

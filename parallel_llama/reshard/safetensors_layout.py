@@ -56,8 +56,8 @@ class StoredTensor:
 class SafetensorsLayout(Layout):
     """The tensors of a model distributed over files of about equal size.
 
-    `dtypes` and `places` of the weights are by Meta's names. `stored` are the tensors of the files,
-    and `locations` the file name and byte offset of each, by the names in the files.
+    `dtypes` are by Meta's names of the weights. `stored` are the tensors of the files, and
+    `locations` the file name and byte offset of each tensor, by the names in the files.
 
     Raises: UsageError if there are more files than tensors, or a stored tensor holds weights of
     several dtypes.
@@ -93,7 +93,7 @@ class SafetensorsLayout(Layout):
 
 
 class HFLayout(SafetensorsLayout):
-    """A HF folder: HF's names, an index, config.json.
+    """An HF folder: HF's names, an index, config.json.
 
     Raises: UsageError if there are more files than tensors, or config.json cannot express the
     model.

@@ -1,8 +1,8 @@
 """The target folder: checks before anything is read, and its temporary folder. No torch.
 
-`.NAME.partial` holds `files`, which one rename turns into the target, a journal of the tensors that
-are on the disk, and the lock of the writing process. However the process ends, the target is
-missing or complete, and another run can continue from the journal.
+`.NAME.partial` holds the folder `files`, which is renamed to the target at the end; a journal of
+the tensors that are on the disk; and the lock of the writing process. However the process ends, the
+target is missing or complete, and another run can continue from the journal.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from parallel_llama.config.layouts import default_quant, stored_formats
+from parallel_llama.config.layouts import stored_formats
 from parallel_llama.config.quantised import NATIVE_QUANTS
 from parallel_llama.dtypes import QuantFormat, make_precision
 from parallel_llama.errors import UsageError, WriteError
@@ -69,9 +69,17 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
         raise UsageError(f"{n_parts} files: at least 1 is needed; use --tp 1 or more")
     if kind == "meta" and n_parts > args.n_heads:
         raise UsageError(
-            f"n_heads={args.n_heads} and {n_parts} files: each needs at least one query head; use "
-            f"--tp 1 to {args.n_heads}"
+            f"n_heads={args.n_heads} and {n_parts} files: each file needs at least one query head; "
+            f"use --tp 1 to {args.n_heads}"
         )
+
+
+def kept_quant(source: ModelFiles, args: ModelArgs) -> str:
+    """The default quantisation of a native folder: that of a quantised folder, else none.
+
+    Matrices of a GGUF file are decoded, because native folders cannot hold most of their types.
+    """
+    return "stored" if source.kind != "gguf" and stored_formats(source, args) else "none"
 
 
 def target_formats(
@@ -84,7 +92,7 @@ def target_formats(
     Raises: UsageError for formats that this model or layout does not support, or if quantised
     weights would be decoded without a requested `dtype`.
     """
-    found, stored = default_quant(source, args), stored_formats(source, args)
+    found, stored = kept_quant(source, args), stored_formats(source, args)
     if quant is None:
         quant = found if kind == "native" else "none"
     if quant == "none":
@@ -173,7 +181,7 @@ class PartialFolder:
     def _begin(self, plan: Mapping[str, Any], resume: bool) -> list[dict[str, Any]]:
         """The journal of the run that is continued; empty for a new run."""
         if not is_there(self.files):
-            self._journal.unlink(missing_ok=True)  # left by a run that renamed its files
+            self._journal.unlink(missing_ok=True)  # left by a run that has renamed its files
         if is_there(self._journal):
             if not resume:
                 raise UsageError(

@@ -210,7 +210,7 @@ class TensorWriter:
     """Writes tensors one after another, with a pipeline of threads.
 
     Reading, placing, hashing and writing have a thread each. Another thread flushes files to the
-    disk and then records their tensors in the journal. `on_bytes` gets the size of each part.
+    disk and then records their tensors in the journal. `on_bytes` is called with each part's size.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class TensorWriter:
         return written
 
     def close(self) -> None:
-        """Close the files and stop the thread, also after an error."""
+        """Stop the flushing thread and close the files, also after an error."""
         self._flushing_thread.shutdown()
         for file in self._open.values():
             file.close()

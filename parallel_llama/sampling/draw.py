@@ -23,9 +23,6 @@ class History:
     """The distinct tokens of a sequence and how often each was sampled, for penalties.
 
     Appending takes amortised constant time, and `counts` linear time in the distinct tokens.
-
-    Args:
-        prompt: The tokens of the prompt.
     """
 
     def __init__(self, prompt: Iterable[int]) -> None:
@@ -96,7 +93,7 @@ class SamplingRow:
 
     @property
     def takes_best(self) -> bool:
-        """Whether the token is the argmax of the model's logits, or of these with noise."""
+        """Whether the token is the argmax of the model's logits, with or without noise."""
         return not self.params.is_filtered and not self.is_adjusted
 
     def __str__(self) -> str:

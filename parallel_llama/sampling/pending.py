@@ -21,11 +21,8 @@ class PendingDraws:
         logits: [n, V_local] local, for the token ids in `vocab`.
         drawn: [n, 2] float64 local, the result of `TorchOps.draw` with the keys of
             `row_sampling_key`. Rows with filters are sampled here.
-        vocab: The shard of the vocabulary.
         vocab_size: The size of the whole vocabulary.
         draws: The tokens to sample; `can_pend` holds for each.
-        comm: The communicator of the ranks.
-        ops: The operators.
 
     Shapes: `tokens` [n] int64 on the device; an id outside of the vocabulary for a row with a NaN
     and for a row whose candidates do not suffice.

@@ -7,8 +7,8 @@ gathered bytes, so all decide alike.
 A token is the argmax of logits / temperature + Gumbel noise over the tokens that the filters keep.
 The noise depends on (seed, choice, position, token id) alone, so a token depends neither on the
 rest of the batch, nor on the shards, nor on the number of candidates. Log-probabilities and the
-mass of a nucleus are sums over tiles of the vocabulary, in order, whichever ranks hold them; where
-a shard ends inside a tile, which exact sums exclude, they agree to about 1e-14.
+mass of a nucleus are sums over tiles of the vocabulary, in order, whichever ranks hold the tiles.
+If a shard ends inside a tile, which exact sums exclude, they depend on the shards by about 1e-14.
 """
 
 import math
@@ -46,15 +46,13 @@ def sample(
     comm: Communicator,
     best: Tensor | npt.NDArray[np.float64] | None = None,
 ) -> list[SampledToken]:
-    """Sample one token per row; the same on all ranks, and at every tp_size.
+    """Sample one token per row, the same token on all ranks and at every tp_size.
 
     Equal logits are ordered by token id: greedy takes the smallest id, top_k keeps exactly k.
 
     Args:
         logits: [n, V_local] local, for the token ids in `vocab`.
-        vocab: The shard of the vocabulary.
         draws: The tokens to sample, one per row.
-        comm: The communicator of the ranks.
         best: [n, 2] float64 local, the best score of each row and its token, if they are known;
             used if every row `takes_best`.
 

@@ -86,4 +86,4 @@ class AttachedEngine:
 def _ending(code: int) -> str:
     if code >= 0:
         return f"the engine ended with exit code {code}"
-    return f"the engine died of {signal.Signals(-code).name}"
+    return f"the engine was killed by {signal.Signals(-code).name}"

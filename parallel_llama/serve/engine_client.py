@@ -163,7 +163,7 @@ class EngineClient:
         return answer
 
     def drain(self) -> None:
-        """Reject new requests; unfinished requests go on."""
+        """Reject new requests; unfinished requests continue."""
         self._is_draining = True
 
     async def run(self) -> None:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 LARGE_WORK = 64 << 10  # bytes of a body; more takes milliseconds and runs in the large lane
 MAX_LARGE_WAITING = 4 << 20  # bytes of large work in all; above this no large body is read
 _NICE = 10  # of low-priority threads: they get a tenth of a contended core
-_MAX_CLIENTS = 4096  # beyond it idle clients are dropped
+_MAX_CLIENTS = 4096  # with more, idle clients are dropped
 
 
 class FairThreads:
@@ -67,8 +67,8 @@ class FairThreads:
 def yield_cores() -> None:
     """Lowers the priority of this thread and of the processes that it starts.
 
-    The threads of a step meet at hundreds of barriers, and all others wait there for a thread that
-    has lost its core.
+    The threads of a step have hundreds of barriers, where all threads wait for one that has lost
+    its core.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 

@@ -71,7 +71,6 @@ def conversation(
 
 
 def supports_tools(template: ChatTemplate | None) -> bool:
-    """Whether a template has support for tools."""
     return template is not None and _reads(template.template_text, "tools")
 
 
@@ -168,7 +167,7 @@ class Tools:
         return CallReader(self.form, names, begins_inside=begins_inside, most=self.most)
 
     def grammar(self, answer: Grammar | None) -> Grammar | None:
-        """The grammar of the generated text; `answer` is the one without functions.
+        """The grammar of the generated text; `answer` is the grammar of a response without calls.
 
         Strict functions constrain their calls only if a grammar can express the model's marks.
 

@@ -124,7 +124,6 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def framed(message: Any) -> bytes:
-    """The frame of a message."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")
@@ -157,7 +156,7 @@ class Frames:
 
 
 class FrameSocket:
-    """The engine's end of the socket. It never blocks, and buffers what the frontend has not taken.
+    """The engine's end of the socket. It never blocks, and buffers what the frontend has not read.
 
     Raises: BrokenPipeError once the frontend has closed the socket or stopped reading.
     """

@@ -20,7 +20,7 @@ class MatchError(RuntimeError):
 
 
 class Matcher:
-    """Which tokens may follow those accepted so far.
+    """Says which tokens may follow the tokens accepted so far.
 
     Not thread-safe; each choice of a request uses its own `copy`.
     """
@@ -47,8 +47,8 @@ class Matcher:
         bits = np.frombuffer(self._state.compute_bitmask(), dtype=np.uint8)
         allowed = bits[: len(table.text_bits)] & table.text_bits
         if self._at_start:
-            # At the start of a text these tokens decode without their leading space, so their text
-            # is not what the grammar matched.
+            # At the start of a text, tokens of `opening_bits` decode without their leading space,
+            # so their text is not what the grammar matched.
             allowed &= ~table.opening_bits
         if self._state.is_error():
             raise self._failure()
@@ -90,7 +90,7 @@ class GrammarCompiler:
     """Makes matchers for one model, and caches the most recently used grammars. Thread-safe.
 
     JSON is generated compact, without whitespace between its tokens, whatever the schema says:
-    at a high temperature optional whitespace can go on for ever. A regular expression or Lark
+    at a high temperature, optional whitespace may never end. A regular expression or Lark
     grammar matches the whole completion, in llguidance's syntax, without look-around or back
     references. JSON Schema keywords that llguidance does not support are refused, never ignored. A
     known fault of llguidance: between two bounds with the same integer part, an exclusive integer
@@ -163,7 +163,7 @@ class GrammarCompiler:
                 return str(self._checker.ask(request)["problem"])
             except OutOfTime:
                 return f"compiling it takes more than {grammar_check.CPU_LIMIT_S:g} s; simplify it"
-            except Stopped:  # earlier grammars may have left no memory; a new process has it all
+            except Stopped:  # earlier grammars may have used the memory, so try a new process
                 continue
         return (
             f"compiling it takes more than {grammar_check.MAX_EXTRA_BYTES >> 20} MiB of memory, or "

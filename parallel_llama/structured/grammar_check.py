@@ -32,7 +32,7 @@ def compile_grammar(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
     match kind:
         case "json_schema":
             # Overrides, because a schema may contain its own options under x-guidance. No optional
-            # whitespace: at a high temperature it can go on for ever.
+            # whitespace: at a high temperature it may never end.
             source = LLMatcher.grammar_from_json_schema(
                 text,
                 overrides={

@@ -1,8 +1,8 @@
 """Runs work on untrusted input in a separate process, within limits that the kernel enforces.
 
 Limits inside the process are not enough: a tracing function or signal handler of Python runs only
-between two byte codes, and one call into C or Rust (comparing a list with 2**40 leaves, a
-backtracking regular expression) may take hours and all memory, or crash the process.
+between two byte codes, and one call into C or Rust (such as a backtracking regular expression) may
+take hours and all memory, or crash the process.
 """
 
 import json
@@ -111,11 +111,11 @@ class BoundedProcess:
             if self._child.end() == -signal.SIGPROF:
                 raise OutOfTime(f"it takes more than {cpu_s:.3g} s of CPU time") from error
             raise Stopped(
-                f"it needs more than {self._max_extra_bytes >> 20} MiB of memory, or crashes the "
-                "process that it runs in"
+                f"it needs more than {self._max_extra_bytes >> 20} MiB of memory, or crashes its "
+                "process"
             ) from error
         finally:
-            if not self._child.is_idle:  # e.g. after Ctrl-C: its reply would answer a later request
+            if not self._child.is_idle:  # after Ctrl-C, a late reply would answer the next request
                 self._drop()
 
     def _drop(self) -> None:

@@ -217,7 +217,7 @@ def _own_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _folder_templates(folder: Path) -> tuple[dict[str, str], str]:
-    """The default and tool_use templates of a HF folder, if any, and their file.
+    """The default and tool_use templates of an HF folder, if any, and their file.
 
     Separate files take precedence over the configuration.
     """

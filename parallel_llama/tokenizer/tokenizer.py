@@ -68,7 +68,7 @@ class Tokenizer(ABC):
     """Converts text to token ids and back; subclasses implement encoding.
 
     Args:
-        bos_id, eos_ids: those of the tokenizer's files, if any.
+        bos_id, eos_ids: the ids in the tokenizer's files, if any.
         prefix: ids that the model's own tokenizer puts before a text; may be empty.
     """
 

@@ -1,7 +1,7 @@
 """Tokenizers of the `tokenizers` library: HF's tokenizer.json, and BPE rebuilt from GGUF files.
 
-A tokenizer.json is untrusted: 5 kB of it can take gigabytes, hours, or make the library panic. So
-it runs in a separate process, from which this one gets plain data only.
+A tokenizer.json is untrusted: one of 5 kB can take gigabytes or hours, or make the library panic.
+So the library uses it in a separate process, which returns plain data only.
 """
 
 import json
@@ -28,7 +28,7 @@ MAX_EXTRA_BYTES = 512 << 20
 MAX_EXTRA_PER_BYTE = 20
 
 MAX_DECODER_STEPS = 16
-_N_TRIED = 8  # special tokens that are tried as `_anchor`
+_N_TRIED = 8  # special tokens to try as the `_anchor`
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _Spelling = Callable[[str], bytes]
@@ -76,7 +76,7 @@ class BuiltEncoder:
         return _guarded(lambda: self._of(special).encode(text, special), self._source)
 
     def _of(self, special: bool) -> Library:
-        """A tokenizer per value of `special`, which is a setting that all threads share."""
+        """The tokenizer for this value of `special`, a setting that all threads share."""
         return self._library if special else self._literal
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,12 @@ from transformers_oracle import decoded_smollm2
 from parallel_llama.checkpoint import gguf_file
 from parallel_llama.checkpoint.quantised import decode_gguf
 from parallel_llama.checkpoint.reading import load, open_checkpoint
-from parallel_llama.config.layouts import load_generation_defaults, load_model_args, stored_formats
+from parallel_llama.cli.main import main
+from parallel_llama.config.layouts import (
+    load_generation_defaults,
+    load_model_args,
+    stored_formats,
+)
 from parallel_llama.dtypes import GGUF_QUANTS, Precision, make_precision
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
@@ -230,6 +236,30 @@ def test_a_share_of_blocks_that_are_kept_is_cut_inside_of_them(tmp_path, type_na
                     values = checkpoint.read(param, shard.rows_of(param), "interleaved")
                     assert torch.equal(part.values(), values), name
             assert sum(counts) == weight_bytes(shard, values_by_form(WIDE, precision))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "types", "flags", "expected", "warning"),
+    [
+        (64, {"wq.weight": "Q4_0", "_norm.weight": "Q8_0"}, [], "stored", None),
+        (64, {"wq.weight": "Q4_0"}, ["--quant=none"], "none", None),
+        (64, {"wq.weight": "Q4_0"}, ["--dtype=float64"], "none", None),
+        (64, {"wq.weight": "F16"}, [], "none", None),
+        (64, {"wq.weight": "IQ4_NL", "w2.weight": "Q4_K"}, [], "stored", "in IQ4_NL are decoded"),
+        (64, {"wq.weight": "IQ4_XS"}, [], "none", "in IQ4_XS are decoded to float32; only Q8_0"),
+        (48, {"w2.weight": "Q4_0"}, [], "none", "decoded to float32: head_dim=48 is not a multipl"),
+    ],
+)  # fmt: skip
+def test_matrices_run_as_stored_by_default_and_a_warning_names_those_that_cannot(
+    tmp_path, capsys, head_dim, types, flags, expected, warning
+):
+    args = replace(WIDE, head_dim=head_dim)
+    files = write_gguf(tmp_path / "wide.gguf", args, weights_of(args), types)
+    assert main(["plan", "--model", str(files.path), "--json", "--device=cpu", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["quant"] == expected
+    assert warning in err if warning else not err
+    assert not [name for name in stored_formats(files, args) if "norm" in name]
 
 
 def test_a_rank_without_channels_has_none_of_the_blocks_that_are_kept(tmp_path):

@@ -57,7 +57,7 @@ def precision_of(path: Path, quant: str | None = None, dtype: str = "float32") -
     files = find_model(str(path))
     args = load_model_args(files)
     found = stored_formats(files, args)
-    return make_precision(args, dtype, "cpu", quant or default_quant(files, args), found)
+    return make_precision(args, dtype, "cpu", quant or default_quant(files, args, dtype), found)
 
 
 def loaded(path: Path, tp_size: int, quant: str | None = None) -> list[list[torch.Tensor]]:

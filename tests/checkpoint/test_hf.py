@@ -1,4 +1,4 @@
-"""HF folders: every slice of every tensor, and every way in which files can be wrong."""
+"""HF folders: reads of every slice of every tensor, and errors for every kind of wrong file."""
 
 import json
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""HF folders as people have them: what transformers loads from one is what we load from it.
+"""HF folders as users have them give the weights that transformers loads from them.
 
-In float64, as in test_parity. Each folder is a tiny random model that something was done to.
+In float64, as in test_parity. Each folder is a tiny random model with one peculiarity.
 """
 
 import json

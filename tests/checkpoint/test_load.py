@@ -1,4 +1,4 @@
-"""One rank's tensors: random weights, conversion, refusals, and what a load costs."""
+"""Loading one rank's tensors: random weights, conversion, errors, and the cost of a load."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

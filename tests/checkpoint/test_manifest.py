@@ -1,4 +1,4 @@
-"""The manifest: hashes of files and tensors, in one spelling that any change of a byte breaks."""
+"""The manifest: hashes of files and tensors, in an encoding that detects every changed byte."""
 
 import os
 import re

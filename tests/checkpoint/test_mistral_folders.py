@@ -122,7 +122,7 @@ def test_hfs_files_are_read_where_both_are_there(tmp_path, caplog):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(hf / name, folder)
     assert find_model(str(folder)).kind == "hf"
-    assert "holds a HF and a Meta checkpoint" in caplog.text
+    assert "holds an HF and a Meta checkpoint" in caplog.text
     (folder / "model.safetensors").unlink()
     assert find_model(str(folder)).weights == (folder / FILE,)
 

@@ -1,4 +1,4 @@
-"""Native folders: any rank of any number reads its share of a weight as one range of bytes."""
+"""Native folders: on any number of ranks, a rank reads its shard of a weight as one byte range."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_every_share_is_the_slice_that_the_hf_folder_gives(args, n_parts, tp_siz
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 5, 7, 9])
 def test_a_rank_reads_its_share_of_a_weight_at_once_and_no_byte_more(small, tp_size, monkeypatch):
-    """In a HF folder the columns of wo and w2 are one short read for every row."""
+    """In an HF folder the columns of wo and w2 are one short read for every row."""
     checkpoint = open_checkpoint(find_model(str(small[1])), SMALL)
     reads = PlainReads(monkeypatch)
     for shard in make_plan(SMALL, tp_size).shards:

@@ -1,4 +1,4 @@
-"""`verify`: whatever is wrong with a model's files is found, named, and never a traceback."""
+"""`verify` finds and names every fault of a model's files, and never ends in a traceback."""
 
 import hashlib
 import json
@@ -29,8 +29,8 @@ from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.families import parameters
 
-DATA_FLIPS = 60  # of each folder, anywhere in its weight files
-OTHER_FLIPS = 30  # of each folder, in headers, JSON files and the manifest
+DATA_FLIPS = 24  # of each folder, anywhere in its weight files
+OTHER_FLIPS = 16  # of each folder, in headers, JSON files and the manifest
 PLACE = re.compile(r"([^:]+): damaged in (\S+), bytes (\d+) to (\d+)(?: \(unit \d+\))?")
 MAX_CPU_SECONDS = 10.0
 MAX_MEMORY = 256 << 20
@@ -474,7 +474,7 @@ def test_layouts_of_one_model_are_the_same(folders, copy, check, name, has_manif
 
 
 def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """A HF folder with other tensors and no manifest."""
+    """An HF folder with other tensors and no manifest."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -532,7 +532,7 @@ def test_layers_that_one_model_lacks_are_named(copy, folders):
 
 
 def test_a_tied_head_is_the_embeddings(copy):
-    """Meta's files have both, also where a HF folder has one for the two."""
+    """Meta's files have both, also where an HF folder has one for the two."""
 
     def tie(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -1,4 +1,4 @@
-"""The command line up to where work would start: what is accepted, what is refused, in what words.
+"""Command lines that are accepted or refused before any work starts, and the messages.
 
 All wrong command lines run in one fresh process, which reports at the end whether torch was loaded.
 """
@@ -120,7 +120,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--stop", ""], "--stop '': empty"),
     (["generate", "--prompt", "x", "--dtype", "int4"], "; --quant int4 quantises the weights"),
     (["generate", "--prompt", "x", "--dtype", "auto"], "; omit --dtype for the default"),
-    (["generate", "--prompt", "x", "--quant", "Q8_0"], "--quant stored keeps such a file's"),
+    (["generate", "--prompt", "x", "--quant", "Q8_0"], "which run as they are stored"),
     (["generate", "--prompt", "x", "--quant", "q4_k_m"], "that is a format of GGUF files"),
     (["generate", "--prompt", "x", "--quant", "fp16"], "that is a dtype: --dtype float16"),
     (["reshard", "smollm2", "x", "--quant", "awq"], "runs as it is stored; omit --quant"),
@@ -138,7 +138,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--nproc", "10"], "n_heads=9 and tp_size=10"),
     (["generate", "--prompt", "x", "--max-seq-len", "0"], "--max-seq-len '0'"),
     (["generate", "--prompt", "x", "--max-seq-len", "9000"], "this model's context is 8192 tokens"),
-    (["generate", "--prompt", "x", "--max-tokens", "8192"], "8193 positions and the context has"),
+    (["generate", "--prompt", "x", "--max-tokens", "8192"], "8193 positions, but the context has"),
     (["generate", "--prompt", "x", "--model", ""], "--model '': empty"),
     (["generate", "--prompt", "x", "--model", "no-such-model"], "no-such-model"),
     (["generate", "--prompt", "x", "--output", "."], "--output .: a folder"),
@@ -266,7 +266,7 @@ def test_a_plan_loads_no_torch(folder):
 
 
 def parsed(verb: Verb, argv: Sequence[str]) -> dict[str, Any]:
-    """The value of each of a verb's flags, by its name."""
+    """The value of each flag of a command, by the flag's name."""
     flags = parse_flags(verb, argv)
     return {flag.name: flags[flag] for flag in verb.flags}
 
@@ -278,7 +278,7 @@ def test_any_text_is_a_prompt_in_both_forms(text):
 
 
 def echo(flags: Flags) -> Job:
-    """A verb's function that starts nothing and keeps what fire gave it."""
+    """A command's function that starts nothing and records what fire passed."""
     kept.append(flags)
     return Job(lambda: 0)
 
@@ -544,7 +544,7 @@ def test_plan_says_whether_it_fits(capsys):
 
 
 def test_a_plan_for_cards_counts_what_they_need_to_work(capsys):
-    """Weights and KV cache alone filled the card, and the first step found no memory."""
+    """Weights and KV cache alone filled the GPU, and the first step found no memory."""
     asked = ["--model", "llama-3.1-8b", "--nproc", "2", "--dtype", "bfloat16"]
     on_cpu, on_cuda = (plan_json(capsys, *asked, "--device", each) for each in ("cpu", "cuda"))
     on_cpu_step = 512 * (4 * 4096 + 4 * 7168) * 4 + 64128 * 4 * 4  # one row of scores
@@ -567,7 +567,7 @@ def test_a_plan_for_cards_counts_what_they_need_to_work(capsys):
 
 
 def test_plan_takes_cuda_only_where_each_rank_gets_a_card(capsys, monkeypatch):
-    """As the model would: --nproc 2 on a host with one card is float32 on the CPU."""
+    """--nproc 2 on a host with one GPU runs on the CPU, in float32."""
     for n_cards, dtype in ((0, "float32"), (1, "float32"), (2, "bfloat16")):
         monkeypatch.setattr("parallel_llama.cli.plan.count_cards", lambda n=n_cards: n)
         assert plan_json(capsys, "--nproc", "2")["dtype"] == dtype

@@ -1,4 +1,4 @@
-"""What a person or a damaged download can get wrong, from the command line to the exit code.
+"""Errors of a user or of a damaged download, from the command line to the exit code.
 
 2: found before any weight is read. 1: only reading or running shows it. In both the message has
 the value and the remedy, and stdout stays empty. Other wrong command lines, refused without any

@@ -1,4 +1,4 @@
-"""What `bench` prints: the keys that scripts read, and figures that hang together."""
+"""What `bench` prints: the keys that scripts read, and consistent figures."""
 
 import json
 from pathlib import Path

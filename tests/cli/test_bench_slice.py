@@ -1,4 +1,4 @@
-"""`bench --slice`: one rank's share of many, alone, timed apart from what it would wait for."""
+"""`bench --slice` times one rank's shard alone, without the collectives that it would wait for."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`chat` on a terminal: the real program behind a pseudo-terminal, typed at as a person would."""
+"""`chat` on a terminal: the real program on a pseudo-terminal, with typed input."""
 
 import json
 import os
@@ -91,10 +91,9 @@ def open_chat(model: Path) -> Iterator[Open]:
         terminal.close()
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(open_chat, nproc, tmp_path):
+def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(open_chat, tmp_path):
     """Two within a second ended the program, lost the talk, and left no echo on the terminal."""
-    chat = open_chat(nproc)
+    chat = open_chat(2)
     chat.type("Hello\n")
     chat.wait_for("tokens")
     chat.wait_for("> ")
@@ -111,8 +110,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(open_chat, n
     assert [each["role"] for each in json.loads(line)["messages"]] == ["user", "assistant"]
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("nproc", "number"), [(1, signal.SIGHUP), (2, signal.SIGTERM)])
 def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(open_chat, nproc, number):
     chat = open_chat(nproc)
     time.sleep(PAUSE_S)

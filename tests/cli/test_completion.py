@@ -1,4 +1,4 @@
-"""The scripts of `completion` in the shells themselves."""
+"""The scripts of `completion`, run in the real shells."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""`generate` over files of prompts: settings of single lines, new files and resumed ones."""
+"""`generate` with files of prompts: settings of single lines, new and resumed output files."""
 
 import io
 import json
@@ -242,7 +242,7 @@ def test_a_line_without_an_end_is_refused_before_it_is_in_memory(tmp_path, monke
     ],
 )
 def test_filters_that_change_nothing_are_told_of_once(run, flags, says):
-    """They were ignored without a word where the model's default is greedy."""
+    """They were ignored without a warning if the model's default is greedy."""
     code, _, err = run("--prompt", "Hi", "--max-tokens", "1", *flags)
     assert code == 0
     assert err.count("no effect") == (says is not None)
@@ -394,7 +394,7 @@ def test_the_time_left_is_of_the_tokens_that_may_still_come():
 
 
 def test_answers_of_one_token_have_no_speed():
-    """They came out of one pass over their prompts, and were told as thousands a second."""
+    """Prefill generates them in one pass, and thousands of tokens per second were reported."""
     now_s = 0.0
     meter = Meter(requests(1, 1, 1), lambda: now_s)
     for index in range(3):
@@ -407,7 +407,7 @@ def test_answers_of_one_token_have_no_speed():
 
 
 def test_prompts_come_from_stdin_and_from_pipes(run, monkeypatch, tmp_path):
-    """A pipe was no such file, and - a prompt of one dash."""
+    """A pipe was refused as missing, and - was a prompt of one dash."""
     line = json.dumps({"prompt": "Hi"})
     _, expected, _ = run("--prompt", "Hi", "--json", "--max-tokens", "4")
     for argv, text in ((("--prompts", "-"), line), (("--prompt", "-"), "Hi\n")):

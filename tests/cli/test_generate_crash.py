@@ -1,4 +1,4 @@
-"""`generate --output` killed at random instants, and resumed until it is whole."""
+"""`generate --output`, killed at random instants and resumed until its output is complete."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """Ctrl-C, dead ranks and closed pipes, with real processes of a tiny model.
 
-A command must end, say one thing, and leave no process and no file behind.
+A command must end with one message, and leave no process and no file behind.
 """
 
 import os
@@ -65,7 +65,7 @@ class Command:
 
 
 def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that do not end; an orphan that nobody has buried yet is not running."""
+    """The processes that do not end; a zombie does not count as running."""
     deadline = time.monotonic() + LIMIT_S / 10
     while left := [process for process in processes if runs(process)]:
         if time.monotonic() > deadline:
@@ -101,10 +101,17 @@ def start(model: Path) -> Iterator[Start]:
             stream.close()
 
 
+def addresses_of(command: Command) -> set[str]:
+    """The addresses of its sockets, of which some listen and some are connected."""
+    processes = [psutil.Process(command.process.pid), *command.ranks]
+    return {each.laddr.ip for own in processes for each in own.net_connections("inet")}
+
+
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_ctrl_c_ends_all_ranks_and_shows_what_there_is(start, nproc):
     command = start(nproc)
     command.wait_for_text()
+    assert addresses_of(command) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     command.press_ctrl_c()
     code, out, err = command.end()
     assert code == 130
@@ -134,9 +141,8 @@ def test_ctrl_c_pressed_twice_is_no_reason_for_a_traceback(start):
     assert code == 130
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_reader_that_has_enough_ends_the_command_without_a_word(start, nproc):
-    command = start(nproc)
+def test_a_reader_that_has_enough_ends_the_command_without_a_word(start):
+    command = start(2)
     command.wait_for_text()
     assert command.process.stdout is not None and command.process.stderr is not None
     command.process.stdout.close()
@@ -146,18 +152,8 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_word(start, nproc):
     assert still_running(command.ranks) == []
 
 
-def test_ranks_listen_on_loopback_alone(start):
-    command = start(3)
-    command.wait_for_text()
-    processes = [psutil.Process(command.process.pid), *command.ranks]
-    sockets = [each for process in processes for each in process.net_connections("inet")]
-    listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
-    assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    assert {each.laddr.ip for each in sockets} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-
-
 def test_ctrl_c_in_a_reshard_says_how_to_go_on(tmp_path):
-    """It ended without a word once Ctrl-C was left to the system until tokens flow."""
+    """It ended without a message while Ctrl-C had the system's action until the first token."""
     target = tmp_path / "target"
     process = subprocess.Popen(
         [sys.executable, "-m", "parallel_llama", "reshard", "smollm2", str(target),

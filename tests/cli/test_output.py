@@ -1,4 +1,4 @@
-"""What commands write: completions in order, files as they grow, a conversation's turns."""
+"""The output of commands: completions in order, files while they are written, conversations."""
 
 import io
 import json
@@ -265,7 +265,7 @@ def test_a_conversation_is_saved_as_a_line_for_generate(monkeypatch, capsys, tmp
 
 
 def test_an_answer_that_was_cut_off_says_so_and_goes_on(monkeypatch, capsys):
-    """It ended in the middle of a sentence without a word."""
+    """It ended in the middle of a sentence without a message."""
     model = EchoModel(finish_reason="length")
     talked = talk(monkeypatch, "1\n/continue\n", model, None, SamplingParams(max_tokens=2))
     err = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`plan` for cards and the CPU: what a rank needs, what the page shows, what makes a plan fit."""
+"""`plan` for GPUs and the CPU: what a rank needs, the printed page, and the suggested changes."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def page(capsys: Capture, *argv: str) -> str:
 
 
 def test_cards_of_another_machine_are_planned_in_bfloat16(capsys, monkeypatch):
-    """Cards given by their memory were planned as the CPU's: float32, and no room to work in."""
+    """GPUs given by their memory were planned like CPUs: in float32, without working memory."""
     monkeypatch.setattr("parallel_llama.cli.plan.count_cards", lambda: 0)
     asked = ["--model", "llama-3.1-8b"]
     found = plan(capsys, *asked, "--gpus", "3x24")
@@ -121,7 +121,7 @@ PEAK = """if True:
 @pytest.mark.skipif(sys.platform != "linux", reason="getrusage counts in KiB on Linux")
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_a_rank_on_the_cpu_needs_what_plan_says(capsys, tmp_path, nproc):
-    """What a process takes beside weights and cache, 380 MiB, was not counted."""
+    """The 380 MiB that a process takes in addition to weights and cache were not counted."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"tokens": [i % 997 + 100 for i in range(1000)]}))
     ranks = ["--nproc", nproc, "--device", "cpu"]
@@ -238,7 +238,7 @@ def test_what_loses_least_comes_first(capsys):
         "--kv-cache-dtype int8",
         "--max-seq-len 39204",
     ]
-    assert changes(*asked, "--memory", "1300MiB", "--batch", "2") == [
+    assert changes(*asked, "--quant", "none", "--memory", "1300MiB", "--batch", "2") == [
         "--quant stored",  # as its file has it
         "--nproc 2",
         "--dtype bfloat16",
@@ -268,7 +268,7 @@ def test_formats_that_are_enough_alone_are_not_named_again_with_more_ranks(capsy
 
 
 def test_a_split_of_the_cache_by_tokens_is_named_where_it_saves(capsys):
-    """Each card keeps as many tokens, so that the smallest of unequal cards has less room."""
+    """Each GPU stores the same number of tokens, so the smallest of unequal GPUs has less room."""
     asked = ["--model", "llama-3.1-70b", "--gpus"]
     uneven, even = ([*asked, cards] for cards in ("2x80,1x40", "6x80"))
     split = ["--kv-split", "sequence"]

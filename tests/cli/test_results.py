@@ -1,4 +1,4 @@
-"""The file of --output: what an interrupted run leaves, and what goes on from it."""
+"""The file of --output: what an interrupted run leaves, and how --resume continues it."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""What a request gets is the same to the last bit beside others, in pieces, and behind a prefix.
+"""A request's result has the same bits in any batch, with any chunks, and with a cached prefix.
 
-Log-probabilities are compared as they are: tokens alone would hide that sums come in another order.
-Numbers of 4 and 8 bits make such a difference large, for it changes how inputs are rounded.
+Log-probabilities are compared, because tokens alone would hide another order of summation. With
+weights of 4 and 8 bits such a difference is large, because it changes how inputs are rounded.
 """
 
 import random
@@ -146,18 +146,18 @@ def differences(
 
 @cache
 def _models() -> list[tuple[str, tuple[str, str, str | None]]]:
-    others = [(name, FORMATS[i]) for name in list(MODELS)[1:] for i in (0, 4)]
+    others = [(name, FORMATS[4 * (at % 2)]) for at, name in enumerate(list(MODELS)[1:])]
     return [*(("plain", each) for each in FORMATS), *others]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "formats"), _models(), ids=str)
 def test_log_probabilities_are_the_same_to_the_last_bit_however_a_prompt_is_cut(name, formats):
-    assert differences(Solo(), MODELS[name], formats, seed=0, n_mixes=5) == []
+    assert differences(Solo(), MODELS[name], formats, seed=0, n_mixes=3) == []
 
 
 @pytest.mark.parametrize("formats", [FORMATS[0], FORMATS[4], FORMATS[8]], ids=str)
-@pytest.mark.parametrize("tp_size", [2, 3])
+@pytest.mark.parametrize("tp_size", [3])
 def test_log_probabilities_are_the_same_to_the_last_bit_on_several_ranks(tp_size, formats):
     results = run_on_threads(tp_size, differences, ARGS, formats, 1, 3)
     assert results == [[]] * tp_size

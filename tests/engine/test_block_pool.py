@@ -1,4 +1,4 @@
-"""A block has one state at a time, and a key finds only what was written for it."""
+"""A block has one state at a time, and a prefix key finds only the block published under it."""
 
 import pytest
 from hypothesis import settings

@@ -1,7 +1,7 @@
-"""Steps that are told of blocks, and decode steps recorded once, give what any step gives.
+"""Paged steps and recorded decode steps give the same results as all other steps.
 
-No card is needed: the operators are torch's, and a recording that runs its step again, into the
-tensors of the first time, is to the engine what a graph is.
+No GPU is needed: the operators are torch's, and a recording that runs its step again, into the
+tensors of the first run, replaces a CUDA graph.
 """
 
 import gc
@@ -117,12 +117,19 @@ def test_groups_of_layers_that_rotate_alike_have_one_table(local_rope_theta, n_t
     assert len(set(rotations)) == n_tables
 
 
-@pytest.mark.parametrize("args", [ARGS, HYBRID, *(OF_FAMILIES[name] for name in CARRIED)])
+@pytest.mark.parametrize("args", [ARGS, HYBRID])
 def test_every_request_gets_what_it_gets_alone_where_operators_read_blocks(args):
     assert run(Solo(), args, range(4), records=False) == 0
 
 
-@pytest.mark.parametrize("args", [ARGS, HYBRID, *(OF_FAMILIES[name] for name in CARRIED)])
+@pytest.mark.parametrize(
+    "args",
+    [
+        HYBRID,
+        *(pytest.param(OF_FAMILIES[name], marks=pytest.mark.slow) for name in CARRIED),
+        pytest.param(ARGS, marks=pytest.mark.slow),
+    ],
+)
 def test_every_request_gets_what_it_gets_alone_where_steps_are_recorded(args):
     assert run(Solo(), args, range(4), records=True) > 20
 
@@ -144,32 +151,41 @@ def test_a_runner_is_freed_with_its_last_reference(records):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
+@pytest.mark.parametrize("tp_size", [3, 7])
 def test_ranks_replay_the_same_steps(tp_size):
-    assert min(run_on_threads(tp_size, run, ARGS, range(3), records=True)) > 20
+    assert min(run_on_threads(tp_size, run, ARGS, range(2), records=True)) > 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("args", [ARGS, HYBRID, OF_FAMILIES["mixtral"]])
-@pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize("ways", [PLAIN, FILTERED, ALL], ids=["plain", "filtered", "all"])
+@pytest.mark.parametrize(
+    ("args", "records", "ways"),
+    [
+        (ARGS, False, PLAIN),
+        (ARGS, True, ALL),
+        (HYBRID, True, FILTERED),
+        (HYBRID, False, ALL),
+        (OF_FAMILIES["mixtral"], True, PLAIN),
+        (OF_FAMILIES["mixtral"], False, FILTERED),
+    ],
+    ids=["plain", "all recorded", "windows", "windows all", "experts", "experts filtered"],
+)
 def test_steps_that_are_launched_before_their_tokens_are_read_change_nothing(
     monkeypatch, args, records, ways
 ):
-    """Requests end, are cancelled and come while a step of them is under way already."""
+    """Requests end, are cancelled and arrive while their next step is already in flight."""
     launched = count_launches(monkeypatch)
     runner = make_runner(Solo(), args, ops=paged_ops(args))
-    for seed in range(16):
+    for seed in range(6):
         mix = asking(random_mix(seed), ways)
         engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens)
         if records:
             runner.record(Recorded())
         assert not differences(mix, run_mix(engine, mix), args), seed
-    assert len(launched) > 40
+    assert len(launched) > 15
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
+@pytest.mark.parametrize("tp_size", [2, 5])
 def test_ranks_launch_the_same_steps_ahead(monkeypatch, tp_size):
     launched = count_launches(monkeypatch)
     for outcome in run_on_threads(tp_size, run_ahead, range(3)):
@@ -198,7 +214,7 @@ def test_a_step_that_went_on_from_no_token_is_taken_again(monkeypatch, tp_size):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_ranks_do_without_the_graphs_that_one_of_them_cannot_record(caplog, rank):
-    """A rank alone with a graph would sum with nobody."""
+    """A rank that alone replayed a graph would wait for the other ranks."""
 
     def run_partly(comm: Communicator) -> tuple[list[str], list[int]]:
         runner, recorded = make_runner(comm, ARGS, ops=paged_ops(ARGS)), Recorded()

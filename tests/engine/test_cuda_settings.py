@@ -1,4 +1,4 @@
-"""What torch may do to a model is settled where one is made on a card, and else left alone."""
+"""torch's CUDA options are set when a model is created on a GPU, and are otherwise unchanged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rank 0's view of a completion: what is shown, what is held back, where it ends."""
+"""A completion's text on rank 0: what is shown, what is held back, and where it ends."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Figures of a card without a card: its clock, its memory, and how fast it moves that."""
+"""Figures of a GPU, measured without a GPU: step times, memory, and memory bandwidth."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class FakeEvent:
-    """An event that a card comes to at a time that is known beforehand."""
+    """An event that the GPU reaches at a known time."""
 
     now_ms = 0.0
     recorded: ClassVar[deque[float]] = deque()  # when the card comes to those that will be recorded
@@ -90,7 +90,7 @@ def test_on_the_cpu_a_lap_is_the_hosts(monkeypatch):
 
 @dataclass
 class FakeTick:
-    """A tick of a card that comes at its third look; each is as late as `s` says."""
+    """A tick that the GPU has reached at the third query, at the time `s`."""
 
     s: float
     n_looks: int = field(default=0)
@@ -109,7 +109,7 @@ def measure_as_on_cards(comm: Communicator) -> machine.Machine:
 
 
 def test_a_card_is_measured_by_copies_by_its_own_clock_and_its_own_peak(monkeypatch):
-    """The slowest of two cards decides each of five turns, and the best turn counts."""
+    """The slower of two GPUs determines each of five rounds, and the best round counts."""
     copied: list[int] = []
     # Each turn of each rank has a beginning and an end.
     seconds = {0: [4.0, 2.0, 3.0, 4.0, 5.0], 1: [1.0, 2.5, 9.0, 9.0, 9.0]}

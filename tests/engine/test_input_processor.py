@@ -1,4 +1,4 @@
-"""What a model's authors state holds where the caller says nothing, and only there."""
+"""The sampling defaults of a model's files apply only where the caller sets no value."""
 
 import json
 from pathlib import Path
@@ -113,7 +113,7 @@ def test_dynamic_rope_scaling_survives_preemption_and_the_prefix_cache(tmp_path)
 
 
 def test_a_bias_beside_a_grammar_is_warned_of(folder, caplog):
-    """The grammar's mask overrode it without a word."""
+    """The grammar's mask overrode it without a warning."""
     digits = Grammar("regex", "[0-9]+")
     input_processor(folder).request(3, "Hello", SamplingParams(logit_bias={5: 1.0}))
     input_processor(folder).request(3, "Hello", SamplingParams(grammar=digits))

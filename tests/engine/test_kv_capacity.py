@@ -1,4 +1,4 @@
-"""How many tokens the KV cache holds: what the system says, and what the ranks make of it."""
+"""How many tokens the KV cache holds, given the free memory that the system reports."""
 
 import mmap
 import resource
@@ -16,13 +16,13 @@ from thread_ranks import run_on_threads
 
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import kv_capacity
+from parallel_llama.engine.available_memory import available_memory
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import (
     CacheSize,
     Capacity,
     DeviceMemory,
     MemoryFor,
-    available_memory,
     memory_of,
 )
 from parallel_llama.errors import OutOfMemory, UsageError
@@ -65,7 +65,7 @@ def test_a_container_without_a_tighter_limit_changes_nothing(tmp_path, limit):
 
 
 def test_a_container_limit_counts_what_it_uses_but_for_files(tmp_path):
-    """A checkpoint that was read stays in memory as long as nobody else wants that."""
+    """A checkpoint that was read stays in the page cache until the memory is needed."""
     stat = f"anon {GIB}\nfile {3 * GIB}\ninactive_file {2 * GIB}\nactive_file 500\n"
     limits = {f"{V2}.max": f"{5 * GIB}", f"{V2}.current": f"{4 * GIB}", f"{V2}.stat": stat}
     write(tmp_path, {MEMINFO_FILE: MEMINFO, **limits})
@@ -207,7 +207,7 @@ def test_too_little_memory_is_the_same_error_on_every_rank(monkeypatch):
 
 def test_what_holds_no_block_is_refused_before_weights_are_read():
     size_of_cache(2, 16, BLOCK)
-    with pytest.raises(UsageError, match=rf"kv_cache_bytes={BLOCK - 1} .* takes {BLOCK} bytes"):
+    with pytest.raises(UsageError, match=rf"kv_cache_bytes={BLOCK - 1}, .* takes {BLOCK} bytes"):
         size_of_cache(2, 16, BLOCK - 1)
     with pytest.raises(UsageError, match="block_size=0"):
         size_of_cache(2, 0, None)
@@ -246,7 +246,7 @@ WEIGHTS, WORKING = (7 * GIB, 6 * GIB), (GIB, GIB + 5)
 def on_cards(
     comm: Communicator, memories: Sequence[DeviceMemory], n_bytes: int | None = None
 ) -> Capacity | str:
-    """What ranks with these cards make of them: first before weights are read, and then after."""
+    """The result of ranks with these GPUs: before the weights are read, and after."""
     plan = make_plan(ARGS, comm.size)
     form = KVFormat("float64")
     size = CacheSize(ARGS, plan, form, 16, n_bytes, 2048, WORKING[: comm.size])
@@ -265,7 +265,7 @@ def test_a_card_that_is_too_small_is_refused_by_all_ranks_before_weights_are_rea
     first, second = run_on_threads(2, on_cards, cards)
     assert first == second
     assert first.startswith(
-        f"rank 1 of 2 needs {needed} bytes of its card, which has {needed - 1} free: {6 * GIB} for "
+        f"rank 1 of 2 needs {needed} bytes of its GPU, which has {needed - 1} free: {6 * GIB} for "
         f"weights, {BLOCK} for the KV cache, {GIB + 5} as workspace; use more ranks, --quant int8"
     )
     assert "kv_cache_bytes" not in first
@@ -314,7 +314,7 @@ def test_ranks_of_one_card_have_a_part_of_it_each():
 
 
 def test_what_torch_has_freed_counts_as_free(monkeypatch):
-    """Packing leaves blocks that torch keeps, and the card called them taken."""
+    """Packing leaves blocks that torch caches, and they counted as used memory of the GPU."""
     kept = [3 * GIB]
     cuda = kv_capacity.torch.cuda
     monkeypatch.setattr(cuda, "empty_cache", kept.clear)

@@ -37,7 +37,7 @@ def test_a_slice_is_a_rank_of_its_ranks(slice_of):
         ({"seed": "one"}, "seed='one': use a whole number of at least 0"),
         ({"random_weights": 0.5}, r"random_weights=0\.5: use a whole number"),
         ({"timeout_s": 0}, "timeout_s=0: use a number of seconds above 0"),
-        ({"timeout_s": float("nan")}, "timeout_s=nan: use a number of seconds above 0"),
+        ({"start_timeout_s": float("nan")}, "start_timeout_s=nan: use a number of seconds"),
     ],
 )
 def test_a_value_that_no_model_runs_with_is_refused(settings, remedy):
@@ -54,6 +54,6 @@ def test_keyword_arguments_of_llm_are_the_fields():
 
 def test_every_setting_with_a_flag_has_its_name():
     """One without would not reach the LLM."""
-    without = {"tp_size", "slice_of", "max_drafts", "timeout_s"}
+    without = {"tp_size", "slice_of", "max_drafts", "timeout_s", "start_timeout_s"}
     named = {flag.name.replace("-", "_") for flag in _SETTINGS}
     assert named == {field.name for field in fields(LLMConfig)} - without

@@ -1,4 +1,4 @@
-"""A runner finds a sequence's past in any blocks, and computes only the rows that are wanted."""
+"""A runner reads a sequence's past from any blocks, and computes only the requested rows."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Drafts come from the sequence itself, and are made only while they pay."""
+"""Drafts are copied from the sequence itself, and only while they save time."""
 
 import doctest
 import random

@@ -1,4 +1,4 @@
-"""Prompts in all the forms that people know from elsewhere: one alone is one."""
+"""Prompts in all accepted forms, also those of vLLM; a single prompt needs no list."""
 
 import numpy as np
 import pytest

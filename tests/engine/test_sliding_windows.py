@@ -1,4 +1,4 @@
-"""A sequence far beyond its window, in blocks that are used again and again.
+"""A sequence far longer than its window, in blocks that are reused.
 
 The reference is transformers over the whole sequence, with the window as a mask; the engine keeps
 no more than the window and one step.
@@ -134,7 +134,7 @@ def assert_every_step_is_the_references(
             torch.testing.assert_close(actual, expected[n - 1], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("tp_size", [1, 5])
 def test_logits_at_every_step_are_those_of_all_keys_and_a_mask(folder, tp_size):
     """Sequences of eight windows, guesses among them, in too few blocks for all at once."""
     n_blocks = -(-(len(PROMPTS[0]) + N_NEW) // BLOCK_SIZE) + 4

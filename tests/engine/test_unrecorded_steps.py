@@ -32,7 +32,7 @@ DYNAMIC = replace(ARGS, rope_scaling=RopeScaling("dynamic", factor=2.0))
             "sequence",
             "with kv_split='sequence' the ranks .* use kv_split='heads'",
         ),
-        (SINKING, "heads", "operator by operator: attention sinks; drop attention_sinks"),
+        (SINKING, "heads", "operator by operator because of attention sinks; drop attention_sinks"),
         (DYNAMIC, "heads", "operator by operator: dynamic scaling"),
     ],
     ids=["plain", "windows", "sequence", "sinks", "dynamic"],

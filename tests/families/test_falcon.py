@@ -1,4 +1,4 @@
-"""Falcon in all its forms against transformers, and what its configuration may not say."""
+"""Falcon in all its forms against transformers, and configurations that are refused."""
 
 import json
 from typing import Any

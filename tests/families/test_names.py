@@ -1,4 +1,4 @@
-"""The name table and the rotary orders: each rule against a second way of saying it."""
+"""The name table and the rotary orders, each rule against a second implementation."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the config.json of a Qwen may say; for its logits see test_parity and test_families_gguf."""
+"""The config.json of Qwen models; for their logits see test_parity and test_families_gguf."""
 
 import json
 from pathlib import Path

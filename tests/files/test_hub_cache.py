@@ -1,4 +1,4 @@
-"""Models by their names on the hub, found in its cache; the hub's own library is the judge."""
+"""Models found by their hub names in the download cache, compared with huggingface_hub."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What --model may name, and every way in which it can be no whole model."""
+"""What --model may name, and the errors for incomplete models."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ def folder(path: Path, *names: str) -> Path:
 
 
 def indexed(path: Path, files: object, *names: str) -> Path:
-    """A HF folder whose index names `files`, with the files `names` in it."""
+    """An HF folder whose index names `files`, with the files `names` in it."""
     folder(path, "config.json", *names)
     (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return path

@@ -1,7 +1,7 @@
-"""Damaged files of every kind that a folder has: an exit code and one line, whatever the damage.
+"""Damaged files of every kind that a folder has end in an exit code and one line.
 
-The same few mutants in every run. Most are near the ends of the file, where headers and directories
-are.
+The mutants are the same in every run. Most change bytes near the ends of a file, where headers and
+directories are.
 """
 
 import json

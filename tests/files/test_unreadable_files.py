@@ -1,7 +1,7 @@
-"""Paths that the system does not let us follow or read: one line and exit code 2, in every verb.
+"""Paths that the system refuses to read end in one line and exit code 2, in every command.
 
-The superuser may read everything, so where these tests run as root they give that up for the time
-of a command (setresuid).
+The superuser may read everything, so if these tests run as root, each command runs as another user
+(setresuid).
 """
 
 import gc
@@ -131,7 +131,7 @@ Refuses = Callable[[str, str], str]
 def refuses(
     good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Refuses:
-    """Runs a verb on a model and returns its message, held to be one line, with exit code 2."""
+    """Runs a command on a model, asserts exit code 2 and a message of one line, and returns it."""
     monkeypatch.chdir(good)
 
     def refuses(verb: str, model: str) -> str:
@@ -172,7 +172,7 @@ def test_a_folder_that_is_somebody_elses(good, refuses, verb, mode):
 )
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_file_that_is_somebody_elses(good, refuses, verb, model, file, spared):
-    """`spared` are the verbs that do not read it."""
+    """`spared` are the commands that do not read it."""
     path = good / model / file
     with locked(path):
         if verb not in spared:

@@ -1,4 +1,4 @@
-"""What `launch.bench.gpu` checks of kernels and of whole models, on a card: `pytest -m gpu`."""
+"""The checks of kernels and whole models in `launch.bench.gpu`, on a GPU: `pytest -m gpu`."""
 
 import importlib
 

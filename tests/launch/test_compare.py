@@ -157,7 +157,7 @@ def test_an_engine_stays_loaded_and_says_why_it_ended():
         assert worker.versions == {"fake": "1"}
         assert worker.answer([[1], [2]], 3).tokens == [[0, 0, 0]] * 2
         assert worker.answer([[1]], 2).tokens == [[1, 1]]
-        with pytest.raises(RuntimeFailed, match=r"asked for 2 tokens a prompt and gave \[1\]"):
+        with pytest.raises(RuntimeFailed, match=r"2 tokens per prompt and returned \[1\]"):
             worker.answer([[1]], 2)
         with pytest.raises(RuntimeFailed, match="ended: out of memory"):
             worker.answer([[1]], 2)

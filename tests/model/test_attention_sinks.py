@@ -1,4 +1,4 @@
-"""Attention sinks: first tokens beside a sliding window, for sequences without an end."""
+"""Attention sinks: first tokens in addition to a sliding window, for sequences of any length."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A token's keys and values land in its own slot, and a block table says which that is."""
+"""A token's keys and values are stored in its own slot, which the block table gives."""
 
 from itertools import combinations, combinations_with_replacement
 

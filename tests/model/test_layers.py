@@ -1,4 +1,4 @@
-"""Packed layers are the layers that went into them, and a norm of a sum is the sum's norm."""
+"""Fused layers give the outputs of the single layers, and `add_and_norm` the norm of the sum."""
 
 import pytest
 import torch

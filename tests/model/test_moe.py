@@ -56,9 +56,9 @@ def logits_and_collectives(
 @pytest.mark.parametrize(
     ("tp_size", "ranks_per_expert", "kind"),
     [
-        *((tp_size, tp_size, "tensor") for tp_size in range(1, 9)),
-        *((tp_size, 1, "expert") for tp_size in range(2, 6)),
-        *((tp_size, 1, "mixed") for tp_size in range(6, 9)),
+        *((tp_size, tp_size, "tensor") for tp_size in (1, 2, 3, 5, 7, 8)),
+        *((tp_size, 1, "expert") for tp_size in (2, 3, 5)),
+        *((tp_size, 1, "mixed") for tp_size in (6, 8)),
         (3, 2, "mixed"),
         (5, 3, "mixed"),
         (7, 4, "mixed"),
@@ -286,7 +286,7 @@ def test_the_experts_of_a_token_do_not_depend_on_the_batch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp_size", "seeds"), [(1, range(40)), (3, range(40, 60))])
+@pytest.mark.parametrize(("tp_size", "seeds"), [(1, range(12)), (3, range(40, 46))])
 def test_a_request_gets_in_any_mix_what_it_gets_alone(tp_size, seeds):
     assert not run_on_threads(tp_size, run_mixes, seeds, EXPERTS)[0]
 

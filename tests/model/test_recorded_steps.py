@@ -1,4 +1,4 @@
-"""A decode step as one program gives what its operators give one by one, to the last bit."""
+"""A recorded decode step gives the same bits as its operators one by one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -123,7 +123,10 @@ def run_both_ways(
     return n_recorded
 
 
-@pytest.mark.parametrize("name", CARRIED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("llama", "mixtral") else pytest.mark.slow) for n in CARRIED],
+)
 def test_a_step_gives_what_its_operators_give_in_any_mix(name):
     """Batches grow and shrink; requests are preempted, find prefixes, and are given drafts."""
     assert run_both_ways(Solo(), CARRIED[name], range(4)) > 50
@@ -134,18 +137,17 @@ def test_a_step_gives_what_its_operators_give_where_keys_and_values_are_narrow(k
     assert run_both_ways(Solo(), ARGS, range(2), KVFormat(kind)) > 20
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
+@pytest.mark.parametrize("tp_size", [3, 7])
 def test_ranks_leave_their_programs_to_sum_in_any_way(tp_size):
     """Threads have no memory that is shared as processes share it, so Python sums."""
     for n_recorded in run_on_threads(tp_size, run_both_ways, ARGS, range(2)):
         assert n_recorded > 20
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "biases everywhere", "mixtral"])
-def test_ranks_sum_within_their_programs(ranks, name):
-    for tp_size in (2, 3):
-        for n_recorded in ranks(tp_size).run(run_both_ways, CARRIED[name], range(2)):
-            assert n_recorded > 20
+@pytest.mark.parametrize(("name", "tp_size"), [("biases everywhere", 2), ("mixtral", 3)])
+def test_ranks_sum_within_their_programs(ranks, name, tp_size):
+    for n_recorded in ranks(tp_size).run(run_both_ways, CARRIED[name], range(2)):
+        assert n_recorded > 20
 
 
 @pytest.mark.parametrize("name", NOT_CARRIED)

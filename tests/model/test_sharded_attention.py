@@ -22,8 +22,8 @@ from parallel_llama.plan import KVSplit
 pytestmark = pytest.mark.slow
 
 TOKENS = [(7 * at + 3) % 200 for at in range(90)]
-# All at once in tiles of 64, piece by piece, and one by one from the middle on.
-CUTS: list[list[int]] = [[], [7, 30, 33], list(range(50, 90))]
+# All at once in tiles of 64, piece by piece, and one by one at the end.
+CUTS: list[list[int]] = [[], [7, 30, 33], list(range(75, 90))]
 
 
 def spread_logits(comm: Communicator, folder: Path, cuts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -45,12 +45,19 @@ def spread_logits(comm: Communicator, folder: Path, cuts: Sequence[Sequence[int]
     return results
 
 
-@pytest.mark.parametrize("name", ["7/1 llama3", "10/2 all biases, tied", "8/1 gemma", "8/4 gemma2"])
-def test_logits_equal_transformers_at_every_size(tmp_path, name):
-    tiny = TINY_MODELS[name]
-    folder = write_hf(tiny, tmp_path, seed=2)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("7/1 llama3", (2, 3, 5, 7)),
+        ("10/2 all biases, tied", (3, 4, 7, 10)),
+        ("8/1 gemma", (2, 8)),
+        ("8/4 gemma2", (3, 5, 8)),
+    ],
+)
+def test_logits_equal_transformers_at_any_size(tmp_path, name, sizes):
+    folder = write_hf(TINY_MODELS[name], tmp_path, seed=2)
     expected = reference_logits(folder, TOKENS)
-    for tp_size in range(2, tiny.n_heads + 1):
+    for tp_size in sizes:
         for logits in run_on_threads(tp_size, spread_logits, folder, CUTS):
             for each in logits:
                 torch.testing.assert_close(each, expected, rtol=0, atol=1e-10)
@@ -68,7 +75,7 @@ def test_logits_of_processes_equal_transformers(ranks, tmp_path):
 MQA = replace(ARGS, n_kv_heads=1)
 
 
-@pytest.mark.parametrize(("tp_size", "seeds"), [(2, range(10)), (5, range(10, 14))])
+@pytest.mark.parametrize(("tp_size", "seeds"), [(2, range(4)), (5, range(10, 13))])
 def test_a_request_gets_in_any_mix_what_it_gets_alone_on_one_rank(tp_size, seeds):
     """Preempted, from the prefix cache, in chunks and with guesses, as anywhere."""
     assert not run_on_threads(tp_size, run_mixes, seeds, MQA, None, "sequence")[0]

@@ -1,4 +1,4 @@
-"""Which operators a model is given."""
+"""Which operators `choose_ops` gives a model."""
 
 import subprocess
 import sys

@@ -44,6 +44,15 @@ def n_threads(request):
     torch.set_num_threads(before)
 
 
+def on_machines(test):
+    """Runs a test for every machine, on 1 to 3 threads by turns."""
+    pairs = [(machine, 1 + at % 3) for at, machine in enumerate(MACHINES)]
+    of_pairs = pytest.mark.parametrize(
+        ("machine", "n_threads"), pairs, indirect=["n_threads"], ids=str
+    )
+    return of_pairs(pytest.mark.usefixtures("n_threads")(test))
+
+
 @pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
 def dtype(request):
     return request.param
@@ -54,8 +63,7 @@ def kernel(request):
     return request.param
 
 
-@pytest.mark.usefixtures("n_threads")
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@on_machines
 def test_a_product_is_torchs_for_any_shape(kernel, machine, dtype):
     """Partial groups of rows, partial tiles of columns and partial vectors of inputs."""
     linear = linear_for(kernel, dtype, machine)
@@ -93,8 +101,7 @@ def test_a_row_has_the_same_product_to_the_last_bit_in_any_batch(kernel, dtype):
         assert torch.equal(linear(x[:n], weight), alone[:n])
 
 
-@pytest.mark.usefixtures("n_threads")
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@on_machines
 def test_few_rows_and_many_have_the_same_products_to_the_last_bit(machine, dtype):
     """From 33 rows on the order of summation changed, so tokens depended on the batch."""
     few, many = (linear_for(each, dtype, machine) for each in (GemvKernel, GemmKernel))
@@ -114,8 +121,7 @@ def test_the_number_of_threads_does_not_change_a_bit(kernel, dtype):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.usefixtures("n_threads")
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@on_machines
 def test_a_large_product_is_the_same_by_parts(machine):
     """More inputs than a panel has, and more rows than a chunk has."""
     linear = linear_for(GemmKernel, torch.float64, machine)
@@ -128,8 +134,7 @@ def test_a_large_product_is_the_same_by_parts(machine):
     assert torch.equal(linear(x[:9], weight[41:]), whole[:9, 41:])
 
 
-@pytest.mark.usefixtures("n_threads")
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@on_machines
 def test_routed_rows_get_to_the_last_bit_what_one_product_gives(machine, dtype):
     """For any number of rows per weight, in any order; rows of no weight become zeros."""
     x, counts = torch.full((40, 60), torch.nan, dtype=dtype)[:, 2:35], [2, 0, 32, 1, 7]
@@ -188,8 +193,7 @@ def test_an_activation_is_its_definition_even_where_exp_would_overflow(machine, 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("n_threads")
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@on_machines
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(3, 1), (5, 2), (2, 0)])
 def test_queries_turn_and_keys_and_values_go_to_their_slots(machine, dtype, n_heads, n_kv_heads):
     for n, head_dim in [(1, 2), (3, 12), (700, 64)]:

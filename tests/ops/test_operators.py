@@ -75,8 +75,9 @@ def check(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("n_rows", [0, 1, 7, 40])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("n_rows", "has_bias"), [(0, True), (1, False), (1, True), (7, True), (40, False), (40, True)]
+)
 def test_linear(backend, n_rows, has_bias):
     ops, dtype, device = backend
     x, weight, bias = (
@@ -154,8 +155,8 @@ def test_lookup(backend, tokens, n_rows):
             assert torch.equal(row, weight[token - 7].to(dtype) if is_there else 0 * row)
 
 
-@pytest.mark.parametrize("n_columns", [1, 5, 16, 101, 70_000])
-@pytest.mark.parametrize("n_rows", [0, 1, 5])
+@pytest.mark.parametrize("n_columns", [1, 16, 101, 70_000])
+@pytest.mark.parametrize("n_rows", [0, 5])
 def test_the_first_of_the_largest(backend, n_rows, n_columns):
     ops, dtype, device = backend
     x = torch.randint(-40, 40, (n_rows, n_columns), device=device).to(dtype)
@@ -163,8 +164,7 @@ def test_the_first_of_the_largest(backend, n_rows, n_columns):
     assert ops.largest(x, 9).tolist() == expected
 
 
-@pytest.mark.parametrize("n_columns", [1, 101, 3000])
-@pytest.mark.parametrize("n_rows", [0, 1, 5])
+@pytest.mark.parametrize(("n_rows", "n_columns"), [(0, 101), (1, 1), (5, 101), (5, 3000)])
 def test_draw(backend, n_rows, n_columns):
     """The first row is greedy and has equal logits, of which the first counts."""
     ops, dtype, device = backend
@@ -297,6 +297,15 @@ def test_rotate_and_store(backend, cache):
     assert torch.equal(after[:, :, others], before[:, :, others])
 
 
+def in_pairs(*windows: int | None) -> list[tuple[torch.dtype | None, Scores, int | None]]:
+    """Every cache with every window, and every window with every kind of scores."""
+    return [
+        (cache, SCORES[(at + number) % len(SCORES)], window)
+        for at, cache in enumerate(CACHES)
+        for number, window in enumerate(windows)
+    ]
+
+
 def some_rows(
     dtype: torch.dtype, device: torch.device, cache: torch.dtype | None, n: int
 ) -> Tensor:
@@ -330,9 +339,7 @@ def attended(
     return out
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=str)
-@pytest.mark.parametrize("scores", SCORES, ids=str)
-@pytest.mark.parametrize("window", [None, 3, 30])
+@pytest.mark.parametrize(("cache", "scores", "window"), in_pairs(None, 3, 30), ids=str)
 def test_attention_of_queries_together(
     backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
 ) -> None:
@@ -351,9 +358,7 @@ def test_attention_of_queries_together(
         assert (out[:2] == -7).all() and (out[2 + n :] == -7).all()
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=str)
-@pytest.mark.parametrize("scores", SCORES, ids=str)
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("cache", "scores", "window"), in_pairs(None, 3), ids=str)
 def test_attention_of_queries_alone(
     backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
 ) -> None:
@@ -371,8 +376,7 @@ def test_attention_of_queries_alone(
     assert (out[2] == -7).all()
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=str)
-@pytest.mark.parametrize("scores", SCORES, ids=str)
+@pytest.mark.parametrize(("cache", "scores"), zip(CACHES, SCORES, strict=True), ids=str)
 def test_partial_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
     """Its keys are in one range of slots or several; the scores give the log-sum-exp."""
     _, dtype, device = backend

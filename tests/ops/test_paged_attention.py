@@ -1,4 +1,4 @@
-"""Queries see their own keys, in whatever blocks these are, by torch's own attention."""
+"""Paged attention on torch's operators: queries read their own keys, in any blocks."""
 
 import pytest
 import torch

@@ -13,9 +13,11 @@ import psutil
 from parallel_llama.parallel.failures import report_crash, report_error
 from parallel_llama.parallel.launch import hear_ctrl_c
 from parallel_llama.parallel.rank_env import world
+from parallel_llama.parallel.timeouts import Timeouts
 
 RANK = int(os.environ.get("RANK", "0"))
 FOR_EVER_S = 600  # longer than any test waits
+PATIENT = Timeouts(step_s=200, start_s=200)
 hear_ctrl_c()
 
 
@@ -132,7 +134,7 @@ def meet(timeout_s: str, color: str = "", stopped: str = "") -> None:
         wait_until_another_is_stopped()
     started = time.monotonic()
     try:
-        join(timeout_s=float(timeout_s), facts={"color": color}, look=look).close()
+        join(timeouts=Timeouts(start_s=float(timeout_s)), facts={"color": color}, look=look).close()
         outcome = "met"
     except RankError as error:
         outcome = str(error)
@@ -151,13 +153,13 @@ def reduce(then: str = "") -> None:
 
     from parallel_llama.parallel.communicators import join
 
-    comm = join(timeout_s=200)
+    comm = join(timeouts=PATIENT)
     total = comm.all_reduce(torch.tensor([comm.rank + 1]))
     say(pid=os.getpid(), kind=type(comm).__name__, total=int(total[0]))
     write(f"total {int(total[0])}")
     if then == "twice":
         try:
-            join(timeout_s=200)
+            join(timeouts=PATIENT)
         except RuntimeError as error:
             say(error=str(error))
     if then == "stay":

@@ -1,7 +1,7 @@
-"""Two groups of the same ranks: one for tensors on cards, and one for tensors on the host.
+"""Two groups of the same ranks: one for tensors on GPUs, and one for tensors on the host.
 
-The tests need no card: float64 tensors stand for tensors on cards, and use gloo with a watchdog;
-all other tensors use shared memory.
+The tests need no GPU: float64 tensors stand for tensors on GPUs, and use gloo with a watchdog; all
+other tensors use shared memory.
 """
 
 import os
@@ -22,13 +22,13 @@ from parallel_llama.parallel.collectives import (
     ByDevice,
     Communicator,
     Solo,
-    Timeouts,
     broadcast_bytes,
     is_on_card,
 )
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.shared_memory import SharedMemory
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Watchdog
 
 
@@ -61,7 +61,7 @@ class Told(Solo):
 
 
 def queueing(comm: Communicator, limit_s: float, abort: Callable[[], None]) -> ProcessGroup:
-    """The gloo group below shared memory, with a watchdog as for a card."""
+    """The gloo group below shared memory, with a watchdog as for a GPU."""
     assert isinstance(comm, SharedMemory)
     gloo = comm._comm
     assert isinstance(gloo, ProcessGroup)
@@ -123,7 +123,7 @@ def test_every_shape_is_gathered_into_one_tensor(ranks, size):
 
 
 def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list[str]]:
-    """The errors of the other ranks, first from the cards' group and then from the host's."""
+    """The errors of the other ranks, first from the GPUs' group and then from the host's."""
     aborted: list[str] = []
     cards = queueing(comm, 1.0, lambda: aborted.append("all"))
     both = ByDevice(comm, cards, cards.require_whole, is_float64)
@@ -144,7 +144,7 @@ def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_while_cards_wait_is_named(number):
-    """A card waits for ever, and torch's watchdog ended the process."""
+    """A GPU waits forever, and torch's watchdog ended the process."""
     with Ranks(3, shared_memory=True) as pool:
         for rank, outcome in enumerate(pool.outcomes(lose_rank_1, number, lost=[1])):
             if rank != 1:
@@ -184,7 +184,7 @@ def test_works_are_watched_in_their_order_until_each_is_done():
 
 
 def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
-    """The card is let go last: the host goes on from there, and must find the failure."""
+    """The abort releases the GPU last: then the host continues, and must find the failure."""
     given_up = threading.Event()
     failures: list[str] = []
 
@@ -208,7 +208,7 @@ def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
 
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_process_ends_where_its_card_is_not_let_go(is_heard):
-    """A kernel that waits for a lost card by itself holds the host that waits for it."""
+    """A kernel that waits for a lost GPU blocks the host that waits for the kernel."""
     given_up, ended = threading.Event(), threading.Event()
     said: list[str] = []
 
@@ -231,7 +231,7 @@ def test_a_process_ends_where_its_card_is_not_let_go(is_heard):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("way", ["blocks", "raises", "returns late"])
 def test_a_process_ends_whatever_abort_does(way):
-    """NCCL's abort can wait for the lost card itself: the process was never ended then."""
+    """NCCL's abort can wait for the lost GPU itself, and then the process never ended."""
     released, ended = threading.Event(), threading.Event()
 
     def abort() -> None:

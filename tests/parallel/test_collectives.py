@@ -277,7 +277,7 @@ def load_for_long(comm: Communicator) -> float:
 
 @pytest.mark.parametrize("shared_memory", KINDS)
 def test_a_rank_that_gets_on_with_loading_is_not_late(ranks, shared_memory):
-    """Ranks load from disks of different speed; one that reads its last file held up nobody."""
+    """Ranks load at different speeds; a rank that is still loading must not be late."""
     for waited in ranks(3, shared_memory).run(load_for_long):
         assert waited > 3.5
 

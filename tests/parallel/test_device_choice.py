@@ -1,4 +1,4 @@
-"""The device of ranks on a host with no card, one or two, and of every thread."""
+"""The device of ranks on a host with no GPU, one or two, and of every thread."""
 
 import threading
 
@@ -17,14 +17,14 @@ from parallel_llama.parallel.rank_env import local_world
     [(0, "cpu", "cpu"), (1, "cuda", "cpu"), (2, "cuda", "cuda"), (8, "cuda", "cuda")],
 )
 def test_auto_takes_cards_only_where_every_rank_gets_its_own(n_cards, one_rank, two_ranks):
-    """Two ranks on a host with one card died in set_device, and that was the quickstart."""
+    """Two ranks on a host with one GPU died in set_device, for example in the quickstart."""
     assert choose_device("auto", 1, n_cards) == one_rank
     assert choose_device("auto", 2, n_cards) == two_ranks
     assert choose_device("cpu", 2, n_cards) == "cpu"
 
 
 def test_cuda_is_refused_with_the_numbers_where_there_are_too_few_cards():
-    with pytest.raises(UsageError, match=r"3 ranks on this host and 2 CUDA cards.*at most 2 on"):
+    with pytest.raises(UsageError, match=r"3 ranks on this host and 2 GPUs.*at most 2 on"):
         choose_device("cuda", 3, 2)
     with pytest.raises(UsageError, match=r"torch sees no CUDA device here; use --device cpu"):
         choose_device("cuda", 1, 0)
@@ -54,7 +54,7 @@ def test_all_cards_of_a_host_are_counted_where_nothing_hides_them(tmp_path, monk
 
 
 def test_a_rank_has_the_card_of_its_number_on_its_own_host(monkeypatch):
-    """Rank 5 is the second of its host; it took card 5."""
+    """Rank 5 is the second rank of its host; it took GPU 5."""
     for name, value in {"RANK": "5", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     assert local_world(8) == (5, 8)
@@ -72,7 +72,7 @@ def test_a_rank_has_the_card_of_its_number_on_its_own_host(monkeypatch):
 
 
 def test_a_local_rank_is_enough_to_tell_the_ranks_of_a_host_apart(monkeypatch):
-    """Without LOCAL_WORLD_SIZE it was refused, though it alone decides which card a rank takes."""
+    """LOCAL_RANK without LOCAL_WORLD_SIZE was refused, although it alone selects a rank's GPU."""
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert local_world(8) == (1, 8)

@@ -74,7 +74,7 @@ DIFFERENT = [
     (("--max-seq-len", "100"), "max_seq_len: rank 1 of 2 has 100 and rank 0 has 512"),
     (("--kv-cache-bytes", "1MB"), "kv_cache_bytes: rank 1 of 2 has 1000000 and rank 0 has None"),
     (("--random-weights", "1"), "random_weights: rank 1 of 2 has 1 and rank 0 has None"),
-    (("--timeout", "50"), "timeout_s: rank 1 of 2 has 50.0 and rank 0 has None"),
+    (("--start-timeout", "50"), "start_timeout_s: rank 1 of 2 has 50.0 and rank 0 has 60.0"),
 ]
 
 
@@ -178,7 +178,7 @@ def test_a_fingerprint_of_large_weights_samples_them(tmp_path, model):
 @pytest.mark.parametrize(("n", "failed"), [(2, 1), (3, 0)])
 def test_ranks_hear_of_one_that_fails_before_it_joins(model, run, n, failed):
     """They waited a minute for it, and said only that it never joined."""
-    command = (*GENERATE, "--model", str(model), "--timeout", "150")
+    command = (*GENERATE, "--model", str(model), "--start-timeout", "150")
     commands = [command] * n
     commands[failed] = (*command, "--temperature", "hot")
     started = time.monotonic()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -103,7 +104,7 @@ def test_anything_but_a_rank_info_is_refused_in_one_line(info):
     store = sealed(HashStore(), b"")
     store.set("info/0", info)
     with pytest.raises(RankError, match=r"the entry of rank 0 .* not written by a rank"):
-        rendezvous(store, RankInfo.of_this_process(1, 2, {}), {0, 1})
+        rendezvous(store, RankInfo.of_this_process(1, 2, {}), {0, 1}, Event())
 
 
 def test_what_a_rank_says_is_printable_and_short():
@@ -111,7 +112,7 @@ def test_what_a_rank_says_is_printable_and_short():
     store = sealed(HashStore(), b"")
     store.set("objection", "\x1b[2J\r\n" + "x" * 100_000)
     with pytest.raises(RankError) as caught:
-        rendezvous(store, RankInfo.of_this_process(0, 1, {}), {0})
+        rendezvous(store, RankInfo.of_this_process(0, 1, {}), {0}, Event())
     assert str(caught.value).isprintable() and len(str(caught.value)) < 3000
 
     colors = ["\x1b[31m", "red"]

@@ -16,9 +16,10 @@ from ranks import SOON_S, Ranks, call_late_after
 from test_collectives import race
 
 from parallel_llama.parallel import shared_memory
-from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
+from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.shared_memory import SharedMemory, share
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Peers
 
 
@@ -137,7 +138,7 @@ def _refuse(_: dict[int, int]) -> Peers:
 @pytest.mark.parametrize("spoiled_rank", [0, 1])
 @pytest.mark.parametrize("what", ["processor", "host", "open", "watch"])
 def test_one_rank_that_cannot_share_takes_all_to_gloo(ranks, spoiled_rank, what):
-    """If only that one went to gloo, each kind would wait for the other for ever."""
+    """If only that rank used gloo, ranks of the two kinds would wait for each other forever."""
     assert ranks(2).run(share_again, spoiled_rank, what) == ["same", "same"]
 
 

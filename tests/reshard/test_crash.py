@@ -1,4 +1,4 @@
-"""Whatever ends a reshard, the target is not there or whole, and --resume goes on."""
+"""However a reshard ends, the target is missing or complete, and --resume continues it."""
 
 import errno
 import multiprocessing

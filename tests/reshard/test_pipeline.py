@@ -1,4 +1,4 @@
-"""What a reshard is made of: direct writes, reused memory, prefetching threads."""
+"""The parts of resharding: direct writes, reused memory, prefetching threads."""
 
 import errno
 import os

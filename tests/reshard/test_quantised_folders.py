@@ -1,4 +1,4 @@
-"""Native folders of quantised weights: the very integers that quantising at load gives."""
+"""Native folders of quantised weights have the integers that quantising at load time gives."""
 
 import errno
 import json
@@ -88,7 +88,9 @@ def precision_of(path: Path, quant: str | None = None) -> Precision:
     files = find_model(str(path))
     args = load_model_args(files)
     found = stored_formats(files, args)
-    return make_precision(args, "float32", "cpu", quant or default_quant(files, args), found)
+    return make_precision(
+        args, "float32", "cpu", quant or default_quant(files, args, "float32"), found
+    )
 
 
 def runner_of(comm: Solo, path: Path, quant: str | None) -> ModelRunner:

@@ -1,4 +1,4 @@
-"""Resharding moves values and computes none: whatever goes round comes back byte for byte."""
+"""Resharding copies values unchanged: a round trip through any layout restores every byte."""
 
 import json
 import re

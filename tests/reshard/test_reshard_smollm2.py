@@ -115,10 +115,10 @@ def test_all_ranks_together_read_the_folder_little_more_than_once(folders, tp_si
 
 @pytest.fixture(scope="module")
 def answer() -> list[dict]:
-    return parallel_llama(*CAPITAL, "--nproc=1")
+    return parallel_llama(*CAPITAL, "--quant=none", "--nproc=1")
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_the_native_folder_gives_the_answer_of_the_gguf_file(folders, answer, nproc):
+def test_the_native_folder_gives_the_answer_of_the_decoded_gguf_file(folders, answer, nproc):
     command = [flag for flag in CAPITAL if not flag.startswith("--model")]
     assert parallel_llama(*command, f"--model={folders['native']}", f"--nproc={nproc}") == answer

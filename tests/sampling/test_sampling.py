@@ -1,8 +1,8 @@
-"""Drawing tokens from a vocabulary that is cut over ranks.
+"""Sampling tokens from a vocabulary that is sharded over ranks.
 
-The ranks are threads over an exchange that counts: what is tested is what is sent and what is made
-of it. Every draw is fixed by its key, so the statistical tests give the same result in
-each run; their false-alarm rate is what a new noise generator would risk.
+The ranks are threads, and their communicator counts the exchanges. Every draw is determined by its
+key, so the statistical tests give the same result in each run; their false-alarm rate matters only
+for a new noise generator.
 """
 
 import dataclasses
@@ -238,31 +238,6 @@ def oracle(params: SamplingParams, logits: Tensor) -> Tensor:
     return filtered[0]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("favoured")
-def test_the_kept_set_is_that_of_transformers_for_300_combinations(monkeypatch):
-    """Few candidates, so that the combinations take every way through both exchanges."""
-    monkeypatch.setattr(f"{HEAD}.N_CANDIDATES", 12)
-    monkeypatch.setattr(f"{HEAD}.MAX_CANDIDATES", 20)
-    rng = random.Random(0)
-    n_second = 0
-    for case in range(300):
-        params = SamplingParams(
-            temperature=rng.choice([0.3, 0.7, 1.0, 2.5]),
-            top_k=rng.choice([0, 0, 1, 5, 15, 25, 59, 60, 1000]),
-            top_p=rng.choice([1.0, 1.0, 0.999, 0.9, rng.uniform(0.01, 1)]),
-            min_p=rng.choice([0.0, 0.0, 1e-4, 0.05, rng.uniform(0, 1)]),
-        )
-        tp_size = rng.choice(list(CUTS))
-        logits = random_logits(1, 60, seed=case, scale=2.0, dtype=torch.float64)
-        expected = oracle(params, logits)
-        kept, n_collectives = kept_tokens(logits[0], params, tp_size)
-        assert kept == set((expected > -math.inf).nonzero()[:, 0].tolist()), (case, params)
-        has_mass = params.top_p < 1 and not 0 < params.top_k < 60
-        n_second += n_collectives - 1 - has_mass
-    assert 50 < n_second < 250  # both ways were taken
-
-
 @pytest.mark.usefixtures("favoured")
 def test_the_nucleus_of_equal_tokens_is_no_larger_than_it_must_be():
     """0.28 * 25 is above 7 in float64; and -inf fills whole ranks, where no mass may be nan."""
@@ -277,7 +252,7 @@ def test_the_nucleus_of_equal_tokens_is_no_larger_than_it_must_be():
 @pytest.mark.usefixtures("favoured")
 def test_a_nucleus_that_ends_exactly_at_top_p_is_the_same_at_every_cut():
     """The sum over ranks rounds differently at every tp_size; the set must not follow it."""
-    for seed in range(8):
+    for seed in range(3):
         logits = random_logits(1, 40, seed=seed, scale=1.0, dtype=torch.float64)[0]
         ordered, tokens = logits.softmax(-1).sort(descending=True)
         for n in (3, 11, 24):
@@ -316,13 +291,20 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "filters",
-    [{}, {"top_k": 12}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.8, "min_p": 0.02}],
+    ("filters", "vary"),
+    [
+        ({}, "position"),
+        ({}, "seed"),
+        ({}, "choice"),
+        ({"top_k": 12}, "position"),
+        ({"top_p": 0.9}, "seed"),
+        ({"min_p": 0.1}, "choice"),
+        ({"top_k": 30, "top_p": 0.8, "min_p": 0.02}, "position"),
+    ],
 )
-@pytest.mark.parametrize("vary", ["position", "seed", "choice"])
-def test_ten_thousand_draws_fit_the_filtered_softmax(filters, vary):
-    """False alarms: 1e-4 per case for new noise, 15 cases; wrong temperatures give below 1e-30."""
-    n = 10_000
+def test_four_thousand_draws_fit_the_filtered_softmax(filters, vary):
+    """False alarms: 1e-4 per case for new noise, 7 cases; wrong temperatures give below 1e-12."""
+    n = 4_000
     params = SamplingParams(temperature=0.8, **filters)
     logits = random_logits(1, 40, scale=1.5, dtype=torch.float64)
     base = SamplingRow(params, 5, 0, 3)

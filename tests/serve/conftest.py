@@ -1,4 +1,4 @@
-"""The servers that many tests ask."""
+"""Servers that many tests share."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +8,14 @@ import pytest
 from served import Served
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def smollm2() -> Iterator[Served]:
     """The embedded chat model on two ranks."""
     with Served("--nproc=2", "--dtype=float32") as served:
         yield served
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(smollm2: Served) -> Iterator[openai.OpenAI]:
     """OpenAI's own client, checking every field of every reply."""
     with openai.OpenAI(

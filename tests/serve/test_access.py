@@ -1,4 +1,4 @@
-"""Who is served: keys, names of hosts, what a web page may ask, and what the log tells."""
+"""Access control: API keys, Host headers, requests of other web pages, and the log."""
 
 import base64
 import json
@@ -270,7 +270,7 @@ def preflight(served: Served, origin: str, **headers: str) -> tuple[int, dict[st
 
 @pytest.mark.parametrize("origin", [ORIGIN, "http://localhost:3000"])
 def test_a_page_of_an_allowed_origin_is_served_with_its_key(with_origins, origin):
-    """Pages of others could not use the server at all, whatever the operator wanted."""
+    """Pages of other origins could not use the server, even if the operator wanted it."""
     status, headers = preflight(with_origins, origin)
     assert status == 200 and headers["access-control-allow-origin"] == origin
     assert "authorization" in headers["access-control-allow-headers"]

@@ -1,4 +1,4 @@
-"""An answer that an engine gives, and another one gives again."""
+"""An answer that a restarted engine generates again."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""The front's side of an engine, with engines that a test plays."""
+"""The frontend's client of the engine, with engines that a test simulates."""
 
 import asyncio
 import socket

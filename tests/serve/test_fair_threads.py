@@ -1,4 +1,4 @@
-"""Work of many clients in threads: small work and clients that had little go first."""
+"""Work of many clients in shared threads: small work and clients with little work go first."""
 
 import asyncio
 import threading

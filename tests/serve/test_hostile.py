@@ -1,4 +1,4 @@
-"""Templates and grammars that mean harm, through the server: nobody else waits for them."""
+"""Hostile templates and grammars, through the server: no other client waits for them."""
 
 import json
 import socket

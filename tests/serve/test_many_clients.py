@@ -1,4 +1,4 @@
-"""Many clients at once: no answer changes, nothing is lost, and nothing is kept."""
+"""Many concurrent clients: no answer changes, none is lost, and no memory is leaked."""
 
 import asyncio
 import statistics
@@ -11,7 +11,7 @@ import pytest
 from load import load, overload, resident_bytes
 from served import Served
 
-MAX_GROWTH_BYTES = 4 << 20  # of 1000 answers: a leak of 4 kB a request is more
+MAX_GROWTH_BYTES = 4 << 20  # of 500 answers: a leak of 9 kB a request is more
 LONG = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": False}
 
 
@@ -21,15 +21,15 @@ def tiny(model: Path) -> Iterator[Served]:
         yield served
 
 
-def test_thousands_of_answers_beside_others_are_those_given_alone(tiny):
-    asyncio.run(load(tiny, 300, 64))
+def test_hundreds_of_answers_beside_others_are_those_given_alone(tiny):
+    asyncio.run(load(tiny, 200, 64))
     front = psutil.Process(tiny.process.pid)
     n_files, grown = front.num_fds(), []
     for _ in range(2):
         n_bytes = resident_bytes(tiny)
-        tally = asyncio.run(load(tiny, 1000, 64))
+        tally = asyncio.run(load(tiny, 500, 64))
         assert tally.wrong == [] and tally.statuses == {200: tally.n_right}
-        assert tally.n_right + tally.n_left == tally.n_asked == 1000 and tally.n_left > 130
+        assert tally.n_right + tally.n_left == tally.n_asked == 500 and tally.n_left > 65
         grown.append(resident_bytes(tiny) - n_bytes)
     deadline = time.monotonic() + 60
     while front.num_fds() > n_files + 2:  # some are closing
@@ -44,7 +44,7 @@ def test_thousands_of_answers_beside_others_are_those_given_alone(tiny):
 def test_ten_times_what_a_server_takes_is_answered_all_the_same(model):
     with Served("--model", str(model), "--nproc=2", "--max-requests=8") as served:
         served.post("/v1/completions", **LONG)
-        met = asyncio.run(overload(served, LONG, 80, 5.0))
+        met = asyncio.run(overload(served, LONG, 80, 3.0))
         assert met.n_without_reply == 0 and set(met.statuses) == {200, 429}
         # At once, whatever the machine is busy with: an answer takes 200 steps.
         assert statistics.median(met.rejected_s) < statistics.median(met.answered_s) / 2

@@ -1,4 +1,4 @@
-"""Functions that OpenAI's client offers to the model, checking every field of every reply."""
+"""Function calls through OpenAI's client, checking every field of every reply."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The description of the API is valid, and describes the API that is there."""
+"""The OpenAPI description is valid, and describes the API as it is."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The page in a real browser, against answers that are known beforehand."""
+"""The page in a real browser, with a server of fixed answers."""
 
 import copy
 import os

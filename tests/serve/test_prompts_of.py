@@ -1,4 +1,4 @@
-"""From the body of a completion to its prompts."""
+"""The prompts of a completion's body."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What may come over a connection, and how slowly: raw bytes to an application that reads them."""
+"""The limits of a connection in bytes and in time: raw bytes to an application that reads them."""
 
 import asyncio
 import json
@@ -383,7 +383,7 @@ async def test_a_place_is_free_again_when_its_connection_ends(monkeypatch):
 
 
 async def test_the_oldest_silent_connection_makes_room_for_a_new_one(monkeypatch):
-    """1,024 connections that sent nothing kept everybody else out for as long as they liked."""
+    """1,024 connections that sent nothing locked out all other clients."""
     async with crowding(monkeypatch) as crowd:
         for _ in range(20):
             await crowd.connect()

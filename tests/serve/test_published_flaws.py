@@ -1,4 +1,4 @@
-"""Requests that did harm to other servers, one test for each that a table of SECURITY.md names."""
+"""Requests that harmed other servers, one test for each row of a table in SECURITY.md."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Clients that read their answers slowly, or not at all: by a clock that the tests move."""
+"""Clients that read their answers slowly, or not at all, with a simulated clock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -91,7 +91,7 @@ async def asked(port: int, connections: set[BoundedProtocol]) -> tuple[BoundedPr
 
 @pytest.mark.parametrize("app", [large(), large(closes=True), endless])
 def test_a_client_that_does_not_read_loses_its_place(run, app):
-    """1,024 such connections held the server for ever."""
+    """1,024 such connections blocked the server forever."""
 
     async def test(port, connections) -> None:
         _, ends = await asked(port, connections)

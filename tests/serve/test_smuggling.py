@@ -1,4 +1,4 @@
-"""Where a request ends: nothing is read as two requests that another parser reads as one.
+"""Request smuggling: the server and another parser agree on where every request ends.
 
 h11 is the other parser. What only one of them takes the server must have refused, and closed the
 connection; but for a few spellings of the same request, which h11 refuses.

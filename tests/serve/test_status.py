@@ -1,4 +1,4 @@
-"""What /status says of ranks and of speed."""
+"""What /status reports about ranks and speed."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from parallel_llama.serve.wire import Loaded, RankFacts, framed, from_engine
 
 @pytest.mark.parametrize("cuda_bytes", [5 << 30, None])
 def test_what_ranks_have_taken_of_their_cards_stands_beside_the_hosts_memory(cuda_bytes):
-    """The host's memory said nothing of a model on a card."""
+    """The host's memory does not show a model on a GPU."""
     ranks = tuple(RankFacts(rank, 7, None, cuda_bytes) for rank in range(2))
     loaded = Loaded("bfloat16", "none", 1, 1000, 16, 1000, ranks)
     loaded = from_engine.decode(framed(loaded)[4:])

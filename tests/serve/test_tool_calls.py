@@ -1,4 +1,4 @@
-"""Calls in what a model writes: read in every form, and however the text is cut."""
+"""Function calls in generated text: parsed in every syntax, however the text is split."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What tools make of a prompt and of a grammar, in each form."""
+"""Prompts and grammars with tools, in each syntax of calls."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What masks of grammars allow, for every kind of tokenizer, and what a hostile one can cost."""
+"""What masks of grammars allow, for every kind of tokenizer, and the cost of hostile grammars."""
 
 import json
 import re

@@ -81,7 +81,7 @@ BROKEN: dict[str, tuple[GGUF | bytes, str]] = {
     "a tensor of 5 dimensions": (one(Tensor("t", (1, 1, 1, 1, 1))), "5 dimensions"),
     "an empty tensor": (one(Tensor("t", (0, 4))), "empty shape"),
     "a tensor type that cannot be read": (one(Tensor("t", (256,), kind=41)), "type Q1_0 (41), "),
-    "a removed tensor type": (one(Tensor("t", (32,), kind=31)), "use a file in another, such as"),
+    "a removed tensor type": (one(Tensor("t", (32,), kind=31)), "use a file of another type, such"),
     "an unknown tensor type": (one(Tensor("t", (256,), kind=137)), "the ggml type 137, "),
     "a row that is not a multiple of the block": (one(Tensor("t", (4, 33), Q8_0)), "blocks of 32"),
     "a tensor twice": (GGUF(tensors=[Tensor("t", (4,)), Tensor("t", (4,))]), "twice"),

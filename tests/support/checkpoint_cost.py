@@ -37,7 +37,7 @@ class Cost:
 
 
 def write_random_folder(folder: Path, args: ModelArgs, dtype: torch.dtype) -> int:
-    """A HF folder of one file with random weights; returns its size."""
+    """An HF folder of one file with random weights; returns its size."""
     tensors = {
         hf_name(param.name): torch.empty(param.shape, dtype=dtype).uniform_(-1, 1)
         for param in parameters(args)

@@ -93,12 +93,12 @@ def interleaved(name: str, whole: Tensor, head_dim: int) -> Tensor:
 
 
 def write_hf(folder: Path, tensors: dict[str, Tensor], n_files: int = 1) -> ModelFiles:
-    """A HF folder of tensors given with Meta's names."""
+    """An HF folder of tensors given with Meta's names."""
     return write_safetensors(folder, {hf_name(name): t for name, t in tensors.items()}, n_files)
 
 
 def write_safetensors(folder: Path, tensors: dict[str, Tensor], n_files: int = 1) -> ModelFiles:
-    """A HF folder of tensors with HF's names, distributed over several files."""
+    """An HF folder of tensors with HF's names, distributed over several files."""
     config = folder / "config.json"
     if n_files == 1:
         path = folder / "model.safetensors"

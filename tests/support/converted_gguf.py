@@ -1,4 +1,4 @@
-"""Writes the model of a HF folder as a GGUF file, as llama.cpp's converter does for each family.
+"""Writes the model of an HF folder as a GGUF file, as llama.cpp's converter does for each family.
 
 Names are those of the gguf package. The order of rows, the norms and the header are written without
 code of this package.

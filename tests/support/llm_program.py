@@ -10,7 +10,6 @@ import torch
 
 from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.parallel.collectives import Timeouts
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2)
 N_CONCURRENT = 64
@@ -18,8 +17,7 @@ N_CONCURRENT = 64
 
 def script(folder: str) -> None:
     """A program without code for ranks; only rank 0 continues after the first line."""
-    Timeouts.of = staticmethod(lambda _: Timeouts(step_s=4, start_s=200))
-    with LLM(folder, dtype="float64") as llm:
+    with LLM(folder, dtype="float64", timeout_s=4, start_timeout_s=200) as llm:
         first = llm.generate(["Hello", [5, 6, 7]], PARAMS)
         say(llm, msgspec.json.encode(first).decode())
         assert llm.generate(["Hello", [5, 6, 7]], PARAMS) == first

@@ -107,7 +107,7 @@ def write_packed(
     is_quantised: Callable[[str], bool] = is_projection,
     **own: Any,
 ) -> Path:
-    """Writes a HF folder's model with quantised matrices and all else in float16.
+    """Writes an HF folder's model with quantised matrices and all else in float16.
 
     The folder `meant` beside it holds the same model in float64 with the dequantised values.
     """

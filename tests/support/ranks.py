@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
+from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.communicators import make_communicator
 from parallel_llama.parallel.process_group import ProcessGroup
+from parallel_llama.parallel.timeouts import Timeouts
 
 SILENCE_S = 200.0  # a rank without an answer for this long fails the test
 SOON_S = 60.0  # generous, for a busy machine; it is not a limit of a rank
@@ -31,7 +33,12 @@ _GRACE_S = 20.0  # for the other ranks, after one rank has raised
 _MAX_POOLS = 4
 # A fork server imports these modules once, and every rank is forked from it. The fork server calls
 # no function of the modules, so that no thread holds a lock during a fork.
-_SLOW_TO_IMPORT = ["torch", "transformers.models.llama.modeling_llama"]
+_SLOW_TO_IMPORT = [
+    "pytest",
+    "transformers.models.llama.modeling_llama",
+    "parallel_llama.engine.engine",
+    "parallel_llama.parallel.communicators",
+]
 
 
 class RankFailed(Exception):
@@ -180,7 +187,7 @@ def call_late_after(comm: Communicator, limit_s: float) -> None:
     short limit only while a rank is really late.
     """
     assert not isinstance(comm, Solo)
-    comm._timeouts = Timeouts.of(limit_s)
+    comm._timeouts = Timeouts(limit_s, limit_s)
     if isinstance(comm, ProcessGroup):
         comm._group.set_timeout(timedelta(seconds=limit_s))
 
@@ -189,16 +196,25 @@ def _barrier(comm: Communicator) -> None:
     comm.barrier()
 
 
+def _end_with_parent() -> None:
+    """Ends this rank with a test run that is killed, even in a collective that waits."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _serve(connection: Connection, rank: int, size: int, store: str, shared_memory: bool) -> None:
     """The main loop of a rank: calls functions until the connection or the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the test run, which ends the pool
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     comm: Communicator = make_communicator(
         rank,
         size,
         FileStore(store, size),
-        timeouts=Timeouts.of(SILENCE_S),
+        timeouts=Timeouts(SILENCE_S, SILENCE_S),
         shared_memory=shared_memory,
     )
     while True:

@@ -1,4 +1,4 @@
-"""A substitute for CUDA graphs without a card: steps that run again."""
+"""A substitute for CUDA graphs without a GPU: steps that run again."""
 
 from collections.abc import Callable
 

@@ -19,5 +19,4 @@ CAPITAL = (
     "--prompt=What is the capital of France?",
     "--temperature=0",
     "--max-tokens=24",
-    "--dtype=float32",
 )

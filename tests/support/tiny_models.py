@@ -215,7 +215,7 @@ TINY_MODELS: dict[str, TinyModel] = {
 
 
 def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
-    """Writes a model as a HF folder of float64 safetensors with random weights.
+    """Writes a model as an HF folder of float64 safetensors with random weights.
 
     Linear weights and tied embeddings have std 1 / sqrt(in_features), which keeps the scale of
     activations; norms are 1 +- 0.1.
@@ -264,7 +264,7 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
 def write_meta(
     tiny: TinyModel, hf_folder: Path, folder: Path, n_files: int, embeddings_dim: int = 0
 ) -> Path:
-    """Writes a HF folder's weights as a Meta folder of `n_files` model-parallel files.
+    """Writes an HF folder's weights as a Meta folder of `n_files` model-parallel files.
 
     Every size must divide by `n_files`, as in Meta's own files. `embeddings_dim` is the dimension
     along which the token embeddings are cut: 0 as in Llama 3, 1 as in Llama 1 and 2.
@@ -282,7 +282,7 @@ def write_meta(
 
 
 def meta_weights(tiny: TinyModel, hf_folder: Path) -> dict[str, Tensor]:
-    """A HF folder's whole weights with Meta's names, and q and k rows in interleaved order."""
+    """An HF folder's whole weights with Meta's names, and q and k rows in interleaved order."""
     hf = load_file(hf_folder / "model.safetensors")
     weights = {
         "tok_embeddings.weight": hf["model.embed_tokens.weight"],

@@ -19,7 +19,7 @@ from parallel_llama.files.model_files import find_model
 
 
 def load_transformers(folder: Path) -> PreTrainedModel:
-    """transformers' model of a HF folder with eager attention and float64 weights.
+    """transformers' model of an HF folder with eager attention and float64 weights.
 
     Built inside `float64_throughout` its rotary buffers are float64 too.
     """

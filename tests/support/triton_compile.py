@@ -33,7 +33,7 @@ class Compiled:
 
 
 def compiled(test_file: str, function: str) -> list[Compiled]:
-    """Compiles every distinct launch of a function for every target."""
+    """Compiles the first launch of every kernel for every target, and others for one in turn."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, __file__, test_file, function],
@@ -54,14 +54,16 @@ def compiled(test_file: str, function: str) -> list[Compiled]:
 def main(test_file: str, function: str) -> None:
     from triton.runtime.jit import JITFunction
 
-    seen: set[str] = set()
+    seen: dict[str, set[str]] = {}
 
     def run(kernel: Any, *arguments: Any, **constants: Any) -> None:
         source, options = _source(kernel, arguments, constants)
-        key = f"{kernel.__name__} {source.signature} {source.constants} {source.attrs} {options}"
-        if key not in seen:
-            seen.add(key)
-            for target in TARGETS:
+        key = f"{source.signature} {source.constants} {source.attrs} {options}"
+        known = seen.setdefault(kernel.__name__, set())
+        if key not in known:
+            targets = (TARGETS[len(known) % len(TARGETS)],) if known else TARGETS
+            known.add(key)
+            for target in targets:
                 print(json.dumps(asdict(_compile(source, options, target))), flush=True)
 
     JITFunction.run = run

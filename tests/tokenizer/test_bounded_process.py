@@ -1,6 +1,6 @@
-"""The process that untrusted templates and tokenizers run in: its limits, its end, its next start.
+"""The process in which untrusted templates and tokenizers run: its limits, its end, its restart.
 
-The job is that of templates, which are an easy way to have it do anything.
+The job is that of templates, because a template can easily make the process do anything.
 """
 
 import json

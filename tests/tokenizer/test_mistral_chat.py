@@ -1,4 +1,4 @@
-"""Mistral's chat formats against mistral-common's own."""
+"""Mistral's chat formats, compared with mistral-common."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Chats whose messages spell special tokens, with parse_special=False: no message forges a turn."""
+"""Messages that contain special tokens cannot forge a turn with parse_special=False."""
 
 import json
 import random

@@ -1,6 +1,6 @@
-"""Thousands of damages in small: a damaged file works or gives the error that names it.
+"""Thousands of damaged tokenizer files: each works or gives an error that names the file.
 
-Damages know what a file is made of, for what is damaged at random is mostly no JSON.
+The damage respects the structure of the file, because randomly damaged files are mostly not JSON.
 """
 
 import copy

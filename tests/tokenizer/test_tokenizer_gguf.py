@@ -1,4 +1,4 @@
-"""The tokenizer inside GGUF files: byte-level BPE and the SentencePiece kind."""
+"""The tokenizer in GGUF files: byte-level BPE and SentencePiece."""
 
 import json
 from collections.abc import Iterator

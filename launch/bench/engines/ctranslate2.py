@@ -37,7 +37,7 @@ def convert(source: Path, target: Path, form: str) -> None:
 def _spec(header: Mapping[str, Any]) -> Any:
     own = {key.removeprefix("llama."): value for key, value in header.items()}
     if header["general.architecture"] != "llama":
-        raise SystemExit(f"the architecture {header['general.architecture']} is not converted")
+        raise SystemExit(f"the architecture {header['general.architecture']} is not supported")
     spec = transformer_spec.TransformerDecoderModelSpec.from_config(
         own["block_count"],
         own["attention.head_count"],
@@ -53,7 +53,7 @@ def _spec(header: Mapping[str, Any]) -> Any:
     )
     spec.decoder.scale_embeddings = False
     spec.config.layer_norm_epsilon = own["attention.layer_norm_rms_epsilon"]
-    # These must be tokens. They have no effect, because end-of-text tokens are ignored.
+    # CTranslate2 requires these tokens. They have no effect, because end-of-text is ignored.
     spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
     return spec
 

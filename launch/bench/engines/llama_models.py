@@ -1,9 +1,9 @@
 """llama-models: Meta's reference Transformer, batched like its `generate`.
 
-All prompts begin at position 0. The length of the shortest prompt is prefilled for all; then every
-step adds one token to each row, which is the next token of the prompt if there is one, until the
-longest row is complete. The answer of a row is its first `n_new` tokens. Meta's own loop cannot be
-used, because it imports image libraries and needs a tokenizer of Llama 3's size.
+All prompts begin at position 0 and are prefilled up to the length of the shortest prompt. Then
+every step adds one token to each row, the next token of the prompt or a new token, until the
+longest row is complete. The answer of a row is its first `n_new` new tokens. Meta's own loop cannot
+be used, because it imports image libraries and needs a tokenizer of Llama 3's size.
 """
 
 import json

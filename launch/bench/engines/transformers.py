@@ -38,7 +38,7 @@ class Clock(LogitsProcessor):
 
 
 def load(setup: Setup) -> Loaded:
-    """Loads the model; on other ranks than 0 it serves rank 0 and ends with it."""
+    """Loads the model; ranks above 0 then serve rank 0 and end with it."""
     torch.set_num_threads(setup.n_threads)
     how = {"tp_plan": "auto"} if setup.n_ranks > 1 else {}
     dtype = getattr(torch, setup.form)

@@ -16,7 +16,7 @@ class Row:
 
     Args:
         value: the figure; None for a configuration with wrong results.
-        share: the fraction of a rate of the card; the docstring of the step names the rate.
+        share: the fraction of a rate of the GPU; the docstring of the step names the rate.
         target: what the figure should reach.
         wrong: why there is no figure.
     """
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """A card and its measured rates, or a rehearsal with tiny shapes on the CPU.
+    """A GPU and its measured rates, or a rehearsal with tiny shapes on the CPU.
 
     Args:
         copy_bytes_per_s: bytes read plus bytes written per second by a copy.

@@ -1,4 +1,4 @@
-"""Versions of the card and libraries, and the peak rates that other figures are compared with.
+"""Versions of the GPU and libraries, and the peak rates that other figures are compared with.
 
 The copy bandwidth counts bytes read and bytes written.
 """

@@ -15,7 +15,7 @@ Call = Callable[[], object]
 def device_seconds(calls: Sequence[Call], setting: Setting) -> float:
     """The mean seconds of a call when all calls are replayed in one CUDA graph; the best of 5.
 
-    If the calls read different memory, larger in total than the card's cache, nothing is cached.
+    If the calls read different memory, larger in total than the GPU's cache, nothing is cached.
     """
     if setting.is_rehearsal:
         return host_seconds(calls)

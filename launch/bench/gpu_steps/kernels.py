@@ -27,7 +27,7 @@ from parallel_llama.ops.quant import quant_gemm as torch_quant_gemm
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # The matrices of a layer of Llama 3 8B: (inputs, outputs).
 _MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
-_CACHED = 256 << 20  # bytes, more than the cache of any card
+_CACHED = 256 << 20  # bytes, more than the cache of any GPU
 
 
 class Wrong(Exception):
@@ -258,7 +258,7 @@ def _prompt(
 def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
     """The methods of attention to compare, for a sample with one range of queries."""
     ops, heads, out = CUDAOps(), sample.heads, torch.empty_like(sample.q)
-    # A rehearsal has no card for flash attention.
+    # A rehearsal has no GPU for flash attention.
     backend = SDPBackend.MATH if setting.is_rehearsal else SDPBackend.FLASH_ATTENTION
     is_even = len(set(sample.heads_per_kv)) == 1
     kv_head_of = [i for i, n in enumerate(sample.heads_per_kv) for _ in range(n)]

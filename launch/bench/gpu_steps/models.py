@@ -76,7 +76,7 @@ def half(setting: Setting) -> str:
 
 
 def ours(args: ModelArgs) -> TorchOps:
-    """The operators of the card, which need Triton."""
+    """The operators of the GPU, which need Triton."""
     from parallel_llama.ops.cuda_ops import CUDAOps
 
     return CUDAOps(Scores(args.attention_scale, args.attention_soft_cap))
@@ -195,7 +195,7 @@ def require_right(
 
 
 class _Later:
-    """The logits of a step that runs again instead of a graph."""
+    """The logits of a step that a rehearsal runs again, as it has no graph to replay."""
 
     logits: Any = None
 

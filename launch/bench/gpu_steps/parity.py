@@ -103,7 +103,7 @@ def _as_whole(
 
 
 def over_ranks(setting: Setting) -> Rows:
-    """Compares ranks, as threads on one card, with one rank on torch's operators."""
+    """Compares ranks, as threads on one GPU, with one rank on torch's operators."""
     for kind, args in _kinds(setting).items():
         expected = _logits(Solo(), args, setting, is_ours=False)
         for tp_size in (1, 3) if setting.is_rehearsal else (1, 2, 3, 5, 7):

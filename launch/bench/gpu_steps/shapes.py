@@ -128,7 +128,7 @@ def _prefill(model: _Model, setting: Setting) -> Rows:
         steps = [texts.step(runner, start, min(n_new, n - start)) for start in range(0, n, n_new)]
         seconds = eager_seconds(lambda steps=steps: [step() for step in steps], setting)
         share = prefill_flops(model.llm.args, [n]) / seconds / setting.matrix_flops
-        name = f"{model.label}: prefill of {n} tokens, {n_new} a step"
+        name = f"{model.label}: prefill of {n} tokens, {n_new} per step"
         yield Row(name, n / seconds, "tokens/s", share, "at least 0.6" if n_new == n else "")
 
 

@@ -1,7 +1,7 @@
-"""One rank's shard of 8B and 70B on 8 cards, measured by `parallel-llama bench --slice 0/8`.
+"""One rank's shard of 8B and 70B on 8 GPUs, measured by `parallel-llama bench --slice 0/8`.
 
 Shares are fractions of the speed at which the rank's bytes could be read at the measured copy
-bandwidth. Names of modelled figures say so.
+bandwidth. The names of modelled figures contain "modelled".
 """
 
 import io
@@ -40,7 +40,7 @@ def _slice(name: str, setting: Setting) -> Rows:
     yield Row(f"{label}: measured work", measured_ms, "ms", floor_ms / measured_ms, target, note)
     for wait, ms in found["modelled_ms_per_step"].items():
         yield Row(
-            f"{label}: modelled step, {wait} a collective",
+            f"{label}: modelled step, {wait} per collective",
             ms,
             "ms",
             note=f"{found['collectives_per_step']} collectives",

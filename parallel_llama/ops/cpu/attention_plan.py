@@ -123,7 +123,7 @@ def _parts_of(
     lengths = {row: sum(s.stop - s.start for s in slices) for row, (_, slices) in seen.items()}
     parts: list[tuple[int, ...]] = []
     slot_ranges: list[tuple[int, int]] = []
-    # Longest rows first, so that no thread works on one alone at the end.
+    # Longest rows first, so that no thread is left alone with a long row at the end.
     for row in sorted(seen, key=lengths.__getitem__, reverse=True):
         at, slices = seen[row]
         in_parts = _in_parts(slices, at % PART_KEYS, lengths[row])

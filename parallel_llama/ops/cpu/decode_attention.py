@@ -48,7 +48,7 @@ from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 
 _MAX_CHUNK = 4  # queries of a KV head whose outputs are in registers together
-_BLOCK_BYTES = 1 << 13  # of values per block, which all queries of a KV head use in turn
+_BLOCK_BYTES = 1 << 13  # of values per block, which the queries of a KV head use one by one
 # The distance, in blocks of keys or values, from the block that is read to the one prefetched.
 _AHEAD = 2
 # Per result: the largest score, and the sum of exp(score - largest).

@@ -183,7 +183,7 @@ class _ActivationArguments(Generic[T]):
 class ActivationKernel:
     """f(gate) * up, or f(x) if not gated.
 
-    In one kernel also because torch's functions of a number depend on its place in the tensor.
+    It does not call torch's functions, whose bits depend on a number's position in the tensor.
 
     Args:
         kind: silu, gelu, or gelu_tanh for its tanh approximation.

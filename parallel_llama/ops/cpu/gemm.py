@@ -6,8 +6,8 @@ packs the next panel.
 
 The sums have the same bits as those of `gemv`. There a vector of W lanes runs along the inputs:
 lane i sums the inputs i, i + W, i + 2 W, ..., and then one half of the lanes is added to the other
-until one lane is left. Here the lanes are outputs: the inputs of each lane of `gemv` are summed in
-turn, and their sums are added as in that tree. Inputs are packed in this order.
+until one lane is left. Here the lanes are outputs: the inputs of one lane of `gemv` after another
+are summed, and these sums are added as in that tree. Inputs are packed in this order.
 
     block of rows      [inputs, n_rows]
     panel of outputs   [inputs, n_vectors, lanes]
@@ -68,7 +68,6 @@ class _Shape:
 
     @property
     def n_outputs(self) -> int:
-        """The outputs of a panel."""
         return self.n_vectors * self.lanes.width
 
     def padded(self, n_inputs: int) -> int:

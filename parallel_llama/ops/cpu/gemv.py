@@ -1,9 +1,9 @@
 """Products of few rows with a weight, at memory bandwidth.
 
-A tile, which is a few rows of the weight, stays in the L1 cache while groups of rows of x pass over
-it. The sums of a group stay in registers, and the next tile is prefetched into the L2 cache, since
-the L1 cache has no room for two tiles of long rows. The order of summation is the same for any
-number of rows and threads.
+A tile, which is a few rows of the weight, stays in the L1 cache while it is multiplied by all
+groups of rows of x. The sums of a group stay in registers, and the next tile is prefetched into the
+L2 cache, since the L1 cache has no room for two tiles of long rows. The order of summation is the
+same for any number of rows and threads.
 
 A thread's rows of the weight are cut into as many stretches as a tile has rows, and a tile takes a
 row of each. So memory is read sequentially in a few places, which hardware prefetchers recognise. A
@@ -223,7 +223,7 @@ def _multiply(
     stretch = (last - first) // n_tile
 
     def multiply(column: Value, n_columns: int, group_rows: int) -> None:
-        """All rows of x by one row of each stretch of the weight."""
+        """Multiplies all rows of x by one row of each stretch of the weight."""
         numbers = [column + stretch * number for number in range(n_columns)]
         columns = [weight + number * k for number in numbers]
         # A group of several rows prefetches a part of the next tile: `share` numbers per vector.

@@ -42,7 +42,7 @@ Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its
 _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
 _FROM_SYSTEM = ("sched_yield",)
 
-# Of the code cache; a kernel has some 10 KB.
+# The code cache; a kernel has about 10 KB.
 _DIGEST_BYTES = 32
 _MAX_BYTES = 1 << 20
 _MAX_FILES = 256
@@ -193,8 +193,8 @@ at_once: Launcher = CompiledKernel.__call__
 def _compiled(signature: Signature[Any], body: Body) -> bytes:
     """The machine code of a kernel, from the cache if possible.
 
-    The key is a digest of the source that builds the kernel, since building it for the key would
-    take longer than everything else here.
+    The key is a digest of the source that builds the kernel, not of the built kernel, since
+    building takes longer than everything else here.
     """
     machine = _this_target()
     made_by = f"llvmlite {llvmlite.__version__} LLVM {llvm.llvm_version_info} {machine.triple}"
@@ -330,16 +330,50 @@ def machine_code(key: str, make: Callable[[], bytes]) -> bytes:
     return code
 
 
+@dataclass(frozen=True)
+class CodeCache:
+    """The state of the code cache.
+
+    Args:
+        folder: where it is, or would be; None if this user has no home folder.
+        is_used: whether files are read and written there.
+        n_files: kernels in it.
+        damaged: names of files that would be compiled again.
+    """
+
+    folder: Path | None
+    is_used: bool
+    n_files: int = 0
+    damaged: tuple[str, ...] = ()
+
+
+def code_cache() -> CodeCache:
+    """Looks at every file of the code cache."""
+    folder = _folder()
+    if folder is None:
+        return CodeCache(_place(), is_used=False)
+    files = list(folder.glob("*.o"))
+    damaged = tuple(sorted(file.name for file in files if _read(file, file.stem) is None))
+    return CodeCache(folder, os.access(folder, os.W_OK | os.X_OK), len(files), damaged)
+
+
+def _place() -> Path | None:
+    """The path of the cache folder, whether or not it exists."""
+    with suppress(RuntimeError):  # a user without a home folder has no cache
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        # The specification says to ignore relative paths.
+        return base / "parallel_llama" / "kernels" if base.is_absolute() else None
+    return None
+
+
 def _folder() -> Path | None:
     """The cache folder, created if missing; None if others than this user may write to it."""
-    with suppress(OSError, RuntimeError):  # a user without a home folder has no cache
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        if not base.is_absolute():  # the specification says to ignore relative paths
-            return None
-        folder = base / "parallel_llama" / "kernels"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_ours(folder.lstat(), stat.S_IFDIR):
-            return folder
+    folder = _place()
+    with suppress(OSError):
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_ours(folder.lstat(), stat.S_IFDIR):
+                return folder
     return None
 
 

@@ -16,8 +16,8 @@ the thread.
 
 `PrefillAttentionKernel` reads keys and values in place; a narrow cache is converted a tile at a
 time. It gives a query the same bits as `decode_attention`, which sums the numbers i, i + W, i + 2
-W, ... of a head in lane i and then adds the lanes up: here these sums are computed one by one, and
-added as the lanes are. Its tiles are the parts of `decode_attention`.
+W, ... of a head in lane i and then adds the lanes up. Here these sums are computed one by one, and
+added in the same order as the lanes. Its tiles are the parts of `decode_attention`.
 
 Source: FlashAttention-2, arXiv 2307.08691; online softmax, arXiv 1805.02867.
 """
@@ -81,7 +81,6 @@ class BlockShape:
 
     @property
     def n_columns(self) -> int:
-        """The columns of a block."""
         return self.n_vectors * self.lanes.width
 
     @property

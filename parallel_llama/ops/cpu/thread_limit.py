@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-# Time in kernels after which the waiting times of threads are read; time over which they are
-# averaged, so that short bursts of other work change nothing; and how long a limit holds.
-LOOK_S = 0.03
-MEAN_S = 0.25
-HOLD_S = 1.0
+LOOK_S = 0.03  # time in kernels after which the waiting times of threads are read
+MEAN_S = 0.25  # time over which they are averaged, so that short bursts of work change nothing
+HOLD_S = 1.0  # how long a limit holds
 
 # If one of n threads waits for a core during a fraction f of the time, n (1 - f) threads that each
 # have a core are as fast, so n - 1 threads are faster if n f > 1. The margin is for noise.

@@ -25,7 +25,7 @@ _TILE_BYTES = 1 << 14  # of a tile of keys
 _SUM_BYTES = 1 << 14  # of a tile of queries, limited by registers
 _MAX_SPLITS = tl.constexpr(64)  # per query
 _AT_ONCE = tl.constexpr(8)  # splits that are loaded together
-# Numbers per split besides its sums: the largest score, the total, padding for alignment.
+# Numbers per split in addition to its sums: the largest score, the total, padding for alignment.
 _BESIDE = tl.constexpr(4)
 
 

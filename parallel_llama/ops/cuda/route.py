@@ -76,9 +76,9 @@ def _route(
 def _routes(
     experts, tokens, order, pairs, starts, n, n_active, first_expert, n_experts, TILE: tl.constexpr
 ):
-    """The place of a pair is the number of pairs with a smaller sort key.
+    """The index of a pair is the number of pairs with a smaller sort key.
 
-    The start of an expert is the place of an imaginary pair before all its pairs.
+    The start of an expert is the index of an imaginary pair before all its pairs.
     """
     items = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_pair, expert = items < n, items - n

@@ -208,7 +208,7 @@ def _candidates(
     row, places, parts = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, PARTS)
     found += row * (1 + 2 * K)
     own, others = tl.load(keys + row * K + places)[:, None], tl.load(keys + row * K + places)[None]
-    # Padding keys are equal, so they are ordered by place.
+    # Padding keys are equal, so they are ordered by position.
     is_before = (others > own) | ((others == own) & (places[None] < places[:, None]))
     at = found + 1 + tl.sum(is_before.to(tl.int32), 1)
     own = tl.ravel(own)

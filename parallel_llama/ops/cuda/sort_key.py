@@ -27,5 +27,4 @@ def score_of(keys):
 
 @triton.jit
 def number_of(keys):
-    """The numbers of some keys."""
     return _LAST - (keys & _LAST)

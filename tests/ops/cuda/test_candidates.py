@@ -47,8 +47,10 @@ def same(ours: torch.Tensor, torchs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("n_rows", [0, 3])
-@pytest.mark.parametrize(("n_columns", "first"), [(0, 9), (1, 127), (70, 0), (1024, 3), (2001, 7)])
+@pytest.mark.parametrize(
+    ("n_rows", "n_columns", "first"),
+    [(3, 0, 9), (3, 1, 127), (0, 70, 0), (3, 70, 0), (3, 1024, 3), (3, 2001, 7)],
+)
 def test_the_largest_logits_whose_they_are_and_the_mass(device, dtype, n_rows, n_columns, first):
     around = (torch.randn(n_rows, n_columns + 9, device=device) * 3).to(dtype)
     around[:, :4], around[:, -5:] = 99, 99
@@ -82,8 +84,7 @@ def test_of_equal_logits_the_first_tokens_are_taken(device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", [40, 2600])
-@pytest.mark.parametrize("tp_size", CUTS)
+@pytest.mark.parametrize(("tp_size", "vocab_size"), [(1, 40), (3, 2600), (5, 40)])
 def test_ranks_draw_together_what_torch_draws(device, tp_size, vocab_size):
     """Sharp rows, flat ones, rounded ones and ones with forbidden tokens."""
     filters = rows_of(2 * len(SETTINGS), device)

@@ -1,4 +1,4 @@
-"""Kernels become code for every architecture, and what they compute with stays in registers."""
+"""Kernels compile for every architecture without register spills."""
 
 from collections import Counter
 
@@ -70,7 +70,7 @@ def mixture(ops, x):
     ops.weighted_sum(ops.routed_linear(ops.silu_and_mul(h), down, back), routing_weights)
 
 
-# What is compiled on each architecture; a number of rows makes no difference.
+# What is compiled; a number of rows makes no difference.
 COUNTS = {
     "_norm": 4,
     "_add_norm": 3,
@@ -97,5 +97,6 @@ COUNTS = {
 def test_nothing_is_spilled_nor_compiled_for_a_number_of_rows():
     kernels = compiled(__file__, "launches")
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
-    for target in TARGETS:
-        assert Counter(each.kernel for each in kernels if each.target == target) == COUNTS
+    # The first of each kernel is compiled for every architecture.
+    more = len(TARGETS) - 1
+    assert Counter(each.kernel for each in kernels) == {k: n + more for k, n in COUNTS.items()}

@@ -1,4 +1,4 @@
-"""The whole engine on the kernels: what a step asks of the device, and what requests get."""
+"""The whole engine on the kernels: the launches of a step, and the results of requests."""
 
 import threading
 from collections import Counter
@@ -34,7 +34,7 @@ from parallel_llama.sampling.draw import SamplingRow, row_sampling_key
 from parallel_llama.sampling.pending import PendingDraws
 
 N_NEW = 3
-SMALL = replace(ARGS, dim=32, n_heads=5, n_kv_heads=1, head_dim=8, dtype="float32")
+SMALL = replace(ARGS, n_layers=1, dim=32, n_heads=5, n_kv_heads=1, head_dim=8, dtype="float32")
 WINDOWED = replace(HYBRID, n_layers=2, dim=32, n_heads=4, n_kv_heads=2, head_dim=8, dtype="float32")
 # What its experts give is normed, so that it counts among random numbers.
 _EXPERTS = {"ffn_dim": 9, "n_experts": 4, "n_active_experts": 2, "post_norms": True}
@@ -138,7 +138,7 @@ def answers(
     engine = make_engine(runner, n_blocks=12, block_size=4)
     if ops.is_paged:
         runner.record(Recorded())
-    prompts = tuple(range(3, 15)), (5,), tuple(range(9, 12))
+    prompts = tuple(range(3, 11)), (5,), tuple(range(9, 12))
     requests = []
     ways = (0.0, 0), (1.2, 20), (0.8, 0)
     for n, (prompt, (temperature, top_k)) in enumerate(zip(prompts, ways, strict=True)):
@@ -177,8 +177,8 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Lock]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "tp_size", "ranks_per_expert"),
-    [(SMALL, 2, None), (WINDOWED, 1, None), (MIXTURE, 1, None), (MIXTURE, 2, 1)],
-    ids=["3 and 2 heads", "windows", "experts", "experts dealt out"],
+    [(SMALL, 2, None), (WINDOWED, 1, None), (MIXTURE, 2, 1)],
+    ids=["3 and 2 heads", "windows", "experts dealt out"],
 )
 def test_requests_get_the_tokens_that_the_cpu_gives(
     monkeypatch, turns, args, tp_size, ranks_per_expert

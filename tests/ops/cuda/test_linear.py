@@ -16,8 +16,7 @@ def cut_into(monkeypatch, n_parts):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("n_parts", [1, 3])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("n_parts", "has_bias"), [(1, True), (3, False)])
 @pytest.mark.parametrize(
     "shape", [(1, 300, 70), (3, 129, 1), (16, 37, 65), (0, 37, 5), (3, 0, 5), (2, 5, 0)], ids=str
 )

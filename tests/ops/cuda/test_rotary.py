@@ -1,4 +1,4 @@
-"""Keys and values are stored by Triton as by torch."""
+"""Triton stores the same keys and values as torch."""
 
 import pytest
 import torch

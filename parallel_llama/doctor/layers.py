@@ -1,0 +1,239 @@
+"""Checks of a model's files and layers: manifests, and some layers on all ranks and on one."""
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.file_manifest import Report, damaged_files, present_files
+from parallel_llama.checkpoint.manifest import MANIFEST, read_manifest
+from parallel_llama.checkpoint.reading import load
+from parallel_llama.doctor.check import Check
+from parallel_llama.doctor.records import HARDWARE, agreed, exchange
+from parallel_llama.doctor.tiny_model import layer_names
+from parallel_llama.doctor.trace import (
+    Difference,
+    Trace,
+    Traced,
+    TracedSolo,
+    describe,
+    first_difference,
+)
+from parallel_llama.engine.available_memory import available_memory
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.setup import ModelSetup
+from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.errors import CheckpointError, listed
+from parallel_llama.families import parameters
+from parallel_llama.families.weights import Param
+from parallel_llama.files.bounded_files import is_folder
+from parallel_llama.files.model_files import fingerprint
+from parallel_llama.memory import values_by_form, weight_bytes
+from parallel_llama.model.layers import Backend
+from parallel_llama.model.transformer import Transformer
+from parallel_llama.model.weights import WeightLoader
+from parallel_llama.ops import Scores, choose_ops
+from parallel_llama.ops.formats import kv_dtype, matrix_forms, torch_dtype
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.rank_env import local_world
+from parallel_llama.plan import ShardPlan, make_plan
+
+# What one rank hashes and what the layers take, so that the command stays short.
+_HASHED_BYTES = 1 << 30
+_LAYERS_S = 3.0
+_CARD_TOLERANCE = 2e-2  # of bfloat16, relative to the largest value
+_N_TOKENS = 16
+
+
+def files(comm: Communicator, setup: ModelSetup) -> Check:
+    """Compares the files with their manifest, as far as that is quick, and between ranks.
+
+    Collective: two all_gathers.
+    """
+    own = fingerprint(setup.inputs.files)
+    by_rank = exchange(comm, own, dict[str, str])
+    first = by_rank[0] or {}
+    for rank, other in enumerate(by_rank):
+        if other is None:
+            seen = f"the digests of rank {rank} arrive damaged"
+            return Check("files", "fail", seen, HARDWARE)
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if names:
+            seen = f"rank {rank} has another {listed(names, 3)} than rank 0"
+            cure = f"copy the model from rank 0's host: rsync -a {setup.inputs.files.path} HOST:"
+            return Check("files", "fail", seen, cure)
+    return agreed(comm, _manifest(setup, own))
+
+
+def _manifest(setup: ModelSetup, digests: dict[str, str]) -> Check:
+    """Hashes this rank's part of the files of its host."""
+    path = setup.inputs.files.path
+    cure = f"parallel-llama verify {path}"
+    try:
+        setup.checkpoint.check(setup.args)
+        manifest = read_manifest(path) if is_folder(path) else None
+    except CheckpointError as error:
+        return Check("files", "fail", str(error), cure)
+    if manifest is None:
+        seen = f"{len(digests)} files equal on all ranks by samples; structure whole; no {MANIFEST}"
+        return Check("files", "pass", seen)
+    local_rank, n_local = local_world(setup.size)
+    by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes)
+    chosen: list[str] = []
+    n_bytes = 0
+    for name in by_size[local_rank::n_local]:
+        n_bytes += manifest.files[name].bytes
+        if n_bytes > _HASHED_BYTES and chosen:
+            break
+        chosen.append(name)
+    report = Report()
+    damaged = damaged_files(path, manifest, chosen, present_files(path), report)
+    faults = report.problems + [f"{path / name}: damaged" for name in damaged]
+    if faults:
+        return Check("files", "fail", listed(faults, 3), cure)
+    n_left = len(by_size[local_rank::n_local]) - len(chosen)
+    left = f"; {n_left} not hashed, to stay quick ({cure} hashes all)" if n_left else ""
+    return Check("files", "pass", f"as {MANIFEST} says{left}")
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """What one rank decides for all: the next layer, or -1 to stop."""
+
+    layer: int
+
+
+def layers(comm: Communicator, setup: ModelSetup) -> Check:
+    """Computes layers on all ranks, and again on one rank, which compares every exchange.
+
+    The layers take turns in being computed by each rank. They are the first, the last, and those
+    between, as long as time allows.
+
+    Collective: those of the layers.
+    """
+    if comm.size == 1:
+        return Check("layers", "skip", "one rank has nothing to compare with")
+    alone = make_plan(
+        setup.args,
+        1,
+        quant_group_size=setup.precision.quant_group_size,
+        exact=setup.exact,
+    )
+    values = values_by_form(setup.args, setup.precision, exact=setup.exact)
+    per_layer = weight_bytes(alone.shards[0], values) // setup.args.n_layers
+    if per_layer > available_memory() // 4:
+        return agreed(comm, Check("layers", "skip", "a layer takes too much of the free memory"))
+    x = _embedded(setup)
+    deadline, done = time.monotonic() + _LAYERS_S, 0
+    for number, layer in enumerate(_spread(setup.args.n_layers)):
+        goes_on = torch.tensor([number < 2 or time.monotonic() < deadline])
+        if not comm.broadcast(goes_on)[0]:
+            break
+        checker = number % comm.size
+        traced = Traced(comm)
+        _compute(setup, setup.plan, traced, layer, x)
+        found, n_exchanges = _compared(comm, setup, alone, layer, x, traced.trace, checker)
+        if found is not None:
+            # Another rank computes it too, to tell which one is wrong.
+            second = (checker + 1) % comm.size
+            again, _ = _compared(comm, setup, alone, layer, x, traced.trace, second)
+            names = layer_names(layer, n_exchanges)
+            if again is None:
+                what = names[found.exchange] if found.exchange < len(names) else f"layer {layer}"
+                seen = f"rank {checker} computes or receives {what} differently"
+            else:
+                seen = describe({checker: found, second: again}, names)
+            return Check("layers", "fail", seen, HARDWARE)
+        done += 1
+    how = "within the tolerance" if setup.kind == "cuda" else "equal bits"
+    seen = f"{done} of {setup.args.n_layers} layers on {comm.size} ranks and on one: {how}"
+    return Check("layers", "pass", seen)
+
+
+class _Compared(msgspec.Struct, frozen=True):
+    difference: Difference | None
+    n_exchanges: int
+
+
+def _compared(
+    comm: Communicator,
+    setup: ModelSetup,
+    alone: ShardPlan,
+    layer: int,
+    x: Tensor,
+    trace: Trace,
+    checker: int,
+) -> tuple[Difference | None, int]:
+    """Compares on one rank; every rank returns what it has found.
+
+    Collective: one all_gather.
+    """
+    own = _Compared(None, len(trace.results))
+    if comm.rank == checker:
+        solo = TracedSolo()
+        _compute(setup, alone, solo, layer, x)
+        tolerance = _CARD_TOLERANCE if setup.kind == "cuda" else 0.0
+        own = _Compared(first_difference(solo.trace, trace, tolerance), len(trace.results))
+    found = exchange(comm, own, _Compared)[checker]
+    if found is None:
+        return Difference(0, (checker,)), len(trace.results)
+    return found.difference, found.n_exchanges
+
+
+def _compute(
+    setup: ModelSetup, plan: ShardPlan, comm: Traced | TracedSolo, layer: int, x: Tensor
+) -> None:
+    """Reads one layer and runs it on x."""
+    args, precision = setup.args, setup.precision
+    shard, dtype = plan.shards[comm.rank], torch_dtype(precision.computed)
+    ops = choose_ops(
+        dtype,
+        setup.device,
+        args.head_dim,
+        {len(run.heads) // len(run.kv_heads) for run in shard.runs},
+        Scores(args.attention_scale, args.attention_soft_cap),
+        kv_dtype(setup.kv_format),
+        matrix_forms(precision),
+        exact=shard.exact is not None,
+    )
+    model = Transformer(args, shard, Backend(comm, ops, dtype))
+    loader = WeightLoader(model, args, shard)
+    start = f"layers.{layer}."
+
+    def is_wanted(param: Param) -> bool:
+        return param.name.startswith(start) or param.name.startswith("norm.")
+
+    weights = load(setup.checkpoint, args, shard, precision, setup.device, is_wanted=is_wanted)
+    for name, value in weights:
+        loader.assign(name, value)
+    runner = ModelRunner(args, plan, comm, model, setup.kv_format)
+    runner.reserve([1] * len(runner.kv_groups), _N_TOKENS)
+    tokens = [0] * len(x)
+    chunk = Chunk(tokens, 0, [[0]] * len(runner.kv_groups), len(tokens))
+    with torch.inference_mode():
+        model.layers[layer](x.clone(), runner.batch([chunk]), runner.caches)
+
+
+def _embedded(setup: ModelSetup) -> Tensor:
+    """The embeddings of some tokens; only their rows are read. Shapes: [T, dim]."""
+    params = {param.name: param for param in parameters(setup.args)}
+    embedding = params["tok_embeddings.weight"]
+    step = max(1, setup.args.vocab_size // _N_TOKENS)
+    chosen = range(step // 2, setup.args.vocab_size, step)[:_N_TOKENS]
+    rows = [setup.checkpoint.read(embedding, range(token, token + 1)) for token in chosen]
+    dtype = torch_dtype(setup.precision.computed)
+    return torch.cat(rows).to(setup.device, dtype) * setup.args.embedding_scale
+
+
+def _spread(n_layers: int) -> Iterator[int]:
+    """The first layer, the last, the middle, the quarters and so on, each once."""
+    seen: set[int] = set()
+    n_parts = 1
+    while len(seen) < n_layers:
+        for part in range(n_parts + 1):
+            layer = part * (n_layers - 1) // n_parts
+            if layer not in seen:
+                seen.add(layer)
+                yield layer
+        n_parts *= 2

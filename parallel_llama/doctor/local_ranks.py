@@ -1,0 +1,160 @@
+"""Starts the ranks of this host for the checks among them, and outlives them. No torch.
+
+The ranks may crash, hang or be killed, since that is what is looked for. So this process is not a
+rank: it reads what rank 0 has found from a pipe, and names the rank that ends, stops or is silent.
+"""
+
+import json
+import os
+import select
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+
+import msgspec
+
+from parallel_llama.doctor.check import CHECKS, Check
+from parallel_llama.errors import listed_ranks
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.launch import LocalRanks
+from parallel_llama.parallel.timeouts import Timeouts
+from parallel_llama.parallel.watchdog import Peers
+
+_MODULE = "parallel_llama.doctor.rank"
+_LOOK_S = 0.1
+_STOPPED_S = 2.0  # a rank that stays stopped for this long
+_LAST_WORDS_S = 2.0
+_MAX_LINE_BYTES = 1 << 16
+# What the ranks need besides waiting for each other: loading torch, kernels, the checks.
+_WORK_S = 60.0
+
+
+class _Results:
+    """The lines of rank 0 so far; `explain` may replace a check before it is passed on."""
+
+    def __init__(self, on_check: Callable[[Check], None], on_now: Callable[[str], None]) -> None:
+        self._on_check, self._on_now = on_check, on_now
+        self.explain: Callable[[Check], Check] = lambda check: check
+        self.given: set[str] = set()
+        self.now, self.is_done, self.heard_s = "start", False, time.monotonic()
+        self._rest = b""
+
+    def take(self, data: bytes) -> None:
+        self.heard_s = time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            body = json.loads(line)
+            if "check" in body:
+                self.give(self.explain(msgspec.convert(body["check"], Check)))
+            elif body.get("now") in CHECKS:
+                self.now = body["now"]
+                self._on_now(self.now)
+            self.is_done = self.is_done or "done" in body
+        assert len(self._rest) < _MAX_LINE_BYTES
+
+    def give(self, check: Check) -> None:
+        if check.id not in self.given:
+            self.given.add(check.id)
+            self._on_check(check)
+
+
+def examine_here(
+    size: int,
+    threads: int,
+    model: str | None,
+    timeouts: Timeouts,
+    on_check: Callable[[Check], None],
+    on_now: Callable[[str], None],
+) -> None:
+    """Starts `size` ranks and passes on what they find; nothing that a rank does raises here.
+
+    Args:
+        model: a model with weights, or None.
+        timeouts: how long a rank waits for another.
+    """
+    results = _Results(on_check, on_now)
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    try:
+        settings = {"model": model, **asdict(timeouts), "results": writer}
+        ranks = LocalRanks(_MODULE, settings, size, threads, first=0, inherited=[writer])
+    except OSError as error:
+        os.close(reader)
+        os.close(writer)
+        seen = f"ranks cannot be started: {error.strerror or error}"
+        results.give(Check("start", "fail", seen, "see the other checks that have failed"))
+        return
+    os.close(writer)
+    peers = Peers(ranks.pids())
+    results.explain = partial(_explained, ranks)
+    try:
+        failure = _watch(ranks, peers, reader, results, timeouts)
+        if failure is not None:
+            results.give(failure)
+    finally:
+        peers.close()
+        ranks.end()
+        os.close(reader)
+
+
+def _watch(
+    ranks: LocalRanks, peers: Peers, reader: int, results: _Results, timeouts: Timeouts
+) -> Check | None:
+    """Reads until rank 0 is done; returns what ended the ranks before that."""
+    stopped_s: dict[int, float] = {}
+    pids, limit_s = ranks.pids(), max(timeouts.step_s, timeouts.start_s) + _WORK_S
+    while True:
+        _read(reader, results, _LOOK_S)
+        if results.is_done:
+            return None
+        now_s = time.monotonic()
+        stopped = [rank for rank in pids if peers.is_stopped(rank)]
+        stopped_s = {rank: stopped_s.get(rank, now_s) for rank in stopped}
+        long = [rank for rank, since_s in stopped_s.items() if now_s - since_s > _STOPPED_S]
+        if long:
+            seen = f"rank {listed_ranks(long)} does not answer: it is stopped by a signal"
+            cure = f"kill -CONT {' '.join(str(pids[rank]) for rank in long)}"
+            return Check(results.now, "fail", seen, cure)
+        try:
+            ranks.require_alive()
+        except RankError as error:
+            deadline = time.monotonic() + _LAST_WORDS_S
+            while not results.is_done and time.monotonic() < deadline:
+                _read(reader, results, _LOOK_S)
+            if results.is_done:
+                return None
+            return Check(results.now, "fail", str(error), _cure_of_end(str(error)))
+        if now_s - results.heard_s > limit_s:
+            silent = listed_ranks(pids)
+            seen = f"rank {silent} has been silent for {limit_s:g} s"
+            return Check(results.now, "fail", seen, "ps -eo pid,stat,wchan,args | grep doctor.rank")
+
+
+def _explained(ranks: LocalRanks, check: Check) -> Check:
+    """The check with the message of the rank that has ended, where rank 0 only saw that it has."""
+    if check.status == "fail" and "has died" in check.seen:
+        try:
+            ranks.require_alive(_LAST_WORDS_S)
+        except RankError as error:
+            return replace(check, seen=str(error), cure=_cure_of_end(str(error)))
+    return check
+
+
+def _read(reader: int, results: _Results, wait_s: float) -> None:
+    if select.select([reader], [], [], wait_s)[0]:
+        with suppress(BlockingIOError):
+            data = os.read(reader, 1 << 16)
+            if data:
+                results.take(data)
+            else:  # all ranks have ended
+                time.sleep(wait_s)
+
+
+def _cure_of_end(message: str) -> str:
+    if "SIGKILL" in message:
+        return "sudo dmesg | grep -i 'killed process' (free memory, or use fewer ranks)"
+    if "SIGILL" in message or "SIGSEGV" in message:
+        return "rm -r ~/.cache/parallel_llama/kernels (and run doctor again)"
+    return "see the message of that rank, and docs/operations.md"

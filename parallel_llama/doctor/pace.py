@@ -1,0 +1,114 @@
+"""How fast the ranks are, compared with each other: exchanges, a fixed product, and memory."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+
+from parallel_llama.doctor.check import Check
+from parallel_llama.doctor.records import exchange
+from parallel_llama.engine.machine import reading
+from parallel_llama.errors import listed_ranks
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.shared_memory import SharedMemory
+
+_MESSAGE_BYTES, _N_MESSAGES = 8192, 40
+# Of the fastest exchange, in seconds: through shared memory, over one host's loopback, over a
+# network. A busy machine delays most exchanges, but not the fastest.
+_SHARED_S, _LOOPBACK_S, _NETWORK_S = 0.5e-3, 5e-3, 2e-3
+_SIDE, _N_PRODUCTS = 384, 30
+_SLOW = 2.5  # times the median rank
+_READ_BYTES, _N_READS = 1 << 27, 3
+_LEAST_BANDWIDTH = 2e9  # bytes per second of all ranks; one channel of DDR3 has 10e9
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """What one rank has measured, in seconds, and bytes per second."""
+
+    exchange_s: float
+    product_s: float
+    bytes_per_s: float
+
+
+def transport(
+    comm: Communicator, hosts: Sequence[str], is_one: bool, exchange_s: Sequence[float]
+) -> Check:
+    """Judges the fastest exchange of each rank; `hosts` has the name of each rank's host."""
+    if comm.size == 1:
+        return Check("transport", "skip", "one rank exchanges nothing")
+    is_shared = isinstance(comm, SharedMemory)
+    slowest_s = max(exchange_s)
+    how = "shared memory" if is_shared else "gloo" if is_one else "gloo between hosts"
+    seen = f"{how}, {slowest_s * 1e3:.2f} ms for {_MESSAGE_BYTES >> 10} KiB"
+    limit_s = _SHARED_S if is_shared else _LOOPBACK_S if is_one else _NETWORK_S
+    if slowest_s > limit_s:
+        rank = list(exchange_s).index(slowest_s)
+        seen += f", more than {limit_s * 1e3:g} ms; slowest on rank {rank} ({hosts[rank]})"
+        cure = "ping -c 20 HOST (use a faster network: export GLOO_SOCKET_IFNAME=INTERFACE)"
+        return Check("transport", "warn", seen, "end other programs" if is_one else cure)
+    if is_one and not is_shared:
+        seen += "; ranks of one host usually share memory, which is faster"
+        return Check("transport", "warn", seen, "start all ranks in one container, on x86-64")
+    return Check("transport", "pass", seen)
+
+
+def measure(comm: Communicator) -> list[Pace | None]:
+    """The pace of every rank.
+
+    Collective: some tens of all_gathers and barriers.
+    """
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    exchange_s = min(_timed(lambda: comm.all_gather(message)) for _ in range(_N_MESSAGES))
+    x = torch.ones(_SIDE, _SIDE)
+    product_s = []
+    for _ in range(_N_PRODUCTS):
+        comm.barrier()
+        product_s.append(_timed(lambda: x @ x))
+    n_bytes, read = reading(_READ_BYTES // min(comm.size, 4))
+    read_s = []
+    for _ in range(_N_READS):
+        comm.barrier()
+        read_s.append(_timed(read))
+    # The mean: a rank that gets its core for a part of the time has usual products among others.
+    own = Pace(exchange_s, statistics.fmean(product_s), n_bytes / min(read_s))
+    return exchange(comm, own, Pace)
+
+
+def pace(product_s: Sequence[float]) -> Check:
+    """Compares the time of a fixed product on each rank."""
+    seen = f"a fixed product takes {_range([s * 1e3 for s in product_s])} ms"
+    usual = statistics.median_low(product_s)
+    slow = [rank for rank, s in enumerate(product_s) if s > _SLOW * usual]
+    if not slow:
+        return Check("pace", "pass", seen)
+    most = max(product_s) / usual
+    seen = f"rank {listed_ranks(slow)} is up to {most:.1f} times slower than the others: {seen}"
+    cure = "end what else runs on its cores (ps -eo pid,psr,pcpu,comm --sort=-pcpu | head)"
+    return Check("pace", "warn", seen, cure)
+
+
+def bandwidth(bytes_per_s: Sequence[float]) -> Check:
+    """Compares the memory bandwidth of each rank, all at once."""
+    total = sum(bytes_per_s)
+    seen = f"{total / 1e9:.1f} GB/s, {_range([each / 1e9 for each in bytes_per_s])} on each rank"
+    usual = statistics.median_high(bytes_per_s)
+    slow = [rank for rank, each in enumerate(bytes_per_s) if each < usual / _SLOW]
+    cure = "end what else runs (ps -eo pid,pcpu,comm --sort=-pcpu | head)"
+    if slow:
+        return Check("bandwidth", "warn", f"rank {listed_ranks(slow)} is slow: {seen}", cure)
+    if total < _LEAST_BANDWIDTH:
+        return Check("bandwidth", "warn", f"{seen}; expected {_LEAST_BANDWIDTH / 1e9:g}", cure)
+    return Check("bandwidth", "pass", seen)
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.2g}", f"{max(values):.2g}"
+    return least if least == most else f"{least} to {most}"

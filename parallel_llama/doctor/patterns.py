@@ -1,0 +1,136 @@
+"""Bit patterns through every collective: which rank sends, and which receives, changed bits.
+
+Every rank can compute what every other rank sends, so it compares all that it receives.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from parallel_llama.doctor.check import Check
+from parallel_llama.doctor.records import HARDWARE, exchange
+from parallel_llama.errors import listed_ranks
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SLOT_BYTES
+
+# Below and above what ranks of one host sum or send at once.
+_SIZES = (8, 4096, SHARED_SUM_BYTES + 64, SLOT_BYTES + 4096)
+_ONE_SIZE = 4096
+# The largest integers that a dtype holds exactly, as powers of two.
+_BITS = {
+    torch.float32: 23,
+    torch.float64: 52,
+    torch.bfloat16: 7,
+    torch.float16: 10,
+    torch.int32: 30,
+    torch.int64: 62,
+}
+_MOST = 50  # findings of one rank that are sent
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Values that a rank received changed; `source` is the rank that sent them, -1 for a sum."""
+
+    collective: str
+    n_bytes: int
+    source: int
+    at: int
+
+
+def patterns(comm: Communicator, device: torch.device) -> Check:
+    """Collective: collectives of all kinds, in four sizes and six dtypes."""
+    found = list(_findings(comm, device))
+    comm.barrier()
+    by_rank = exchange(comm, found[:_MOST], list[Finding])
+    return judged(by_rank)
+
+
+def judged(by_rank: Sequence[list[Finding] | None]) -> Check:
+    """The check of what every rank has found; None for a rank whose findings arrived damaged."""
+    size = len(by_rank)
+    lost = [rank for rank, found in enumerate(by_rank) if found is None]
+    if lost:
+        seen = f"what rank {listed_ranks(lost)} sends arrives damaged"
+        return Check("collectives", "fail", seen, HARDWARE)
+    receivers: dict[int, set[int]] = {}
+    first: dict[int, Finding] = {}
+    for rank, found in enumerate(by_rank):
+        for each in found or ():
+            receivers.setdefault(each.source, set()).add(rank)
+            first.setdefault(each.source, each)
+    if not receivers:
+        n_sizes, largest = len(_SIZES), _SIZES[-1] >> 10
+        seen = f"all bits arrive: 4 collectives, {n_sizes} sizes up to {largest} KiB"
+        return Check("collectives", "pass", seen if size > 1 else f"one rank; {seen}")
+    senders = {source: ranks for source, ranks in receivers.items() if source >= 0}
+    faults = []
+    victims = set().union(*receivers.values())
+    if len(victims) == 1 and len(senders) == size > 1:
+        what = f"{first[0].collective} of {first[0].n_bytes} bytes, value {first[0].at}"
+        seen = f"rank {listed_ranks(victims)} receives changed bits from every rank ({what})"
+        return Check("collectives", "fail", seen, HARDWARE)
+    for source, ranks in sorted((senders or receivers).items()):
+        one = first[source]
+        what = f"{one.collective} of {one.n_bytes} bytes, value {one.at}"
+        if source < 0:
+            faults.append(f"rank {listed_ranks(ranks)} has a wrong sum ({what})")
+        elif len(ranks - {source}) >= max(1, size - 1) and size > 2:
+            faults.append(f"what rank {source} sends arrives changed on every rank ({what})")
+        else:
+            where = listed_ranks(ranks - {source} or ranks)
+            faults.append(f"the link from rank {source} to rank {where} changes bits ({what})")
+    return Check("collectives", "fail", "; ".join(faults), HARDWARE)
+
+
+def _findings(comm: Communicator, device: torch.device) -> Iterator[Finding]:
+    every = range(comm.size)
+    for n_bytes in _SIZES:
+        sent = [_pattern(rank, n_bytes, device) for rank in every]
+        gathered = comm.all_gather(sent[comm.rank])
+        for rank in every:
+            yield from _compared("all_gather", n_bytes, rank, gathered[rank], sent[rank])
+        widths = [3 + rank for rank in every]
+        n_rows = max(1, n_bytes // widths[-1])
+        columns = [
+            _pattern(rank, n_rows * w, device).view(n_rows, w) for rank, w in enumerate(widths)
+        ]
+        whole = comm.gather_columns(columns[comm.rank].view(torch.uint8), widths)
+        for rank, part in enumerate(torch.split(whole, widths, 1)):
+            yield from _compared("gather_columns", n_bytes, rank, part, columns[rank])
+        for rank in every:
+            x = sent[rank].clone() if rank == comm.rank else torch.zeros_like(sent[rank])
+            yield from _compared("broadcast", n_bytes, rank, comm.broadcast(x, rank), sent[rank])
+    cases = [(torch.float32, n) for n in _SIZES] + [(dtype, _ONE_SIZE) for dtype in _BITS]
+    for dtype, n_bytes in cases:
+        terms = [_integers(rank, n_bytes, dtype, device) for rank in every]
+        for rank in every:  # one rank speaks, and the others add zeros
+            x = terms[rank].clone() if rank == comm.rank else torch.zeros_like(terms[rank])
+            yield from _compared("all_reduce", n_bytes, rank, comm.all_reduce(x), terms[rank])
+        small = [term.to(torch.float64).remainder(64).to(torch.int64) for term in terms]
+        total = torch.stack(small).sum(0).to(torch.float32).to(dtype)
+        x = comm.all_reduce(small[comm.rank].to(dtype))
+        yield from _compared("all_reduce", n_bytes, -1, x, total)
+
+
+def _compared(
+    collective: str, n_bytes: int, source: int, got: Tensor, sent: Tensor
+) -> Iterator[Finding]:
+    bits = [each.contiguous().view(-1).view(torch.uint8) for each in (got, sent)]
+    if not torch.equal(*bits):
+        at = int((bits[0] != bits[1]).nonzero()[0, 0]) // got.itemsize
+        yield Finding(collective, n_bytes, source, at)
+
+
+def _pattern(rank: int, n_bytes: int, device: torch.device) -> Tensor:
+    """Random bytes. Shapes: [n_bytes] uint8."""
+    generator = torch.Generator().manual_seed(n_bytes * 4099 + rank)
+    return torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=generator).to(device)
+
+
+def _integers(rank: int, n_bytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random integers that the dtype holds exactly. Shapes: [n_bytes / itemsize]."""
+    generator = torch.Generator().manual_seed(n_bytes * 4099 + rank)
+    most, n = 1 << _BITS[dtype], max(1, n_bytes // dtype.itemsize)
+    return torch.randint(-most, most, (n,), generator=generator).to(dtype).to(device)

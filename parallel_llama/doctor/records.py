@@ -1,0 +1,78 @@
+"""What ranks find, exchanged as records, and merged into one check.
+
+A fault of the collectives must not hide itself, so a record is sent in three copies, each with a
+digest.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from parallel_llama.doctor.check import Check, Status
+from parallel_llama.errors import listed_ranks
+from parallel_llama.parallel.collectives import Communicator
+
+Record = TypeVar("Record")
+
+# Whatever could be broken: the command that shows what the hardware has reported.
+HARDWARE = "sudo dmesg | grep -iE 'mce|edac|memory error|xid'"
+
+_COPY_BYTES = 1 << 15
+_COPIES = 3
+_DIGEST_BYTES, _LENGTH_BYTES = 16, 4
+_SEVERITY: Sequence[Status] = ("pass", "skip", "warn", "fail")
+
+
+def exchange(comm: Communicator, own: Record, kind: type[Record]) -> list[Record | None]:
+    """The record of every rank; None for a rank whose copies all arrived damaged.
+
+    Raises: ValueError for a record of more than 32 KiB.
+    Collective: one all_gather.
+    """
+    body = msgspec.json.encode(own)
+    head = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
+    data = head + len(body).to_bytes(_LENGTH_BYTES, "big") + body
+    if len(data) > _COPY_BYTES:
+        raise ValueError(f"a record of {len(body)} bytes; at most {_COPY_BYTES} are sent")
+    copies = data.ljust(_COPY_BYTES, b"\0") * _COPIES
+    rows = comm.all_gather(torch.frombuffer(bytearray(copies), dtype=torch.uint8))
+    found: list[Record | None] = []
+    for row in rows.view(comm.size, _COPIES, _COPY_BYTES):
+        opened = (_opened(copy.numpy().tobytes()) for copy in row)
+        whole = [content for content in opened if content is not None]
+        try:
+            found.append(msgspec.json.decode(whole[0], type=kind) if whole else None)
+        except msgspec.DecodeError:  # a rank of another version
+            found.append(None)
+    return found
+
+
+def _opened(data: bytes) -> bytes | None:
+    """The body of a copy, or None if it is damaged."""
+    start = _DIGEST_BYTES + _LENGTH_BYTES
+    length = int.from_bytes(data[_DIGEST_BYTES:start], "big")
+    body = data[start : start + length]
+    is_whole = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() == data[:_DIGEST_BYTES]
+    return body if is_whole else None
+
+
+def agreed(comm: Communicator, own: Check) -> Check:
+    """The worst check of all ranks, which names its ranks if others found something else.
+
+    Collective: one all_gather.
+    """
+    found = exchange(comm, own, Check)
+    lost = [rank for rank, check in enumerate(found) if check is None]
+    if lost:
+        seen = f"the findings of rank {listed_ranks(lost)} arrive damaged"
+        return Check(own.id, "fail", seen, HARDWARE)
+    checks = [check for check in found if check is not None]
+    worst = max(checks, key=lambda check: _SEVERITY.index(check.status))
+    ranks = [rank for rank, check in enumerate(checks) if check == worst]
+    if len(ranks) == len(checks) or worst.status == "pass":
+        return worst
+    return replace(worst, seen=f"rank {listed_ranks(ranks)}: {worst.seen}")

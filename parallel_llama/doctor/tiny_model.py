@@ -1,0 +1,286 @@
+"""A built-in model of random weights: every rank computes it alone, then all compute it together.
+
+On the CPU the bits of a result do not depend on the number of ranks, so results are compared bit by
+bit: ranks with each other, and with the digests that are recorded here. On cards they are compared
+with a tolerance.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.byte_ranges import sliced_shape
+from parallel_llama.checkpoint.checkpoint import RandomCheckpoint
+from parallel_llama.doctor.check import Check
+from parallel_llama.doctor.records import HARDWARE, exchange
+from parallel_llama.doctor.trace import (
+    Difference,
+    Repeated,
+    Trace,
+    Traced,
+    TracedSolo,
+    describe,
+    differing,
+    first_difference,
+)
+from parallel_llama.dtypes import Precision
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.errors import listed_ranks
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.weights import Param
+from parallel_llama.ops import Scores, TorchOps
+from parallel_llama.ops.cpu.jit import this_machine
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.plan import make_plan
+
+# Heads as in SmolLM2, so that its cached kernels are used; 9 ranks at most.
+ARGS = ModelArgs(
+    dim=192, n_layers=2, n_heads=9, n_kv_heads=3, head_dim=64, ffn_dim=480, vocab_size=1280,
+    max_seq_len=64, dtype="float32",
+)  # fmt: skip
+PROMPT = tuple(range(7, 7 + 23 * 41, 41))
+DECODED = (3, 1279, 640)
+# Digests of the logits by the bytes of a vector register, on which the order of sums depends. Where
+# the kernels add in another order, this table is made again; a test prints the digest.
+RECORDED: Mapping[int, str] = {32: "70aca10bc51b7b73a17e807462231ede"}
+
+_CARD_TOLERANCE = 1e-3  # relative to the largest logit
+_REFERENCE_TOLERANCE = 1e-4
+_CPU = torch.device("cpu")
+
+
+class IntegerCheckpoint(RandomCheckpoint):
+    """Random weights that are small integers times a power of two, the same bits on every machine.
+
+    Normal numbers of torch's generator depend on the instructions of the CPU.
+    """
+
+    def _drawn(self, param: Param, number: int, chunk: range) -> Tensor:
+        key = hashlib.blake2b(f"{self.seed} {param.name} {number}".encode(), digest_size=7)
+        generator = torch.Generator().manual_seed(int.from_bytes(key.digest(), "little"))
+        shape = sliced_shape(param, chunk)
+        values = torch.randint(-128, 128, shape, generator=generator).to(torch.float32)
+        return values / 512 + 1 if param.name.endswith("norm.weight") else values / 1024
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The built-in model as this rank computes it alone: its exchanges, and the logits of each
+    position, [T, vocab_size].
+    """
+
+    trace: Trace
+    logits: Tensor
+
+    @property
+    def digest(self) -> str:
+        data = self.logits.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return hashlib.blake2b(data.data, digest_size=16).hexdigest()
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The digest of one rank's logits, and their distance from float64 relative to the largest."""
+
+    digest: str
+    error: float
+
+
+def compute_alone(device: torch.device) -> Alone:
+    comm = TracedSolo()
+    runner = _load(comm, device)
+    prefill = _prefill(runner)
+    trace = comm.trace
+    comm.trace = Trace()  # steps that are recorded repeat their exchanges without it
+    return Alone(trace, torch.cat((prefill, *_decode(runner))))
+
+
+def arithmetic(comm: Communicator, alone: Alone) -> tuple[Check, set[int]]:
+    """Compares what every rank has computed alone; also returns the ranks that are wrong.
+
+    Collective: one all_gather.
+    """
+    reference = _reference()
+    error = (alone.logits.cpu().to(torch.float64) - reference).abs().max() / reference.abs().max()
+    results = exchange(comm, Result(alone.digest, float(error)), Result)
+    on_card = alone.logits.is_cuda
+    return judged(results, None if on_card else RECORDED.get(this_machine().vector_bytes), on_card)
+
+
+def judged(
+    results: Sequence[Result | None], recorded: str | None, on_card: bool = False
+) -> tuple[Check, set[int]]:
+    """The check of the results of all ranks, and the ranks that are wrong.
+
+    A rank is wrong if it differs from the recorded digest that other ranks have, or from most
+    ranks, or where two differ, if it is much farther from float64.
+    """
+    lost = {rank for rank, result in enumerate(results) if result is None}
+    if lost:
+        seen = f"the result of rank {listed_ranks(lost)} arrives damaged"
+        return Check("arithmetic", "fail", seen, HARDWARE), lost
+    there = [result for result in results if result is not None]
+    limit = _CARD_TOLERANCE if on_card else _REFERENCE_TOLERANCE
+    wrong = {rank for rank, result in enumerate(there) if not result.error <= limit}
+    seen = f"{len(there)} rank{'s' * (len(there) > 1)}, error {max(r.error for r in there):.1e}"
+    counts = Counter(result.digest for result in there)
+    if len(counts) > 1 and not on_card:
+        (most, n_most), (_, n_next) = counts.most_common(2)
+        right = recorded if recorded in counts else most if n_most > n_next else None
+        if right is not None:
+            wrong |= {rank for rank, result in enumerate(there) if result.digest != right}
+        if not wrong:
+            least = min(result.error for result in there)
+            wrong = {rank for rank, result in enumerate(there) if result.error > 10 * least}
+        if not wrong:
+            seen = "ranks compute different bits, and which rank is wrong is unknown"
+            return Check("arithmetic", "fail", seen, HARDWARE), set(range(len(there)))
+    if wrong:
+        error = max(there[rank].error for rank in wrong)
+        like = "other bits than recorded" if recorded in counts else "other bits than other ranks"
+        what = f"wrong values, error {error:.1e}" if error > limit else like
+        seen = f"rank {listed_ranks(wrong)} computes {what}"
+        return Check("arithmetic", "fail", seen, HARDWARE), wrong
+    if recorded is not None and recorded not in counts:
+        seen = f"{seen}; all equal, but not the bits that were recorded for this kind of CPU"
+        return Check("arithmetic", "warn", seen, HARDWARE), set()
+    how = "within the tolerance" if on_card else "equal bits"
+    known = ", as recorded" if recorded is not None else ""
+    return Check("arithmetic", "pass", f"{seen}; {how}{known}"), set()
+
+
+def tensor_parallel(
+    comm: Communicator, device: torch.device, alone: Alone, wrong: set[int]
+) -> Check:
+    """Runs the model on every number of ranks, and compares with this rank alone.
+
+    `wrong` are the ranks whose own results are wrong; what they find does not count.
+
+    Collective: loads and runs the model once for every number of ranks.
+    """
+    most = min(comm.size, ARGS.n_heads)
+    for size in range(1, most + 1):
+        group = comm if size == comm.size else Repeated(comm, size)
+        traced = Traced(group)
+        found = _compare(traced, device, alone)
+        check = _judged(exchange(comm, found, _Found), size, wrong)
+        if check is not None:
+            return check
+    if most == comm.size > 1 and not wrong:  # with the exchanges that kernels do themselves
+        own = torch.cat((_prefill(runner := _load(comm, device)), *_decode(runner)))
+        is_equal = not _differs(own, alone, runner)
+        ranks = exchange(comm, is_equal, bool)
+        odd = [rank for rank, equal in enumerate(ranks) if not equal]
+        if odd:
+            seen = f"rank {listed_ranks(odd)} of {most}: decode steps give other logits"
+            return Check("tensor-parallel", "fail", seen, HARDWARE)
+    how = "within the tolerance" if alone.logits.is_cuda else "equal bits"
+    if wrong:
+        seen = f"rank {listed_ranks(wrong)} computes wrong values; other ranks give {how}"
+        return Check("tensor-parallel", "skip", seen)
+    return Check("tensor-parallel", "pass", f"on 1 to {most} ranks: {how}")
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """How one rank's pass differs: in an exchange, or only in its logits."""
+
+    difference: Difference | None
+    is_equal: bool
+
+
+def _compare(comm: Traced, device: torch.device, alone: Alone) -> _Found:
+    runner = _load(comm, device)
+    logits = _prefill(runner)
+    tolerance = _CARD_TOLERANCE if logits.is_cuda else 0.0
+    found = first_difference(alone.trace, comm.trace, tolerance)
+    return _Found(found, not _differs(logits, alone, runner))
+
+
+def _differs(logits: Tensor, alone: Alone, runner: ModelRunner) -> bool:
+    """Whether this rank's logits are not those of its vocabulary rows alone."""
+    vocab = runner.shard.vocab
+    expected = alone.logits[: len(logits), vocab.start : vocab.stop]
+    tolerance = _CARD_TOLERANCE if logits.is_cuda else 0.0
+    return bool(differing(expected.contiguous(), logits, tolerance).any())
+
+
+def _judged(found: Sequence[_Found | None], size: int, wrong: set[int]) -> Check | None:
+    """The check that has failed, or None."""
+    trusted = [each for rank, each in enumerate(found) if each is not None and rank not in wrong]
+    ranks = [rank for rank, each in enumerate(found) if each is not None and rank not in wrong]
+    on = f"on {size} rank{'s' * (size > 1)}"
+    if any(each.difference is not None for each in trusted):
+        by_rank = {rank: each.difference for rank, each in zip(ranks, trusted, strict=True)}
+        if all(each is None or set(each.owners) & wrong for each in by_rank.values()):
+            return None  # a rank that is known to be wrong
+        seen = f"{on}, {describe(by_rank, _names(ARGS.n_layers))}"
+        return Check("tensor-parallel", "fail", seen, HARDWARE)
+    odd = [rank for rank, each in zip(ranks, trusted, strict=True) if not each.is_equal]
+    if odd:
+        seen = f"{on}, rank {listed_ranks(odd)} computes other logits"
+        return Check("tensor-parallel", "fail", seen, HARDWARE)
+    return None
+
+
+def _names(n_layers: int) -> list[str]:
+    """The exchanges of a forward pass with exact sums."""
+    return ["the embedding", *(name for n in range(n_layers) for name in layer_names(n, 4))]
+
+
+def layer_names(layer: int, n_exchanges: int) -> list[str]:
+    """The exchanges of one layer, in words."""
+    if n_exchanges == 4:
+        parts = ["attention heads", "output of wo", "feed-forward channels", "output of w2"]
+    else:
+        parts = [f"exchange {number} of {n_exchanges}" for number in range(n_exchanges)]
+    return [f"layer {layer}, {part}" for part in parts]
+
+
+def _load(comm: Communicator, device: torch.device) -> ModelRunner:
+    runner = ModelRunner.load(
+        ARGS,
+        IntegerCheckpoint(ARGS, 0, _CPU),
+        make_plan(ARGS, comm.size, exact=device.type == "cpu"),
+        comm,
+        precision=Precision.plain("float32"),
+        device=device,
+    )
+    runner.reserve([1], ARGS.max_seq_len)
+    return runner
+
+
+def _reference() -> Tensor:
+    """The logits in float64, by torch's operators. Shapes: [T, vocab_size]."""
+    scores = Scores(ARGS.attention_scale, ARGS.attention_soft_cap)
+    runner = ModelRunner.load(
+        ARGS,
+        IntegerCheckpoint(ARGS, 0, _CPU),
+        make_plan(ARGS, 1),
+        TracedSolo(),
+        precision=Precision.plain("float64"),
+        device=_CPU,
+        ops=TorchOps(scores),
+    )
+    runner.reserve([1], ARGS.max_seq_len)
+    return torch.cat((_prefill(runner), *_decode(runner)))
+
+
+def _prefill(runner: ModelRunner) -> Tensor:
+    """The logits of the prompt, operator by operator. Shapes: [T, V_local] local."""
+    chunk = Chunk(PROMPT, 0, [[0]], len(PROMPT))
+    with torch.inference_mode():
+        hidden = runner.model(runner.batch([chunk]), runner.caches)
+        return runner.model.logits(hidden).clone()
+
+
+def _decode(runner: ModelRunner) -> Iterator[Tensor]:
+    """The logits of each token after the prompt. Shapes: [1, V_local] local."""
+    for number, token in enumerate(DECODED):
+        chunk = Chunk([token], len(PROMPT) + number, [[0]], len(PROMPT))
+        logits, _ = runner.step([chunk], [0])
+        yield logits.values.clone()

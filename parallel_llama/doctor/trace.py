@@ -1,0 +1,155 @@
+"""The exchanges of a forward pass on several ranks, compared with the same pass on one rank.
+
+With exact sums every column of an exchanged tensor is computed completely by one rank, so a column
+that differs names the rank that computed it, and the exchange names the product and the layer.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import msgspec
+import torch
+from torch import Tensor
+
+from parallel_llama.errors import listed_ranks
+from parallel_llama.parallel.collectives import Communicator, Solo
+
+
+class Trace:
+    """The results of a forward pass's exchanges, in order."""
+
+    def __init__(self) -> None:
+        self.results: list[Tensor] = []
+        self.widths: list[tuple[int, ...]] = []  # of each rank's columns; () for a sum
+
+    def add(self, result: Tensor, widths: Sequence[int] = ()) -> None:
+        self.results.append(result.detach().clone())
+        self.widths.append(tuple(widths))
+
+
+class TracedSolo(Solo):
+    """One rank, which records what several ranks would exchange."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.trace.add(x)
+        return x
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        whole = super().gather_columns(x, widths, out)
+        self.trace.add(whole, widths)
+        return whole
+
+
+class Traced(Communicator):
+    """A group whose exchanges are recorded."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self.trace, self._comm = Trace(), comm
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        whole = self._comm.all_reduce(x)
+        self.trace.add(whole)
+        return whole
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._comm.all_gather(x)
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        whole = self._comm.gather_columns(x, widths, out)
+        self.trace.add(whole, widths)
+        return whole
+
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
+        return self._comm.broadcast(x, src, no_timeout=no_timeout)
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def keepalive(self) -> None:
+        self._comm.keepalive()
+
+    def require_alive(self) -> None:
+        self._comm.require_alive()
+
+    def close(self) -> None:
+        """The group stays open for what follows."""
+
+
+class Repeated(Solo):
+    """A group of `size` ranks that the ranks of a larger group play, several each if need be.
+
+    Rank r of the larger group plays rank r % size.
+
+    Collective: all ranks of the larger group call the same methods.
+    """
+
+    def __init__(self, comm: Communicator, size: int) -> None:
+        self.rank, self.size, self._comm = comm.rank % size, size, comm
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        first, *others = self._comm.all_gather(x)[: self.size]
+        x.copy_(first)
+        for other in others:
+            x.add_(other)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._comm.all_gather(x)[: self.size]
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        return Communicator.gather_columns(self, x, widths, out)
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first exchange that differs on a rank, and the ranks whose columns differ there.
+
+    `owners` is empty for a sum, which does not show its terms.
+    """
+
+    exchange: int
+    owners: tuple[int, ...]
+
+
+def first_difference(alone: Trace, group: Trace, tolerance: float = 0.0) -> Difference | None:
+    """Compares two passes, bit by bit or with a tolerance relative to the largest value."""
+    if len(alone.results) != len(group.results):
+        return Difference(min(len(alone.results), len(group.results)), ())
+    for number, (one, other) in enumerate(zip(alone.results, group.results, strict=True)):
+        differs = differing(one, other, tolerance)
+        if differs.any():
+            widths, columns = group.widths[number], differs.view(len(one), -1).any(0)
+            stops = list(accumulate(widths))
+            owners = [
+                rank
+                for rank, (start, stop) in enumerate(zip([0, *stops], stops, strict=False))
+                if columns[start:stop].any()
+            ]
+            return Difference(number, tuple(owners))
+    return None
+
+
+def differing(one: Tensor, other: Tensor, tolerance: float = 0.0) -> Tensor:
+    """Where two tensors differ. Shapes: that of both, bool."""
+    if tolerance:
+        limit = tolerance * one.abs().max()
+        return ~((one - other).abs() <= limit)
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return one.view(whole) != other.contiguous().view(whole)
+
+
+def describe(found: Mapping[int, Difference | None], names: Sequence[str]) -> str:
+    """What some ranks have found, by rank, in words; `names` are those of the exchanges."""
+    there = {rank: each for rank, each in found.items() if each is not None}
+    first = min(there.values(), key=lambda each: (each.exchange, each.owners))
+    what = names[first.exchange] if first.exchange < len(names) else "the number of exchanges"
+    ranks = listed_ranks(rank for rank, each in there.items() if each == first)
+    owners = listed_ranks(first.owners)
+    if not first.owners:
+        return f"rank {ranks} has another sum of {what}"
+    if list(there.values()).count(first) == len(found) or set(first.owners) & there.keys():
+        return f"rank {owners} computed {what} differently"
+    return f"rank {ranks} received {what} of rank {owners} differently"

@@ -1,0 +1,97 @@
+"""The command `doctor` as a user runs it, and the warnings of other commands before they start."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import psutil
+import pytest
+from commands import ROOT, run_command
+
+from parallel_llama.cli.arguments import parse_flags
+from parallel_llama.cli.main import load_verb
+from parallel_llama.doctor.check import CHECKS, SCHEMA
+from parallel_llama.parallel.rank_env import SECRET_FD
+
+LIMIT_S = 200
+
+
+def test_a_machine_is_checked_with_a_model():
+    done = run_command("doctor", "--nproc", "2", "--model", "smollm2", "--json")
+    report = json.loads(done.stdout)
+    jsonschema.validate(report, SCHEMA)
+    failed = [check for check in report["checks"] if check["status"] == "fail"]
+    assert not failed and report["ok"] and done.returncode == 0, failed or done.stderr
+    assert [check["id"] for check in report["checks"]] == list(CHECKS)
+    status = {check["id"]: check["status"] for check in report["checks"]}
+    for name in ("start", "collectives", "tensor-parallel", "files", "layers"):
+        assert status[name] == "pass"
+
+
+def test_a_rank_that_is_stopped_is_named_and_the_report_is_a_table():
+    command = [sys.executable, "-m", "parallel_llama", "doctor", "--nproc", "2"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        deadline, ranks = time.monotonic() + LIMIT_S, {}
+        while 1 not in ranks and time.monotonic() < deadline:
+            time.sleep(0.01)
+            children = psutil.Process(process.pid).children()
+            ranks = {int(child.environ().get("RANK", -1)): child for child in children}
+        ranks[1].send_signal(signal.SIGSTOP)
+        lines = process.communicate(timeout=LIMIT_S)[0].splitlines()
+    assert process.returncode == 1
+    (failed,) = [number for number, line in enumerate(lines) if line.startswith("FAIL")]
+    assert "rank 1 does not answer" in lines[failed]
+    assert f"cure: kill -CONT {ranks[1].pid}" in "".join(lines[failed : failed + 3])
+    assert lines[-1].startswith("1 failed (start)")
+    assert not psutil.pid_exists(ranks[1].pid)
+
+
+def test_ranks_of_another_launcher_are_compared(tmp_path):
+    """By hand, as torchrun starts them; one runs another source of the package."""
+    other = tmp_path / "parallel_llama"
+    other.mkdir()
+    for path in (ROOT / "parallel_llama").iterdir():
+        (other / path.name).symlink_to(path)
+    (other / "lm_eval.py").unlink()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank, folder in enumerate((ROOT, tmp_path)):
+        env = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(folder),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "parallel_llama", "doctor", "--json"]
+        processes.append(
+            subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+        )
+    printed = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    assert printed[1] == "" and processes[0].returncode == 1
+    checks = {check["id"]: check for check in json.loads(printed[0])["checks"]}
+    assert "source of parallel_llama: rank 1 has" in checks["versions"]["seen"]
+    assert checks["arithmetic"]["status"] == "skip" and "versions" in checks["arithmetic"]["seen"]
+
+
+@pytest.mark.parametrize("name", ["generate", "serve"])
+def test_a_command_warns_of_its_host_before_it_starts(model: Path, monkeypatch, capsys, name):
+    own = ["--prompt", "a"] if name == "generate" else ["--port", "0"]
+    verb = load_verb(name)
+    arguments = parse_flags(verb, ["--model", str(model), "--nproc", "2", *own])
+    verb.prepare(arguments)
+    assert "open-files" not in capsys.readouterr().err
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    verb.prepare(arguments)
+    said = capsys.readouterr().err
+    assert said.count("open-files: limit 100 (hard limit 100); a rank needs 128; try: sudo") == 1
+    monkeypatch.setenv(SECRET_FD, "3")  # a rank that this program has started
+    verb.prepare(arguments)
+    assert "open-files" not in capsys.readouterr().err

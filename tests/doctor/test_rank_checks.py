@@ -1,0 +1,165 @@
+"""Checks among ranks, on ranks as threads of which one sends, receives or computes other bits."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from thread_ranks import ThreadComm, run_on_threads
+from torch import Tensor
+
+from parallel_llama.doctor import pace, patterns, tiny_model
+from parallel_llama.doctor.check import Check
+from parallel_llama.doctor.facts import Facts, versions
+from parallel_llama.doctor.records import agreed, exchange
+from parallel_llama.doctor.tiny_model import RECORDED, Result, compute_alone, judged
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.ops.cpu.jit import this_machine
+from parallel_llama.parallel.collectives import Communicator, Solo
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def alone() -> tiny_model.Alone:
+    return compute_alone(CPU)
+
+
+def flipped(x: Tensor) -> Tensor:
+    """The tensor with one other bit in its middle."""
+    bits = x.clone().view(-1).view(torch.uint8)
+    bits[len(bits) // 2] ^= 4
+    return bits.view(x.dtype).view(x.shape)
+
+
+def test_ranks_that_are_well_pass(alone):
+    def step(comm: ThreadComm) -> list[Check]:
+        check, wrong = tiny_model.arithmetic(comm, alone)
+        together = tiny_model.tensor_parallel(comm, CPU, alone, wrong)
+        return [patterns.patterns(comm, CPU), check, together]
+
+    for checks in run_on_threads(3, step):
+        assert [check.status for check in checks] == ["pass"] * 3, checks
+        assert "1 to 3 ranks" in checks[-1].seen
+
+
+def test_the_bits_of_the_built_in_model_are_those_recorded(alone):
+    """Where the kernels add in another order on purpose, `RECORDED` gets the new digest."""
+    width = this_machine().vector_bytes
+    if width not in RECORDED:
+        pytest.skip(f"no digest for vectors of {width} bytes; this CPU computes {alone.digest}")
+    assert alone.digest == RECORDED[width]
+
+
+def damaging(comm: ThreadComm, rank: int, how: Callable[[ThreadComm], None]) -> ThreadComm:
+    if comm.rank == rank:
+        how(comm)
+    return comm
+
+
+def sends_wrongly(comm: ThreadComm) -> None:
+    gather = comm.all_gather
+    comm.all_gather = lambda x: gather(flipped(x))
+
+
+def receives_wrongly(comm: ThreadComm) -> None:
+    reduce = comm.all_reduce
+    comm.all_reduce = lambda x: x.copy_(flipped(reduce(x)))
+
+
+@pytest.mark.parametrize(
+    ("how", "size", "expected"),
+    [
+        (sends_wrongly, 3, "what rank 1 sends arrives changed on every rank (all_gather"),
+        (sends_wrongly, 2, "the link from rank 1 to rank 0 changes bits (all_gather"),
+        (receives_wrongly, 3, "rank 1 receives changed bits from every rank (all_reduce"),
+    ],
+)
+def test_a_changed_bit_in_a_collective_names_the_rank(how, size, expected):
+    found = run_on_threads(size, lambda comm: patterns.patterns(damaging(comm, 1, how), CPU))
+    assert [check.status for check in found] == ["fail"] * size
+    assert expected in found[0].seen and found[0].cure
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"), [("w13", "feed-forward channels"), ("w2", "output of w2")]
+)
+def test_a_changed_bit_in_a_weight_names_rank_layer_and_product(monkeypatch, alone, part, expected):
+    load = tiny_model._load
+
+    def faulty(comm: Communicator, device: torch.device) -> ModelRunner:
+        runner = load(comm, device)
+        if comm.size == 3 and comm.rank == 2:
+            weight = getattr(runner.model.layers[1].feed_forward, part).weight
+            weight.values.view(-1).view(torch.int32)[40] ^= 1 << 12
+        return runner
+
+    monkeypatch.setattr(tiny_model, "_load", faulty)
+    step = partial(tiny_model.tensor_parallel, device=CPU, alone=alone, wrong=set())
+    for check in run_on_threads(3, step):
+        assert check.status == "fail"
+        assert f"on 3 ranks, rank 2 computed layer 1, {expected}" in check.seen
+
+
+RIGHT, ODD, FAR = Result("a", 1e-7), Result("b", 1e-7), Result("c", 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("results", "recorded", "status", "wrong"),
+    [
+        ([RIGHT, RIGHT], "a", "pass", set()),
+        ([RIGHT], None, "pass", set()),
+        ([RIGHT, RIGHT], "z", "warn", set()),
+        ([ODD, RIGHT], "a", "fail", {0}),
+        ([RIGHT, ODD, RIGHT], None, "fail", {1}),
+        ([ODD, RIGHT, ODD], "a", "fail", {0, 2}),
+        ([RIGHT, ODD], None, "fail", {0, 1}),
+        ([RIGHT, Result("b", 1e-5)], None, "fail", {1}),
+        ([FAR], "a", "fail", {0}),
+        ([FAR, FAR], None, "fail", {0, 1}),
+        ([RIGHT, Result("b", float("nan"))], None, "fail", {1}),
+        ([RIGHT, None], "a", "fail", {1}),
+    ],
+)
+def test_the_rank_that_computes_other_bits_is_found(results, recorded, status, wrong):
+    check, found = judged(results, recorded)
+    assert (check.status, found) == (status, wrong), check
+
+
+def damages_copies(comm: ThreadComm, numbers: range) -> None:
+    """Changes the first byte of the body in some copies of a record."""
+    gather = comm.all_gather
+
+    def all_gather(x: Tensor) -> Tensor:
+        copies = x.clone().view(3, -1)
+        copies[numbers.start : numbers.stop, 20] ^= 1
+        return gather(copies.view(-1))
+
+    comm.all_gather = all_gather
+
+
+@pytest.mark.parametrize(("numbers", "expected"), [(range(2), [1]), (range(3), None)])
+def test_records_arrive_unless_every_copy_is_damaged(numbers, expected):
+    def step(comm: ThreadComm) -> list[object]:
+        how = partial(damages_copies, numbers=numbers)
+        return exchange(damaging(comm, 1, how), [comm.rank], list[int])
+
+    assert run_on_threads(2, step) == [[[0], expected]] * 2
+
+
+def test_the_worst_check_of_all_ranks_names_them():
+    def step(comm: ThreadComm) -> Check:
+        is_bad = comm.rank == 1
+        return agreed(comm, Check("cards", "warn" if is_bad else "pass", "x", "y" * is_bad))
+
+    assert run_on_threads(3, step)[0] == Check("cards", "warn", "rank 1: x", "y")
+
+
+def test_slow_ranks_other_versions_and_far_hosts_are_named():
+    assert pace.pace([1e-3, 9e-3]).seen.startswith("rank 1 is up to 9.0 times slower")
+    assert pace.pace([1e-3, 2e-3]).status == "pass"
+    assert pace.bandwidth([9e9, 8e9, 1e9]).seen.startswith("rank 2 is slow")
+    assert pace.transport(Solo(), ["a"], True, [1.0]).status == "skip"
+    ranks = [Facts("h", "h", 1, {"torch": "2"}, 0.0) for _ in range(3)]
+    ranks[1] = Facts("h", "h", 2, {"torch": "3"}, 0.0)
+    assert "torch: rank 1 has 3, rank 0 has 2" in versions(ranks).seen
