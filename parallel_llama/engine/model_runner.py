@@ -119,7 +119,7 @@ class ModelRunner:
         with ThreadPoolExecutor(1, initializer=own) as thread:
             # Concurrently with reading the weights.
             compiled = thread.submit(ops.compile, has_experts=args.n_experts > 0)
-            weights = load(checkpoint, args, shard, precision, device, on_bytes, held)
+            weights = load(checkpoint, args, shard, precision, device, on_bytes, held=held)
             with closing(prefetch(weights, _READ_AHEAD, own)) as read:
                 for name, value in read:
                     loader.assign(name, value)
