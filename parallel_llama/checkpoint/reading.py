@@ -179,12 +179,12 @@ def _converted(
     whole = torch.empty(sliced_shape(param, rows), dtype=dtype, device=device)
     for piece, is_held in sources:
         if held is not None and is_held:
-            tensor = held.take(param, piece)
+            part = held.take(param, piece)
+            assert isinstance(part, Tensor)  # this weight is not quantised
         else:
-            tensor = _finite(param, checkpoint.read(param, piece, "interleaved"), dtype)
-        assert isinstance(tensor, Tensor)
-        whole.narrow(param.dim, piece.start - rows.start, len(piece)).copy_(tensor)
-        on_bytes(tensor.nbytes)
+            part = _finite(param, checkpoint.read(param, piece, "interleaved"), dtype)
+        whole.narrow(param.dim, piece.start - rows.start, len(piece)).copy_(part)
+        on_bytes(part.nbytes)
     return whole
 
 

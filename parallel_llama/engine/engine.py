@@ -80,6 +80,12 @@ class Engine:
     Collective: the constructor and `step`.
     """
 
+    # `_reset` sets these. On rank 0 only: what is not yet sent to the other ranks, the message of
+    # the present step until it is applied, and outputs of requests that a message has ended.
+    _incoming: deque[tuple[int, Request]]
+    _unapplied: StepMessage | None
+    _outputs_due: list[StepOutput]
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -282,14 +288,12 @@ class Engine:
         """Discard all requests and the contents of the KV cache, which may be invalid."""
         self._reset_scheduler()
         # On rank 0 only: what is not yet sent to the other ranks, and when requests time out.
-        self._incoming: deque[tuple[int, Request]] = deque()
+        self._incoming = deque()
         self._outgoing: list[tuple[int, FinishReason]] = []
         self._matchers: dict[int, list[Matcher]] = {}
         self._deadlines: dict[int, float] = {}
-        # The message of the present step, until it is applied.
-        self._unapplied: StepMessage | None = None
-        # Outputs of requests that the message has ended, until the step ends.
-        self._outputs_due: list[StepOutput] = []
+        self._unapplied = None
+        self._outputs_due = []
 
     def _reset_scheduler(self) -> None:
         block_size = self.capacity.block_size
@@ -379,8 +383,9 @@ class Engine:
         sequences = self._unfinished[ticket]
         for sequence, each in zip(sequences, unfinished.choices, strict=True):
             state, sequence.n_found = self._states[sequence], each.n_found
-            for token in each.tokens if state.history is not None else ():
-                state.history.append(token)
+            if state.history is not None:
+                for token in each.tokens:
+                    state.history.append(token)
             if self.comm.rank == 0:
                 state.output.logprobs += before[ticket, each.choice].logprobs
                 self._outputs.replay(state.output)
