@@ -509,7 +509,8 @@ def plan_words(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_plan_json_covers_every_unit_once(capsys):
-    plan = plan_json(capsys, "--nproc", "4", "--dtype", "bfloat16")
+    decoded = ["--nproc", "4", "--quant", "none", "--dtype"]
+    plan = plan_json(capsys, *decoded, "bfloat16")
     keys = {"rank", "heads", "kv_heads", "ffn", "experts", "vocab", "outputs"}
     keys |= {"weight_bytes", "kv_bytes_per_token", "working_bytes", "needed_bytes", "memory_bytes"}
     assert [rank.keys() for rank in plan["ranks"]] == [keys] * plan["tp_size"] == [keys] * 4
@@ -519,14 +520,14 @@ def test_plan_json_covers_every_unit_once(capsys):
         assert ends[-1][1] == size
     assert plan["imbalance"] == pytest.approx(12 / 9)
     assert plan["fits"] is None
-    wider = plan_json(capsys, "--nproc", "4", "--dtype", "float32")
+    wider = plan_json(capsys, *decoded, "float32")
     norms = 4 * 61 * 576  # of all ranks; on the CPU they stay in float32
     assert wider["weight_bytes"] == 2 * (plan["weight_bytes"] - 2 * norms)
 
 
 def test_plan_counts_the_bytes_of_narrow_keys_and_values(capsys):
     """30 layers, keys and values, 3 KV heads of 64: two bytes a number, or one and a scale."""
-    in_float32 = ["--dtype", "float32", "--kv-cache-dtype"]
+    in_float32 = ["--quant", "none", "--kv-cache-dtype"]
     for name, n_bytes in (("bfloat16", 2 * 64), ("int8", 64 + 4), ("fp8", 64 + 4)):
         plan = plan_json(capsys, *in_float32, name)
         assert plan["ranks"][0]["kv_bytes_per_token"] == 30 * 2 * 3 * n_bytes
@@ -536,7 +537,7 @@ def test_plan_counts_the_bytes_of_narrow_keys_and_values(capsys):
 
 def test_plan_says_whether_it_fits(capsys):
     assert plan_json(capsys, "--memory", "1,1")["fits"] is True
-    memory = ["--memory", "0.8,0.8"]
+    memory = ["--memory", "0.8,0.8", "--quant", "none"]
     most = plan_json(capsys, *memory)["room_for_kv_tokens"]
     assert 1000 < most < 8192
     fits = [plan_json(capsys, *memory, "--max-seq-len", str(n))["fits"] for n in (most, most + 1)]
@@ -711,9 +712,9 @@ def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(capsys, memory):
 
 
 def test_the_page_says_that_one_rank_fewer_is_too_few(capsys):
-    page = plan_page(capsys, "--memory", "690MiB", "--dtype", "float32")
+    page = plan_page(capsys, "--memory", "690MiB", "--quant", "none")
     assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 896.8 MiB" in page
-    page = plan_page(capsys, "--memory", "1.3", "--dtype", "bfloat16")
+    page = plan_page(capsys, "--memory", "1.3", "--dtype", "bfloat16", "--quant", "none")
     assert "fewest     1 rank is enough in bfloat16" in page
 
 
@@ -747,7 +748,7 @@ def test_what_does_not_fit_ends_with_1(argv, code):
 
 
 def test_a_range_with_memory_shows_which_sizes_fit(capsys):
-    memory = ["--memory", "690MiB", "--dtype", "float32"]
+    memory = ["--memory", "690MiB", "--quant", "none"]
     page = plan_page(capsys, "--nproc", "2-4", *memory)
     plans = plan_json(capsys, "--nproc", "2-4", *memory)["plans"]
     rooms = [f"{plan['room_for_kv_tokens']:,}" for plan in plans]
