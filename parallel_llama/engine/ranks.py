@@ -253,7 +253,7 @@ class Ranks:
             reason = ranks.drop_ended(_LAST_WORDS_S)
             if reason is None or DISAGREE in reason:
                 raise error
-            reasons.append(reason)
+            reasons.append(reason.partition("\n")[0])  # without stacks
             try:
                 self._go_on(lead_group(ranks, self._timeouts), unfinished)
                 break

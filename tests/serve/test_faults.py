@@ -146,7 +146,9 @@ def test_with_elastic_the_others_continue_every_answer(folder):
         _, _, exported = served.send("GET", "/metrics")
         assert re.search(rb"parallel_llama:rank_losses_total{[^}]*} 2.0", exported)
         assert re.search(rb"parallel_llama:tp_size{[^}]*} 1.0", exported)
-    assert re.search(r"rank 1 of 3 died of SIGKILL; tp_size=2 goes on after \d", served.stderr)
+    assert re.search(
+        r"rank 1 of 3 was killed by SIGKILL; tp_size=2 goes on after \d", served.stderr
+    )
 
 
 def test_an_idle_rank_that_is_killed_is_seen_at_once(restarted):
