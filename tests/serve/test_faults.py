@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed_is_replaced_and_no_answer_changes(restarted, vict
     assert health(restarted) == 200
     assert restarted.get("/status")["n_restarts"] > n_restarts
     (why, *_) = (line for line in restarted.lines[n_lines:] if "is being restarted" in line)
-    assert "died" in why, why  # which was seen, and not only that it is late
+    assert "was killed" in why, why  # which was seen, and not only that it is late
 
 
 def test_with_elastic_the_others_continue_every_answer(folder):
