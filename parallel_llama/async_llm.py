@@ -216,7 +216,7 @@ class _QueueClient:
             self._hand_out([(answer, error)])
 
     def on_step(self, result: StepResult[RequestHandle]) -> None:
-        self._hand_out(result.outputs)
+        self._hand_out([*result.outputs, *result.refused])
 
     def on_failed(self, keys: Sequence[RequestHandle], error: Exception) -> None:
         self._hand_out([(answer, error) for answer in keys])

@@ -47,6 +47,7 @@ class EngineProcess:
         self._compiling: set[int] = set()  # keys
         self._compiled: deque[wire.Submit] = deque()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK)
+        self._n_losses = 0  # that the frontend knows
 
     def run(self) -> None:
         """Serve the frontend until it closes the socket.
@@ -116,6 +117,9 @@ class EngineProcess:
         for key, output in result.outputs:
             self._send_prompt_logprobs(key, output)
         outputs = tuple(_wire_output(key, output) for key, output in result.outputs)
+        self._send_losses()
+        for key, error in result.refused:
+            self._frames.send(wire.EngineRefused(key, str(error)))
         statistics = self._ranks.engine.statistics()
         self._frames.send(wire.Stepped(outputs, tuple(result.begun), result.seconds, statistics))
 
@@ -125,7 +129,7 @@ class EngineProcess:
     def _wait(self) -> None:
         """Wait until the frontend has sent something or a grammar is compiled.
 
-        Raises: RankError as soon as another rank has died.
+        Raises: RankError as soon as another rank has died, unless the others go on.
         """
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
@@ -134,8 +138,15 @@ class EngineProcess:
         )
         while not poll.poll(_LOOK_MS):
             self._ranks.require_alive()
+            self._send_losses()
         with suppress(BlockingIOError):
             os.eventfd_read(self._woken)
+
+    def _send_losses(self) -> None:
+        """Tell the frontend that ranks were lost and the others go on, once for each loss."""
+        n_losses, self._n_losses = self._n_losses, len(self._ranks.losses)
+        for _ in range(n_losses, self._n_losses):
+            self._frames.send(wire.Shrunk(self._loaded()))
 
     def _submit(self, message: wire.Submit) -> None:
         try:

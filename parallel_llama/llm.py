@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -84,7 +85,7 @@ class LLM:
         settings: the other fields of `LLMConfig`, by name: tp_size, dtype, quant, device,
             max_seq_len, seed, random_weights, slice_of, verify, kv_cache_bytes, kv_cache_dtype,
             kv_split, exact, attention_sinks, block_size, max_drafts, timeout_s, start_timeout_s,
-            log_dir.
+            log_dir, elastic.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used
     (before any weight is read); DamagedWeights for damage that only reading the weights shows;
@@ -121,7 +122,7 @@ class LLM:
             self._end()
             raise
         self.engine = self.ranks.engine
-        self.rank, self.tp_size = self.engine.comm.rank, self.engine.comm.size
+        self.rank = self.engine.comm.rank
         self.statistics = Statistics(
             setup.weight_bytes, self.ranks.cuda_bytes, load_s=time.monotonic() - started
         )
@@ -130,6 +131,11 @@ class LLM:
             rank_rpc.serve_rank(self.engine)
             self.close()
             raise SystemExit(0)
+
+    @property
+    def tp_size(self) -> int:
+        """The number of ranks; with `elastic` a loss lowers it."""
+        return self.engine.comm.size
 
     def generate(
         self, prompts: Prompts, params: _Params = None, *, sampling_params: _Params = None
@@ -231,6 +237,8 @@ class LLM:
                             "these requests ended when another run failed; run them again"
                         )
                     self._step_for_all()
+                    if call.refused is not None:
+                        raise call.refused
                 while call.inbox:
                     output = call.inbox.popleft()
                     self.statistics.count(len(output.tokens), time.monotonic() - call.began_s)
@@ -286,8 +294,10 @@ class LLM:
         logprobs: list[float] = []
         n_done = 0
         for window in rank_rpc.windows(len(tokens), longest, stride):
+            part = tokens[window.start : window.stop]
+            score = partial(rank_rpc.score_sequence, self.engine, part)
             with self._whole_step():
-                scored = rank_rpc.score_sequence(self.engine, tokens[window.start : window.stop])
+                scored = self.ranks.enduring(score)
             logprobs += scored[len(logprobs) - window.start :]
             on_tokens(window.stop - n_done)
             n_done = window.stop
@@ -299,7 +309,7 @@ class LLM:
         if self.ranks.comm is not self.engine.comm:  # a slice
             return measure(self.ranks.comm, self.device)
         with self._whole_step():
-            return rank_rpc.measure_machine(self.engine)
+            return self.ranks.enduring(lambda: rank_rpc.measure_machine(self.engine))
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
@@ -378,6 +388,10 @@ class LLM:
                 call.inbox.append(output)
                 if output.is_last:
                     call.unfinished.remove(number)
+            for (call, number), error in result.refused:
+                call.unfinished.remove(number)
+                call.refused = error
+            self.statistics.weight_bytes = self.ranks.setup.weight_bytes
 
 
 @contextmanager
@@ -395,10 +409,14 @@ def _held_back(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None
 
 @dataclass(eq=False)
 class _GenerateCall:
-    """One call of `run`: its unfinished requests, by number, and outputs not yet yielded."""
+    """One call of `run`: its unfinished requests, by number, and outputs not yet yielded.
+
+    `refused` is the error of a request that does not fit any more after the loss of a rank.
+    """
 
     unfinished: set[int] = field(default_factory=set)
     inbox: deque[StepOutput] = field(default_factory=deque)
+    refused: UsageError | None = None
     began_s: float = field(default_factory=time.monotonic)
 
 

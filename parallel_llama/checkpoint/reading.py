@@ -6,6 +6,7 @@ shard a rank holds one bounded piece at a time.
 
 import math
 from collections.abc import Callable, Generator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +37,16 @@ PIECE_ALIGNMENT = 256
 
 # Values that a thread quantises at once; its float32 copies then fit into the cache of a core.
 QUANTISED_AT_ONCE = 1 << 17
+
+
+class HeldWeights(Protocol):
+    """Another shard of the same weights, which is in memory and is given up part by part."""
+
+    def rows_of(self, param: Param) -> range:
+        """The rows (or columns) of a weight that can be taken; `param` as for `Shard.rows_of`."""
+
+    def take(self, param: Param, rows: range) -> Tensor | QuantMatrix:
+        """Some of these rows, in the format of the model; they may share the weight's memory."""
 
 
 def open_checkpoint(files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> Checkpoint:
@@ -76,12 +87,14 @@ def load(
     device: torch.device,
     on_bytes: Callable[[int], None] = lambda _: None,
     is_wanted: Callable[[Param], bool] = lambda _: True,
+    held: HeldWeights | None = None,
 ) -> Generator[tuple[str, Tensor | QuantMatrix], None, None]:
     """Yields name and shard of every weight of a rank, in the order of the forward pass.
 
     Args:
         is_wanted: whether a weight is read.
         on_bytes: called with the size of each loaded piece; the sum is `memory.weight_bytes`.
+        held: rows that are copied instead of read.
 
     Raises: CheckpointError if the checkpoint does not fit the model; DamagedWeights if a weight is
     NaN or Inf, or too large for its dtype.
@@ -90,11 +103,11 @@ def load(
     for param in map(shard.cut, filter(shard.holds, filter(is_wanted, parameters(args)))):
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, QuantFormat):
-            whole = _quantised(checkpoint, param, shard, form, on_bytes)
+            whole = _quantised(checkpoint, param, shard, form, on_bytes, held)
             yield param.name, whole.to(device)
         else:
             dtype = torch_dtype(form.dtype)
-            yield param.name, _converted(checkpoint, param, shard, dtype, device, on_bytes)
+            yield param.name, _converted(checkpoint, param, shard, dtype, device, on_bytes, held)
 
 
 def quantised(param: Param, values: Tensor, form: QuantFormat) -> QuantMatrix:
@@ -121,18 +134,31 @@ def _quantised(
     shard: Shard,
     form: QuantFormat,
     on_bytes: Callable[[int], None],
+    held: HeldWeights | None,
 ) -> QuantMatrix:
     parts = []
-    for piece in pieces_of(param, shard.rows_of(param), PIECE_VALUES):
-        part = checkpoint.groups(param, piece, form, "interleaved")
-        if part is None:
-            part = quantised(param, checkpoint.read(param, piece, "interleaved"), form)
+    # Blocks of columns may begin in the middle of a stored block.
+    for piece, is_held in _sources(param, shard.rows_of(param), None if param.dim else held):
+        part: Tensor | QuantMatrix
+        if held is not None and is_held:
+            part = held.take(param, piece)
         else:
-            for numbers in [part.values()] if form.is_float else part.tensors[1:]:
-                _finite(param, numbers, torch.float32)  # integers are finite
+            part = _read_quantised(checkpoint, param, piece, form)
+        assert isinstance(part, QuantMatrix)
         parts.append(part)
         on_bytes(form.n_bytes(part.shape.numel()))
     return parts[0] if len(parts) == 1 else joined(parts, param.dim)
+
+
+def _read_quantised(
+    checkpoint: Checkpoint, param: Param, piece: range, form: QuantFormat
+) -> QuantMatrix:
+    part = checkpoint.groups(param, piece, form, "interleaved")
+    if part is None:
+        return quantised(param, checkpoint.read(param, piece, "interleaved"), form)
+    for numbers in [part.values()] if form.is_float else part.tensors[1:]:
+        _finite(param, numbers, torch.float32)  # integers are finite
+    return part
 
 
 def _converted(
@@ -142,19 +168,41 @@ def _converted(
     dtype: torch.dtype,
     device: torch.device,
     on_bytes: Callable[[int], None],
+    held: HeldWeights | None,
 ) -> Tensor:
     rows = shard.rows_of(param)
-    pieces = pieces_of(param, rows, PIECE_VALUES)
-    if len(pieces) == 1:  # the usual case: returns the read tensor without a copy
+    sources = _sources(param, rows, held)
+    if sources == [(rows, False)]:  # the usual case: returns the read tensor without a copy
         tensor = _finite(param, checkpoint.read(param, rows, "interleaved"), dtype)
         on_bytes(tensor.nbytes)
         return tensor.to(device)
     whole = torch.empty(sliced_shape(param, rows), dtype=dtype, device=device)
-    for piece in pieces:
-        tensor = _finite(param, checkpoint.read(param, piece, "interleaved"), dtype)
-        whole.narrow(param.dim, piece.start - rows.start, len(piece)).copy_(tensor)
-        on_bytes(tensor.nbytes)
+    for piece, is_held in sources:
+        if held is not None and is_held:
+            part = held.take(param, piece)
+            assert isinstance(part, Tensor)  # this weight is not quantised
+        else:
+            part = _finite(param, checkpoint.read(param, piece, "interleaved"), dtype)
+        whole.narrow(param.dim, piece.start - rows.start, len(piece)).copy_(part)
+        on_bytes(part.nbytes)
     return whole
+
+
+def _sources(param: Param, rows: range, held: HeldWeights | None) -> list[tuple[range, bool]]:
+    """Consecutive pieces of rows, and whether each is held; at least one piece."""
+    own = range(0) if held is None else held.rows_of(param)
+    start = min(max(rows.start, own.start), rows.stop)
+    stop = max(min(rows.stop, own.stop), start)
+    read = [*_pieces_between(param, rows.start, start), *_pieces_between(param, stop, rows.stop)]
+    sources = [(piece, False) for piece in read]
+    if start < stop:
+        sources.append((range(start, stop), True))
+    sources.sort(key=lambda source: source[0].start)
+    return sources or [(rows, False)]
+
+
+def _pieces_between(param: Param, start: int, stop: int) -> list[range]:
+    return pieces_of(param, range(start, stop), PIECE_VALUES) if start < stop else []
 
 
 def pieces_of(param: Param, rows: range, n_values: int) -> list[range]:

@@ -44,6 +44,7 @@ def prepare(flags: Flags) -> Job:
         raise UsageError("--resume continues the file of --output; add --output FILE")
     path = None if output is None else check_path(output, flags[prompts.PROMPTS])
     inputs, n_ranks = model.check_model(flags)
+    ranks: dict[str, int] = {}
     warn_of_host(flags, flags[model.MODEL], inputs.files, inputs.args, n_ranks)
 
     def run() -> int:
@@ -78,8 +79,11 @@ def prepare(flags: Flags) -> Job:
             results = Results(lines, requests, flags[JSON], file)
             return _generate(llm, requests, results, _shown_seed(requests, run_seed))
 
-        return lead(flags, inputs, work)
+        return lead(flags, inputs, work, **ranks)
 
+    # A launcher would end all ranks when one is lost, so this process becomes rank 0.
+    if flags[model.ELASTIC]:
+        ranks, n_ranks = {"tp_size": n_ranks}, 1
     return Job(run, n_ranks)
 
 
@@ -247,7 +251,7 @@ VERB = Verb(
     "--prompt TEXT | --prompts FILE.jsonl [flags]",
     (
         *(*prompts.PROMPT_FLAGS, model.MODEL, *FLAGS, JSON, OUTPUT, RESUME),
-        *(*model.RANKS, *model.CACHE, *model.LOADING),
+        *(*model.RANKS, model.ELASTIC, *model.CACHE, *model.LOADING),
     ),
     "parallel-llama generate --chat --prompt 'What is the capital of France?' --nproc 2",
     prepare,

@@ -16,7 +16,7 @@ from parallel_llama.cli.parsers import (
     whole,
 )
 from parallel_llama.config.layouts import load_model_args
-from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.llm_config import LLMConfig, require_elastic
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
@@ -114,6 +114,10 @@ LOG_DIR: Flag[str | None] = Flag(
     "log-dir", "where a folder with the stacks of all ranks is made after a failure",
     filled_text, "FOLDER", default_text="the folder of temporary files", subject="ranks",
 )  # fmt: skip
+ELASTIC: Flag[bool] = Flag(
+    "elastic", "after the loss of a rank above 0, go on with one rank fewer and continue all "
+    "requests; for CPU ranks that this command starts", subject="ranks",
+)  # fmt: skip
 RANKS: tuple[Flag[Any], ...] = (
     NPROC, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, EXACT, DEVICE, MAX_SEQ_LEN,
 )  # fmt: skip
@@ -122,8 +126,7 @@ LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT, START_TIMEOUT
 # Flags with the names of LLMConfig's fields.
 _SETTINGS: tuple[Flag[Any], ...] = (
     MODEL, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
-    KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE,
-    LOG_DIR,
+    KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE, LOG_DIR, ELASTIC,
 )  # fmt: skip
 
 
@@ -172,6 +175,13 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     )  # slow, and `plan` does not need it
 
     require_log_dir(flags[LOG_DIR])
+    if flags[ELASTIC]:
+        if is_started_as_rank():
+            raise UsageError(
+                f"--elastic inside {launcher_name()}, which ends all ranks when one is lost; use "
+                "--nproc, or drop --elastic"
+            )
+        require_elastic(flags[DEVICE], flags[KV_SPLIT])
     if flags[VERIFY]:
         _verify_metadata(flags)
     files = find_model(flags[MODEL])

@@ -13,6 +13,7 @@ from parallel_llama.cli.arguments import Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.host_checks import warn_of_host
 from parallel_llama.cli.model import (
     CACHE,
+    ELASTIC,
     LOADING,
     MODEL,
     RANKS,
@@ -217,7 +218,7 @@ VERB = Verb(
     "[MODEL] [--nproc N] [flags]",
     (
         MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, ORIGINS, MAX_REQUESTS, RESTARTS, DRAIN,
-        LOG_FORMAT, *RANKS, *CACHE, *LOADING,
+        LOG_FORMAT, *RANKS, ELASTIC, *CACHE, *LOADING,
     ),
     "parallel-llama serve --nproc 2",
     prepare,

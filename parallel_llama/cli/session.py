@@ -107,7 +107,8 @@ def lead(
 
     def show_missing(missing: Sequence[int]) -> None:
         if missing:
-            activity.what = f"waiting for rank {listed_ranks(missing)} of {world()[1]}"
+            n_ranks = settings.get("tp_size", world()[1])
+            activity.what = f"waiting for rank {listed_ranks(missing)} of {n_ranks}"
 
     def show_graph(n_rows: int) -> None:
         activity.what = f"recording decode steps of {n_rows} row{'s' * (n_rows > 1)}"

@@ -20,7 +20,14 @@ from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.machine import tick_of
-from parallel_llama.engine.messages import MAX_SIZE, StepMessage, decode_message, size_of
+from parallel_llama.engine.messages import (
+    MAX_SIZE,
+    DrawnTokens,
+    StepMessage,
+    Unfinished,
+    decode_message,
+    size_of,
+)
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.outputs import REASONS, OutputProcessor, SequenceOutput, StepOutput
 from parallel_llama.engine.prompt_lookup import PromptLookup
@@ -29,7 +36,7 @@ from parallel_llama.engine.sampling_rows import draw_each, sampling_keys_of, sam
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepClock, StepTimes
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey
-from parallel_llama.errors import DISAGREE, NumericalError
+from parallel_llama.errors import DISAGREE, NumericalError, UsageError
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
 from parallel_llama.request import FinishReason, Request, TokenLogprob
@@ -73,6 +80,12 @@ class Engine:
     Collective: the constructor and `step`.
     """
 
+    # `_reset` sets these. On rank 0 only: what is not yet sent to the other ranks, the message of
+    # the present step until it is applied, and outputs of requests that a message has ended.
+    _incoming: deque[tuple[int, Request]]
+    _unapplied: StepMessage | None
+    _outputs_due: list[StepOutput]
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -88,6 +101,8 @@ class Engine:
         self.max_drafts = max_drafts
         self.rpc = b""
         self.begun: list[int] = []  # tickets of requests that began in the latest step
+        # Requests that no longer fit, by ticket, since the latest `resume`; of rank 0.
+        self.refused: list[tuple[int, UsageError]] = []
         self.times = StepTimes()
         self._clock = StepClock(self.times, tick_of(runner.device))
         self._outputs = OutputProcessor(tokenizer, grammars)
@@ -136,6 +151,48 @@ class Engine:
         self._incoming.append((ticket, request))
         return ticket
 
+    def unfinished(self) -> tuple[Unfinished, ...]:
+        """The requests to continue after a step that raised a RankError, oldest first; rank 0.
+
+        The tokens are those of steps that have ended; the failed step is forgotten.
+        """
+        if self._unapplied is not None:
+            self._outputs_due += self._apply(self._unapplied)
+            self._unapplied = None
+        return tuple(
+            Unfinished(
+                ticket,
+                sequences[0].request,
+                tuple(
+                    DrawnTokens(each.number, tuple(each.tokens[each.n_prompt :]), each.n_found)
+                    for each in sequences
+                ),
+            )
+            for ticket, sequences in self._unfinished.items()
+        )
+
+    def resume(
+        self, runner: ModelRunner, capacity: Capacity, unfinished: abc.Sequence[Unfinished]
+    ) -> None:
+        """Continue requests with another runner, on the ranks that are left.
+
+        Their keys and values are computed again, as after a preemption. On rank 0 requests that do
+        not fit into `capacity` are moved to `refused`.
+
+        Collective: all ranks call it alike; it communicates nothing.
+        """
+        before = {
+            (state.output.ticket, sequence.number): state.output
+            for sequence, state in self._states.items()
+        }
+        self.runner, self.comm, self.capacity = runner, runner.comm, capacity
+        runner.reserve(capacity.n_blocks, capacity.block_size)
+        self._reset_scheduler()
+        for each in unfinished:
+            if self._fits(each.ticket, each.request):
+                self._continue(each, before)
+        self._incoming = deque(each for each in self._incoming if self._fits(*each))
+
     def cancel(self, ticket: int, reason: FinishReason = "cancelled") -> None:
         """End a request at the next step; does nothing if the request has ended."""
         self._outgoing.append((ticket, reason))
@@ -176,10 +233,14 @@ class Engine:
             raise
 
     def _step(self) -> list[StepOutput]:
-        own = self._new_message().encode() if self.comm.rank == 0 else None
+        own = None
+        if self.comm.rank == 0:
+            self._unapplied = self._new_message()
+            own = self._unapplied.encode()
         message = decode_message(broadcast_bytes(self.comm, own, no_timeout=True))
+        self._unapplied = None
         self.rpc = message.rpc
-        outputs = self._apply(message)
+        self._outputs_due += self._apply(message)
         self.begun = []
         self._clock.lap("messages_s")
         in_flight, self._in_flight = self._in_flight, None
@@ -190,7 +251,9 @@ class Engine:
             in_flight = in_flight if scheduled else None
             scheduled = scheduled or self.scheduler.schedule()
         self._clock.lap("schedule_s")
-        return outputs + self._run(scheduled, in_flight) if scheduled else outputs
+        outputs = self._run(scheduled, in_flight) if scheduled else []
+        outputs, self._outputs_due = [*self._outputs_due, *outputs], []
+        return outputs
 
     def _run(
         self, scheduled: abc.Sequence[ScheduledTokens], in_flight: "_InFlightStep | None"
@@ -223,6 +286,16 @@ class Engine:
 
     def _reset(self) -> None:
         """Discard all requests and the contents of the KV cache, which may be invalid."""
+        self._reset_scheduler()
+        # On rank 0 only: what is not yet sent to the other ranks, and when requests time out.
+        self._incoming = deque()
+        self._outgoing: list[tuple[int, FinishReason]] = []
+        self._matchers: dict[int, list[Matcher]] = {}
+        self._deadlines: dict[int, float] = {}
+        self._unapplied = None
+        self._outputs_due = []
+
+    def _reset_scheduler(self) -> None:
         block_size = self.capacity.block_size
         self.pools = [BlockPool(n_blocks, block_size) for n_blocks in self.capacity.n_blocks]
         # A proxy: a reference cycle would keep weights and KV cache alive after the engine.
@@ -238,11 +311,6 @@ class Engine:
         self._in_flight = None
         self._states: dict[Sequence, _SequenceState] = {}
         self._unfinished: dict[int, list[Sequence]] = {}  # by ticket; the scheduler's own lists
-        # On rank 0 only: what is not yet sent to the other ranks, and when requests time out.
-        self._incoming: deque[tuple[int, Request]] = deque()
-        self._outgoing: list[tuple[int, FinishReason]] = []
-        self._matchers: dict[int, list[Matcher]] = {}
-        self._deadlines: dict[int, float] = {}
 
     # The message from rank 0 to all ranks
 
@@ -273,12 +341,17 @@ class Engine:
                 outputs.append(self._finish(output, (), output.close(), reason))
         return outputs
 
-    def _begin(self, ticket: int, request: Request) -> None:
+    def _begin(
+        self,
+        ticket: int,
+        request: Request,
+        drawn: abc.Mapping[int, abc.Sequence[int]] | None = None,
+    ) -> None:
         params = request.params
         allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids)
         matchers = self._matchers.pop(ticket, [])
         prompt_logprobs: list[TokenLogprob] = []
-        for sequence in self.scheduler.add(request):
+        for sequence in self.scheduler.add(request, drawn):
             self._unfinished[ticket] = sequence.siblings
             matcher = matchers[sequence.number] if matchers else None
             self._states[sequence] = _SequenceState(
@@ -286,6 +359,39 @@ class Engine:
                 allowed,
                 History(request.prompt) if params.has_penalties else None,
             )
+
+    def _fits(self, ticket: int, request: Request) -> bool:
+        """Whether a request still fits into the KV cache; forgets it otherwise."""
+        try:
+            self.check(request)
+        except UsageError as error:
+            if self.comm.rank == 0:
+                self.refused.append((ticket, error))
+                self._matchers.pop(ticket, None)
+                self._deadlines.pop(ticket, None)
+            return False
+        return True
+
+    def _continue(
+        self, unfinished: Unfinished, before: abc.Mapping[tuple[int, int], SequenceOutput]
+    ) -> None:
+        """Queue an unfinished request with its tokens; rank 0 has the outputs `before` as well."""
+        ticket, request = unfinished.ticket, unfinished.request
+        if self.comm.rank == 0 and request.params.grammar is not None:
+            self._matchers[ticket] = self._outputs.matchers(request, is_checked=True)
+        self._begin(ticket, request, {each.choice: each.tokens for each in unfinished.choices})
+        sequences = self._unfinished[ticket]
+        for sequence, each in zip(sequences, unfinished.choices, strict=True):
+            state, sequence.n_found = self._states[sequence], each.n_found
+            if state.history is not None:
+                for token in each.tokens:
+                    state.history.append(token)
+            if self.comm.rank == 0:
+                state.output.logprobs += before[ticket, each.choice].logprobs
+                self._outputs.replay(state.output)
+        if self.comm.rank == 0 and not sequences[0].scores_prompt:
+            scored = before[ticket, sequences[0].number].prompt_logprobs
+            self._states[sequences[0]].output.prompt_logprobs += scored  # shared by all choices
 
     # Callbacks of the scheduler
 
@@ -323,7 +429,7 @@ class Engine:
             if item.draws:
                 drawing += range(after - 1 - item.n_drafts, after)
             output, prompt = self._states[item.sequence].output, item.request.prompt
-            if item.request.params.prompt_logprobs is not None and item.sequence.number == 0:
+            if item.sequence.scores_prompt:
                 stop = min(item.start + len(item.tokens), len(prompt) - 1)
                 for at in range(max(item.start, len(output.prompt_logprobs)), stop):
                     scoring.append((output, first + at - item.start, prompt[at + 1]))

@@ -14,6 +14,23 @@ from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S, Timeouts
 from parallel_llama.plan import KVSplit
 
 
+def require_elastic(
+    device: str, kv_split: KVSplit, slice_of: tuple[int, int] | None = None
+) -> None:
+    """Raises: UsageError for settings with which ranks cannot go on after a loss."""
+    what = {
+        "device=cuda": device == "cuda",
+        "kv_split='sequence'": kv_split == "sequence",
+        "slice_of": slice_of is not None,
+    }
+    for name, is_given in what.items():
+        if is_given:
+            raise UsageError(
+                f"elastic and {name} cannot be combined: only CPU ranks of one host with a KV "
+                "cache sharded by heads can go on after a loss; drop one"
+            )
+
+
 class Settings(TypedDict, total=False):
     """The fields of `LLMConfig` without `model`: the keyword arguments of LLM, typed."""
 
@@ -36,6 +53,7 @@ class Settings(TypedDict, total=False):
     timeout_s: float
     start_timeout_s: float
     log_dir: str | None
+    elastic: bool
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,8 @@ class LLMConfig:
         start_timeout_s: seconds that a rank waits for another one while the ranks join and load.
         log_dir: where a folder with the stacks of the ranks is made after a failure. By default the
             folder of temporary files.
+        elastic: after the loss of a rank above 0 the others go on with one rank fewer, and continue
+            all requests; for CPU ranks that this program starts.
     """
 
     model: str = "smollm2"
@@ -96,6 +116,7 @@ class LLMConfig:
     timeout_s: float = Timeouts.step_s
     start_timeout_s: float = Timeouts.start_s
     log_dir: str | None = None
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         """Raises: UsageError for values that no model can run with; a model's setup checks more."""
@@ -103,6 +124,8 @@ class LLMConfig:
             raise UsageError(f"kv_split={self.kv_split!r}: use heads or sequence")
         if self.exact not in (None, False, True):
             raise UsageError(f"exact={self.exact!r}: use True, False or None")
+        if self.elastic:
+            require_elastic(self.device, self.kv_split, self.slice_of)
         # The fields are frozen. Ranks compare their text, so each must have one type.
         for name in ("seed", "random_weights", "max_drafts"):
             if (value := getattr(self, name)) is not None:

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.ranks import Ranks
-from parallel_llama.errors import NumericalError
+from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import FinishReason, Request
 
 Key = TypeVar("Key", bound=Hashable)
@@ -21,12 +21,15 @@ Key = TypeVar("Key", bound=Hashable)
 class StepResult(Generic[Key]):
     """The outputs of one step, each with the key of its request.
 
-    `begun` has the keys of requests whose first step it was; `seconds` is the duration of the step.
+    `begun` has the keys of requests whose first step it was, `refused` those of requests that have
+    ended because they do not fit any more after the loss of a rank. `seconds` is the duration of
+    the step.
     """
 
     outputs: Sequence[tuple[Key, StepOutput]]
     begun: Sequence[Key]
     seconds: float
+    refused: Sequence[tuple[Key, UsageError]] = ()
 
 
 class Client(Protocol[Key]):
@@ -80,10 +83,12 @@ class EngineLoop(Generic[Key]):
         began_s = time.perf_counter()
         outputs = [(self._keys[output.ticket], output) for output in self._ranks.step()]
         begun = [self._keys[ticket] for ticket in self._engine.begun]
-        for key, output in outputs:
-            if output.is_last:
-                del self._keys[output.ticket], self._tickets[key]
-        return StepResult(outputs, begun, time.perf_counter() - began_s)
+        refused, self._engine.refused = self._engine.refused, []
+        ended = [output.ticket for _, output in outputs if output.is_last]
+        errors = [(self._keys[ticket], error) for ticket, error in refused]
+        for ticket in [*ended, *(ticket for ticket, _ in refused)]:
+            del self._tickets[self._keys.pop(ticket)]
+        return StepResult(outputs, begun, time.perf_counter() - began_s, errors)
 
     def drop_all(self) -> list[Key]:
         """Forget all requests, after a step that raised. Returns: their keys."""

@@ -4,11 +4,15 @@ Only rank 0 receives, cancels and times out requests. Every rank then applies th
 that the schedulers stay equal.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from parallel_llama.request import FinishReason, Request
+
+Message = TypeVar("Message")
 
 # Approximate limit on the numbers in one message, so that running requests do not wait long.
 MAX_SIZE = 1 << 18
@@ -31,6 +35,37 @@ class StepMessage:
         return b"" if self == _NOTHING else _ENCODER.encode(self)
 
 
+@dataclass(frozen=True)
+class DrawnTokens:
+    """The tokens of an unfinished choice.
+
+    `n_found` are the tokens that it found in the prefix cache when it began; None before that.
+    """
+
+    choice: int
+    tokens: tuple[int, ...]
+    n_found: int | None
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """An unfinished request and the tokens of its unfinished choices, at least one choice."""
+
+    ticket: int
+    request: Request
+    choices: tuple[DrawnTokens, ...]
+
+
+def encode_unfinished(unfinished: Sequence[Unfinished]) -> bytes:
+    """The message by which the ranks that are left continue requests after the loss of a rank."""
+    return _ENCODER.encode(unfinished)
+
+
+def decode_unfinished(message: bytes) -> tuple[Unfinished, ...]:
+    """Raises: ValueError for bytes that are not a valid message."""
+    return _decoded(_UNFINISHED_DECODER, message)
+
+
 def decode_message(message: bytes) -> StepMessage:
     """Decode a message, with every type and range checked.
 
@@ -38,10 +73,7 @@ def decode_message(message: bytes) -> StepMessage:
     """
     if not message:
         return _NOTHING
-    try:
-        return _DECODER.decode(message)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"a message between ranks is not valid: {error}") from error
+    return _decoded(_DECODER, message)
 
 
 def size_of(request: Request) -> int:
@@ -52,6 +84,14 @@ def size_of(request: Request) -> int:
     return 64 + len(request.prompt) + n_ids + n_chars
 
 
+def _decoded(decoder: msgspec.msgpack.Decoder[Message], message: bytes) -> Message:
+    try:
+        return decoder.decode(message)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"a message between ranks is not valid: {error}") from error
+
+
 _NOTHING = StepMessage()
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(StepMessage)
+_UNFINISHED_DECODER = msgspec.msgpack.Decoder(tuple[Unfinished, ...])

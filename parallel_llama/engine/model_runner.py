@@ -61,6 +61,7 @@ class ModelRunner:
     ) -> None:
         self.args, self.plan, self.comm, self.model = args, plan, comm, model
         self.shard = plan.shards[comm.rank]
+        self.weights: WeightLoader | None = None  # of a runner that was loaded
         weight = model.norm.weight.values
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_format = kv_format or KVFormat(dtype_name(self.dtype))
@@ -81,10 +82,13 @@ class ModelRunner:
         kv_format: KVFormat | None = None,
         ops: TorchOps | None = None,
         on_bytes: Callable[[int], None] = lambda _: None,
+        before: "ModelRunner | None" = None,
     ) -> "ModelRunner":
         """Read this rank's shard of a checkpoint, tensor by tensor.
 
-        By default `kv_format` is the compute dtype, and `ops` are the fastest operators.
+        By default `kv_format` is the compute dtype, and `ops` are the fastest operators. `before`
+        is a runner of the same model with another shard: rows that both hold are copied from it,
+        and it loses its weights, so it cannot run afterwards.
 
         Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights for a
         damaged weight.
@@ -109,18 +113,21 @@ class ModelRunner:
                 exact=is_exact,
             )
         model = Transformer(args, shard, Backend(comm, ops, dtype))
-        loader = WeightLoader(model, args, shard)
+        held = None if before is None else before.weights
+        loader = WeightLoader(model, args, shard, held)
         own = partial(use_device, device)
         with ThreadPoolExecutor(1, initializer=own) as thread:
             # Concurrently with reading the weights.
             compiled = thread.submit(ops.compile, has_experts=args.n_experts > 0)
-            weights = load(checkpoint, args, shard, precision, device, on_bytes)
+            weights = load(checkpoint, args, shard, precision, device, on_bytes, held=held)
             with closing(prefetch(weights, _READ_AHEAD, own)) as read:
                 for name, value in read:
                     loader.assign(name, value)
             loader.complete()
             compiled.result()
-        return cls(args, plan, comm, model, kv_format)
+        runner = cls(args, plan, comm, model, kv_format)
+        runner.weights = loader
+        return runner
 
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
         """Replace the KV caches by empty ones of `n_blocks` blocks, one for each KV group."""

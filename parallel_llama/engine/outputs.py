@@ -109,8 +109,11 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, grammars: GrammarCompiler | None) -> None:
         self._tokenizer, self._grammars = tokenizer, grammars
 
-    def matchers(self, request: Request) -> list[Matcher]:
+    def matchers(self, request: Request, *, is_checked: bool = False) -> list[Matcher]:
         """A matcher of the request's grammar for each choice.
+
+        Args:
+            is_checked: the grammar was compiled before.
 
         Raises: UsageError if the grammar cannot be used, or the model has no tokenizer.
         """
@@ -119,8 +122,22 @@ class OutputProcessor:
             raise UsageError("a grammar needs a tokenizer and this model has none")
         vocabulary = self._tokenizer.vocabulary
         begins_text = not any(vocabulary.piece(token) for token in request.prompt)
-        first = self._grammars.matcher(request.params.grammar, begins_text=begins_text)
+        first = self._grammars.matcher(
+            request.params.grammar, begins_text=begins_text, is_checked=is_checked
+        )
         return [first, *(first.copy() for _ in range(request.params.n - 1))]
+
+    def replay(self, output: SequenceOutput) -> None:
+        """Bring the text and the grammar of a new output to the drawn tokens of its sequence."""
+        sequence = output.sequence
+        drawn = sequence.tokens[sequence.n_prompt :]
+        if drawn:
+            output.detokenizer = Detokenizer(sequence.request, self._tokenizer)
+        for token in drawn:
+            assert output.detokenizer is not None
+            output.detokenizer.push(token, is_last=False)
+            if output.matcher is not None:
+                output.matcher.accept(token)
 
     def with_texts(self, scored: TokenLogprob) -> TokenLogprob:
         """Adds the texts of the tokens, on rank 0."""

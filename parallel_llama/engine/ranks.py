@@ -5,11 +5,15 @@ If no other program has started ranks, this process is rank 0 and starts the oth
 """
 
 import hashlib
+import logging
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from threading import Thread
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -21,19 +25,49 @@ from parallel_llama.engine.free_memory import give_back_memory
 from parallel_llama.engine.kv_capacity import MemoryFor, memory_of
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.machine import peak_cuda_bytes
+from parallel_llama.engine.messages import Unfinished, decode_unfinished, encode_unfinished
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.setup import ModelSetup
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import DISAGREE, UsageError
 from parallel_llama.files.model_files import fingerprint
-from parallel_llama.parallel.collectives import Communicator, Slice
+from parallel_llama.parallel.collectives import (
+    Communicator,
+    Slice,
+    Solo,
+    broadcast_bytes,
+)
 from parallel_llama.parallel.communicators import give_up, join, use_device
 from parallel_llama.parallel.failures import RankError, exit_code
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
-from parallel_llama.parallel.rank_env import is_started_as_rank
+from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name
+from parallel_llama.parallel.regroup import Orders, RegroupOrder, join_group, lead_group
+from parallel_llama.parallel.shared_memory import SharedMemory
 from parallel_llama.parallel.timeouts import Timeouts
 
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
 _LAST_WORDS_S = 1.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of ranks that the others have survived.
+
+    Args:
+        reason: which ranks were lost, and why.
+        tp_size: the number of ranks that go on.
+        seconds: from when rank 0 saw the loss until the next step can run.
+    """
+
+    reason: str
+    tp_size: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.reason}; tp_size={self.tp_size} goes on after {self.seconds:.2f} s"
 
 
 class Ranks:
@@ -41,16 +75,32 @@ class Ranks:
 
     The constructor starts the processes of the other ranks, unless another program has started
     them; `start` joins them and loads the model.
+
+    With `elastic`, after the loss of a rank the others form a new group and go on.
+
+    Args:
+        orders: of rank 0, on a rank that another `Ranks` has started.
+
+    Raises: UsageError for `elastic` if another program has started the ranks.
     """
 
-    def __init__(self, setup: ModelSetup) -> None:
+    def __init__(self, setup: ModelSetup, orders: Orders | None = None) -> None:
         self.setup, self._facts = setup, shared_facts(setup)
         self.cuda_bytes: tuple[int, ...] = ()  # peak on each rank's GPU until the model is ready
         self._engine: Engine | None = None
+        self._runner: ModelRunner | None = None
         self._comm: Communicator | None = None
         self._local_ranks: LocalRanks | None = None
         self._n_threads = torch.get_num_threads()
+        self._timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
+        self.losses: list[Loss] = []
+        self._orders = orders
         if is_started_as_rank():
+            if setup.config.elastic and orders is None:
+                raise UsageError(
+                    f"elastic inside {launcher_name()}, which ends all ranks when one is lost; "
+                    "drop elastic, or start the ranks with tp_size"
+                )
             return
         threads = threads_per_rank(setup.size)
         if "OMP_NUM_THREADS" not in os.environ:
@@ -108,8 +158,41 @@ class Ranks:
         Collective: all ranks take part.
         """
         use_device(self.setup.device)  # any thread may call this
-        with self.explaining():
-            return self.engine.step()
+        return self.enduring(self.engine.step)
+
+    def enduring(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, which is run again after each loss of a rank that others survive.
+
+        Raises: as `work`; RankError with the message of a rank that has ended.
+        """
+        while True:
+            try:
+                with self.explaining():
+                    return work()
+            except RankError as error:
+                if not self.setup.config.elastic:
+                    raise
+                failure = error
+            self._recover(failure)
+
+    def follow(self) -> None:
+        """Serve rank 0 until it closes; for a rank above 0 with `orders`."""
+        orders = self._orders
+        assert orders is not None
+        if isinstance(self.comm, SharedMemory):
+            self.comm.on_wait = orders.require_none
+        order: RegroupOrder | None = None
+        while True:
+            try:
+                if order is not None:
+                    self._go_on(join_group(order, orders, self._timeouts))
+                rank_rpc.serve_rank(self.engine)
+                return
+            except RankError:
+                is_elastic = self.setup.config.elastic
+                order = orders.latest(self._timeouts.start_s) if is_elastic else None
+                if order is None:
+                    raise
 
     def pids(self) -> dict[int, int]:
         """The processes of this rank and of the ranks that it has started, by rank."""
@@ -121,11 +204,7 @@ class Ranks:
 
         Raises: RankError naming a rank that has died, with its own message if it left one.
         """
-        if self._local_ranks is not None:
-            self._local_ranks.require_alive()
-        if self._comm is not None:
-            with self.explaining():
-                self._comm.require_alive()
+        self.enduring(self._look)
 
     def end(self) -> None:
         """End the other ranks. Errors of ranks are suppressed, as the LLM is no longer used."""
@@ -134,11 +213,13 @@ class Ranks:
                 rank_rpc.close(self._engine)
         if self._engine is not None:
             self._engine.runner.close()
-        self._engine = None
+        self._engine = self._runner = None
         if self._comm is not None:
             self._comm.close()
         if self._local_ranks is not None:
             self._local_ranks.end()
+        if self.setup.config.elastic:
+            self.setup.checkpoint.close()
         torch.set_num_threads(self._n_threads)
 
     @contextmanager
@@ -151,6 +232,56 @@ class Ranks:
                 self._local_ranks.require_alive(_LAST_WORDS_S)
             raise
 
+    def _look(self) -> None:
+        if self._local_ranks is not None:
+            self._local_ranks.require_alive()
+        if self._comm is not None:
+            self._comm.require_alive()
+
+    def _recover(self, error: RankError) -> None:
+        """Go on without the ranks that have ended, on rank 0.
+
+        Raises: `error` if no rank has ended, or the ranks disagree.
+        """
+        began_s, reasons = time.monotonic(), []
+        ranks = self._local_ranks
+        if ranks is None:
+            raise error
+        unfinished = self.engine.unfinished()
+        _clear_frames(error)
+        while True:
+            reason = ranks.drop_ended(_LAST_WORDS_S)
+            if reason is None or DISAGREE in reason:
+                raise error
+            reasons.append(reason.partition("\n")[0])  # without stacks
+            try:
+                self._go_on(lead_group(ranks, self._timeouts), unfinished)
+                break
+            except RankError as another:
+                error = another  # lost meanwhile
+        loss = Loss("; ".join(reasons), self.comm.size, time.monotonic() - began_s)
+        self.losses.append(loss)
+        logger.warning("%s", loss)
+
+    def _go_on(self, comm: Communicator, unfinished: Sequence[Unfinished] = ()) -> None:
+        """Load this rank's new shard and continue requests, which rank 0 knows.
+
+        Collective: all ranks of `comm` call it.
+        """
+        old, self._comm = self._comm, comm
+        if old is not None:
+            old.close()
+        setup, engine = self.setup, self.engine
+        setup.shard_over(comm.size)
+        engine.runner.reserve([0] * len(engine.capacity.n_blocks), 1)  # gives up the KV cache
+        runner = self._load(lambda _: None)
+        capacity = setup.cache_size.agree(comm, memory_of(runner.device))
+        own = encode_unfinished(unfinished) if comm.rank == 0 else None
+        message = broadcast_bytes(comm, own)
+        with MemoryFor("the KV cache", "lower kv_cache_bytes"):
+            engine.resume(runner, capacity, decode_unfinished(message))
+        setup.inputs.n_cache_tokens = capacity.longest(setup.inputs.max_seq_len)
+
     def _join(self, facts: Mapping[str, str], on_wait: Callable[[Sequence[int]], None]) -> None:
         ranks = self._local_ranks
 
@@ -160,15 +291,20 @@ class Ranks:
             on_wait(missing)
 
         setup, env = self.setup, None if ranks is None else ranks.env
-        timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
         self._comm = join(
             setup.device,
             env=env,
             facts=facts,
-            timeouts=timeouts,
+            timeouts=self._timeouts,
             log_dir=setup.config.log_dir,
             look=look,
         )
+        is_shared = isinstance(self._comm, SharedMemory | Solo)
+        if setup.config.elastic and not is_shared:
+            raise UsageError(
+                "elastic needs ranks that share memory, on x86-64 and with an own memory file; "
+                "drop elastic"
+            )
 
     def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
         """Read this rank's weights, then wait for all ranks, without a timeout."""
@@ -180,11 +316,15 @@ class Ranks:
             comm.keepalive()
             on_bytes(n_bytes)
 
-        with closing(setup.checkpoint), started_thread() as thread:
+        keeps_open = setup.config.elastic  # shards are read again after a loss
+        checkpoint: AbstractContextManager[object] = (
+            nullcontext() if keeps_open else closing(setup.checkpoint)
+        )
+        with checkpoint, started_thread() as thread:
             # The tokenizer is parsed mostly in another process, while this one reads weights.
             tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
             with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
-                runner = ModelRunner.load(
+                self._runner = runner = ModelRunner.load(
                     setup.args,
                     setup.checkpoint,
                     setup.plan,
@@ -193,9 +333,11 @@ class Ranks:
                     device=setup.device,
                     kv_format=setup.kv_format,
                     on_bytes=note,
+                    before=self._runner,
                 )
             tokenizer.result()
-        del setup.checkpoint  # its headers may be large
+        if not keeps_open:
+            del setup.checkpoint  # its headers may be large
         give_back_memory()
         comm.barrier()
         return runner
@@ -215,6 +357,13 @@ class Ranks:
             )
         runner.comm.barrier()
         return engine
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Frees what the frames of an error and of its causes hold, such as the KV cache."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _record(runner: ModelRunner, on_graph: Callable[[int], None]) -> None:
@@ -252,28 +401,21 @@ def main() -> int:
     """Runs a rank above 0 that `Ranks` of rank 0 has started; returns the exit code.
 
     It reads its LLMConfig from stdin, as one line of JSON, and serves rank 0 until rank 0 closes.
-    It ends when stdin ends, which means that its parent has ended.
+    Further lines are orders. It ends when stdin ends, which means that its parent has ended.
     """
     config = LLMConfig.from_json(sys.stdin.buffer.readline())
-    Thread(target=_end_with_stdin, daemon=True).start()
+    orders = Orders()
 
     def serve() -> int:
-        ranks = Ranks(ModelSetup(config))
+        ranks = Ranks(ModelSetup(config), orders)
         try:
             ranks.start()
-            rank_rpc.serve_rank(ranks.engine)
+            ranks.follow()
         finally:
             ranks.end()
         return 0
 
     return exit_code(serve, give_up)
-
-
-def _end_with_stdin() -> None:
-    # From the file itself: a thread that holds Python's buffer would block the exit.
-    while os.read(0, 1 << 16):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ into empty pools.
 
 from bisect import bisect_left, insort
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -185,22 +185,30 @@ class Scheduler:
             f"tokens, but the KV cache has {n_blocks}; {remedy} or enlarge the KV cache"
         )
 
-    def add(self, request: Request) -> list[Sequence]:
+    def add(
+        self, request: Request, drawn: Mapping[int, abc.Sequence[int]] | None = None
+    ) -> list[Sequence]:
         """Queue a request. Returns: its sequences.
+
+        Args:
+            drawn: the tokens drawn so far of each choice that is not finished, to continue a
+                request of another scheduler; by default all choices begin.
 
         Raises: UsageError as `check_fits`.
         """
         self.check_fits(request)
+        if drawn is None:
+            drawn = dict.fromkeys(range(request.params.n), ())
         keys = prefix_keys(request.prompt, self.block_size, self._context(request))
         is_short = _most_tokens(request) <= self.step_tokens * SHORT_FRACTION
         siblings: list[Sequence] = []
-        for number in range(request.params.n):
+        for number, tokens in drawn.items():
             siblings.append(
                 Sequence(
                     request,
                     number,
-                    arrival=self._n_arrived + number,
-                    tokens=list(request.prompt),
+                    arrival=self._n_arrived + len(siblings),
+                    tokens=[*request.prompt, *tokens],
                     keys=keys,
                     siblings=siblings,
                     is_short=is_short,

@@ -19,7 +19,7 @@ from parallel_llama.dtypes import default_dtype, kv_format, make_precision
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import CacheSize
-from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.llm_config import LLMConfig, require_elastic
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families.model_args import ModelArgs
@@ -57,6 +57,8 @@ class ModelSetup:
         local_rank, n_local_ranks = local_world(self.size)
         self.kind = _device_kind(config.device, n_local_ranks)
         self.device = own_device(self.kind, local_rank)
+        if config.elastic:
+            require_elastic(self.kind, config.kv_split)
         self.dtype = config.dtype or default_dtype(self.args, self.kind)
         stored = stored_formats(files, self.args) if has_files else None
         self.quant = config.quant or "none"
@@ -65,31 +67,42 @@ class ModelSetup:
         self.precision = make_precision(self.args, self.dtype, self.kind, self.quant, stored)
         self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
         played, n_shards = slice_of or (0, self.size)
-        quant_group_size = self.precision.quant_group_size
         dtypes = self.precision.dtype, self.kv_format.dtype
         # Exact sums send more messages, so on several hosts they are not the default.
         asked = config.exact if n_local_ranks == self.size else bool(config.exact)
         self.exact = resolve_exact(asked, self.args, n_shards, self.kind, dtypes, config.kv_split)
-        plan = make_plan(
-            self.args,
-            n_shards,
-            quant_group_size=quant_group_size,
-            kv_split=config.kv_split,
-            exact=self.exact,
-        )
-        self.plan = plan if slice_of is None else plan.alone(played)
+        self.shard_over(n_shards, None if slice_of is None else played)
         slower = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
         if has_files:
             slower.append(why_decoded(files, self.args, self.dtype, config.quant))
         for reason in filter(None, slower if world()[0] == 0 else ()):
             logger.warning(reason)
+        drawn_on = torch.device("cpu") if slice_of is None else self.device
+        self.checkpoint = _open_weights(files, self.args, config, drawn_on)
+
+    def shard_over(self, n_shards: int, alone: int | None = None) -> None:
+        """Compute the plan, the size of the KV cache and `weight_bytes` for a number of ranks.
+
+        Args:
+            alone: the only rank that runs, if any.
+
+        Raises: UsageError if the model cannot be sharded over that many ranks.
+        """
+        plan = make_plan(
+            self.args,
+            n_shards,
+            quant_group_size=self.precision.quant_group_size,
+            kv_split=self.config.kv_split,
+            exact=self.exact,
+        )
+        self.plan = plan if alone is None else plan.alone(alone)
         step_tokens = STEP_TOKENS[self.kind]
         self.cache_size = CacheSize(
             self.args,
             self.plan,
             self.kv_format,
-            config.block_size,
-            config.kv_cache_bytes,
+            self.config.block_size,
+            self.config.kv_cache_bytes,
             self.inputs.max_seq_len,
             [
                 working_bytes(self.args, shard, self.precision, step_tokens, MAX_RUNNING, self.kind)
@@ -100,8 +113,6 @@ class ModelSetup:
         )
         values = values_by_form(self.args, self.precision, exact=self.exact)
         self.weight_bytes = tuple(weight_bytes(shard, values) for shard in self.plan.shards)
-        drawn_on = torch.device("cpu") if slice_of is None else self.device
-        self.checkpoint = _open_weights(files, self.args, config, drawn_on)
 
 
 def resolve_size(wanted: int | None) -> int:

@@ -25,14 +25,16 @@ class HugePages:
     """
 
     def __init__(self, values: Collection[Tensor]) -> None:
-        self._memory = huge_pages(sum(_rounded(each.nbytes) for each in values))
+        self._map = _huge_pages(sum(_rounded(each.nbytes) for each in values))
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._n_used = 0
 
-    def move(self, weights: Iterable[Weight]) -> None:
-        """Move some loaded weights into the region.
+    def move(self, weights: Iterable[Weight]) -> range:
+        """Move some loaded weights into the region. Returns: their bytes there.
 
         Weights that share memory still share it afterwards. Weights in the region stay in place.
         """
+        first = self._n_used
         owners: dict[int, list[Weight]] = {}
         here = self._memory.untyped_storage().data_ptr()
         for weight in weights:
@@ -49,6 +51,14 @@ class HugePages:
                 offset = whole.storage_offset() + values.storage_offset()
                 weight.values = whole.as_strided(values.shape, values.stride(), offset)
             self._n_used += _rounded(old.nbytes())
+        return range(first, self._n_used)
+
+    def release(self, where: range) -> None:
+        """Give the whole pages among some bytes back to the system; what they hold is lost."""
+        start, stop = -(-where.start // mmap.PAGESIZE), where.stop // mmap.PAGESIZE
+        if start < stop:
+            size = mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, start * size, (stop - start) * size)
 
 
 def _rounded(n_bytes: int) -> int:
@@ -57,7 +67,11 @@ def _rounded(n_bytes: int) -> int:
 
 def huge_pages(n_bytes: int) -> Tensor:
     """New memory, in huge pages if the system has them. Shapes: [n_bytes] uint8."""
+    return torch.frombuffer(_huge_pages(n_bytes), dtype=torch.uint8)
+
+
+def _huge_pages(n_bytes: int) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, max(n_bytes, 1), flags=flags)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory

@@ -1,4 +1,8 @@
-"""Loading the weights of a model, which are fused and moved to huge pages part by part."""
+"""Loading the weights of a model, which are fused and moved to huge pages part by part.
+
+The weights of a model can be given up again part by part, while a model with another shard takes
+over the rows that both have.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,12 +12,13 @@ from torch import Tensor
 
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.weights import Param
 from parallel_llama.model.attention import Attention
 from parallel_llama.model.huge_pages import HugePages
 from parallel_llama.model.layers import ColumnParallelLinear, LayerNorm, RMSNorm, RowParallelLinear
 from parallel_llama.model.moe import Expert, Matrix, MixtureOfExperts
 from parallel_llama.model.transformer import FeedForward, Transformer, TransformerBlock
-from parallel_llama.ops.formats import QuantWeight, Weight
+from parallel_llama.ops.formats import DenseWeight, QuantWeight, Weight
 from parallel_llama.ops.quant import QuantMatrix
 from parallel_llama.plan import Shard
 
@@ -30,14 +35,27 @@ _Layer = (
 
 
 class WeightLoader:
-    """Puts weights into a model, by their names.
+    """Puts weights into a model, by their names, and gives them to another model.
 
     On a CPU the first weight reserves memory with huge pages for all weights.
+
+    Args:
+        model: The model, without weights.
+        args: Its arguments.
+        shard: The shard that this rank holds.
+        before: The loader of a model that is given up: it releases each part that is loaded here.
     """
 
-    def __init__(self, model: Transformer, args: ModelArgs, shard: Shard) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: Transformer,
+        args: ModelArgs,
+        shard: Shard,
+        before: "WeightLoader | None" = None,
+    ) -> None:
+        self._model, self._shard, self._before = model, shard, before
         self._huge_pages: HugePages | None = None
+        self._bytes_of: dict[str, range] = {}  # in the huge pages, by part
         names = [param.name for param in filter(shard.holds, parameters(args))]
         self._weights: dict[str, Weight] = {name: getattr(*self._place(name)) for name in names}
         self._n_missing = Counter(part for name in names for part in _parts_of(name))
@@ -59,7 +77,7 @@ class WeightLoader:
         for part in _parts_of(name):
             self._n_missing[part] -= 1
             if not self._n_missing[part]:
-                self._finalise(_part_at(self._model, part))
+                self._finalise(part)
 
     def complete(self) -> None:
         """Check that every weight is loaded, after which the model can be called.
@@ -69,6 +87,32 @@ class WeightLoader:
         missing = [name for name, weight in self._weights.items() if not weight.is_loaded]
         if missing:
             raise ValueError(f"{len(missing)} weights were never loaded: {missing[:10]}")
+        self._before = None  # its model must be freed
+
+    def rows_of(self, param: Param) -> range:
+        """As `HeldWeights.rows_of`."""
+        return self._shard.rows_of(param) if self._shard.holds(param) else range(0)
+
+    def take(self, param: Param, rows: range) -> Tensor | QuantMatrix:
+        """As `HeldWeights.take`."""
+        weight, first = self._weights[param.name], 0
+        start = rows.start - self.rows_of(param).start
+        if isinstance(weight, DenseWeight):
+            return weight.values.narrow(param.dim, start, len(rows))
+        if not weight.values.numel():
+            weight, first = self._fused(param.name)
+        return weight.rows(range(first + start, first + start + len(rows)))
+
+    def _fused(self, name: str) -> tuple[QuantWeight, int]:
+        """The fused weight that holds a quantised weight, and the first of its rows there."""
+        path, leaf, _ = name.rsplit(".", 2)
+        whole, leaves = ("wqkv", ("wq", "wk", "wv")) if leaf[1] in "qkv" else ("w13", ("w1", "w3"))
+        part = _part_at(self._model, path)
+        fused = getattr(part, whole)
+        weight = fused if isinstance(fused, QuantWeight) else fused.weight
+        assert isinstance(weight, QuantWeight)
+        before = leaves[: leaves.index(leaf)]
+        return weight, sum(getattr(part, each).weight.n_outputs for each in before)
 
     def _place(self, name: str) -> tuple[Any, str]:
         """The layer that holds a weight, and the weight's attribute."""
@@ -83,13 +127,22 @@ class WeightLoader:
         self._weights[name] = QuantWeight.in_place_of(empty, values, self._model.ops.panel_rows)
         setattr(*self._place(name), self._weights[name])
 
-    def _finalise(self, part: Any) -> None:
+    def _finalise(self, name: str) -> None:
         """Fuse the weights of a part that is complete, and move them to huge pages."""
+        part = _part_at(self._model, name)
         if isinstance(part, TransformerBlock | Expert):
             part.fuse()
         if self._huge_pages is not None:
             # Without a gate, w1 and w13 are the same weight; the dict has it once.
-            self._huge_pages.move(dict.fromkeys(_weights_of(part)))
+            moved = self._huge_pages.move(dict.fromkeys(_weights_of(part)))
+            self._bytes_of[name] = moved
+        if self._before is not None:
+            self._before._release(name)
+
+    def _release(self, name: str) -> None:
+        """Give up the memory of a part, whose weights are lost."""
+        if self._huge_pages is not None:
+            self._huge_pages.release(self._bytes_of.pop(name, range(0)))
 
 
 def _part_at(model: Transformer, path: str) -> Any:

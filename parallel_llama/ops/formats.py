@@ -131,6 +131,13 @@ class QuantWeight:
         """The matrix, unpacked from its panels."""
         return self.panels.unpack(self.values, self.n_outputs)
 
+    def rows(self, outputs: range) -> QuantMatrix:
+        """The rows of some outputs, unpacked from the panels that hold them."""
+        n = self.panels.n_rows
+        first, stop = outputs.start // n, -(-outputs.stop // n)
+        part = self.panels.unpack(self.values[first:stop], (stop - first) * n)
+        return part.some(slice(outputs.start - first * n, outputs.stop - first * n))
+
     def apply(self, x: Tensor, ops: TorchOps, bias: DenseWeight | None = None) -> Tensor:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
         y = x.new_empty(len(x), self.n_outputs)

@@ -311,9 +311,11 @@ class Plane:
     def of_columns(self, unsigned: Tensor) -> Tensor:
         """The words. Shapes: [panels, groups, 8, rows, 4] -> [panels, groups, width, rows, 4]."""
         bits = (unsigned >> self.first) & self.mask
-        bits = bits.view(*bits.shape[:2], 8 // self.width, self.width, *bits.shape[3:])
-        bits = bits << self._shifts(unsigned.device)
-        return bits.sum(2, dtype=torch.uint8)  # the bits are disjoint
+        parts = (
+            part << shift
+            for part, shift in zip(bits.split(self.width, 2), range(0, 8, self.width), strict=True)
+        )
+        return reduce(torch.bitwise_or, parts)
 
     def in_columns(self, words: Tensor) -> Tensor:
         """The inverse, from the words of all planes; bits are at their places in the integers."""

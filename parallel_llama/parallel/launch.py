@@ -20,7 +20,7 @@ import termios
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -135,7 +135,8 @@ class LocalRanks:
     """Ranks of this host that a running process starts: by default all but rank 0, which it is.
 
     Each rank runs `python -m module` and reads `settings`, one line of JSON, from its stdin, which
-    is closed when this process ends. The output of the ranks goes to stderr, except of rank 0.
+    is closed when this process ends; further lines are orders (see `regroup`). The output of the
+    ranks goes to stderr, except of rank 0.
 
     Args:
         first: 0 if this process is not a rank.
@@ -196,13 +197,16 @@ class LocalRanks:
 
         Raises: RankError with the reason that the first rank to end has reported.
         """
+        if ended := self._ended(within_s):
+            raise RankError(self._verdict(ended))
+
+    def _ended(self, within_s: float) -> list[_Rank]:
+        """The ranks that have ended, as soon as there are any; none after `within_s` seconds."""
         deadline = time.monotonic() + within_s
         while True:
             ended = [rank for rank in self._ranks if rank.process.poll() is not None]
-            if ended:
-                raise RankError(self._verdict(ended))
-            if time.monotonic() >= deadline:
-                return
+            if ended or time.monotonic() >= deadline:
+                return ended
             time.sleep(_LOOK_S)
 
     def _verdict(self, ended: Sequence[_Rank]) -> str:
@@ -217,6 +221,35 @@ class LocalRanks:
     def pids(self) -> dict[int, int]:
         """Process ids by rank."""
         return {rank.number: rank.process.pid for rank in self._ranks}
+
+    def drop_ended(self, within_s: float) -> str | None:
+        """Forgets the ranks that have ended and renumbers the others, in their order.
+
+        Args:
+            within_s: how long to wait for a rank to end, in seconds.
+
+        Returns: why the ranks have ended; None if all are alive.
+        """
+        ended = self._ended(within_s)
+        if not ended:
+            return None
+        why = "; ".join(self._verdict([rank]) for rank in ended)
+        for rank in ended:
+            assert rank.process.stdin is not None
+            with suppress(OSError):  # it may hold an order that was not read
+                rank.process.stdin.close()
+        alive = [rank for rank in self._ranks if rank not in ended]
+        self._ranks = [replace(rank, number=number) for number, rank in enumerate(alive, 1)]
+        self.env = replace(self.env, size=1 + len(alive))
+        return why
+
+    def order(self, number: int, line: bytes) -> None:
+        """Writes a line to the stdin of a rank; one that has ended does not read it."""
+        stdin = self._ranks[number - 1].process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):
+            stdin.write(line)
+            stdin.flush()
 
     def end(self) -> None:
         """Ends the ranks that still run. It may be called twice."""

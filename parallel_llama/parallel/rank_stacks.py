@@ -57,9 +57,13 @@ def record_stacks(log_dir: str | None = None) -> int:
         faulthandler.register(_SIGNAL, file=fd, all_threads=True)
         if not faulthandler.is_enabled():  # a user's program may have chosen another file
             faulthandler.enable(file=fd, all_threads=True)
-        os.write(fd, f"process {os.getpid()}\n".encode())  # from now on the signal is handled
+        os.write(fd, _header(os.getpid()).encode())  # from now on the signal is handled
         _own_fd = fd
     return _own_fd
+
+
+def _header(pid: int) -> str:
+    return f"process {pid}\n"
 
 
 def leave_to_launcher() -> None:
@@ -100,6 +104,16 @@ class StackFile:
         with suppress(OSError):
             if STACKS_NAME in str(path.readlink()):
                 return cls(pid, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return None
+
+    @classmethod
+    def find(cls, pid: int) -> "StackFile | None":
+        """The file that the process `pid` writes; it may also hold those of other ranks open."""
+        with suppress(OSError):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                file = cls.open(pid, int(entry.name))
+                if file is not None and file.text().startswith(_header(pid)):
+                    return file
         return None
 
     def n_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 A decode step of 30 layers has 61 all-reduces of a few kilobytes. Each takes 0.4 to 0.9 ms in gloo,
 and some tens of microseconds here. This module does not use torch.distributed: another communicator
-sets it up.
+sets it up, or rank 0 sends the others a `Region`.
 
 The memory has no name: rank 0 creates an anonymous file, the other ranks open it through /proc
 during set-up, and the kernel frees it when the last rank ends.
@@ -24,6 +24,7 @@ not guarantee this order; they use the slower communicator.
 A kernel may run an exchange of `all_reduce` or `gather_columns`; see `Exchange`.
 """
 
+import errno
 import functools
 import mmap
 import operator
@@ -134,29 +135,77 @@ def share(comm: Communicator, timeouts: Timeouts) -> Communicator:
         peers.close()
         return comm
     cores = functools.reduce(operator.or_, (int(host.cores, 16) for host in hosts))
-    # Spinning helps if the other rank is on another core, and delays it on the same core.
-    spins = _SPINS if cores.bit_count() >= comm.size else 0
-    return SharedMemory(comm, memory, peers, spins, timeouts, stacks)
+    spins = _spins(cores.bit_count(), comm.size)
+    return SharedMemory(comm.rank, comm.size, memory, peers, spins, timeouts, stacks, comm.close)
+
+
+@dataclass(frozen=True)
+class Region:
+    """New memory for a group of `size` ranks, which other processes of the host can open.
+
+    Args:
+        pid: the process that holds it open.
+        fd: its descriptor there.
+        token: also written into the memory.
+    """
+
+    size: int
+    pid: int
+    fd: int
+    token: str
+
+    @classmethod
+    def create(cls, size: int) -> "Region":
+        """Raises: OSError without memory for it."""
+        fd, token = _create(size), secrets.token_hex(4)
+        if fd < 0:
+            raise OSError(errno.ENOMEM, "no shared memory for the ranks")
+        os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
+        return cls(size, os.getpid(), fd, token)
+
+    def group(self, rank: int, pids: Sequence[int], timeouts: Timeouts) -> "SharedMemory":
+        """The group of the processes `pids`, by rank; it needs no other communicator.
+
+        Raises: RankError if the memory or a process is not there any more.
+        """
+        memory = _map(self.pid, self.fd, self.token, _total_bytes(self.size))
+        if memory is None:
+            raise RankError(f"rank {rank} of {self.size} cannot open the memory of rank 0")
+        try:
+            peers = Peers({other: pid for other, pid in enumerate(pids) if other != rank})
+        except OSError as error:
+            raise RankError(f"rank {rank} of {self.size}: another rank has died") from error
+        spins = _spins(len(os.sched_getaffinity(0)), self.size)
+        files = {other: StackFile.find(pid) for other, pid in enumerate(pids)}
+        stacks = {other: file for other, file in files.items() if file is not None}
+        return SharedMemory(rank, self.size, memory, peers, spins, timeouts, stacks)
 
 
 class SharedMemory(Communicator):
     """A group of ranks of one host; it sums in rank order, and half types in float32.
 
-    Closing it closes `comm`. If a rank dies, the errors of the waiting ranks name it.
+    If a rank dies, the errors of the waiting ranks name it.
+
+    Args:
+        leave: called by `close`.
     """
 
     def __init__(
         self,
-        comm: Communicator,
+        rank: int,
+        size: int,
         memory: mmap.mmap,
         peers: Peers,
         spins: int,
         timeouts: Timeouts,
         stacks: Mapping[int, StackFile],
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
-        self.rank, self.size = comm.rank, comm.size
-        self._comm, self._peers = comm, peers
+        self.rank, self.size = rank, size
+        self._peers, self._leave = peers, leave
         self._spins, self._timeouts, self._stacks = spins, timeouts, stacks
+        # Called again and again while this rank waits for others; it may raise a RankError.
+        self.on_wait: Callable[[], None] = lambda: None
         self._memory = memory
         self._cells = memoryview(memory).cast("q")
         self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -240,7 +289,7 @@ class SharedMemory(Communicator):
         self._peers.close()
         self._views.clear()
         self._busy = True
-        self._comm.close()
+        self._leave()
 
     def sum_exchange(self, x: Tensor) -> "Exchange | None":
         """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
@@ -387,6 +436,7 @@ class SharedMemory(Communicator):
             pause = min(2 * pause, _IDLE_SLEEP_S if waited_s > _IDLE_S else _LONGEST_SLEEP_S)
 
     def _require_alive(self, lines: Sequence[int], phase: int) -> None:
+        self.on_wait()
         self._peers.look()
         for line in lines:
             # Read the count again: the rank may have published this phase before it died.
@@ -553,6 +603,11 @@ class _Host:
             ) from error
 
 
+def _spins(n_cores: int, size: int) -> int:
+    # Spinning helps if the other rank is on another core, and delays it on the same core.
+    return _SPINS if n_cores >= size else 0
+
+
 def _is_supported() -> bool:
     return platform.machine() == "x86_64"
 
@@ -587,7 +642,7 @@ def _open(hosts: list[_Host], comm: Communicator) -> tuple[mmap.mmap, Peers] | N
     first = hosts[0]
     if not _is_supported() or first.fd < 0 or {host.host for host in hosts} != {first.host}:
         return None
-    memory = _map(first, _total_bytes(comm.size))
+    memory = _map(first.pid, first.fd, first.token, _total_bytes(comm.size))
     if memory is None:
         return None
     try:
@@ -596,8 +651,8 @@ def _open(hosts: list[_Host], comm: Communicator) -> tuple[mmap.mmap, Peers] | N
         return None
 
 
-def _map(first: _Host, n_bytes: int) -> mmap.mmap | None:
-    path = Path(f"/proc/{first.pid}/fd/{first.fd}")
+def _map(pid: int, fd: int, token: str, n_bytes: int) -> mmap.mmap | None:
+    path = Path(f"/proc/{pid}/fd/{fd}")
     try:
         if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
             return None
@@ -607,5 +662,5 @@ def _map(first: _Host, n_bytes: int) -> mmap.mmap | None:
             memory = mmap.mmap(file.fileno(), n_bytes)
     except OSError:
         return None
-    token = memory[_TOKEN_OFFSET : _TOKEN_OFFSET + 8]
-    return memory if token == first.token.encode() else None
+    found = memory[_TOKEN_OFFSET : _TOKEN_OFFSET + 8]
+    return memory if found == token.encode() else None

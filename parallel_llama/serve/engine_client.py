@@ -82,6 +82,7 @@ class EngineClient:
         self.last_step: wire.Stepped | None = None
         self.n_restarts = 0
         self.n_failed_steps = 0
+        self.n_losses = 0  # of ranks, after which the others went on
         self.on_loaded: Callable[[wire.Loaded], None] = lambda _: None
 
     @property
@@ -244,6 +245,10 @@ class EngineClient:
                 self._answers[message.key].prompt_logprobs += message.logprobs
             case wire.Loaded():
                 self._begin(message, writer)
+            case wire.Shrunk():
+                self.n_losses += 1
+                self.loaded = message.loaded
+                self.on_loaded(message.loaded)
             case wire.EngineRefused():
                 self._forget(message.key).fail(UsageError(message.reason))
             case wire.Failed():

@@ -47,6 +47,7 @@ def status_of(service: Service) -> dict[str, Any]:
         "n_running": statistics and statistics.n_running,
         "n_waiting": statistics and statistics.n_waiting,
         "n_restarts": engine.n_restarts,
+        "n_losses": engine.n_losses,
         "kv": loaded and _kv(service),
         "ranks": [
             {
@@ -98,8 +99,8 @@ Value = float | Mapping[str, float]  # of a metric, or by a further label
 
 # Series that vLLM does not have.
 OURS = frozenset((
-    "up", "rank_up", "step_age_seconds", "step_seconds", "step_phase_seconds", "engine_restarts",
-    "failed_steps", "rank_token_mismatches", "rejected_requests",
+    "up", "rank_up", "tp_size", "step_age_seconds", "step_seconds", "step_phase_seconds",
+    "engine_restarts", "rank_losses", "failed_steps", "rank_token_mismatches", "rejected_requests",
 ))  # fmt: skip
 
 
@@ -120,6 +121,8 @@ class EngineCollector(Collector):
     def _of_engine(self, engine: EngineClient) -> Iterator[Metric]:
         yield self._gauge("up", "1 if the engine accepts requests.", engine.is_ready)
         yield self._total("engine_restarts", "Number of engine restarts.", engine.n_restarts)
+        survived = "Number of times that ranks were lost and the others continued all requests."
+        yield self._total("rank_losses", survived, engine.n_losses)
         failed = "Number of steps that failed with a numerical error."
         yield self._total("failed_steps", failed, engine.n_failed_steps)
         if engine.step_age_s is not None:
@@ -128,6 +131,7 @@ class EngineCollector(Collector):
         if engine.loaded is not None:
             up = {str(rank.rank): engine.step_age_s is not None for rank in engine.loaded.ranks}
             yield self._gauge("rank_up", "1 if the rank is running.", up, "rank")
+            yield self._gauge("tp_size", "Number of ranks.", len(up))
             config = "Information of the KV cache configuration."
             block_size = {str(engine.loaded.block_size): 1}
             yield self._gauge("cache_config_info", config, block_size, "block_size")

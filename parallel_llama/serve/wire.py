@@ -62,6 +62,12 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     ranks: tuple[RankFacts, ...]
 
 
+class Shrunk(msgspec.Struct, frozen=True, array_like=True, tag="shrunk"):
+    """Ranks were lost, and the others continue all requests; what has changed is in `loaded`."""
+
+    loaded: Loaded
+
+
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """What a step produced for one choice of a request: tokens, new text, perhaps the end.
 
@@ -110,7 +116,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-FromEngine = Loaded | Scored | Stepped | EngineRefused | Failed
+FromEngine = Loaded | Shrunk | Scored | Stepped | EngineRefused | Failed
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

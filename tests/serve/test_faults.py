@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -125,6 +126,29 @@ def test_a_rank_that_is_killed_is_replaced_and_no_answer_changes(restarted, vict
     assert restarted.get("/status")["n_restarts"] > n_restarts
     (why, *_) = (line for line in restarted.lines[n_lines:] if "is being restarted" in line)
     assert "was killed" in why, why  # which was seen, and not only that it is late
+
+
+def test_with_elastic_the_others_continue_every_answer(folder):
+    """One rank is lost while they stream, another one while they are idle."""
+    with Served("--model", str(folder), "--nproc=3", "--elastic") as served:
+        alone = texts(served, 4)
+        begun = threading.Barrier(5)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(texts, served, 4, begun)
+            begun.wait(LIMIT_S)
+            os.kill(rank_pids(served)[1], signal.SIGKILL)
+            assert asked.result(LIMIT_S) == alone
+        os.kill(rank_pids(served)[1], signal.SIGKILL)
+        wait_for(lambda: served.get("/status")["tp_size"] == 1)
+        assert texts(served, 4) == alone
+        status = served.get("/status")
+        assert (status["n_losses"], status["n_restarts"]) == (2, 0)
+        _, _, exported = served.send("GET", "/metrics")
+        assert re.search(rb"parallel_llama:rank_losses_total{[^}]*} 2.0", exported)
+        assert re.search(rb"parallel_llama:tp_size{[^}]*} 1.0", exported)
+    assert re.search(
+        r"rank 1 of 3 was killed by SIGKILL; tp_size=2 goes on after \d", served.stderr
+    )
 
 
 def test_an_idle_rank_that_is_killed_is_seen_at_once(restarted):

@@ -19,7 +19,7 @@ def test_what_ranks_have_taken_of_their_cards_stands_beside_the_hosts_memory(cud
     loaded = Loaded("bfloat16", "none", 1, 1000, 16, 1000, ranks)
     loaded = from_engine.decode(framed(loaded)[4:])
     engine = SimpleNamespace(
-        loaded=loaded, last_step=None, state="ready", step_age_s=0.0, n_restarts=0,
+        loaded=loaded, last_step=None, state="ready", step_age_s=0.0, n_restarts=0, n_losses=0,
         metrics=SimpleNamespace(token_rate=Rate()),
     )  # fmt: skip
     inputs = SimpleNamespace(max_seq_len=1000, sampling_params=SamplingParams)

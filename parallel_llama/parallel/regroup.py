@@ -1,0 +1,110 @@
+"""Orders of rank 0 to the ranks that it has started: form a new group without the lost ranks.
+
+The communicator of a group with a dead rank is broken, so orders arrive at stdin, one line of JSON
+each. A rank that waits in a collective of the old group leaves it when an order arrives.
+"""
+
+import os
+import queue
+from dataclasses import dataclass
+from threading import Thread
+
+import msgspec
+
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.launch import LocalRanks
+from parallel_llama.parallel.shared_memory import Region, SharedMemory
+from parallel_llama.parallel.timeouts import Timeouts
+
+# A line has the process ids of at most `launch.MAX_RANKS` ranks.
+MAX_ORDER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class RegroupOrder:
+    """The new group of a rank: its rank there, the processes by rank, and their shared memory."""
+
+    rank: int
+    pids: tuple[int, ...]
+    region: Region
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self) + b"\n"
+
+
+class Orders:
+    """Reads orders from a descriptor in a thread, and ends the process when the descriptor ends.
+
+    The descriptor ends with the parent, so a rank cannot outlive it.
+    """
+
+    def __init__(self, fd: int = 0) -> None:
+        self._fd = fd
+        self._orders: queue.SimpleQueue[RegroupOrder] = queue.SimpleQueue()
+        Thread(target=self._read, name="orders", daemon=True).start()
+
+    def require_none(self) -> None:
+        """Raises: RankError if an order waits: the present group is no longer used."""
+        if not self._orders.empty():
+            raise RankError("rank 0 forms a new group without a rank that it has lost")
+
+    def latest(self, limit_s: float) -> RegroupOrder | None:
+        """The last order so far, waiting for one at most `limit_s` seconds; None without one."""
+        try:
+            order = self._orders.get(timeout=limit_s)
+            while not self._orders.empty():
+                order = self._orders.get()
+        except queue.Empty:
+            return None
+        return order
+
+    def _read(self) -> None:
+        # From the file itself: a thread that holds Python's buffer would block the exit.
+        held = b""
+        try:
+            while len(held) <= MAX_ORDER_BYTES and (piece := os.read(self._fd, MAX_ORDER_BYTES)):
+                *lines, held = (held + piece).split(b"\n")
+                for line in lines:
+                    self._orders.put(msgspec.json.decode(line, type=RegroupOrder))
+        finally:
+            os._exit(1)
+
+
+def lead_group(ranks: LocalRanks, timeouts: Timeouts) -> Communicator:
+    """Forms the group of this process, which is rank 0, and the other ranks; orders them to join.
+
+    Raises: RankError if another rank ends meanwhile; OSError without memory for the group.
+    """
+    pids = os.getpid(), *ranks.pids().values()
+    if len(pids) == 1:
+        return Solo()
+    region = Region.create(len(pids))
+    try:
+        for rank in range(1, len(pids)):
+            ranks.order(rank, RegroupOrder(rank, pids, region).encode())
+        return _joined(region.group(0, pids, timeouts))
+    finally:
+        os.close(region.fd)
+
+
+def join_group(order: RegroupOrder, orders: Orders, timeouts: Timeouts) -> Communicator:
+    """Joins the group of an order, on a rank above 0.
+
+    Raises: RankError if another rank has ended, or another order arrives.
+    """
+    comm = order.region.group(order.rank, order.pids, timeouts)
+    comm.on_wait = orders.require_none
+    # `failures` and the launcher's messages name this process by its rank.
+    os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(comm.size))
+    return _joined(comm)
+
+
+def _joined(comm: SharedMemory) -> SharedMemory:
+    """Waits until all ranks have opened the memory."""
+    try:
+        comm.barrier()
+    except BaseException:
+        comm.close()
+        raise
+    return comm

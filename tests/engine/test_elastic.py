@@ -1,0 +1,284 @@
+"""The loss of ranks: the others go on, and every request continues as if nothing had happened."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from mixes import ARGS, HYBRID, Mix, Outcome, differences, make_engine, make_runner, random_mix
+from thread_ranks import ThreadComm, run_on_threads
+from tiny_folder import write_endless_folder
+from tiny_models import TinyModel, write_hf
+from torch import Tensor
+
+from parallel_llama import LLM, SamplingParams
+from parallel_llama.checkpoint.checkpoint import Checkpoint
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config import load_model_args
+from parallel_llama.dtypes import make_precision
+from parallel_llama.engine import rank_rpc
+from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.messages import decode_unfinished, encode_unfinished
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.weights import Param
+from parallel_llama.files.model_files import find_model
+from parallel_llama.ops.formats import DenseWeight, QuantWeight
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.plan import make_plan
+from parallel_llama.request import Completion, Grammar, Request
+
+WIDE = TinyModel(9, 3, 32, 288, ffn_dim=416, vocab_size=700)
+EXPERTS = TinyModel(
+    8, 2, 32, 256, ffn_dim=96, family="mixtral",
+    own={"num_local_experts": 5, "num_experts_per_tok": 2},
+)  # fmt: skip
+
+
+class Failing(ThreadComm):
+    """A group whose ranks all fail in the same exchange."""
+
+    n_left = 1 << 30
+
+    def _exchange(self, x: Tensor) -> Tensor:
+        self.n_left -= 1
+        if not self.n_left:
+            raise RankError("a rank has died")
+        return super()._exchange(x)
+
+
+def groups_of(most: int, rng: random.Random) -> list[list[Failing]]:
+    """Groups of `most` ranks and fewer; all but the last fail after some exchanges."""
+    groups = []
+    for size in range(most, 0, -1):
+        barrier, shelf = threading.Barrier(size, timeout=60), [torch.empty(0)] * size
+        group = [Failing(rank, barrier, shelf) for rank in range(size)]
+        n_left = rng.randint(1, 120) if size > 1 else 1 << 30
+        for comm in group:
+            comm.n_left = n_left
+        groups.append(group)
+    return groups
+
+
+def run_shrinking(
+    comm: ThreadComm,
+    mix: Mix,
+    args: ModelArgs,
+    groups: Sequence[Sequence[Failing]],
+    told: list[bytes],
+) -> dict[tuple[int, int], Outcome]:
+    """As `mixes.run_mix`, with one rank fewer after each failure; the last rank is the lost one."""
+    rank = comm.rank
+    runners = [make_runner(group[rank], args) for group in groups if rank < len(group)]
+    limits = mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts
+    engine = make_engine(runners.pop(0), *limits)
+    outcomes: dict[tuple[int, int], Outcome] = {}
+    tickets: dict[int, int] = {}
+    step, last = 0, max(guest.comes for guest in mix.guests)
+    while not engine.rpc:
+        try:
+            if rank == 0 and step > last and engine.idle:
+                rank_rpc.close(engine)
+                return outcomes
+            for guest in mix.guests if rank == 0 else ():
+                if guest.comes == step and guest.request.index not in tickets:
+                    tickets[guest.request.index] = engine.submit(guest.request)
+                if guest.cancelled == step and guest.request.index in tickets:
+                    engine.cancel(tickets[guest.request.index])
+            for output in engine.step():
+                if output.completion is not None:
+                    key = output.index, output.choice
+                    assert key not in outcomes or rank
+                    outcomes[key] = Outcome(
+                        output.completion.tokens, output.completion.finish_reason
+                    )
+            step += 1
+        except RankError:
+            if not runners:
+                break
+            runner = runners.pop(0)
+            if rank == 0:
+                told.append(encode_unfinished(engine.unfinished()))
+            runner.comm.barrier()
+            engine.resume(runner, engine.capacity, decode_unfinished(told[-1]))
+    return outcomes
+
+
+@pytest.mark.parametrize(("args", "seed"), [(ARGS, 1), (HYBRID, 2)])
+def test_requests_continue_wherever_a_step_fails(args, seed):
+    rng = random.Random(seed)
+    for number in range(12):
+        mix = random_mix(seed * 1000 + number)
+        groups = groups_of(3, rng)
+        outcomes, *_ = run_on_threads(3, run_shrinking, mix, args, groups, [])
+        assert not differences(mix, outcomes, args), number
+
+
+class Counting(Checkpoint):
+    """A checkpoint that adds up the rows that are read from it."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        super().__init__(inner.args, "interleaved")
+        self.inner, self.n_rows = inner, 0
+
+    def check(self, args: ModelArgs) -> None:
+        self.inner.check(args)
+
+    def _stored(self, param: Param, rows: range) -> Tensor:
+        self.n_rows += len(rows)
+        return self.inner.read(param, rows, "interleaved")
+
+
+def bytes_of(runner: ModelRunner) -> dict[str, Tensor]:
+    """The memory of every weight, fused ones included."""
+    found: dict[str, Tensor] = {}
+
+    def walk(path: str, part: object) -> None:
+        if isinstance(part, DenseWeight | QuantWeight):
+            found[path] = part.values
+        elif isinstance(part, list | tuple | dict):
+            items = part.items() if isinstance(part, dict) else enumerate(part)
+            for name, each in items:
+                walk(f"{path}.{name}", each)
+        elif type(part).__module__.startswith("parallel_llama.model"):
+            for name, each in vars(part).items():
+                walk(f"{path}.{name}", each)
+
+    walk("", runner.model)
+    return found
+
+
+@pytest.mark.parametrize("quant", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("model", [WIDE, EXPERTS], ids=["wide", "experts"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "no-exact"])
+def test_weights_that_a_rank_holds_are_copied_and_the_others_are_read(
+    tmp_path, model, quant, exact
+):
+    files = find_model(str(write_hf(model, tmp_path)))
+    args = load_model_args(files)
+    precision = make_precision(args, "float32", "cpu", quant, None)
+
+    def loaded(rank: int, size: int, before: ModelRunner | None = None) -> tuple[ModelRunner, int]:
+        group = precision.quant_group_size
+        plan = make_plan(args, size, quant_group_size=group, exact=exact)
+        comm = ThreadComm(rank, threading.Barrier(size), [])
+        checkpoint = Counting(open_checkpoint(files, args))
+        device = torch.device("cpu")
+        how = {"precision": precision, "device": device, "before": before}
+        return ModelRunner.load(args, checkpoint, plan, comm, **how), checkpoint.n_rows
+
+    for rank, new in ((0, 0), (2, 1), (4, 3), (1, 1)):
+        before, _ = loaded(rank, 5)
+        runner, n_read = loaded(new, 4, before)
+        expected, n_all = loaded(new, 4)
+        assert bytes_of(runner).keys() == bytes_of(expected).keys()
+        for name, values in bytes_of(expected).items():
+            assert torch.equal(bytes_of(runner)[name], values), name
+        assert n_read < n_all * 0.6 or not exact, (rank, n_read, n_all)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [({"device": "cuda"}, "device=cuda"), ({"kv_split": "sequence"}, "kv_split='sequence'")],
+)
+def test_elastic_is_refused_where_ranks_cannot_go_on(settings, what):
+    with pytest.raises(UsageError, match=f"elastic and {what} cannot be combined"):
+        LLMConfig(elastic=True, **settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_endless_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def requests_of(llm: LLM) -> list[Request]:
+    """Greedy and sampled ones, with grammars, log-probabilities, stop strings and choices."""
+    params = (
+        SamplingParams(max_tokens=300, ignore_eos=True),
+        SamplingParams(max_tokens=300, temperature=1.0, seed=1, n=3, logprobs=2),
+        SamplingParams(max_tokens=250, temperature=1.5, top_p=0.9, repetition_penalty=1.2),
+        SamplingParams(max_tokens=300, grammar=Grammar("regex", "([a-z]{1,5} ){40,60}")),
+        SamplingParams(max_tokens=300, temperature=0.8, seed=2, stop=("zz",), min_tokens=40),
+        SamplingParams(max_tokens=200, prompt_logprobs=1, logprobs=0, ignore_eos=True),
+    )
+    prompts = "Once", "a b a b a b a b", "x" * 300
+    return [
+        llm.input_processor.request(index, prompts[index % 3], params[index % 6], 5)
+        for index in range(16)
+    ]
+
+
+def outputs_of(llm: LLM, at_token: Callable[[int], None] = lambda _: None) -> list[Completion]:
+    """Completions without cache hits, which depend on time; streamed outputs must add up."""
+    tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
+    texts: dict[tuple[int, int], str] = defaultdict(str)
+    done = {}
+    for output in llm.run(requests_of(llm)):
+        key = output.index, output.choice
+        tokens[key] += output.tokens
+        texts[key] += output.text
+        at_token(sum(map(len, tokens.values())))
+        if output.completion is not None:
+            assert key not in done
+            done[key] = replace(output.completion, n_cached_tokens=0)
+            assert (list(done[key].tokens), done[key].text) == (tokens[key], texts[key])
+    return [done[key] for key in sorted(done)]
+
+
+@pytest.mark.slow
+def test_ranks_are_lost_one_after_another_and_no_bit_changes(folder):
+    """In a prompt, while decoding, while the others recover, and idle, down to one rank."""
+    with LLM(str(folder)) as alone:
+        expected = outputs_of(alone)
+        lines = [request.prompt for request in requests_of(alone)[:3]]
+        scores = alone.score(lines)
+    with LLM(str(folder), tp_size=5, elastic=True) as llm:
+
+        def kill(rank: int) -> None:
+            os.kill(llm.ranks.pids()[rank], signal.SIGKILL)
+
+        at = {1: [4], 900: [1, 2]}
+
+        def kill_at(n_tokens: int) -> None:
+            for number in [number for number in at if number <= n_tokens]:
+                for rank in at.pop(number):
+                    kill(rank)
+                    time.sleep(0.1)  # the others have begun to recover
+
+        before = [*psutil.Process().children()]
+        assert outputs_of(llm, kill_at) == expected
+        assert llm.tp_size == 2 and llm.ranks.losses[-1].tp_size == 2
+        kill(1)
+        assert llm.score(lines) == scores
+        assert llm.tp_size == 1 and outputs_of(llm) == expected
+        assert "was killed by SIGKILL" in str(llm.ranks.losses[0])
+    assert not [each for each in before if "engine.ranks" in " ".join(each.cmdline())]
+
+
+@pytest.mark.slow
+def test_a_request_that_no_longer_fits_ends_with_its_own_error(folder):
+    """Each of two ranks holds 2 of 3 KV heads; one rank holds all, in as many bytes."""
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    with LLM(str(folder), tp_size=3, elastic=True, kv_cache_bytes=40_000) as llm:
+        n_tokens = llm.engine.capacity.n_tokens
+        long, short = (
+            llm.input_processor.request(0, [3] * 8, replace(params, max_tokens=each))
+            for each in (n_tokens - 8, 20)
+        )
+        steps = llm.run([long])
+        next(steps)
+        for rank in (1, 2):
+            os.kill(llm.ranks.pids()[rank], signal.SIGKILL)
+        with pytest.raises(UsageError, match="the KV cache has"):
+            list(steps)
+        assert llm.engine.capacity.n_tokens < n_tokens
+        assert sum(len(output.tokens) for output in llm.run([short])) == 20
