@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from parallel_llama.llm import LLM
-    from parallel_llama.parallel.failures import RankError
+    from parallel_llama.parallel.failures import IntegrityError, RankError
     from parallel_llama.request import Completion, CompletionOutput, Grammar, SamplingParams
     from parallel_llama.tokenizer import Chat, Tokenizer, load_tokenizer
 
@@ -30,6 +30,7 @@ __all__ = [
     "CompletionOutput",
     "DamagedWeights",
     "Grammar",
+    "IntegrityError",
     "NumericalError",
     "OutOfMemory",
     "RankError",
@@ -42,7 +43,7 @@ __all__ = [
 _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
-    "RankError": "parallel.failures",
+    **dict.fromkeys(("IntegrityError", "RankError"), "parallel.failures"),
     **dict.fromkeys(("Completion", "CompletionOutput", "Grammar", "SamplingParams"), "request"),
     **dict.fromkeys(("Chat", "Tokenizer", "load_tokenizer"), "tokenizer"),
     **dict.fromkeys(

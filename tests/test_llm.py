@@ -183,6 +183,12 @@ def test_two_ranks_share_no_card_and_say_so(model, llm, monkeypatch, caplog):
     assert [says in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_memory_of_a_card_that_nobody_checks_is_not_said_to_be_checked(model, monkeypatch):
+    monkeypatch.setattr("parallel_llama.engine.setup.visible_cards", lambda: 1)
+    with pytest.raises(UsageError, match="integrity_check=True on device='cuda': only memory of"):
+        LLM(str(model), device="cuda", integrity_check=True)
+
+
 def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(model, monkeypatch):
     """The model was read until the GPU was full."""
     n_read: list[int] = []

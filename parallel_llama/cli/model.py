@@ -110,6 +110,11 @@ START_TIMEOUT: Flag[float] = Flag(
     number(0, MAX_TIMEOUT_S, above=True), "SECONDS", default=LLMConfig.start_timeout_s,
     subject="ranks",
 )  # fmt: skip
+INTEGRITY_CHECK: Flag[bool] = Flag(
+    "integrity-check",
+    "on the CPU, look for flipped bits in weights and KV cache, and name the rank",
+    subject="ranks",
+)  # fmt: skip
 LOG_DIR: Flag[str | None] = Flag(
     "log-dir", "where a folder with the stacks of all ranks is made after a failure",
     filled_text, "FOLDER", default_text="the folder of temporary files", subject="ranks",
@@ -122,11 +127,13 @@ RANKS: tuple[Flag[Any], ...] = (
     NPROC, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, EXACT, DEVICE, MAX_SEQ_LEN,
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
-LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT, START_TIMEOUT, LOG_DIR)
+LOADING: tuple[Flag[Any], ...] = (
+    RANDOM_WEIGHTS, VERIFY, INTEGRITY_CHECK, TIMEOUT, START_TIMEOUT, LOG_DIR,
+)  # fmt: skip
 # Flags with the names of LLMConfig's fields.
 _SETTINGS: tuple[Flag[Any], ...] = (
     MODEL, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
-    KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE, LOG_DIR, ELASTIC,
+    KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE, INTEGRITY_CHECK, LOG_DIR, ELASTIC,
 )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ class Engine:
         grammars: the grammar compiler, where there is a tokenizer.
         step_tokens: maximum tokens per step; by default that of `capacity`.
         max_drafts: maximum draft tokens per sequence and step.
+        integrity_check: look for flipped bits, on CPU ranks only; see `IntegrityCheck`.
 
     Collective: the constructor and `step`.
     """
@@ -95,6 +96,7 @@ class Engine:
         *,
         step_tokens: int | None = None,
         max_drafts: int = LLMConfig.max_drafts,
+        integrity_check: bool = False,
     ) -> None:
         self.runner, self.comm, self.capacity = runner, runner.comm, capacity
         self.step_tokens = step_tokens or capacity.step_tokens
@@ -109,6 +111,7 @@ class Engine:
         self._n_tickets = 0
         self._in_flight: _InFlightStep | None = None
         runner.reserve(capacity.n_blocks, capacity.block_size)
+        self._integrity = runner.check_integrity() if integrity_check else None
         self._reset()
 
     @property
@@ -187,6 +190,8 @@ class Engine:
         }
         self.runner, self.comm, self.capacity = runner, runner.comm, capacity
         runner.reserve(capacity.n_blocks, capacity.block_size)
+        if self._integrity is not None:
+            self._integrity = runner.check_integrity()
         self._reset_scheduler()
         for each in unfinished:
             if self._fits(each.ticket, each.request):
@@ -214,7 +219,7 @@ class Engine:
         exchange and one broadcast; two more broadcasts for grammars, and a barrier after an error.
 
         Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf; no request is
-        left then.
+        left then. IntegrityError if a bit has flipped, which ends the ranks.
         """
         try:
             self._clock.begin()
@@ -225,6 +230,8 @@ class Engine:
             # All ranks raise a NumericalError together. After any other error the state of the
             # other ranks is unknown, so only a single rank can be reset.
             if isinstance(error, NumericalError):
+                if self._integrity is not None:
+                    self._integrity.compare_all()
                 # A collective that was aborted because a rank is lost gives NaN too: then the
                 # barrier raises RankError.
                 self.comm.barrier()
@@ -258,6 +265,7 @@ class Engine:
     def _run(
         self, scheduled: abc.Sequence[ScheduledTokens], in_flight: "_InFlightStep | None"
     ) -> list[StepOutput]:
+        began_s = time.perf_counter()
         for state in (self._states[item.sequence] for item in scheduled):
             if not state.has_begun and state.output.sequence.number == 0:
                 self.begun.append(state.output.ticket)
@@ -280,6 +288,8 @@ class Engine:
             if not item.draws:
                 self.scheduler.commit(item, ())
         outputs = self._commit_outputs(items, drawn)
+        if self._integrity is not None:
+            self._integrity.after_step(time.perf_counter() - began_s)
         self._clock.lap("decide_s")
         self.times.n_steps += 1
         return outputs
@@ -309,6 +319,8 @@ class Engine:
             draft=lambda sequence, most: engine._draft(sequence, most),
         )
         self._in_flight = None
+        if self._integrity is not None:
+            self._integrity.forget_slots()
         self._states: dict[Sequence, _SequenceState] = {}
         self._unfinished: dict[int, list[Sequence]] = {}  # by ticket; the scheduler's own lists
 

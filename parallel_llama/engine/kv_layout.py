@@ -84,6 +84,16 @@ class KVLayout:
         both = Queries(near, size, window), Queries(far, size, n_keys=self.n_sinks)
         return KVGroupStep(slots, spare_slot, queries, both)
 
+    def slots(self, number: int, chunks: Sequence[Chunk]) -> list[int]:
+        """The slots of a step's tokens in one KV group, which no part of the cache may shard."""
+        assert self.part is None
+        slots: list[int] = []
+        for chunk in chunks:
+            first, positions = chunk.start // self.block_size, chunk.positions
+            blocks = self._blocks(chunk, number, first, positions.stop)
+            slots += slots_of(blocks, self.block_size, after(first * self.block_size, positions))
+        return slots
+
     def reaches_sinks(self, chunks: Sequence[Chunk]) -> bool:
         """Whether a token attends to attention sinks outside of its window."""
         windows = [each.window for each in self.kv_groups if self.n_sinks and each.window]

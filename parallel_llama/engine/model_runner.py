@@ -10,6 +10,7 @@ from contextlib import closing
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.checkpoint.reading import load
 from parallel_llama.dtypes import KVFormat, Precision
+from parallel_llama.engine.integrity import IntegrityCheck
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.kv_layout import CachePart, KVLayout
 from parallel_llama.engine.recorded_steps import (
@@ -132,6 +134,7 @@ class ModelRunner:
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
         """Replace the KV caches by empty ones of `n_blocks` blocks, one for each KV group."""
         self.block_size, n_parts = block_size, self.shard.kv_parts
+        self.integrity: IntegrityCheck | None = None
         part = CachePart(self.comm.rank, n_parts) if n_parts > 1 else None
         # Whether operators read keys through block tables (paged attention).
         is_paged = self.model.ops.is_paged and not why_unrecorded(self.args, n_parts, "cuda")
@@ -161,6 +164,13 @@ class ModelRunner:
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
             self._graphs = CUDAGraphs(self._layout, self._rotations, longest, self.device)
 
+    def check_integrity(self) -> IntegrityCheck:
+        """Add all following forward passes to an integrity check, until the next `reserve`."""
+        assert self.device.type == "cpu"
+        caches = self.caches if self._layout.part is None else ()
+        self.integrity = IntegrityCheck(self.model, caches, self.comm)
+        return self.integrity
+
     def record(
         self,
         recorder: Recorder = record_cuda_graph,
@@ -188,10 +198,11 @@ class ModelRunner:
         """
         with _MEMORY:
             hidden = self._calls.hidden(chunks, rows)
-            if hidden is not None:
-                return hidden
-            with torch.inference_mode():
-                return self.model(self.batch(chunks, rows), self.caches)
+            if hidden is None:
+                with torch.inference_mode():
+                    hidden = self.model(self.batch(chunks, rows), self.caches)
+            self._check(chunks, hidden)
+            return hidden
 
     def step(
         self,
@@ -250,13 +261,30 @@ class ModelRunner:
         else:
             logits = self._calls.logits(chunks, rows)
         if logits is not None:
+            if self.integrity is not None:
+                self._check(chunks, self._calls.residual)
             return logits
         with torch.inference_mode():
-            return self._logits(self.batch(chunks, rows, sampling_keys))
+            batch = self.batch(chunks, rows, sampling_keys)
+            hidden = self.model(batch, self.caches)
+            self._check(chunks, hidden)
+            return self._drawn(hidden, batch)
+
+    def _check(self, chunks: Sequence[Chunk], residual: Tensor | npt.NDArray[np.uint8]) -> None:
+        """Tell the integrity check of a forward pass, if there is a check."""
+        if self.integrity is None:
+            return
+        if isinstance(residual, Tensor):
+            residual = residual.contiguous().view(torch.uint8).numpy()
+        groups = range(len(self.caches)) if self._layout.part is None else ()
+        self.integrity.forwarded([self._layout.slots(n, chunks) for n in groups], residual)
 
     def _logits(self, batch: Batch) -> Logits:
         """The logits of the batch's rows, and tokens drawn from them if it has sampling keys."""
-        logits = self.model.logits(self.model(batch, self.caches))
+        return self._drawn(self.model(batch, self.caches), batch)
+
+    def _drawn(self, hidden: Tensor, batch: Batch) -> Logits:
+        logits = self.model.logits(hidden)
         if batch.sampling_keys is None:
             return Logits(logits)
         drawn = self.model.ops.draw(logits, batch.sampling_keys, self.shard.vocab.start)

@@ -345,6 +345,7 @@ class Ranks:
     def _make_engine(self, runner: ModelRunner) -> Engine:
         """Allocate the KV cache, then wait for all ranks."""
         inputs = self.setup.inputs
+        config = self.setup.config
         capacity = self.setup.cache_size.agree(self.comm, memory_of(runner.device))
         has_text = runner.comm.rank == 0 and inputs.has_tokenizer
         with MemoryFor("the KV cache", "lower kv_cache_bytes"):
@@ -353,7 +354,8 @@ class Ranks:
                 capacity,
                 inputs.tokenizer if has_text else None,
                 inputs.grammars if has_text else None,
-                max_drafts=self.setup.config.max_drafts,
+                max_drafts=config.max_drafts,
+                integrity_check=config.integrity_check,
             )
         runner.comm.barrier()
         return engine

@@ -204,16 +204,20 @@ class KernelCalls:
         self._model, self._caches, self._layout, self._tables = model, caches, layout, tables
         # By number of rows; None if an operator is not a kernel.
         self._steps: dict[int, _KernelCallStep | None] = {}
+        self.residual: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 
     def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Logits | None:
         """The logits of these rows, or None if the step must run operator by operator.
 
-        The next step may overwrite them.
+        The next step may overwrite them, and `residual`, the bytes of the residual stream.
 
         Collective: those of `Transformer.__call__`.
         """
         step = self._replayed(chunks, rows)
-        return None if step is None else step.logits
+        if step is None:
+            return None
+        self.residual = step.residual
+        return step.logits
 
     @torch.inference_mode()
     def hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Tensor | None:
@@ -254,7 +258,7 @@ class _KernelCallStep:
 
     `kv_groups` and `rotations` are those of the first step.
 
-    Shapes: `hidden` [T, dim], of the step that ran last.
+    Shapes: `hidden` [T, dim], of the step that ran last; `residual`, its bytes.
     Raises: NotRecorded if an operator after the embedding is not a kernel.
     """
 
@@ -282,6 +286,7 @@ class _KernelCallStep:
             # The logits are the largest tensor of a step. All recordings share its memory, which
             # the first kernels of the next step may overwrite.
             borrowed = self._recording.borrowed(scores)
+        self.residual = self.hidden.view(torch.uint8).numpy()
         self._scores = Logits(borrowed, None if largest is None else largest.numpy())
 
     @property

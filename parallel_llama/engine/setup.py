@@ -56,6 +56,7 @@ class ModelSetup:
         self.config = replace(config, tp_size=self.size, max_seq_len=self.inputs.max_seq_len)
         local_rank, n_local_ranks = local_world(self.size)
         self.kind = _device_kind(config.device, n_local_ranks)
+        _require_checkable(config.integrity_check, self.kind)
         self.device = own_device(self.kind, local_rank)
         if config.elastic:
             require_elastic(self.kind, config.kv_split)
@@ -137,6 +138,14 @@ def _require_alone(slice_of: tuple[int, int] | None, size: int) -> None:
     if slice_of is not None and (size > 1 or is_started_as_rank()):
         raise UsageError(
             f"slice_of={slice_of} with {size} ranks: a slice runs alone; leave tp_size out"
+        )
+
+
+def _require_checkable(integrity_check: bool, kind: DeviceKind) -> None:
+    if integrity_check and kind != "cpu":
+        raise UsageError(
+            f"integrity_check=True on device={kind!r}: only memory of the CPU is checked; leave "
+            "integrity_check out, or use device='cpu'"
         )
 
 

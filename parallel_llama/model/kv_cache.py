@@ -63,3 +63,7 @@ class KVCache:
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer in all slots. Shapes: each [K, n_slots, W] local."""
         return self.k[layer], self.v[layer]
+
+    def as_bytes(self) -> Tensor:
+        """All keys and values. Shapes: [n_layers * 2 * K, n_slots, bytes of a row] uint8."""
+        return self._kv.view(torch.uint8).flatten(0, 2)

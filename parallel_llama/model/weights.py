@@ -15,7 +15,13 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.model.attention import Attention
 from parallel_llama.model.huge_pages import HugePages
-from parallel_llama.model.layers import ColumnParallelLinear, LayerNorm, RMSNorm, RowParallelLinear
+from parallel_llama.model.layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from parallel_llama.model.moe import Expert, Matrix, MixtureOfExperts
 from parallel_llama.model.transformer import FeedForward, Transformer, TransformerBlock
 from parallel_llama.ops.formats import DenseWeight, QuantWeight, Weight
@@ -143,6 +149,35 @@ class WeightLoader:
         """Give up the memory of a part, whose weights are lost."""
         if self._huge_pages is not None:
             self._huge_pages.release(self._bytes_of.pop(name, range(0)))
+
+
+def stored_weights(model: Transformer) -> dict[str, Weight]:
+    """The weights of a loaded model by name, without those that are views of a fused weight."""
+    found = {name: weight for name, weight in _named(model, "") if weight.values.numel()}
+    fused: dict[str, Weight] = {}
+    stop = 0
+    for name in sorted(found, key=lambda name: _span(found[name])):
+        address, negated_bytes = _span(found[name])
+        if address - negated_bytes > stop:
+            fused[name], stop = found[name], address - negated_bytes
+    return fused
+
+
+def _span(weight: Weight) -> tuple[int, int]:
+    """A key that sorts weights by address, and a fused weight before its views."""
+    return weight.values.data_ptr(), -weight.values.nbytes
+
+
+def _named(part: object, path: str) -> Iterator[tuple[str, Weight]]:
+    """The weights of a part of the model, with their paths."""
+    items = part if isinstance(part, dict) else vars(part)
+    for name, value in items.items():
+        if isinstance(value, Weight):
+            yield f"{path}{name}", value
+        elif isinstance(value, list):
+            yield from _named(dict(enumerate(value)), f"{path}{name}.")
+        elif isinstance(value, dict | TransformerBlock | VocabParallelEmbedding | Expert | _Layer):
+            yield from _named(value, f"{path}{name}.")
 
 
 def _part_at(model: Transformer, path: str) -> Any:

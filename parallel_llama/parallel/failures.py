@@ -35,6 +35,10 @@ class RankError(RuntimeError):
     """Another rank has died, is late, or has called another collective."""
 
 
+class IntegrityError(RankError):
+    """A rank's weights or KV cache have changed in memory, or ranks that must be equal differ."""
+
+
 def late(ranks: Iterable[int], size: int, limit_s: float) -> str:
     return f"rank {listed_ranks(ranks)} of {size} is late: no progress for {limit_s:g} s"
 

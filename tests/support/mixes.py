@@ -156,6 +156,8 @@ def make_engine(
     block_size: int = 16,
     step_tokens: int = 512,
     max_drafts: int = 0,
+    *,
+    integrity_check: bool = False,
 ) -> Engine:
     """An engine with `n_blocks` for full-attention layers, and as few as possible for others."""
     windows = [kv_group.window for kv_group in runner.kv_groups]
@@ -163,7 +165,13 @@ def make_engine(
     n_sinks = runner.args.attention_sinks
     sizes = [blocks_held(longest, block_size, window, step_tokens, n_sinks) for window in windows]
     capacity = Capacity(tuple(sizes), block_size, 0, tuple(windows), n_sinks)
-    return Engine(runner, capacity, step_tokens=step_tokens, max_drafts=max_drafts)
+    return Engine(
+        runner,
+        capacity,
+        step_tokens=step_tokens,
+        max_drafts=max_drafts,
+        integrity_check=integrity_check,
+    )
 
 
 def random_mix(seed: int) -> Mix:

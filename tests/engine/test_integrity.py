@@ -1,0 +1,149 @@
+"""Flipped bits in weights, KV cache and residual streams are found, and named."""
+
+from collections.abc import Callable, Iterable
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from mixes import ARGS, HYBRID, OF_FAMILIES, make_engine, make_runner, random_mix, run_mix
+from thread_ranks import run_on_threads
+from torch import Tensor
+
+from parallel_llama.dtypes import KVFormat
+from parallel_llama.engine.engine import Engine
+from parallel_llama.errors import NumericalError
+from parallel_llama.model.transformer import Transformer
+from parallel_llama.ops.cpu.jit import openmp
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.failures import IntegrityError
+from parallel_llama.request import Request, SamplingParams
+
+pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
+
+SEVERAL = ("mistral with sinks",)
+_N_STEPS, _FAULT_AT, _FAULTY = 140, 20, 1
+
+
+def flip(values: Tensor, bit: int) -> None:
+    """Flip a bit of memory."""
+    own = values.view(-1).view(torch.uint8).numpy()
+    own[bit // 8] ^= np.uint8(1 << bit % 8)
+
+
+def run_with_fault(
+    comm: Communicator, fault: Callable[[Engine], object], failed_at: list[int]
+) -> None:
+    """Run a request, with a fault on rank _FAULTY from step _FAULT_AT on."""
+    engine = make_engine(make_runner(comm), integrity_check=True)
+    if comm.rank == 0:
+        engine.submit(
+            Request(0, (3, 1, 4, 1, 5) * 8, SamplingParams(max_tokens=_N_STEPS), 0, frozenset())
+        )
+    for step in range(_N_STEPS):
+        if step == _FAULT_AT and comm.rank == _FAULTY % comm.size:
+            fault(engine)
+        try:
+            engine.step()
+        except IntegrityError:
+            failed_at.append(step)
+            raise
+
+
+def run_request(engine: Engine, prompt: Iterable[int], max_tokens: int = 3) -> None:
+    """Run one request on a single rank."""
+    engine.submit(Request(0, tuple(prompt), SamplingParams(max_tokens=max_tokens), 0, frozenset()))
+    while not engine.idle:
+        engine.step()
+
+
+def steps_until_found(fault: Callable[[Engine], object], named: str, size: int = 3) -> int:
+    """The steps from a fault to its error, which says what is `named`."""
+    failed_at: list[int] = []
+    with pytest.raises(IntegrityError, match=named):
+        run_on_threads(size, run_with_fault, fault, failed_at)
+    return failed_at[0] - _FAULT_AT
+
+
+WEIGHTS: dict[str, Callable[[Transformer], Tensor]] = {
+    r"layers\.1\.attention\.wqkv\.weight": lambda model: model.layers[1].attention.wq.weight.values,
+    r"layers\.0\.feed_forward\.w2\.weight": lambda model: (
+        model.layers[0].feed_forward.w2.weight.values
+    ),
+    r"layers\.1\.ffn_norm\.weight": lambda model: model.layers[1].ffn_norm.weight.values,
+    r"tok_embeddings\.weight": lambda model: model.tok_embeddings.weight.values,
+}
+
+
+@pytest.mark.parametrize("named", WEIGHTS)
+def test_the_lowest_bit_of_a_weight_is_found_and_the_weight_named(named):
+    n_steps = steps_until_found(
+        lambda engine: flip(WEIGHTS[named](engine.runner.model), 0),
+        f"rank 1 of 3: {named} has changed in memory",
+    )
+    assert n_steps < 100
+
+
+def test_the_lowest_bit_of_a_key_is_found():
+    n_steps = steps_until_found(
+        lambda engine: flip(engine.runner.caches[0].k[1, 0, 12], 0),
+        "rank 1 of 3: slot 12 of its KV cache has changed in memory",
+    )
+    assert n_steps < 100
+
+
+def test_ranks_whose_residual_streams_differ_are_found():
+    def diverge(engine: Engine) -> None:
+        forwarded = engine._integrity.forwarded
+        engine._integrity.forwarded = lambda slots, residual: forwarded(slots, residual ^ 1)
+
+    n_steps = steps_until_found(diverge, "rank 1 of 3 differs from the others")
+    assert n_steps < 16
+
+
+@pytest.mark.parametrize("args", [ARGS, HYBRID, *map(OF_FAMILIES.get, SEVERAL)])
+@pytest.mark.parametrize("kv_format", [None, KVFormat("int8")])
+def test_sound_memory_passes_whatever_the_cache_is_used_for(args, kv_format):
+    """Prefixes are shared, blocks are used again, drafts are rejected and requests preempted."""
+    runner = make_runner(Solo(), args, kv_format)
+    for mix in map(random_mix, range(2)):
+        engine = make_engine(
+            runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts,
+            integrity_check=True,
+        )  # fmt: skip
+        integrity = engine._integrity
+        integrity.after_step = lambda _, integrity=integrity: integrity.compare_all()
+        run_mix(engine, mix)
+        assert any(sums._n_used for sums in integrity._slots)
+
+
+def test_slots_that_a_failed_forward_pass_wrote_are_not_compared():
+    """Its sums are missing, so those of the tokens before would be compared."""
+    engine = make_engine(make_runner(Solo()), n_blocks=4, integrity_check=True)
+    run_request(engine, range(50))
+    interrupted = OSError("interrupted")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="interrupted"):
+        patch.setattr(engine._integrity, "forwarded", Mock(side_effect=interrupted))
+        run_request(engine, range(50, 100))
+    engine._integrity.compare_all()
+
+
+def test_sound_steps_pass_and_all_memory_is_compared():
+    engine = make_engine(make_runner(Solo()), integrity_check=True)
+    run_request(engine, range(90), max_tokens=100)
+    assert engine._integrity.n_rounds > 1
+
+
+def test_a_weight_that_makes_numbers_overflow_is_named_at_once():
+    def overflow(engine: Engine) -> None:
+        engine.runner.model.norm.weight.values.fill_(torch.inf)
+
+    assert steps_until_found(overflow, r"rank 0 of 1: norm\.weight has changed", size=1) == 0
+
+
+def test_numbers_that_overflow_in_sound_memory_are_no_integrity_error():
+    runner = make_runner(Solo())
+    runner.model.norm.weight.values.fill_(torch.nan)
+    engine = make_engine(runner, integrity_check=True)
+    with pytest.raises(NumericalError):
+        run_request(engine, (3, 1, 4))
