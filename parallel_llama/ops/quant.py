@@ -311,10 +311,7 @@ class Plane:
     def of_columns(self, unsigned: Tensor) -> Tensor:
         """The words. Shapes: [panels, groups, 8, rows, 4] -> [panels, groups, width, rows, 4]."""
         bits = (unsigned >> self.first) & self.mask
-        parts = (
-            part << shift
-            for part, shift in zip(bits.split(self.width, 2), range(0, 8, self.width), strict=True)
-        )
+        parts = (bits[:, :, at : at + self.width] << at for at in range(0, 8, self.width))
         return reduce(torch.bitwise_or, parts)
 
     def in_columns(self, words: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_llama.errors import UsageError, listed_ranks, printable
-from parallel_llama.files.bounded_files import is_folder
+from parallel_llama.errors import UnreadableFile, UsageError, listed_ranks, printable
+from parallel_llama.files.bounded_files import is_folder, names_in
 
 # The descriptor of the file that the launcher of this rank reads, in its environment.
 STACKS_FD = "PARALLEL_LLAMA_STACKS_FD"
@@ -109,11 +109,13 @@ class StackFile:
     @classmethod
     def find(cls, pid: int) -> "StackFile | None":
         """The file that the process `pid` writes; it may also hold those of other ranks open."""
-        with suppress(OSError):
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                file = cls.open(pid, int(entry.name))
+        with suppress(OSError, UnreadableFile):
+            for name in names_in(Path(f"/proc/{pid}/fd")):
+                file = cls.open(pid, int(name))
                 if file is not None and file.text().startswith(_header(pid)):
                     return file
+                if file is not None:
+                    os.close(file.fd)
         return None
 
     def n_bytes(self) -> int:
