@@ -37,6 +37,7 @@ from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 
 _COMPUTED = torch.float32  # the dtype of sums over groups
 _LINE_BYTES = 64  # of a CPU cache, the alignment of a panel
+_PACKED_AT_ONCE = 1 << 20  # integers, which take several bytes each until they are packed
 
 # Fractions of a group's range that int4 quantisation tries. Clipping a few values allows finer
 # steps for the others.
@@ -400,7 +401,15 @@ class PanelShape:
         assert weight.n_before == self.n_before
         n_panels = -(-weight.shape[0] // self.n_rows)
         panels = weight.integers.new_zeros(n_panels, self.n_bytes, dtype=torch.uint8)
-        at = 0
+        n_at_once = max(1, _PACKED_AT_ONCE // (self.n_rows * self.n_inputs))
+        for start in range(0, n_panels, n_at_once):
+            rows = slice(start * self.n_rows, (start + n_at_once) * self.n_rows)
+            self._pack(weight.some(rows), panels[start : start + n_at_once])
+        return panels
+
+    def _pack(self, weight: QuantMatrix, panels: Tensor) -> None:
+        """Shapes: [out, in], [n_panels, n_bytes] zeros."""
+        n_panels, at = len(panels), 0
         for numbers in (weight.scales, weight.mins, weight.factors):
             if numbers is not None:
                 whole = self._in_panels(numbers).transpose(1, 2).flatten(1)
@@ -412,7 +421,6 @@ class PanelShape:
         unsigned = unsigned.permute(0, 2, 3, 1, 4)  # [n_panels, n_groups, 8, rows, 4]
         words = torch.cat([plane.of_columns(unsigned) for plane in planes_of(self.form.n_bits)], 2)
         panels[:, self.integers_at :][:, : self.n_groups * self.group_bytes] = words.flatten(1)
-        return panels
 
     def unpack(self, panels: Tensor, n_outputs: int) -> QuantMatrix:
         """The inverse of `pack`, for panels with `n_outputs` rows."""

@@ -124,7 +124,7 @@ def test_a_rank_on_the_cpu_needs_what_plan_says(capsys, tmp_path, nproc):
     """The 380 MiB that a process takes in addition to weights and cache were not counted."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"tokens": [i % 997 + 100 for i in range(1000)]}))
-    ranks = ["--nproc", nproc, "--device", "cpu"]
+    ranks = ["--nproc", nproc, "--device", "cpu", "--quant", "none"]
     asked = ["generate", "--prompts", str(prompts), "--max-tokens", "8", *ranks]
     found = plan(capsys, *ranks, "--max-seq-len", "1008")
     done = run_python("-c", PEAK, *asked, "--kv-cache-bytes", str(found["kv_cache_bytes"]))
@@ -149,7 +149,7 @@ def test_a_cache_beyond_the_default_names_the_flag_that_a_start_needs(capsys):
     said = "start      with --kv-cache-bytes 2160M; the default for a rank is 2.00 GiB"
     assert said in shown and "fits       yes" in shown
     assert plan(capsys, *asked, "--batch", "6")["kv_cache_bytes"] == 2160 << 20
-    tight = page(capsys, "--device", "cpu", "--memory", "1300MiB")
+    tight = page(capsys, "--device", "cpu", "--quant", "none", "--memory", "1300MiB")
     assert "with --kv-cache-bytes 360M; the default for a rank is 194.8 MiB" in tight
 
 
