@@ -116,7 +116,7 @@ def run_shrinking(
 @pytest.mark.parametrize(("args", "seed"), [(ARGS, 1), (HYBRID, 2)])
 def test_requests_continue_wherever_a_step_fails(args, seed):
     rng = random.Random(seed)
-    for number in range(12):
+    for number in range(4):
         mix = random_mix(seed * 1000 + number)
         groups = groups_of(3, rng)
         outcomes, *_ = run_on_threads(3, run_shrinking, mix, args, groups, [])
@@ -157,9 +157,17 @@ def bytes_of(runner: ModelRunner) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("quant", ["none", "int8", "int4", "fp8"])
-@pytest.mark.parametrize("model", [WIDE, EXPERTS], ids=["wide", "experts"])
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "no-exact"])
+@pytest.mark.parametrize(
+    ("quant", "model", "exact"),
+    [
+        ("none", WIDE, True),
+        ("none", EXPERTS, False),
+        ("int8", EXPERTS, True),
+        ("int4", WIDE, False),
+        ("int4", EXPERTS, True),
+        ("fp8", WIDE, True),
+    ],
+)
 def test_weights_that_a_rank_holds_are_copied_and_the_others_are_read(
     tmp_path, model, quant, exact
 ):
