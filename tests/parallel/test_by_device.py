@@ -63,7 +63,7 @@ class Told(Solo):
 def queueing(comm: Communicator, limit_s: float, abort: Callable[[], None]) -> ProcessGroup:
     """The gloo group below shared memory, with a watchdog as for a GPU."""
     assert isinstance(comm, SharedMemory)
-    gloo = comm._comm
+    gloo = comm._leave.__self__
     assert isinstance(gloo, ProcessGroup)
     store = PrefixStore(f"queueing {limit_s}", gloo._heartbeats._store)
     return ProcessGroup(gloo._group, store, Timeouts(limit_s, 30.0), lambda: None, abort)

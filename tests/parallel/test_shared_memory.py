@@ -16,7 +16,7 @@ from ranks import SOON_S, Ranks, call_late_after
 from test_collectives import race
 
 from parallel_llama.parallel import shared_memory
-from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.shared_memory import SharedMemory, share
 from parallel_llama.parallel.timeouts import Timeouts
@@ -103,10 +103,10 @@ def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
         }
         monkeypatch.setattr(shared_memory, *spoils[what])
     with monkeypatch.context():
-        again = share(comm._comm, Timeouts())
+        again = share(comm._leave.__self__, Timeouts())
     monkeypatch.undo()
     assert int(again.all_reduce(torch.tensor([comm.rank]))) == sum(range(comm.size))
-    return "same" if again is comm._comm else type(again).__name__
+    return "same" if again is comm._leave.__self__ else type(again).__name__
 
 
 def share_without(comm: Communicator, limit: int, room: int) -> str:
@@ -116,11 +116,11 @@ def share_without(comm: Communicator, limit: int, room: int) -> str:
     if comm.rank == 0:
         resource.setrlimit(limit, (room, hard))
     try:
-        again = share(comm._comm, Timeouts())
+        again = share(comm._leave.__self__, Timeouts())
     finally:
         resource.setrlimit(limit, (soft, hard))
     assert int(again.all_reduce(torch.tensor([comm.rank]))) == sum(range(comm.size))
-    return "same" if again is comm._comm else type(again).__name__
+    return "same" if again is comm._leave.__self__ else type(again).__name__
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,16 @@ def test_ranks_that_can_share_do(ranks):
 def map_with_another_token(_: Communicator) -> bool:
     fd = shared_memory._create(2)
     host = shared_memory._Host.here(fd, "an offer")
-    refused = shared_memory._map(host, shared_memory._total_bytes(2)) is None
+    refused = (
+        shared_memory._map(host.pid, host.fd, host.token, shared_memory._total_bytes(2)) is None
+    )
     os.pwrite(fd, b"an offer", shared_memory._TOKEN_OFFSET)
-    accepted = shared_memory._map(host, shared_memory._total_bytes(2)) is not None
-    too_short = shared_memory._map(host, shared_memory._total_bytes(3)) is None
+    accepted = (
+        shared_memory._map(host.pid, host.fd, host.token, shared_memory._total_bytes(2)) is not None
+    )
+    too_short = (
+        shared_memory._map(host.pid, host.fd, host.token, shared_memory._total_bytes(3)) is None
+    )
     os.close(fd)
     return refused and accepted and too_short
 
@@ -165,7 +171,7 @@ def spins(comm: Communicator, cores: list[set[int]]) -> int:
     assert isinstance(comm, SharedMemory)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores[comm.rank])
-        again = share(comm._comm, Timeouts())
+        again = share(comm._leave.__self__, Timeouts())
     assert isinstance(again, SharedMemory)
     return again._spins
 
@@ -281,9 +287,9 @@ def test_the_memory_for_views_of_slots_is_bounded(ranks):
 
 def use_after_close(comm: Communicator) -> None:
     assert isinstance(comm, SharedMemory)
-    again = share(comm._comm, Timeouts())
+    again = share(comm._leave.__self__, Timeouts())
     assert isinstance(again, SharedMemory)
-    again._comm = Solo()  # the pool's own group stays open
+    again._leave = lambda: None  # the pool's own group stays open
     again.close()
     again.close()
     with pytest.raises(RankError, match="has closed its group"):
