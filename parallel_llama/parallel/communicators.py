@@ -249,11 +249,11 @@ def make_communicator(
 
 @contextmanager
 def _nccl_leaves_errors_to_us() -> Iterator[None]:
-    """Disables torch's watchdog, which kills the process of a rank whose peer is lost.
+    """Disables torch's watchdog.
 
-    The watchdog would kill a user's program 30 s later with a C++ stack trace. Its threads also
-    must not ask the store for dumps: the store is a Python object, invalid once the interpreter has
-    ended. torch reads these variables when it forms a group.
+    After the loss of a rank, the watchdog would kill a user's program 30 s later with a C++ stack
+    trace. Its threads also must not ask the store for dumps: the store is a Python object, invalid
+    once the interpreter has ended. torch reads these variables when it forms a group.
     """
     names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
     added = [name for name in names if name not in os.environ]

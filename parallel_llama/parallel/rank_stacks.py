@@ -115,7 +115,7 @@ class StackFile:
                 if file is not None and file.text().startswith(_header(pid)):
                     return file
                 if file is not None:
-                    os.close(file.fd)
+                    file.close()
         return None
 
     def n_bytes(self) -> int:
@@ -126,7 +126,7 @@ class StackFile:
 
     def ask(self) -> bool:
         """Makes the process write its stacks; returns whether it will."""
-        if not self.n_bytes() or self._state() in ("", "Z", "X", "T", "t"):
+        if not self.n_bytes() or process_state(self.pid) in ("", "Z", "X", "T", "t"):
             return False
         if self.pid == os.getpid():
             faulthandler.dump_traceback(self.fd)
@@ -138,19 +138,27 @@ class StackFile:
 
     def silence(self) -> str:
         """Why the process cannot write its stacks."""
-        state = self._state()
+        state = process_state(self.pid)
         if state in ("", "Z", "X"):
             return "has ended"
         if state in ("T", "t"):
             return "is stopped by a signal or a debugger"
         return "has not written" if self.n_bytes() else "was still starting"
 
-    def _state(self) -> str:
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-        return stat[stat.rindex(")") + 1 :].split()[0]
+    def close(self) -> None:
+        """Close this process's descriptor of another rank's file."""
+        if self.pid != os.getpid():
+            os.close(self.fd)
+
+
+def process_state(pid: int) -> str:
+    """The letter of a process's state, as in proc(5); empty if the process has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # The state follows the name, which may contain any characters.
+    return stat[stat.rindex(")") + 1 :].split()[0]
 
 
 def own_stack_file() -> StackFile:

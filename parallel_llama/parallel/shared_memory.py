@@ -128,12 +128,13 @@ def share(comm: Communicator, timeouts: Timeouts) -> Communicator:
     if opened is None:
         return comm
     memory, peers = opened
-    files = {rank: StackFile.open(host.pid, host.stacks_fd) for rank, host in enumerate(hosts)}
-    files[comm.rank] = own_stack_file()
-    stacks = {rank: file for rank, file in files.items() if file is not None}
     if not bool(ready.all()):
         peers.close()
         return comm
+    others = [(rank, host) for rank, host in enumerate(hosts) if rank != comm.rank]
+    files = {rank: StackFile.open(host.pid, host.stacks_fd) for rank, host in others}
+    files[comm.rank] = own_stack_file()
+    stacks = {rank: file for rank, file in files.items() if file is not None}
     cores = functools.reduce(operator.or_, (int(host.cores, 16) for host in hosts))
     spins = _spins(cores.bit_count(), comm.size)
     return SharedMemory(comm.rank, comm.size, memory, peers, spins, timeouts, stacks, comm.close)
@@ -176,7 +177,8 @@ class Region:
         except OSError as error:
             raise RankError(f"rank {rank} of {self.size}: another rank has died") from error
         spins = _spins(len(os.sched_getaffinity(0)), self.size)
-        files = {other: StackFile.find(pid) for other, pid in enumerate(pids)}
+        files = {other: StackFile.find(pid) for other, pid in enumerate(pids) if other != rank}
+        files[rank] = own_stack_file()
         stacks = {other: file for other, file in files.items() if file is not None}
         return SharedMemory(rank, self.size, memory, peers, spins, timeouts, stacks)
 
@@ -287,6 +289,9 @@ class SharedMemory(Communicator):
     def close(self) -> None:
         # The memory is unmapped with its last view.
         self._peers.close()
+        for file in self._stacks.values():
+            file.close()
+        self._stacks = {}
         self._views.clear()
         self._busy = True
         self._leave()

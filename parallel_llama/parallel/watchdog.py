@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Protocol
 
 from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.rank_stacks import process_state
 from parallel_llama.parallel.torch_threads import start_thread
 
 _LOOK_S = 0.02
@@ -143,12 +143,7 @@ class Peers:
 
     def is_stopped(self, rank: int) -> bool:
         """Whether a signal or a debugger has stopped the process of a rank."""
-        try:
-            stat = Path(f"/proc/{self._pids[rank]}/stat").read_text(encoding="utf-8")
-        except OSError:  # it has ended
-            return False
-        # The state follows the name, which may contain any characters.
-        return stat[stat.rindex(")") + 1 :].split()[0] in ("T", "t")
+        return process_state(self._pids[rank]) in ("T", "t")
 
     def close(self) -> None:
         for fd in self._ranks:

@@ -18,6 +18,7 @@ from test_collectives import race
 from parallel_llama.parallel import shared_memory
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.rank_stacks import STACKS_NAME
 from parallel_llama.parallel.shared_memory import SharedMemory, share
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Peers
@@ -285,13 +286,21 @@ def test_the_memory_for_views_of_slots_is_bounded(ranks):
     assert all(n <= shared_memory._MAX_VIEWS for n in ranks(2).run(reduce_many_sizes))
 
 
+def n_stack_files() -> int:
+    """The open descriptors of files of stacks."""
+    links = [fd.readlink() for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    return sum(STACKS_NAME in str(link) for link in links)
+
+
 def use_after_close(comm: Communicator) -> None:
     assert isinstance(comm, SharedMemory)
+    before = n_stack_files()
     again = share(comm._leave.__self__, Timeouts())
     assert isinstance(again, SharedMemory)
     again._leave = lambda: None  # the pool's own group stays open
     again.close()
     again.close()
+    assert n_stack_files() == before
     with pytest.raises(RankError, match="has closed its group"):
         again.barrier()
 
