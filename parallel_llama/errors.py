@@ -63,6 +63,9 @@ class NumericalError(ArithmeticError):
 # The message of a rank that sampled other tokens than rank 0.
 DISAGREE = "the ranks disagree"
 
+# The remedy in the message of a rank whose memory has changed: its tokens may be wrong.
+TEST_MEMORY = "test that host's memory and processor before it serves again"
+
 
 def shown(value: object, limit: int = 60) -> str:
     """The repr of a value, shortened to `limit` characters."""

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import TEST_MEMORY, listed_ranks
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import stored_weights
@@ -42,13 +42,11 @@ _TIME_FRACTION = 0.002
 _WORDS = (128 << 10) // 8
 _SLOTS = 64
 
-# Slots whose sums are taken together: for one slot the call takes as long as for all of these.
+# Slots that are summed in one call, because a call for one slot takes as long.
 _PENDING_SLOTS = 16
 
 # Steps between two exchanges of digests.
 _EXCHANGE_STEPS = 16
-
-_REMEDY = "test that host's memory and processor before it serves again"
 
 Words = npt.NDArray[np.unsignedinteger]
 Sums = npt.NDArray[np.uint64]
@@ -137,12 +135,12 @@ class IntegrityCheck:
         else:
             differing = f"ranks {listed_ranks(range(self._comm.size))} differ from each other"
         raise IntegrityError(
-            f"{differing} in the residual stream, which all ranks compute alike: {_REMEDY}"
+            f"{differing} in the residual stream, which all ranks compute alike: {TEST_MEMORY}"
         )
 
     def _error(self, finding: str) -> IntegrityError:
         rank, size = self._comm.rank, self._comm.size
-        self._failure = IntegrityError(f"rank {rank} of {size}: {finding}: {_REMEDY}")
+        self._failure = IntegrityError(f"rank {rank} of {size}: {finding}: {TEST_MEMORY}")
         return self._failure
 
 
@@ -203,7 +201,7 @@ class _SlotSums:
                 yield start
 
     def changed(self, start: int) -> int | None:
-        """A slot of a part whose rows are not those that were written."""
+        """The first slot of a part that has changed since it was written; None if none has."""
         part = slice(start, start + _SLOTS)
         differs = (self._sums_of(part) != self._sums[part]) & self._is_written[part]
         return start + int(differs.argmax()) if differs.any() else None
