@@ -98,7 +98,7 @@ class Verb:
         flags: in the order of the help.
         prepare: checks the flags and returns the job.
         positionals: required positional arguments.
-        placed: a flag whose value may also be the last positional argument.
+        placed: a flag that may also be given without its name, as the last positional argument.
     """
 
     name: str

@@ -48,7 +48,7 @@ def patterns(comm: Communicator, device: torch.device) -> Check:
 
 
 def judged(by_rank: Sequence[list[Finding] | None]) -> Check:
-    """The check of what every rank has found; None for a rank whose findings arrived damaged."""
+    """Make one check of the findings of all ranks. A rank's entry is None if it arrived damaged."""
     size = len(by_rank)
     lost = [rank for rank, found in enumerate(by_rank) if found is None]
     if lost:

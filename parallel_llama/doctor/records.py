@@ -28,7 +28,7 @@ _SEVERITY: Sequence[Status] = ("pass", "skip", "warn", "fail")
 
 
 def exchange(comm: Communicator, own: Record, kind: type[Record]) -> list[Record | None]:
-    """The record of every rank; None for a rank whose copies all arrived damaged.
+    """Exchange records. Returns: one per rank, or None where all copies arrived damaged.
 
     Raises: ValueError for a record of more than 32 KiB.
     Collective: one all_gather.

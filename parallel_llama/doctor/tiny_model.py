@@ -159,7 +159,7 @@ def tensor_parallel(
 ) -> Check:
     """Runs the model on every number of ranks, and compares with this rank alone.
 
-    `wrong` are the ranks whose own results are wrong; what they find does not count.
+    The findings of `wrong` ranks, whose own results are wrong, are ignored.
 
     Collective: loads and runs the model once for every number of ranks.
     """

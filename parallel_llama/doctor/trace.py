@@ -44,7 +44,7 @@ class TracedSolo(Solo):
 
 
 class Traced(Communicator):
-    """A group whose exchanges are recorded."""
+    """A communicator that records the results of its collectives."""
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size = comm.rank, comm.size
@@ -105,7 +105,7 @@ class Repeated(Solo):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first exchange that differs on a rank, and the ranks whose columns differ there.
+    """A rank's first collective with a different result, and the ranks that computed it.
 
     `owners` is empty for a sum, which does not show its terms.
     """

@@ -21,9 +21,10 @@ Key = TypeVar("Key", bound=Hashable)
 class StepResult(Generic[Key]):
     """The outputs of one step, each with the key of its request.
 
-    `begun` has the keys of requests whose first step it was, `refused` those of requests that have
-    ended because they do not fit any more after the loss of a rank. `seconds` is the duration of
-    the step.
+    Args:
+        begun: the keys of requests that ran for the first time.
+        seconds: the duration of the step.
+        refused: requests that ended because they no longer fit after the loss of a rank.
     """
 
     outputs: Sequence[tuple[Key, StepOutput]]

@@ -146,7 +146,7 @@ class WeightLoader:
             self._before._release(name)
 
     def _release(self, name: str) -> None:
-        """Give up the memory of a part, whose weights are lost."""
+        """Return the memory of a part to the system, and with it the weights of the part."""
         if self._huge_pages is not None:
             self._huge_pages.release(self._bytes_of.pop(name, range(0)))
 

@@ -102,7 +102,7 @@ def start(model: Path) -> Iterator[Start]:
 
 
 def addresses_of(command: Command) -> set[str]:
-    """The addresses of its sockets, of which some listen and some are connected."""
+    """The local addresses of the sockets of the command and its ranks."""
     processes = [psutil.Process(command.process.pid), *command.ranks]
     return {each.laddr.ip for own in processes for each in own.net_connections("inet")}
 

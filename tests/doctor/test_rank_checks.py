@@ -1,4 +1,4 @@
-"""Checks among ranks, on ranks as threads of which one sends, receives or computes other bits."""
+"""Checks of ranks that run as threads. One rank sends, receives or computes wrong bits."""
 
 from collections.abc import Callable
 from functools import partial
