@@ -401,7 +401,7 @@ class PanelShape:
         assert weight.n_before == self.n_before
         n_panels = -(-weight.shape[0] // self.n_rows)
         panels = weight.integers.new_zeros(n_panels, self.n_bytes, dtype=torch.uint8)
-        n_at_once = max(1, _PACKED_AT_ONCE // (self.n_rows * self.n_inputs))
+        n_at_once = max(1, _PACKED_AT_ONCE // max(1, self.n_rows * self.n_inputs))
         for start in range(0, n_panels, n_at_once):
             rows = slice(start * self.n_rows, (start + n_at_once) * self.n_rows)
             self._pack(weight.some(rows), panels[start : start + n_at_once])

@@ -180,7 +180,9 @@ def test_metas_formula_gives_the_exact_width(dim, ratio):
 
 
 def test_a_width_beyond_metas_formula_is_refused():
-    with pytest.raises(UsageError, match=r"ffn_dim=300000 and dim=96: .* at most 1000; use"):
+    with pytest.raises(
+        UsageError, match=r"ffn_dim=300000 and dim=96: .* at most 1000 times 256; use"
+    ):
         meta_params(replace(ARGS, ffn_dim=300000))
 
 

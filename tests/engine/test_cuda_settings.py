@@ -39,7 +39,7 @@ def test_a_model_on_a_card_keeps_its_digits_and_asks_cudnn_for_no_plans(monkeypa
     class Loads(Exception):
         pass
 
-    def load(*_: object) -> None:
+    def load(*_: object, **__: object) -> None:
         raise Loads
 
     monkeypatch.setattr(model_runner, "load", load)
