@@ -15,9 +15,9 @@ run() {
     .venv/bin/python -m parallel_llama "$@"
 }
 
-run plan --model smollm2 --quant none --nproc 2
+run plan --model smollm2 --nproc 2
 echo
-run generate --model smollm2 --quant none --chat --nproc 2 --temperature 0 --max-tokens 64 \
+run generate --model smollm2 --chat --nproc 2 --temperature 0 --max-tokens 64 \
     --prompt "${prompt:-What is the capital of France?}"
 
 cat >&2 <<'NEXT'

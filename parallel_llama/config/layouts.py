@@ -81,6 +81,8 @@ def default_quant(files: ModelFiles, args: ModelArgs, dtype: str) -> str:
 
     Raises: CheckpointError if a file is damaged.
     """
+    if files.quant is not None:
+        return files.quant
     stays = not why_unquantised(args, dtype) and stored_formats(files, args)
     return "stored" if stays else "none"
 
@@ -97,7 +99,7 @@ def why_decoded(
 
     Raises: CheckpointError if a file is damaged.
     """
-    if quant not in (None, "stored") or dtype == "float64":
+    if (quant or files.quant) not in (None, "stored") or dtype == "float64":
         return None
     if quant is None and stored_formats(files, args) and (why := why_unquantised(args, dtype)):
         return f"{files.path.name}: quantised matrices are decoded to {dtype}: {why}"

@@ -34,6 +34,9 @@ MAX_NATIVE_FILES = 99_999
 SMOLLM2 = "smollm2"
 # The sampling settings of its model card; the installed GGUF file states none.
 _SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+# So small a model answers differently with inputs that are rounded to 8 bits, as stored weights
+# need them: "What is the capital of France?" is then answered in French.
+_SMOLLM2_QUANT = "none"
 
 # The first of these that a folder has is its tokenizer: HF's tokenizer.json, then Mistral's own
 # files, the newest first, and last the oldest format, tokenizer.model.
@@ -78,6 +81,7 @@ class ModelFiles:
         weights: the files of weights in order; empty for a shape.
         index: the index that lists `weights`, if there is one.
         sampling: sampling settings that the files do not state.
+        quant: the default quantisation if it is not that of the files.
     """
 
     kind: Literal["hf", "meta", "gguf", "native", "config"]
@@ -86,6 +90,7 @@ class ModelFiles:
     weights: tuple[Path, ...]
     index: Path | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
+    quant: str | None = None
 
     @property
     def is_pickled(self) -> bool:
@@ -113,7 +118,8 @@ def find_model(name: str) -> ModelFiles:
     if name and is_there(path):
         return _in_folder(path) if is_folder(path) else _single_file(path)
     if name == SMOLLM2:
-        return replace(_single_file(_embedded_gguf()), sampling=_SMOLLM2_SAMPLING)
+        files = _single_file(_embedded_gguf())
+        return replace(files, sampling=_SMOLLM2_SAMPLING, quant=_SMOLLM2_QUANT)
     shapes = _shapes()
     shape = shapes.get(name.removesuffix(".json"))
     if shape is not None:
