@@ -49,15 +49,15 @@ async def serving(llm: LLM) -> AsyncIterator[AsyncLLM]:
 # Many at once.
 
 
-def check_counts(counts: Counts) -> None:
+def check_counts(counts: Counts, n: int) -> None:
     assert counts.wrong == 0
-    assert counts.finished + counts.cancelled == 200
-    assert 20 < counts.cancelled < 60 and counts.preempted > 0
+    assert counts.finished + counts.cancelled == n
+    assert n / 10 < counts.cancelled < n / 3 and counts.preempted > 0
 
 
 def test_a_crowd_gets_what_each_gets_alone(model):
     llm = LLM(str(model), dtype="float64", kv_cache_bytes=100_000, block_size=4)
-    check_counts(soaked(llm, 200))
+    check_counts(soaked(llm, 100), 100)
     llm.close()
 
 
@@ -65,10 +65,10 @@ def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     program = str(ROOT / "tests" / "support" / "llm_program.py")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = run_python("-m", *torchrun, program, "soak", str(model), "200", env=env)
+    done = run_python("-m", *torchrun, program, "soak", str(model), "60", env=env)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    check_counts(msgspec.json.decode(lines["0"], type=Counts))
+    check_counts(msgspec.json.decode(lines["0"], type=Counts), 60)
 
 
 # One.

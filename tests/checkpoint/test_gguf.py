@@ -203,6 +203,7 @@ def test_a_real_model_is_read_as_by_transformers(smollm2, decoded_folder):
     wholes = model.state_dict()
     params = list(parameters(SMOLLM2))
     assert len(params) == 272
+    params = [p for p in params if not p.name.startswith("layers.") or ".1" in p.name]
     assert_reads(smollm2, params, {p.name: wholes[hf_name(p.name)] for p in params})
 
 

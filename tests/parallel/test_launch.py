@@ -316,9 +316,8 @@ def meet() -> Iterator[Meet]:
             if rank == 0 and rank_0_s is not None:
                 for process in processes:
                     read_pids(process, 1)
-                start(rank, size, color, rank_0_s)
-            else:
-                start(rank, size, color, timeout_s, **own.get(rank, {}))
+            limit_s = timeout_s if rank or rank_0_s is None else rank_0_s
+            start(rank, size, color, limit_s, **own.get(rank, {}))
         return [
             next(
                 line for line in said(process.communicate(timeout=LIMIT_S)[1]) if "outcome" in line
@@ -417,8 +416,10 @@ def test_ranks_meet_by_the_secret_of_a_file(meet, tmp_path):
 
 def test_a_rank_with_another_secret_is_not_met(meet, tmp_path):
     files = {rank: secret_file(tmp_path / f"{rank}", f"{rank > 1}" * 16) for rank in range(3)}
-    lines = meet(*((rank, 3, "") for rank in range(3)), own=files, timeout_s=6)
-    for line, missing in zip(lines, ("2", "2", "0, 1"), strict=True):
+    # Rank 0 waits longest, so that its store is there until the others have said why they end.
+    ranks = [(rank, 3, "") for rank in (1, 2, 0)]
+    lines = meet(*ranks, own=files, timeout_s=6, rank_0_s=LIMIT_S)
+    for line, missing in zip(lines, ("2", "0, 1", "2"), strict=True):
         assert line["outcome"].startswith(f"rank {missing} of 3 never joined within 6 s")
         assert "or has another PARALLEL_LLAMA_SECRET_FILE" in line["outcome"]
 

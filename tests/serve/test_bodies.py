@@ -241,10 +241,11 @@ HOSTILE = [
 @pytest.mark.parametrize("body", BODIES)
 def test_no_value_of_a_field_is_an_error_of_ours(tiny, canary, body):
     """A body that is not UTF-8 ended in a 500, and a long value came back whole."""
-    for place in (param.values[1] for param in PLACES if param.values[0] is body):
+    places = (param.values[1] for param in PLACES if param.values[0] is body)
+    for number, place in enumerate(places):
         around = of_body(body, place, VALUE)
         assert around.count(json.dumps(VALUE).encode()) == 1
-        for text in HOSTILE:
+        for text in HOSTILE[number % 3 :: 3]:
             data = around.replace(json.dumps(VALUE).encode(), text)
             reply = send(tiny, body, data)
             if reply[0] != 200:

@@ -18,7 +18,7 @@ from commands import run_command
 from served import Served
 from tiny_folder import write_endless_folder
 
-LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 3}
+LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 250, "ignore_eos": True, "seed": 3}
 ENDLESS = {**LONG, "max_tokens": 60_000}  # minutes of it, where its client stays
 LIMIT_S = 120  # for what takes a second or two: a busy machine is no failure, and a hang is one
 

@@ -25,6 +25,7 @@ from parallel_llama.serve.server import abort_slow_readers
 
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 
 
 async def reads_all(_scope, receive, send) -> None:
@@ -130,8 +131,8 @@ def test_the_length_of_a_url_is_bounded():
         GET + b"x: ",
         GET,
         b"",
-        POST + b"transfer-encoding: chunked\r\n\r\n0\r\nx: ",
-        POST + b"transfer-encoding: chunked\r\n\r\n1;x=",
+        POST + CHUNKED + b"0\r\nx: ",
+        POST + CHUNKED + b"1;x=",
     ],
     ids=["value", "name", "method", "trailer", "chunk extension"],
 )
@@ -156,9 +157,7 @@ def test_a_long_body_is_no_long_header():
     length = f"content-length: {len(body)}\r\n\r\n".encode()
     assert asked(POST + length + body)[2] == b"1048576"
     chunks = b"".join(b"1000\r\n" + body[:0x1000] + b"\r\n" for _ in range(256))
-    assert (
-        asked(POST + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")[2] == b"1048576"
-    )
+    assert asked(POST + CHUNKED + chunks + b"0\r\n\r\n")[2] == b"1048576"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_a_long_body_is_no_long_header():
         POST + b"content-length: -1\r\n\r\n",
         POST + b"content-length: 99999999999999999999\r\n\r\n",
         POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\nab",
-        POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        POST + CHUNKED + b"zz\r\n",
         b"GET http://[ HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"POST / HTTP/2.0\r\nhost: localhost\r\n\r\n",
         b"GET /\r\n\r\n",
@@ -198,17 +197,16 @@ def test_what_proxies_may_read_in_another_way_is_refused_by_name(data, says):
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "limit", "says"),
     [
-        (GET, "headers did not arrive"),
-        (b"G", "headers did not arrive"),
-        (POST + b"content-length: 9\r\n\r\nabc", "body did not arrive"),
-        (POST + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n", "body did not arrive"),
+        (GET, "HEAD_LIMIT_S", "headers did not arrive"),
+        (b"G", "HEAD_LIMIT_S", "headers did not arrive"),
+        (POST + b"content-length: 9\r\n\r\nabc", "BODY_LIMIT_S", "body did not arrive"),
+        (POST + CHUNKED + b"1\r\na\r\n", "BODY_LIMIT_S", "body did not arrive"),
     ],
 )
-def test_who_is_slow_is_turned_away(monkeypatch, data, says):
-    monkeypatch.setattr(protocol, "HEAD_LIMIT_S", 0.2)
-    monkeypatch.setattr(protocol, "BODY_LIMIT_S", 0.2)
+def test_who_is_slow_is_turned_away(monkeypatch, data, limit, says):
+    monkeypatch.setattr(protocol, limit, 0.2)
     refused(data, 408, says)
 
 

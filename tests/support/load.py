@@ -121,7 +121,7 @@ async def _bodies(reader: asyncio.StreamReader, headers: dict[str, str], is_stre
 async def load(served: Served, n_requests: int, n_connections: int, left: float = 0.2) -> Tally:
     """Sends every request alone first, then `n_requests` random ones concurrently."""
     host, port = served.url.removeprefix("http://").rsplit(":", 1)
-    known = requests(200)
+    known = requests(60)
     alone = Client(host, int(port))
     expected = []
     for path, fields in known:
