@@ -291,22 +291,11 @@ def why_unquantised(args: ModelSizes, dtype: str) -> str | None:
     return None
 
 
-def default_dtype(args: ModelSizes, device: str) -> str:
-    """The default dtype of a model on 'cpu' or 'cuda'.
-
-    float32 on the CPU, because only its matrix products are fast on every processor. A float64
-    model stays in float64 on either device.
-    """
-    if args.dtype == "float64":
-        return "float64"
-    return "bfloat16" if device == "cuda" else "float32"
-
-
-def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:
-    """The format of the KV cache of a model that runs in `dtype`.
+def kv_format(kv_cache_dtype: str, computed: str) -> KVFormat:
+    """The format of the KV cache of a model that computes in the dtype `computed`.
 
     Raises: UsageError for a name that is not in `KV_DTYPES`.
     """
     if kv_cache_dtype not in KV_DTYPES:
         raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: use one of {', '.join(KV_DTYPES)}")
-    return KVFormat(dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
+    return KVFormat(computed if kv_cache_dtype == "auto" else kv_cache_dtype)

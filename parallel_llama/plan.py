@@ -19,7 +19,7 @@ each group of ranks holds some experts, and each rank of the group some of their
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -332,21 +332,17 @@ def resolve_exact(
     args: ModelArgs,
     tp_size: int,
     device: str,
-    dtypes: Collection[str],
     kv_split: KVSplit,
 ) -> bool:
     """Whether sums are exact: `asked`, or by default on the CPU, where they cost a few per cent.
 
-    The default excludes settings that split sums; bfloat16, for which AMX tiles are faster but sum
-    in another order; and models with small experts, which the plan would distribute.
-
-    Args:
-        dtypes: of the weights and of the KV cache.
+    The default excludes settings that split sums, and models with small experts, which the plan
+    would distribute.
 
     Raises: UsageError for exact sums on a GPU.
     """
     if asked is None:
-        is_plain = kv_split == "heads" and not args.attention_sinks and "bfloat16" not in dtypes
+        is_plain = kv_split == "heads" and not args.attention_sinks
         is_split = len(_expert_ranks(args, tp_size, None)) == 1  # every rank has every expert
         return device == "cpu" and is_plain and is_split
     if asked and device != "cpu":

@@ -59,15 +59,12 @@ class PlanRequest:
 
     @property
     def kv(self) -> KVFormat:
-        return kv_format(self.kv_cache_dtype, self.dtype)
+        return kv_format(self.kv_cache_dtype, self.precision.computed)
 
     @property
     def is_exact(self) -> bool:
         """Whether the sums over ranks are exact."""
-        dtypes = self.precision.dtype, self.kv.dtype
-        return resolve_exact(
-            self.exact, self.args, self.tp_size, self.device, dtypes, self.kv_split
-        )
+        return resolve_exact(self.exact, self.args, self.tp_size, self.device, self.kv_split)
 
     @property
     def step_tokens(self) -> int:

@@ -15,9 +15,8 @@ from parallel_llama.cli.model import (
     MAX_SEQ_LEN,
     QUANT,
 )
-from parallel_llama.config.layouts import default_quant, stored_formats
+from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats
 from parallel_llama.doctor.machine import Host, Needs, startup_checks
-from parallel_llama.dtypes import default_dtype
 from parallel_llama.engine.available_memory import available_memory
 from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.files.model_files import ModelFiles
@@ -44,7 +43,7 @@ def needs_of(
     local_rank, n_local = local_world(n_ranks)
     if choose_device(flags[DEVICE], n_local, count_cards()) != "cpu":
         return None
-    dtype = flags[DTYPE] or default_dtype(args, "cpu")
+    dtype = flags[DTYPE] or default_dtype(files, args, "cpu")
     asked = PlanRequest(
         args,
         stored_formats(files, args),

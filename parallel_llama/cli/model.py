@@ -41,7 +41,7 @@ NPROC: Flag[int | None] = Flag(
 )  # fmt: skip
 DTYPE: Flag[str | None] = Flag(
     "dtype", "float32, bfloat16, float16 or float64",
-    dtype_name, "DTYPE", default_text="bfloat16 on CUDA, float32 on the CPU", subject="model",
+    dtype_name, "DTYPE", default_text="bfloat16 on CUDA, the files' on the CPU", subject="model",
 )  # fmt: skip
 QUANT: Flag[str | None] = Flag(
     "quant", "quantise matrices to int8, int4 or fp8, with a scale per 32 weights; stored: keep "
@@ -72,7 +72,7 @@ EXACT: Flag[bool | None] = Flag(
     "exact",
     "the same bits on any number of ranks: ranks exchange inputs instead of partial sums; "
     "--no-exact is faster",
-    default_text="on for CPU ranks of one host, except in bfloat16", subject="ranks",
+    default_text="on for CPU ranks of one host", subject="ranks",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
@@ -85,8 +85,8 @@ BLOCK_SIZE: Flag[int] = Flag(
     default=LLMConfig.block_size, subject="context and KV cache",
 )  # fmt: skip
 KV_CACHE_DTYPE: Flag[str] = Flag(
-    "kv-cache-dtype", "dtype of the KV cache: auto (the model's dtype), bfloat16, int8 or fp8; the "
-    "last three take a half to about a quarter of float32's bytes",
+    "kv-cache-dtype", "dtype of the KV cache: auto (the dtype of computation), bfloat16, int8 or "
+    "fp8; the last three take a half to about a quarter of float32's bytes",
     kv_dtype_name, "DTYPE", default=LLMConfig.kv_cache_dtype, subject="context and KV cache",
 )  # fmt: skip
 RANDOM_WEIGHTS: Flag[int | None] = Flag(

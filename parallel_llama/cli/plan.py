@@ -22,8 +22,7 @@ from parallel_llama.cli.estimate import (
 from parallel_llama.cli.parsers import card_sizes, count_or_range, memory_sizes, whole
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
-from parallel_llama.config.layouts import default_quant, stored_formats, why_decoded
-from parallel_llama.dtypes import default_dtype
+from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.files.model_files import find_model
@@ -73,7 +72,7 @@ def prepare(flags: Flags) -> Job:
     nproc = flags[NPROC]
     first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
     device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[model.DEVICE], first)
-    dtype = flags[model.DTYPE] or default_dtype(args, device)
+    dtype = flags[model.DTYPE] or default_dtype(files, args, device)
     if decoded := why_decoded(files, args, dtype, flags[model.QUANT]):
         warn(decoded)
     asked = PlanRequest(

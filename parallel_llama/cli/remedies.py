@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel_llama.cli.estimate import Estimate, PlanRequest, estimate
 from parallel_llama.cli.terminal import size
-from parallel_llama.dtypes import ITEM_BYTES, kv_format
+from parallel_llama.dtypes import ITEM_BYTES, KVFormat
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.launch import MAX_RANKS
 
@@ -121,11 +121,10 @@ def _weights(asked: PlanRequest) -> list[Change]:
 def _keys_and_values(asked: PlanRequest) -> list[Change]:
     """Formats of the KV cache with fewer bits than the requested one, the most precise first."""
     head_dim = asked.args.head_dim
-    n_bytes = kv_format(asked.kv_cache_dtype, asked.dtype).n_bytes(head_dim)
     return [
         {"kv_cache_dtype": name}
         for name in ("bfloat16", "int8")
-        if kv_format(name, asked.dtype).n_bytes(head_dim) < n_bytes
+        if KVFormat(name).n_bytes(head_dim) < asked.kv.n_bytes(head_dim)
     ]
 
 

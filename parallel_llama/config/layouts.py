@@ -76,6 +76,22 @@ def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat
     return LAYOUTS[files.kind].formats(files, args)
 
 
+def default_dtype(files: ModelFiles, args: ModelArgs, device: str) -> str:
+    """A model's default dtype on 'cpu' or 'cuda'.
+
+    A CPU computes in float32 from weights of 16 bits, so there the weights keep the dtype that the
+    files state. Meta's files state none, and quantised matrices may be decoded without rounding:
+    both have float32. A float64 model stays in float64 on either device.
+
+    Raises: CheckpointError if a file is damaged.
+    """
+    if args.dtype == "float64":
+        return "float64"
+    if device == "cuda":
+        return "bfloat16"
+    return "float32" if files.kind == "meta" or stored_formats(files, args) else args.dtype
+
+
 def default_quant(files: ModelFiles, args: ModelArgs, dtype: str) -> str:
     """A model's default quantisation, one of `dtypes.QUANTS`: that of its files if it can run.
 

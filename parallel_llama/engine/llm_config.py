@@ -64,8 +64,9 @@ class LLMConfig:
     Args:
         model: a model folder, a .gguf file, or the name of a model.
         tp_size: number of ranks. By default as many as torchrun has started, else 1.
-        dtype: float32, bfloat16, float16 or float64. By default bfloat16 on CUDA and float32 on the
-            CPU. The CPU keeps weights in 16 bits and computes in float32.
+        dtype: float32, bfloat16, float16 or float64. By default bfloat16 on CUDA, and
+            on the CPU the dtype that the files state, or float32. The CPU keeps weights in 16 bits
+            and computes in float32.
         quant: int8, int4 or fp8 quantise the matrices while they are read, with a scale for every
             32 inputs; stored keeps the files' own quantisation; none decodes it. By default stored
             if the files are quantised, else none.
@@ -78,11 +79,11 @@ class LLMConfig:
         verify: compare every file with the folder's manifest before reading it; each rank verifies
             a part of the files.
         kv_cache_bytes: memory for the KV cache of each rank. By default a part of the free memory.
-        kv_cache_dtype: bfloat16, int8 or fp8; auto for `dtype`.
+        kv_cache_dtype: bfloat16, int8 or fp8; auto for the dtype of computation.
         kv_split: how the KV cache is sharded: by heads; or by sequence (tokens) where several ranks
             would hold the same head.
         exact: the same bits on any number of ranks: ranks exchange the inputs of wo and w2 instead
-            of partial sums. By default on the CPU ranks of one host, but not with bfloat16 or
+            of partial sums. By default on the CPU ranks of one host, but not with
             kv_split='sequence', nor where experts are distributed; False is faster.
         attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.

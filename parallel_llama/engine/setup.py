@@ -10,12 +10,13 @@ from parallel_llama.checkpoint.file_manifest import require_whole
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config.layouts import (
+    default_dtype,
     default_quant,
     load_model_args,
     stored_formats,
     why_decoded,
 )
-from parallel_llama.dtypes import default_dtype, kv_format, make_precision
+from parallel_llama.dtypes import kv_format, make_precision
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import CacheSize
@@ -25,6 +26,7 @@ from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.memory import values_by_form, weight_bytes, working_bytes
+from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
 from parallel_llama.parallel.communicators import own_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.launch import MAX_RANKS
@@ -60,20 +62,21 @@ class ModelSetup:
         self.device = own_device(self.kind, local_rank)
         if config.elastic:
             require_elastic(self.kind, config.kv_split)
-        self.dtype = config.dtype or default_dtype(self.args, self.kind)
+        self.dtype = config.dtype or default_dtype(files, self.args, self.kind)
         stored = stored_formats(files, self.args) if has_files else None
         self.quant = config.quant or "none"
         if has_files and config.quant is None:
             self.quant = default_quant(files, self.args, self.dtype)
         self.precision = make_precision(self.args, self.dtype, self.kind, self.quant, stored)
-        self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
+        self.kv_format = kv_format(config.kv_cache_dtype, self.precision.computed)
         played, n_shards = slice_of or (0, self.size)
-        dtypes = self.precision.dtype, self.kv_format.dtype
         # Exact sums send more messages, so on several hosts they are not the default.
         asked = config.exact if n_local_ranks == self.size else bool(config.exact)
-        self.exact = resolve_exact(asked, self.args, n_shards, self.kind, dtypes, config.kv_split)
+        self.exact = resolve_exact(asked, self.args, n_shards, self.kind, config.kv_split)
         self.shard_over(n_shards, None if slice_of is None else played)
         slower = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
+        if self.exact and config.exact is None and self.precision.dtype == "bfloat16":
+            slower.append(_why_without_tiles())
         if has_files:
             slower.append(why_decoded(files, self.args, self.dtype, config.quant))
         for reason in filter(None, slower if world()[0] == 0 else ()):
@@ -157,6 +160,16 @@ def _input_processor(config: LLMConfig) -> InputProcessor:
         max_seq_len=config.max_seq_len,
         seed=config.seed,
         attention_sinks=config.attention_sinks,
+    )
+
+
+def _why_without_tiles() -> str | None:
+    """That a faster way to read prompts is not used, and the remedy; None on most CPUs."""
+    if not tiles_are_allowed():
+        return None
+    return (
+        "exact sums do not use the matrix tiles of this CPU (AMX), which read prompts up to twice "
+        "as fast; use --no-exact if the last bits may depend on the number of ranks"
     )
 
 

@@ -548,7 +548,7 @@ def test_a_plan_for_cards_counts_what_they_need_to_work(capsys):
     """Weights and KV cache alone filled the GPU, and the first step found no memory."""
     asked = ["--model", "llama-3.1-8b", "--nproc", "2", "--dtype", "bfloat16"]
     on_cpu, on_cuda = (plan_json(capsys, *asked, "--device", each) for each in ("cpu", "cuda"))
-    on_cpu_step = 512 * (4 * 4096 + 4 * 7168) * 4 + 64128 * 4 * 4  # one row of scores
+    on_cpu_step = 512 * (4 * 4096 + 4 * 7168 + 14336) * 4 + 64128 * 4 * 4  # one row of scores
     expected = on_cpu_step + PROCESS_BYTES
     assert [rank["working_bytes"] for rank in on_cpu["ranks"]] == [expected, expected]
     working = on_cuda["ranks"][0]["working_bytes"]
@@ -588,7 +588,7 @@ def test_a_window_bounds_what_a_sequence_takes(capsys):
     for length, kept in (("4000", 4000), ("30000", 4095 + 512)):
         plan = plan_json(capsys, *asked, "--max-seq-len", length, "--batch", "3", "--memory", "20")
         assert (plan["kv_tokens"], plan["sliding_window"]) == (3 * kept, 4096)
-        assert plan["kv_bytes_per_sequence"] == kept * 32 * 2 * 8 * 128 * 2
+        assert plan["kv_bytes_per_sequence"] == kept * 32 * 2 * 8 * 128 * 4
         assert plan["fits"] is (plan["room_for_kv_tokens"] >= 3 * kept)
     page = plan_words(capsys, *asked, "--memory", "20")
     assert "window of 4,096 tokens in 32 of 32 layers" in page

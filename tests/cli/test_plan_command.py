@@ -51,7 +51,8 @@ def test_cards_of_another_machine_are_planned_in_bfloat16(capsys, monkeypatch):
     assert found == plan(capsys, *asked, "--device", "cuda", "--memory", "24,24,24")
     assert found == plan(capsys, *asked, "--gpus", "24,24G,24GiB")
     on_cpu = plan(capsys, *asked, "--memory", "24,24,24")
-    assert (on_cpu["device"], on_cpu["dtype"]) == ("cpu", "float32")
+    assert (on_cpu["device"], on_cpu["dtype"]) == ("cpu", "bfloat16")
+    assert on_cpu["kv_cache_dtype"] == "float32"
 
 
 @pytest.mark.parametrize("text", ["rtx 4090", "RTX-4090", "4090", "NVIDIA GeForce RTX 4090"])
@@ -149,7 +150,7 @@ def test_a_cache_beyond_the_default_names_the_flag_that_a_start_needs(capsys):
     said = "start      with --kv-cache-bytes 2160M; the default for a rank is 2.00 GiB"
     assert said in shown and "fits       yes" in shown
     assert plan(capsys, *asked, "--batch", "6")["kv_cache_bytes"] == 2160 << 20
-    tight = page(capsys, "--device", "cpu", "--quant", "none", "--memory", "1300MiB")
+    tight = page(capsys, "--device", "cpu", "--quant", "none", "--memory", "1400MiB")
     assert "with --kv-cache-bytes 360M; the default for a rank is 194.8 MiB" in tight
 
 
@@ -178,7 +179,7 @@ TOO_LARGE = [
     ["--model", "llama-3.1-70b", "--gpus", "3x24"],
     ["--model", "llama-3.1-70b", "--gpus", "2x80", "--batch", "2"],
     ["--model", "llama-3.1-8b", "--nproc", "1", "--memory", "16"],
-    ["--model", "llama-3.1-8b", "--nproc", "12", "--memory", "4", "--max-seq-len", "32k"],
+    ["--model", "llama-3.1-8b", "--nproc", "12", "--memory", "2.5", "--max-seq-len", "32k"],
     ["--model", "qwen3-30b-a3b", "--gpus", "2xRTX4090"],
     ["--model", "mistral-7b-v0.1", "--gpus", "1x16", "--batch", "8"],
     ["--model", "gemma-7b", "--gpus", "4x16", "--batch", "100"],
@@ -231,20 +232,21 @@ def test_what_loses_least_comes_first(capsys):
         return [remedy["change"] for remedy in plan(capsys, *argv)["remedies"]]
 
     asked = ["--nproc", "1", "--device", "cpu"]
-    assert changes(*asked, "--model", "llama-3.1-8b", "--memory", "40") == [
+    wide = ["--model", "llama-3.1-8b", "--dtype", "float32"]
+    assert changes(*asked, *wide, "--memory", "60") == [
         "--dtype bfloat16",  # as its files have it
         "--nproc 2",
-        "--quant int4",
-        "--kv-cache-dtype int8",
-        "--max-seq-len 39204",
+        "--quant int8",
+        "--kv-cache-dtype bfloat16",
+        "--max-seq-len 121124",
     ]
-    assert changes(*asked, "--quant", "none", "--memory", "1300MiB", "--batch", "2") == [
+    assert changes(*asked, "--quant", "none", "--memory", "1400MiB", "--batch", "2") == [
         "--quant stored",  # as its file has it
         "--nproc 2",
         "--dtype bfloat16",
         "--kv-cache-dtype bfloat16",
         "--batch 1",
-        "--max-seq-len 4424",
+        "--max-seq-len 5562",
     ]
     assert changes("--model", "llama-3.1-8b", "--gpus", "12x4") == [
         "14 ranks of 4.00 GiB, --kv-split sequence",

@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config import load_model_args
+from parallel_llama.config.layouts import default_dtype
 from parallel_llama.dtypes import kv_format, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.errors import UsageError
@@ -55,7 +56,7 @@ def logits_of(
     plan = make_plan(args, comm.size, memory, precision.quant_group_size, exact=exact)
     runner = ModelRunner.load(
         args, open_checkpoint(files, args), plan, comm, precision=precision,
-        device=torch.device("cpu"), kv_format=kv_format(kv_cache_dtype, dtype),
+        device=torch.device("cpu"), kv_format=kv_format(kv_cache_dtype, precision.computed),
     )  # fmt: skip
     values = values_by_form(args, precision, exact=exact)
     held = sum(
@@ -130,10 +131,16 @@ def test_every_format_has_the_same_bits_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bit_weights_have_the_same_bits_on_any_number_of_ranks(folders, dtype):
-    """Without AMX tiles, which would be chosen by timing on each rank."""
-    alone = logits_of(Solo(), folders["wide"], dtype)
-    assert run_on_threads(3, logits_of, folders["wide"], dtype) == [alone] * 3
+def test_weights_in_16_bits_have_the_bits_of_float32_on_any_number_of_ranks(
+    folders, tmp_path, dtype
+):
+    """So a folder in 16 bits keeps them by default."""
+    half = moved(folders["wide"], tmp_path / "half", "hf", dtype=dtype)
+    files = find_model(str(half))
+    assert default_dtype(files, load_model_args(files), "cpu") == dtype
+    alone = logits_of(Solo(), half, "float32")
+    assert alone == logits_of(Solo(), half, dtype)
+    assert run_on_threads(3, logits_of, half, dtype) == [alone] * 3
 
 
 @pytest.mark.parametrize("memory", [(1, 4, 2), (9, 1), (1, 1, 1, 1, 6)])
@@ -177,32 +184,31 @@ def test_settings_that_cut_sums_are_refused(folders):
     with pytest.raises(UsageError, match=r"attention_sinks .* drop one"):
         make_plan(replace(args, attention_sinks=4), 3, exact=True)
     with pytest.raises(UsageError, match="leave --exact out"):
-        resolve_exact(True, args, 2, "cuda", [], "heads")
+        resolve_exact(True, args, 2, "cuda", "heads")
 
 
 @pytest.mark.parametrize(
-    ("name", "tp_size", "device", "dtypes", "kv_split", "expected"),
+    ("name", "tp_size", "device", "kv_split", "expected"),
     [
-        ("wide", 3, "cpu", ["float32", "int8"], "heads", True),
-        ("wide", 3, "cuda", ["float32"], "heads", False),
-        ("wide", 3, "cpu", ["float32", "bfloat16"], "heads", False),
-        ("wide", 3, "cpu", ["float32"], "sequence", False),
-        ("experts", 3, "cpu", ["float32"], "heads", False),
-        ("experts", 1, "cpu", ["float32"], "heads", True),
+        ("wide", 3, "cpu", "heads", True),
+        ("wide", 3, "cuda", "heads", False),
+        ("wide", 3, "cpu", "sequence", False),
+        ("experts", 3, "cpu", "heads", False),
+        ("experts", 1, "cpu", "heads", True),
     ],
 )
 def test_the_default_leaves_out_what_would_be_slow(
-    folders, name, tp_size, device, dtypes, kv_split, expected
+    folders, name, tp_size, device, kv_split, expected
 ):
     args = load_model_args(find_model(str(folders[name])))
-    assert resolve_exact(None, args, tp_size, device, dtypes, kv_split) == expected
-    assert not resolve_exact(False, args, tp_size, device, dtypes, kv_split)
+    assert resolve_exact(None, args, tp_size, device, kv_split) == expected
+    assert not resolve_exact(False, args, tp_size, device, kv_split)
 
 
 def test_attention_sinks_have_no_exact_sums_by_default(folders):
     args = load_model_args(find_model(str(folders["wide"])))
     sinks = replace(args, attention_sinks=4)
-    assert not resolve_exact(None, sinks, 2, "cpu", ["float32"], "heads")
+    assert not resolve_exact(None, sinks, 2, "cpu", "heads")
 
 
 def answers(tp_size: int, quant: str) -> str:
