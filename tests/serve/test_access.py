@@ -107,7 +107,7 @@ def test_each_key_is_let_in(keyed, headers):
     ],
 )
 def test_nothing_but_a_whole_key_is_let_in(keyed, headers):
-    """Basic with bytes beyond ASCII ended in a 500."""
+    """Basic credentials with bytes outside ASCII caused a 500."""
     assert keyed.send("GET", "/v1/models", headers=headers)[0] == 401
     assert keyed.send("GET", f"/v1/models?api_key={KEYS[0]}", headers=headers)[0] == 401
 
@@ -122,7 +122,7 @@ def test_a_body_is_not_read_for_who_has_no_key(keyed):
 
 
 def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch):
-    """Whichever key is right, and whatever the given one begins with, as much is compared."""
+    """The comparison takes equally long for every key and every common prefix."""
     compared = []
 
     def compare(given: bytes, kept: bytes) -> bool:
@@ -199,7 +199,7 @@ def test_a_host_beyond_this_machine_without_keys_is_warned_of(model):
      "localhost:80.evil.example", "localhost@evil.example", "127.1", "0x7f000001"],
 )  # fmt: skip
 def test_the_name_of_another_host_is_refused(tiny, host):
-    """A page whose name leads here could otherwise read what this server says."""
+    """Otherwise a web page whose host name resolves to this server could read its replies."""
     status, _, body = tiny.send("GET", "/v1/models", headers={"host": host})
     assert status == 403 and b"use localhost" in body
 
@@ -230,7 +230,7 @@ def test_loopback_is_told_from_other_addresses():
 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_other_page_may_read_a_reply(tiny, path):
-    """No header lets a page of another origin in, and its preflight is refused."""
+    """No header allows another origin, and its preflight request is refused."""
     asks = {
         "origin": "https://evil.example",
         "access-control-request-method": "POST",
@@ -335,7 +335,7 @@ POSTS = [route.path for route in ROUTES if "POST" in (route.methods or ())]
      "text/plain; application/json", "application/jsonp", "text/json"],
 )  # fmt: skip
 def test_a_form_of_another_page_changes_nothing(tiny, path, kind):
-    """These are what a page can send without asking; it can also leave the type out."""
+    """A page can send these content types, or none, without a preflight request."""
     body = json.dumps({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}).encode()
     headers = {} if kind is None else {"content-type": kind}
     status, _, text = tiny.send("POST", path, body, headers)
@@ -384,7 +384,7 @@ def test_a_length_beyond_the_bound_is_refused_before_the_body_comes(tiny):
 
 
 def test_who_leaves_within_a_body_is_no_error_of_ours(tiny):
-    """It was logged with a traceback."""
+    """Such a disconnect was logged with a traceback."""
     before = len(tiny.lines)
     for _ in range(3):
         connection = tiny.connect(10)
@@ -403,7 +403,7 @@ MARK = "no-one-else-may-read-this"
 
 
 def test_what_clients_write_is_not_in_the_log(tiny):
-    """Nor an escape sequence of theirs; and no client can fill it."""
+    """Clients cannot write escape sequences to the log or fill it."""
     before = len(tiny.lines)
     text = f"{MARK}\x1b[2J\x1b]0;title\x07\r\nFORGED"
     messages = [{"role": "user", "content": text}]
@@ -434,7 +434,7 @@ def test_what_clients_write_is_not_in_the_log(tiny):
 
 
 def logged(served: Served, before: int, text: str) -> str:
-    """The one line with this text since then, once it has come."""
+    """The one new log line with this text; waits for it."""
     for _ in range(1000):
         if found := [line for line in served.lines[before:] if text in line]:
             (line,) = found
@@ -459,7 +459,7 @@ def logged(served: Served, before: int, text: str) -> str:
     ],
 )  # fmt: skip
 def test_the_log_says_why_a_request_was_refused(tiny, method, path, fields, says):
-    """It gave the status alone."""
+    """The log had only the status."""
     before = len(tiny.lines)
     headers = {"content-type": "application/json", "x-request-id": "this-one"}
     tiny.send(method, path, fields, headers)

@@ -21,7 +21,7 @@ TEXTS = [f"<{token}>" if token % 3 else "" for token in TOKENS]  # some tokens s
 
 
 def outputs(cuts: list[int], tokens: tuple[int, ...] = TOKENS) -> list[Output]:
-    """All tokens, in steps that end at these places; the last brings the completion."""
+    """The outputs of steps that end at these positions; the last has the completion."""
     ends = sorted({*(cut for cut in cuts if 0 < cut < len(tokens)), len(tokens)})
     found, start = [], 0
     for end in ends:
@@ -44,7 +44,7 @@ places = st.lists(st.integers(1, len(TOKENS)), max_size=8)
 
 @given(places, places, st.integers(0, 12), st.integers(0, 12))
 def test_what_was_told_is_not_told_again_however_steps_fall(first, second, n_told, n_again):
-    """Guesses fall differently beside other requests, so steps bring other numbers of tokens."""
+    """Beside other requests other drafts are accepted, so steps have other numbers of tokens."""
 
     async def run() -> list[Output]:
         answer = new_answer([])
@@ -96,7 +96,7 @@ async def test_who_leaves_early_cancels():
 
 
 def test_what_a_refused_request_held_is_free_at_once():
-    """Its error and the frame that waited for it kept each other: 300 bodies stayed for good."""
+    """The error and the frame that awaited it formed a cycle, and 300 bodies were never freed."""
     held = []
 
     class Body:

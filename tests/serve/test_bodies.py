@@ -69,7 +69,7 @@ def members(of: inspect.Type) -> tuple[inspect.Type, ...]:
 
 
 def example(of: inspect.Type) -> Any:
-    """The least value of a type."""
+    """The simplest valid value of a type."""
     match of:
         case inspect.StructType():
             return {field.name: example(field.type) for field in of.fields if field.required}
@@ -89,7 +89,7 @@ def example(of: inspect.Type) -> Any:
 
 
 def placed(of: inspect.Type, given: Any, place: Place, value: Any) -> Any:
-    """A body with a value at a place, and examples of whatever it takes to get there."""
+    """A body with a value at a place, and example values for the fields around it."""
     if not place:
         return value
     name, *rest = place
@@ -108,7 +108,7 @@ def placed(of: inspect.Type, given: Any, place: Place, value: Any) -> Any:
 
 
 def values(of: inspect.Type) -> Iterator[tuple[Any, bool]]:
-    """Values at the bounds of a type, with True, and just beyond them, with False."""
+    """Values and whether they are valid: at the bounds of a type, and just beyond them."""
     match of:
         case inspect.StrType():
             if of.max_length is not None:
@@ -185,7 +185,7 @@ def of_body(body: type, place: Place, value: Any) -> bytes:
 
 
 def require_error(reply: tuple[int, bytes], data: bytes) -> dict[str, Any]:
-    """What was asked for is refused, in OpenAI's form, and not said back at length."""
+    """The request is refused with an error in OpenAI's form that does not quote long values."""
     status, text = reply
     error = json.loads(text)["error"]
     assert status == (404 if error["code"] == "model_not_found" else 400), (data[:200], text[:500])
@@ -240,7 +240,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("body", BODIES)
 def test_no_value_of_a_field_is_an_error_of_ours(tiny, canary, body):
-    """A body that is not UTF-8 ended in a 500, and a long value came back whole."""
+    """A body that is not UTF-8 caused a 500, and the error quoted a long value whole."""
     places = (param.values[1] for param in PLACES if param.values[0] is body)
     for number, place in enumerate(places):
         around = of_body(body, place, VALUE)
@@ -306,7 +306,7 @@ def test_a_field_that_is_no_field_is_refused_by_name(tiny, body, place):
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_names_its_field_and_kind(tiny, body, given, param, code, says, stream):
-    """Only errors of type and bound did; clients that shorten long prompts look for the code."""
+    """Other errors named no field; clients that shorten long prompts need the code."""
     fields = EXAMPLES[body]
     data = json.dumps({**fields, **given, "stream": stream}).encode()
     error = require_error(send(tiny, body, data), data)
@@ -341,7 +341,7 @@ N_RANDOM = 200  # of each body; `python -m launch.fuzz` makes more of them
 
 @pytest.mark.parametrize("body", BODIES)
 def test_random_bodies_are_answered_or_refused(tiny, canary, body):
-    """Several fields at once, each at a bound; in half of the bodies one is beyond its bound."""
+    """Bodies with several fields at their bounds; in half of them one field is out of bounds."""
     rng = random.Random(5)
     given = EXAMPLES[body]
     kinds = {place[0]: kind for of, place, kind in FIELDS if of is body and len(place) == 1}
@@ -376,7 +376,7 @@ def test_the_last_of_a_field_that_comes_twice_is_checked(tiny):
 
 
 def test_every_text_and_list_has_a_bound():
-    """But for those that are free in JSON, of which the body's own bound is the bound."""
+    """Except free-form JSON, which the limit of the whole body bounds."""
 
     def unbounded(of: inspect.Type, at: str) -> Iterator[str]:
         match of:

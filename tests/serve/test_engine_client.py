@@ -31,7 +31,7 @@ STATISTICS = EngineStatistics(1, 0, 1, 0, 9, 1, 0, 0, StepTimes())
 
 
 class Played:
-    """An engine of the test's: what it hears, and what it says."""
+    """A simulated engine: the messages that it receives, and those that it sends."""
 
     def __init__(self, code: int = 1) -> None:
         self.socket, self._theirs = socket.socketpair()
@@ -73,7 +73,7 @@ def step(key: int, *tokens: int, ends: bool = False) -> Stepped:
 async def playing(
     **settings: float,
 ) -> AsyncIterator[tuple[EngineClient, list[Played], asyncio.Task]]:
-    """A client, the engines that it starts one after the other, and the task in which it runs."""
+    """A client, the engines that it starts in turn, and the task in which it runs."""
     engines: list[Played] = []
 
     def start() -> Played:
@@ -139,7 +139,7 @@ async def test_what_an_engine_refuses_or_fails_ends_that_request_alone():
 
 
 async def test_a_request_goes_to_the_next_engines_but_not_to_a_fourth():
-    """Or one request that ends engines would end the server."""
+    """Otherwise one request that crashes engines would end the server."""
     async with playing() as (client, engines, _):
         for number in range(3):
             engine = await ready(client, engines, number)

@@ -23,7 +23,7 @@ async def started(work: Awaitable[object]) -> "asyncio.Task[object]":
 
 
 async def test_small_work_is_done_while_large_work_of_many_waits():
-    """All work was first come, first served in four threads."""
+    """Work was done in the order of arrival, in four threads."""
     threads = FairThreads()
     goes_on = threading.Event()
     large = [await started(threads.run(goes_on.wait, LARGE, str(n))) for n in range(40)]
@@ -47,7 +47,7 @@ async def test_a_client_of_little_work_passes_the_queue_of_one_with_much():
 
 
 async def test_large_bodies_wait_while_much_large_work_is_waiting():
-    """They were all read at once, and 100 clients took 900 MB."""
+    """The server read all bodies at once, and 100 clients took 900 MB."""
     threads = FairThreads()
     await threads.room_for_large(0.05)
     goes_on = threading.Event()
@@ -96,7 +96,7 @@ async def test_a_template_that_takes_long_holds_up_templates_alone():
 
 
 async def test_large_parts_of_an_answer_are_written_in_a_thread():
-    """All were written by the event loop, which other clients waited for."""
+    """The event loop encoded all parts, and other clients waited for it."""
     context = RequestContext(Service(["m"], None, None), None)
     own = threading.get_ident()
     assert await context.serialize(threading.get_ident, 100) == own

@@ -97,7 +97,7 @@ def texts(served: Served, n: int, begun: threading.Barrier | None = None) -> lis
 
 @contextmanager
 def endless(served: Served, n: int = 1) -> Iterator[None]:
-    """A client with answers of its own, which it goes without in the end."""
+    """A client that reads nothing of its endless answers and disconnects at the end."""
     connection = served.connect()
     data = json.dumps({**ENDLESS, "n": n, "stream": True}).encode()
     connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
@@ -129,7 +129,7 @@ def test_a_rank_that_is_killed_is_replaced_and_no_answer_changes(restarted, vict
 
 
 def test_with_elastic_the_others_continue_every_answer(folder):
-    """One rank is lost while they stream, another one while they are idle."""
+    """One rank is lost while answers stream, another one while the server is idle."""
     with Served("--model", str(folder), "--nproc=3", "--elastic") as served:
         alone = texts(served, 4)
         begun = threading.Barrier(5)
@@ -152,7 +152,7 @@ def test_with_elastic_the_others_continue_every_answer(folder):
 
 
 def test_an_idle_rank_that_is_killed_is_seen_at_once(restarted):
-    """Only the step of a probe, every 5 s, found that it was not there."""
+    """Only the probe step, every 5 s, detected the loss."""
     wait_for(lambda: health(restarted) == 200)
     own = rank_pids(restarted)[1]
     last_step_s = restarted.get("/status")["step_age_s"]

@@ -65,7 +65,7 @@ def test_an_answer_of_too_many_log_probabilities_is_refused_before_it_is_compute
 
 
 async def medians(served: Served, path: str, body: Any) -> tuple[float, float]:
-    """How long short completions take alone, and together with heavy requests."""
+    """Median seconds of short completions alone, and beside heavy requests."""
     host, port = served.url.removeprefix("http://").rsplit(":", 1)
     address = host, int(port)
     alone_s = await median(address)
@@ -93,7 +93,7 @@ async def median(address: tuple[str, int]) -> float:
 
 
 async def heavy_client(address: tuple[str, int], path: str, body: bytes) -> None:
-    """Ask again and again, each time over the same connection."""
+    """Sends requests one after the other over one connection."""
     reader, writer = await asyncio.open_connection(*address)
     head = (
         f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

@@ -26,7 +26,7 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def trapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model whose template does harm where the first message names it."""
+    """A model whose chat template runs the attack that the first message names."""
     folder = write_chat_folder(tmp_path_factory.mktemp("trapped"))
     traps = "".join(
         f"{{% if messages[0].content == {name!r} %}}{text}{{% endif %}}"
@@ -47,7 +47,7 @@ def chat(served: Served, content: str) -> tuple[int, dict[str, Any]]:
 
 
 class Arrivals:
-    """When tokens came, of the streams that another client reads meanwhile."""
+    """The arrival times of the tokens of streams that another client reads."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -55,10 +55,10 @@ class Arrivals:
 
     @contextmanager
     def go_on(self) -> Iterator[None]:
-        """Whatever is done within it: where it takes long, tokens come all the time.
+        """Requires that tokens arrive all the time while the body of the context runs.
 
-        Nothing is measured in seconds. On a busy machine both take longer, and who is held up gets
-        tokens only before and after.
+        The time is divided into ten parts instead of seconds, because everything takes longer on a
+        busy machine. A stream that is blocked gets tokens only in the first and the last part.
         """
         started = time.monotonic()
         yield
@@ -130,7 +130,7 @@ def test_a_hostile_grammar_holds_nobody_up_but_who_asked(tiny):
 
 
 def test_long_bodies_are_answered_beside_others(tiny):
-    """Each of a megabyte or more, and of what takes longest to look at."""
+    """Bodies of a megabyte or more, of the kinds that take longest to check."""
     text, many = "a" * (1 << 20), [0] * 600_000
     with Canary(tiny) as canary:
         for path, fields in [
@@ -156,7 +156,7 @@ JSON = {"content-type": "application/json"}
 
 
 def test_memory_that_hostile_clients_took_is_given_back(tiny):
-    """1,000 unfinished bodies took 2.3 GB, of which 1.5 GB stayed when their clients had left."""
+    """1,000 unfinished bodies took 2.3 GB, and 1.5 GB stayed after their clients had left."""
     front = psutil.Process(tiny.process.pid)
     head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {2 << 20}\r\n"
     data = head.encode() + b"content-type: application/json\r\n\r\n" + b" " * 1_900_000

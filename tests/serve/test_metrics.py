@@ -34,7 +34,7 @@ def samples(served: Served) -> dict[tuple[str, str], float]:
 
 @pytest.fixture(scope="module")
 def shown(smollm2: Served) -> dict[tuple[str, str], float]:
-    """All samples; what is counted is counted from here on, over one answer of 5 tokens."""
+    """All samples; counters are differences over one answer of 5 tokens."""
     before = samples(smollm2)
     smollm2.post("/v1/completions", prompt="The sky is", max_tokens=5, ignore_eos=True)
     counted = ("_total", "_count", "_sum", "_bucket")

@@ -37,7 +37,7 @@ def server() -> Iterator[StandIn]:
 def get(
     server: StandIn, path: str, headers: dict[str, str] | None = None
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
-    """A path as it is written here, which urllib would tidy up."""
+    """Requests the path exactly as given, which urllib would normalise."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=120)
     try:
         connection.request("GET", path, headers=headers or {})

@@ -67,7 +67,7 @@ def server() -> Iterator[StandIn]:
 
 @pytest.fixture
 def opened(browser: Any, server: StandIn) -> Iterator[Callable[..., Page]]:
-    """`opened(size)`: the page in a window of its own. Its scripts must not fail meanwhile."""
+    """`opened(size)` opens the page in a new window, and fails if its scripts fail."""
     faults: list[str] = []
     contexts = []
 
@@ -140,7 +140,7 @@ def test_text_shows_before_the_answer_is_whole_and_stays_when_stopped(page):
 
 
 def test_a_finished_paragraph_is_not_made_again_while_the_next_one_grows(page):
-    """Else the reader's selection would be lost with every token."""
+    """Otherwise every token would clear the reader's selection."""
     ask(page, "count")
     first = page.locator(".answer .body em")
     first.evaluate("element => (element.seen = true)")
@@ -263,7 +263,7 @@ def test_the_policy_stops_what_would_come_through_all_the_same(browser, server, 
 
 @pytest.mark.parametrize(("question", "text"), [("deep", ">" * 24_000), ("slow", "*a_" * 8_000)])
 def test_an_answer_that_marked_cannot_parse_in_time_is_shown_as_it_is(page, question, text):
-    """The first overflowed marked's stack, the second took it 33 s; models do repeat themselves."""
+    """The first overflowed marked's stack, and the second took 33 s; models write such texts."""
     ask_and_wait(page, question)
     assert page.locator(".answer .body .plain").text_content() == text
     page.reload()
@@ -331,7 +331,7 @@ def test_an_error_shows_in_place_with_a_retry(page, server, question, what, why)
 
 @pytest.mark.parametrize("panel", ["open", "closed"])
 def test_a_server_that_cannot_be_reached_is_said(page, panel):
-    """With the panel closed the page does not ask for the state of a server that is well."""
+    """While the panel is closed, the page does not poll a healthy server."""
     if panel == "closed":
         page.get_by_role("button", name="Ranks").click()
     page.context.set_offline(True)
@@ -647,7 +647,7 @@ def test_tabs_with_the_same_chat_keep_the_turns_of_both(page, server):
 
 
 def test_a_turn_that_this_tab_has_not_heard_of_is_kept(page):
-    """Another tab may be closed right after its change. A tab gets no event of its own changes."""
+    """Another tab may close right after its change, and a tab gets no event for its own changes."""
     ask_and_wait(page, "hello")
     page.evaluate(
         """() => {
@@ -1021,7 +1021,7 @@ def test_a_question_that_cannot_fit_is_said_before_it_is_sent(page, server):
 
 
 def test_a_pasted_question_that_cannot_fit_is_not_sent_at_once(page, server):
-    """Enter comes before the page has counted."""
+    """Enter is pressed before the page has counted the tokens."""
     ask(page, "word " * 9000)
     expect(page.locator("#room")).to_contain_text("has 9,000 tokens")
     expect(page.locator("#question")).not_to_have_value("")
@@ -1038,7 +1038,7 @@ def test_an_edit_that_cannot_fit_is_not_sent(page, server):
 
 
 def test_an_answer_is_limited_to_the_room_that_is_left(page, server):
-    """A question that fits was refused, since the default limit did not fit beside it."""
+    """A question that fits was refused if the default limit of new tokens did not fit too."""
     page.locator("#question").fill("word " * 8092)
     expect(page.locator("#room")).to_have_text("Only 100 tokens are left for the answer.")
     page.keyboard.press("Enter")

@@ -29,7 +29,7 @@ CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 
 
 async def reads_all(_scope, receive, send) -> None:
-    """Answers with the number of bytes of the body, and holds no more than a piece of it."""
+    """Answers with the number of bytes of the body, which it reads piece by piece."""
     n_bytes = 0
     while True:
         message = await receive()
@@ -99,7 +99,7 @@ def refused(data: bytes, status: int, says: str) -> None:
 
 
 def header(n_bytes: int, name: bytes = b"x") -> bytes:
-    """A header line of so many bytes of name and value."""
+    """A header line whose name and value have this many bytes."""
     return name + b": " + b"a" * (n_bytes - len(name)) + b"\r\n"
 
 
@@ -137,7 +137,7 @@ def test_the_length_of_a_url_is_bounded():
     ids=["value", "name", "method", "trailer", "chunk extension"],
 )
 async def test_what_never_ends_is_cut_off_before_it_fills_memory(before):
-    """The parser keeps a header until it is whole: 64 MB of one were kept."""
+    """The parser buffers a header until it is complete, and buffered 64 MB of one."""
     async with talking() as (reader, writer):
         writer.write(before)
         n_sent = 0
@@ -249,7 +249,7 @@ async def test_an_answer_that_takes_long_is_not_cut_off(monkeypatch):
 
 
 async def test_one_request_of_a_connection_is_in_work_and_the_others_wait_in_the_socket():
-    """100 connections with 24 MB of requests each took 1.4 GB, and all were begun."""
+    """The server began all 24 MB of requests of each of 100 connections, and took 1.4 GB."""
     begun, may_go_on = [], asyncio.Event()
     n_requests = 2 << 20
 
@@ -276,7 +276,7 @@ async def test_one_request_of_a_connection_is_in_work_and_the_others_wait_in_the
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_who_leaves_requests_unanswered_behind_is_no_news_to_the_log(caplog, run):
-    """Each such client was a traceback of 58 lines."""
+    """Each such client caused a traceback of 58 lines."""
     body = b"a" * 100_000
     headers = [(b"content-length", b"%d" % len(body))]
 
@@ -321,7 +321,7 @@ HEALTH = GET.replace(b"/", b"/health", 1) + b"\r\n"
 
 
 class Crowd:
-    """Connections to a server with few places: 4 that are kept, and 2 more."""
+    """Connections to a server with 4 places, and 2 beyond these."""
 
     def __init__(self, port: int, state: ServerState) -> None:
         self.port, self.connections = port, state.connections
@@ -337,7 +337,7 @@ class Crowd:
         return (await asyncio.wait_for(reply(reader), 10))[0] if data else 0
 
     async def statuses(self, data: bytes) -> list[int]:
-        """Those of the answers on the connections that are open."""
+        """The statuses of the answers on the open connections."""
         found = []
         for reader, writer in self.open:
             try:
@@ -360,7 +360,7 @@ async def crowding(monkeypatch, keys: Sequence[str] = ()):
 
 
 async def test_a_health_check_is_answered_though_all_places_are_taken(monkeypatch):
-    """It got 503, as everybody did, so that a busy server was taken for a dead one."""
+    """Health checks got 503 like all requests, so a busy server looked dead."""
     async with crowding(monkeypatch) as crowd:
         assert [await crowd.connect(GET + b"\r\n") for _ in range(6)] == [200] * 4 + [503] * 2
         for _ in range(5):
@@ -393,7 +393,7 @@ async def test_the_oldest_silent_connection_makes_room_for_a_new_one(monkeypatch
 
 
 async def test_a_silent_client_that_reads_nothing_makes_room_too(monkeypatch):
-    """Closing waits for such a client to take what is unsent."""
+    """A normal close waits until such a client has read everything."""
     async with crowding(monkeypatch) as crowd:
         for _ in range(6):
             await crowd.connect()
@@ -406,7 +406,7 @@ async def test_a_silent_client_that_reads_nothing_makes_room_too(monkeypatch):
 
 
 async def test_clients_that_do_not_read_make_room_when_all_places_are_taken(monkeypatch):
-    """1,024 of them held the server at 503 for a minute, and then came again."""
+    """1,024 such clients kept the server at 503 for a minute, and then reconnected."""
     async with crowding(monkeypatch) as crowd:
         for _ in range(4):
             assert await crowd.connect(GET + b"\r\n") == 200
@@ -423,7 +423,7 @@ async def test_clients_that_do_not_read_make_room_when_all_places_are_taken(monk
 
 
 async def test_clients_without_a_key_hold_no_place_of_those_with_one(monkeypatch):
-    """Whoever asked first had it, key or not."""
+    """Places went to the first clients, with a key or without."""
     async with crowding(monkeypatch, [KEY]) as crowd:
         for _ in range(30):  # who stay, and ask without a key or for what needs none
             assert await crowd.connect(GET + b"\r\n") == 401
@@ -466,7 +466,7 @@ async def test_the_bytes_of_all_bodies_are_bounded(monkeypatch):
 
 
 async def test_a_connection_that_ends_keeps_nothing_of_what_it_sent():
-    """Connections are in cycles, and 1,050 of them kept 190 MB until these were looked for."""
+    """Connections are in reference cycles, and 1,050 of them kept 190 MB until a collection."""
 
     async def endless(_scope, receive, _send) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -485,7 +485,7 @@ async def test_a_connection_that_ends_keeps_nothing_of_what_it_sent():
 
 
 def test_what_the_protocol_refuses_is_in_the_log_with_its_reason(caplog):
-    """It was not there at all."""
+    """The log had no line about it."""
     with caplog.at_level("INFO", "parallel_llama"):
         _, headers, _ = asked(GET + header(2) * MAX_HEADERS + b"\r\n")
     (record,) = caplog.records

@@ -28,7 +28,7 @@ def canary(tiny: Served) -> Iterator[Canary]:
 
 
 def refused(served: Served, canary: Canary, path: str, says: str, **fields: Any) -> None:
-    """Such a request is answered with a 400, and another one beside it as ever."""
+    """The request gets a 400, and another request is answered as usual."""
     status, _, body = served.send("POST", path, {"max_tokens": 1, **fields})
     assert status == 400 and says in json.loads(body)["error"]["message"], body
     canary.check()
@@ -183,7 +183,7 @@ def test_a_salt_is_a_short_text(tiny, canary, salt):
 
 
 def test_the_name_of_a_tool_is_checked_in_one_pass(tiny, canary):
-    """Whatever a pattern could go back over, a megabyte of it is refused at once."""
+    """A megabyte of text on which a pattern would backtrack is refused at once."""
     for name in ("a" * (1 << 20), "a." * (1 << 19) + "!", "f(" * (1 << 19)):
         function = {"name": name, "parameters": SCHEMA}
         started = time.monotonic()
@@ -196,7 +196,7 @@ def test_the_name_of_a_tool_is_checked_in_one_pass(tiny, canary):
 
 @pytest.mark.parametrize("own", ["a", "a" * 32, ""])
 def test_no_client_ends_anothers_request_by_its_id(tiny, own):
-    """Ids of clients are for their notes: whoever leaves, or has the same one, ends their own."""
+    """A client that disconnects or reuses another client's id cancels only its own request."""
     fields = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "request_id": "a" * 32}
     texts: list[str] = []
 

@@ -74,7 +74,7 @@ def during(run, app, test: Test) -> None:
 
 
 async def asked(port: int, connections: set[BoundedProtocol]) -> tuple[BoundedProtocol, tuple]:
-    """A connection whose answer waits for its client, seen from both ends."""
+    """A connection whose answer waits for its client, with both ends."""
     others = set(connections)
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
     writer.write(GET)
@@ -144,7 +144,7 @@ def test_nobody_waits_for_a_client_that_is_answered(run):
 
 
 def test_the_bytes_that_wait_for_clients_are_bounded_in_all(run, monkeypatch):
-    """Where they are too many, whoever has waited longest goes first, and no more go than must."""
+    """Above the limit, connections are aborted until the rest fits, the longest-waiting first."""
 
     async def test(port, connections) -> None:
         held = []

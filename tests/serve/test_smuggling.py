@@ -199,7 +199,7 @@ def packets_of(data: bytes, seed: int) -> list[bytes]:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_requests_end_where_another_parser_says_they_end(name):
-    """With an offer of an upgrade the body was dropped, and could be read as a request."""
+    """With an Upgrade header the body was dropped, and could be parsed as a request."""
     data = HEADS[name] + NEXT
     ours, others = read_by_server([data]), read_by_h11(SPELLINGS.get(name, HEADS[name]) + NEXT)
     n_read = len(ours.requests)

@@ -12,7 +12,7 @@ OSLO = {"city": "Oslo"}
 
 
 def read(form, pieces, **settings):
-    """What a reader tells of a text in pieces: its text, and its calls with their arguments."""
+    """The text and the calls that a reader finds in a text given in pieces."""
     reader = CallReader(form, NAMES, **settings)
     told = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     text = "".join(part for part in told if isinstance(part, str))

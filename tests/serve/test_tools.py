@@ -35,7 +35,7 @@ LLAMA_RAIN = "{" + RAINS.format("parameters") + "}"
 
 
 def inputs(template_text, special=()):
-    """The text side of a model as far as tools look at it."""
+    """The part of an input processor that tools use."""
     vocabulary = SimpleNamespace(special_ids=dict.fromkeys(special, 1))
     return SimpleNamespace(
         chat_template=SimpleNamespace(template_text=template_text),
@@ -51,7 +51,7 @@ GENERIC = inputs("")
 
 
 def matches(grammar, text):
-    """Whether a text is a whole answer of a grammar."""
+    """Whether a grammar accepts a text as a complete answer."""
     matcher = compile_grammar(grammar.kind, grammar.text, BYTES)
     tokens = BYTES.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

@@ -66,7 +66,7 @@ class Served:
         self.stop()
 
     def stop(self, number: int = signal.SIGTERM, limit_s: float = 60) -> int:
-        """Ends it with a signal; returns its exit code."""
+        """Ends the server with a signal. Returns: its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
