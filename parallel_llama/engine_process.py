@@ -47,7 +47,7 @@ class EngineProcess:
         self._compiling: set[int] = set()  # keys
         self._compiled: deque[wire.Submit] = deque()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK)
-        self._n_losses = 0  # that the frontend knows
+        self._n_regroups = 0  # that the frontend knows
 
     def run(self) -> None:
         """Serve the frontend until it closes the socket.
@@ -117,7 +117,7 @@ class EngineProcess:
         for key, output in result.outputs:
             self._send_prompt_logprobs(key, output)
         outputs = tuple(_wire_output(key, output) for key, output in result.outputs)
-        self._send_losses()
+        self._send_regroups()
         for key, error in result.refused:
             self._frames.send(wire.EngineRefused(key, str(error)))
         statistics = self._ranks.engine.statistics()
@@ -138,15 +138,16 @@ class EngineProcess:
         )
         while not poll.poll(_LOOK_MS):
             self._ranks.require_alive()
-            self._send_losses()
+            self._send_regroups()
         with suppress(BlockingIOError):
             os.eventfd_read(self._woken)
 
-    def _send_losses(self) -> None:
-        """Tell the frontend that ranks were lost and the others go on, once for each loss."""
-        n_losses, self._n_losses = self._n_losses, len(self._ranks.losses)
-        for _ in range(n_losses, self._n_losses):
-            self._frames.send(wire.Shrunk(self._loaded()))
+    def _send_regroups(self) -> None:
+        """Tell the frontend of the groups of ranks that are new since the last call."""
+        regroups = self._ranks.regroups[self._n_regroups :]
+        self._n_regroups += len(regroups)
+        for each in regroups:
+            self._frames.send(wire.Regrouped(self._loaded(), bool(each.lost), each.n_new))
 
     def _submit(self, message: wire.Submit) -> None:
         try:

@@ -85,7 +85,7 @@ class LLM:
         settings: the other fields of `LLMConfig`, by name: tp_size, dtype, quant, device,
             max_seq_len, seed, random_weights, slice_of, verify, kv_cache_bytes, kv_cache_dtype,
             kv_split, exact, attention_sinks, block_size, max_drafts, integrity_check,
-            timeout_s, start_timeout_s, log_dir, elastic.
+            timeout_s, start_timeout_s, log_dir, elastic, spares.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used
     (before any weight is read); DamagedWeights for damage that only reading the weights shows;
@@ -134,7 +134,7 @@ class LLM:
 
     @property
     def tp_size(self) -> int:
-        """The number of ranks; with `elastic` a loss lowers it."""
+        """The number of ranks; with `elastic` a loss lowers it and a return raises it."""
         return self.engine.comm.size
 
     def generate(
@@ -363,7 +363,7 @@ class LLM:
     def _whole_step(self) -> AbstractContextManager[None]:
         """Delays Ctrl-C to the end of a step: interrupting a collective would break the group."""
         use_device(self.device)
-        if self.tp_size == 1 or threading.current_thread() is not threading.main_thread():
+        if self.ranks.setup.size == 1 or threading.current_thread() is not threading.main_thread():
             return nullcontext()
         handler = signal.getsignal(signal.SIGINT)
         return _held_back(handler) if callable(handler) else nullcontext()

@@ -23,8 +23,8 @@ from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.ops.formats import torch_dtype
-from parallel_llama.ops.quant import QuantMatrix, joined, quantise
+from parallel_llama.ops.formats import LoadedWeight, torch_dtype
+from parallel_llama.ops.quant import PackedRows, QuantMatrix, QuantRows, joined, quantise
 from parallel_llama.plan import Shard
 
 # Values read at once: at most 256 MB (in float64), and more than most shards of a weight. A larger
@@ -45,7 +45,7 @@ class HeldWeights(Protocol):
     def rows_of(self, param: Param) -> range:
         """The rows (or columns) of a weight that can be taken; `param` as for `Shard.rows_of`."""
 
-    def take(self, param: Param, rows: range) -> Tensor | QuantMatrix:
+    def take(self, param: Param, rows: range) -> Tensor | PackedRows:
         """Some of these rows, in the format of the model; they may share the weight's memory."""
 
 
@@ -88,8 +88,10 @@ def load(
     on_bytes: Callable[[int], None] = lambda _: None,
     is_wanted: Callable[[Param], bool] = lambda _: True,
     held: HeldWeights | None = None,
-) -> Generator[tuple[str, Tensor | QuantMatrix], None, None]:
+) -> Generator[tuple[str, LoadedWeight], None, None]:
     """Yields name and shard of every weight of a rank, in the order of the forward pass.
+
+    A weight with rows that are held may be a list of parts, whose rows follow each other.
 
     Args:
         is_wanted: whether a weight is read.
@@ -103,8 +105,13 @@ def load(
     for param in map(shard.cut, filter(shard.holds, filter(is_wanted, parameters(args)))):
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, QuantFormat):
-            whole = _quantised(checkpoint, param, shard, form, on_bytes, held)
-            yield param.name, whole.to(device)
+            parts = _quantised(checkpoint, param, shard, form, on_bytes, held)
+            read = [part for part in parts if isinstance(part, QuantMatrix)]
+            if len(read) < len(parts):
+                yield param.name, parts
+            else:
+                whole = read[0] if len(read) == 1 else joined(read, param.dim)
+                yield param.name, whole.to(device)
         else:
             dtype = torch_dtype(form.dtype)
             yield param.name, _converted(checkpoint, param, shard, dtype, device, on_bytes, held)
@@ -135,19 +142,19 @@ def _quantised(
     form: QuantFormat,
     on_bytes: Callable[[int], None],
     held: HeldWeights | None,
-) -> QuantMatrix:
-    parts = []
+) -> list[QuantRows]:
+    parts: list[QuantRows] = []
     # Blocks of columns may begin in the middle of a stored block.
     for piece, is_held in _sources(param, shard.rows_of(param), None if param.dim else held):
-        part: Tensor | QuantMatrix
+        part: Tensor | QuantRows
         if held is not None and is_held:
             part = held.take(param, piece)
         else:
             part = _read_quantised(checkpoint, param, piece, form)
-        assert isinstance(part, QuantMatrix)
+        assert not isinstance(part, Tensor)
         parts.append(part)
         on_bytes(form.n_bytes(part.shape.numel()))
-    return parts[0] if len(parts) == 1 else joined(parts, param.dim)
+    return parts
 
 
 def _read_quantised(
@@ -169,23 +176,29 @@ def _converted(
     device: torch.device,
     on_bytes: Callable[[int], None],
     held: HeldWeights | None,
-) -> Tensor:
+) -> Tensor | list[Tensor]:
     rows = shard.rows_of(param)
     sources = _sources(param, rows, held)
     if sources == [(rows, False)]:  # the usual case: returns the read tensor without a copy
         tensor = _finite(param, checkpoint.read(param, rows, "interleaved"), dtype)
         on_bytes(tensor.nbytes)
         return tensor.to(device)
-    whole = torch.empty(sliced_shape(param, rows), dtype=dtype, device=device)
+    parts: list[Tensor] = []
+    whole: Tensor | None = None
     for piece, is_held in sources:
         if held is not None and is_held:
             part = held.take(param, piece)
             assert isinstance(part, Tensor)  # this weight is not quantised
         else:
             part = _finite(param, checkpoint.read(param, piece, "interleaved"), dtype)
-        whole.narrow(param.dim, piece.start - rows.start, len(piece)).copy_(part)
+        if param.dim == 0 and held is not None:
+            parts.append(part)
+        else:
+            if whole is None:
+                whole = torch.empty(sliced_shape(param, rows), dtype=dtype, device=device)
+            whole.narrow(param.dim, piece.start - rows.start, len(piece)).copy_(part)
         on_bytes(part.nbytes)
-    return whole
+    return parts if whole is None else whole
 
 
 def _sources(param: Param, rows: range, held: HeldWeights | None) -> list[tuple[range, bool]]:

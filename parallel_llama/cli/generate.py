@@ -251,7 +251,7 @@ VERB = Verb(
     "--prompt TEXT | --prompts FILE.jsonl [flags]",
     (
         *(*prompts.PROMPT_FLAGS, model.MODEL, *FLAGS, JSON, OUTPUT, RESUME),
-        *(*model.RANKS, model.ELASTIC, *model.CACHE, *model.LOADING),
+        *(*model.RANKS, model.ELASTIC, model.SPARES, *model.CACHE, *model.LOADING),
     ),
     "parallel-llama generate --chat --prompt 'What is the capital of France?' --nproc 2",
     prepare,

@@ -16,7 +16,7 @@ from parallel_llama.cli.parsers import (
     whole,
 )
 from parallel_llama.config.layouts import load_model_args
-from parallel_llama.engine.llm_config import LLMConfig, require_elastic
+from parallel_llama.engine.llm_config import LLMConfig, require_elastic, require_spares
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
@@ -120,8 +120,12 @@ LOG_DIR: Flag[str | None] = Flag(
     filled_text, "FOLDER", default_text="the folder of temporary files", subject="ranks",
 )  # fmt: skip
 ELASTIC: Flag[bool] = Flag(
-    "elastic", "after the loss of a rank above 0, go on with one rank fewer and continue all "
-    "requests; for CPU ranks that this command starts", subject="ranks",
+    "elastic", "after the loss of a rank above 0, go on with the others, continue all requests, "
+    "and replace the rank; for CPU ranks that this command starts", subject="ranks",
+)  # fmt: skip
+SPARES: Flag[int] = Flag(
+    "spares", "with --elastic, idle processes that replace lost ranks at once",
+    whole(0, MAX_RANKS), "N", default=LLMConfig.spares, subject="ranks",
 )  # fmt: skip
 RANKS: tuple[Flag[Any], ...] = (
     NPROC, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, EXACT, DEVICE, MAX_SEQ_LEN,
@@ -134,6 +138,7 @@ LOADING: tuple[Flag[Any], ...] = (
 _SETTINGS: tuple[Flag[Any], ...] = (
     MODEL, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
     KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE, INTEGRITY_CHECK, LOG_DIR, ELASTIC,
+    SPARES,
 )  # fmt: skip
 
 
@@ -189,6 +194,8 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
                 "--nproc, or drop --elastic"
             )
         require_elastic(flags[DEVICE], flags[KV_SPLIT])
+    elif flags[SPARES]:
+        raise UsageError(f"--spares {flags[SPARES]} without --elastic: use both, or drop --spares")
     if flags[VERIFY]:
         _verify_metadata(flags)
     files = find_model(flags[MODEL])
@@ -196,6 +203,7 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
         files.require_weights()
     args = load_model_args(files, _count_vocab)
     n_ranks = rank_count(flags[NPROC])
+    require_spares(flags[SPARES], n_ranks)
     make_plan(args, n_ranks, kv_split=flags[KV_SPLIT], exact=bool(flags[EXACT]))
     inputs = InputProcessor(
         files,

@@ -17,6 +17,7 @@ from parallel_llama.cli.model import (
     LOADING,
     MODEL,
     RANKS,
+    SPARES,
     TIMEOUT,
     check_model,
     in_dtype,
@@ -218,7 +219,7 @@ VERB = Verb(
     "[MODEL] [--nproc N] [flags]",
     (
         MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, ORIGINS, MAX_REQUESTS, RESTARTS, DRAIN,
-        LOG_FORMAT, *RANKS, ELASTIC, *CACHE, *LOADING,
+        LOG_FORMAT, *RANKS, ELASTIC, SPARES, *CACHE, *LOADING,
     ),
     "parallel-llama serve --nproc 2",
     prepare,

@@ -177,7 +177,7 @@ class Engine:
     def resume(
         self, runner: ModelRunner, capacity: Capacity, unfinished: abc.Sequence[Unfinished]
     ) -> None:
-        """Continue requests with another runner, on the ranks that are left.
+        """Continue requests, with another runner or on a rank that is new in the group.
 
         Their keys and values are computed again, as after a preemption. On rank 0 requests that do
         not fit into `capacity` are moved to `refused`.
@@ -188,10 +188,11 @@ class Engine:
             (state.output.ticket, sequence.number): state.output
             for sequence, state in self._states.items()
         }
-        self.runner, self.comm, self.capacity = runner, runner.comm, capacity
-        runner.reserve(capacity.n_blocks, capacity.block_size)
-        if self._integrity is not None:
-            self._integrity = runner.check_integrity()
+        if runner is not self.runner:
+            self.runner, self.comm, self.capacity = runner, runner.comm, capacity
+            runner.reserve(capacity.n_blocks, capacity.block_size)
+            if self._integrity is not None:
+                self._integrity = runner.check_integrity()
         self._reset_scheduler()
         for each in unfinished:
             if self._fits(each.ticket, each.request):

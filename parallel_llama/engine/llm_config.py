@@ -9,6 +9,7 @@ from typing import Any, TypedDict, get_args
 import msgspec
 
 from parallel_llama.errors import UsageError
+from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_stacks import require_log_dir
 from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S, Timeouts
 from parallel_llama.plan import KVSplit
@@ -29,6 +30,19 @@ def require_elastic(
                 f"elastic and {name} cannot be combined: only CPU ranks of one host with a KV "
                 "cache sharded by heads can go on after a loss; drop one"
             )
+
+
+def require_spares(n_spares: int, size: int) -> None:
+    """Raises: UsageError for spares that no rank needs, or that are too many."""
+    if n_spares and size == 1:
+        raise UsageError(
+            f"spares={n_spares} with one rank: only ranks above 0 are replaced; use at least 2 "
+            "ranks, or drop spares"
+        )
+    if n_spares + size > MAX_RANKS:
+        raise UsageError(
+            f"spares={n_spares} and {size} ranks are more than {MAX_RANKS} processes; use fewer"
+        )
 
 
 class Settings(TypedDict, total=False):
@@ -55,6 +69,7 @@ class Settings(TypedDict, total=False):
     start_timeout_s: float
     log_dir: str | None
     elastic: bool
+    spares: int
 
 
 @dataclass(frozen=True)
@@ -95,8 +110,10 @@ class LLMConfig:
         start_timeout_s: seconds that a rank waits for another one while the ranks join and load.
         log_dir: where a folder with the stacks of the ranks is made after a failure. By default the
             folder of temporary files.
-        elastic: after the loss of a rank above 0 the others go on with one rank fewer, and continue
-            all requests; for CPU ranks that this program starts.
+        elastic: after the loss of a rank above 0 the others go on and continue all requests, and a
+            new process takes its place as soon as it has started; for CPU ranks that this program
+            starts.
+        spares: with `elastic`, idle processes that take the places of lost ranks at once.
     """
 
     model: str = "smollm2"
@@ -121,6 +138,7 @@ class LLMConfig:
     start_timeout_s: float = Timeouts.start_s
     log_dir: str | None = None
     elastic: bool = False
+    spares: int = 0
 
     def __post_init__(self) -> None:
         """Raises: UsageError for values that no model can run with; a model's setup checks more."""
@@ -130,8 +148,10 @@ class LLMConfig:
             raise UsageError(f"exact={self.exact!r}: use True, False or None")
         if self.elastic:
             require_elastic(self.device, self.kv_split, self.slice_of)
+        elif self.spares:
+            raise UsageError(f"spares={self.spares!r} without elastic: use both, or drop spares")
         # The fields are frozen. Ranks compare their text, so each must have one type.
-        for name in ("seed", "random_weights", "max_drafts"):
+        for name in ("seed", "random_weights", "max_drafts", "spares"):
             if (value := getattr(self, name)) is not None:
                 if not isinstance(value, Integral) or int(value) < 0:
                     raise UsageError(f"{name}={value!r}: use a whole number of at least 0")

@@ -22,7 +22,7 @@ from parallel_llama.checkpoint.prefetch import started_thread
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.free_memory import give_back_memory
-from parallel_llama.engine.kv_capacity import MemoryFor, memory_of
+from parallel_llama.engine.kv_capacity import Capacity, MemoryFor, memory_of
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.machine import peak_cuda_bytes
 from parallel_llama.engine.messages import Unfinished, decode_unfinished, encode_unfinished
@@ -41,6 +41,7 @@ from parallel_llama.parallel.communicators import give_up, join, use_device
 from parallel_llama.parallel.failures import RankError, exit_code
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name
+from parallel_llama.parallel.rank_stacks import record_stacks
 from parallel_llama.parallel.regroup import Orders, RegroupOrder, join_group, lead_group
 from parallel_llama.parallel.shared_memory import SharedMemory
 from parallel_llama.parallel.timeouts import Timeouts
@@ -50,24 +51,32 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _LAST_WORDS_S = 1.0
+_LOOK_S = 0.2  # between looks at spares
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A loss of ranks that the others have survived.
+class Regroup:
+    """A new group of ranks, which continues the requests of the one before.
 
     Args:
-        reason: which ranks were lost, and why.
-        tp_size: the number of ranks that go on.
-        seconds: from when rank 0 saw the loss until the next step can run.
+        lost: why ranks were lost; empty if none was.
+        n_new: how many of its ranks were spares before.
+        tp_size: its number of ranks.
+        seconds: from when rank 0 saw the cause until the next step can run.
     """
 
-    reason: str
+    lost: str
+    n_new: int
     tp_size: int
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.reason}; tp_size={self.tp_size} goes on after {self.seconds:.2f} s"
+        seconds = f"{self.seconds:.2f} s"
+        if not self.lost:
+            new = f"tp_size={self.tp_size} after {seconds}"
+            return f"a new process has taken the place of a lost rank: {new}"
+        spares = f", {self.n_new} of the ranks a spare before" if self.n_new else ""
+        return f"tp_size={self.tp_size} goes on after {seconds}{spares}"
 
 
 class Ranks:
@@ -76,7 +85,8 @@ class Ranks:
     The constructor starts the processes of the other ranks, unless another program has started
     them; `start` joins them and loads the model.
 
-    With `elastic`, after the loss of a rank the others form a new group and go on.
+    With `elastic`, after the loss of a rank the others form a new group and go on. A spare takes
+    its place, at once if one is ready, else later between two steps.
 
     Args:
         orders: of rank 0, on a rank that another `Ranks` has started.
@@ -93,7 +103,8 @@ class Ranks:
         self._local_ranks: LocalRanks | None = None
         self._n_threads = torch.get_num_threads()
         self._timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
-        self.losses: list[Loss] = []
+        self.regroups: list[Regroup] = []
+        self._next_look_s = 0.0  # monotonic
         self._orders = orders
         if is_started_as_rank():
             if setup.config.elastic and orders is None:
@@ -103,11 +114,17 @@ class Ranks:
                 )
             return
         threads = threads_per_rank(setup.size)
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(threads, self._n_threads))
+        torch.set_num_threads(self._threads_of(setup.size))
         if setup.size > 1:
             module, settings = "parallel_llama.engine.ranks", setup.config.to_json()
-            self._local_ranks = LocalRanks(module, settings, setup.size, threads)
+            self._local_ranks = LocalRanks(
+                module,
+                settings,
+                setup.size,
+                threads,
+                n_spares=setup.config.spares,
+                spare_arguments=[_digest(self._facts)],
+            )
 
     def start(
         self,
@@ -129,7 +146,10 @@ class Ranks:
                 memory = memory_of(setup.device)
                 setup.cache_size.require_room(self.comm, memory, setup.weight_bytes)
             runner = self._load(on_bytes)
-            self._engine = self._make_engine(runner)
+            if self._local_ranks is not None:  # spares take memory, which the KV cache must leave
+                self._local_ranks.await_spares(self._timeouts.step_s / 2)
+            self._engine = self._make_engine(runner, self._capacity(runner))
+            runner.comm.barrier()
             if setup.device.type == "cuda":
                 _record(runner, on_graph)
             own = peak_cuda_bytes(setup.device)
@@ -158,6 +178,7 @@ class Ranks:
         Collective: all ranks take part.
         """
         use_device(self.setup.device)  # any thread may call this
+        self._take_back()
         return self.enduring(self.engine.step)
 
     def enduring(self, work: Callable[[], Result]) -> Result:
@@ -165,27 +186,44 @@ class Ranks:
 
         Raises: as `work`; RankError with the message of a rank that has ended.
         """
+        if not self.setup.config.elastic:
+            with self.explaining():
+                return work()
         while True:
             try:
-                with self.explaining():
-                    return work()
+                return work()
             except RankError as error:
-                if not self.setup.config.elastic:
-                    raise
                 failure = error
-            self._recover(failure)
+            self._regroup(failure)
 
-    def follow(self) -> None:
-        """Serve rank 0 until it closes; for a rank above 0 with `orders`."""
+    def stand_by(self, facts: str) -> RegroupOrder | None:
+        """Wait for the order to take the place of a lost rank, on a spare.
+
+        Args:
+            facts: the digest of the facts of the ranks.
+
+        Raises: UsageError for a spare with other facts.
+        """
+        if facts != _digest(self._facts):
+            raise UsageError(
+                "the model's files or the installed software have changed since the ranks started; "
+                "restart the command"
+            )
+        record_stacks(self.setup.config.log_dir)  # rank 0 sees that this process is ready
+        assert self._orders is not None
+        return self._orders.latest(None)
+
+    def follow(self, order: RegroupOrder | None = None) -> None:
+        """Serve rank 0 until it closes; for a process with `orders`, on a spare after an order."""
         orders = self._orders
         assert orders is not None
-        if isinstance(self.comm, SharedMemory):
+        if order is None and isinstance(self.comm, SharedMemory):
             self.comm.on_wait = orders.require_none
-        order: RegroupOrder | None = None
         while True:
             try:
                 if order is not None:
-                    self._go_on(join_group(order, orders, self._timeouts))
+                    comm = join_group(order, orders, self._timeouts)
+                    self._go_on(comm, order.n_threads)
                 rank_rpc.serve_rank(self.engine)
                 return
             except RankError:
@@ -199,11 +237,16 @@ class Ranks:
         own = {} if self._comm is None else {self._comm.rank: os.getpid()}
         return own | (self._local_ranks.pids() if self._local_ranks else {})
 
+    def spare_pids(self) -> list[int]:
+        """The processes that have been started to take the places of lost ranks."""
+        return self._local_ranks.spare_pids() if self._local_ranks else []
+
     def require_alive(self) -> None:
         """Check that the other ranks are alive, while no step runs.
 
         Raises: RankError naming a rank that has died, with its own message if it left one.
         """
+        self._take_back()
         self.enduring(self._look)
 
     def end(self) -> None:
@@ -233,37 +276,76 @@ class Ranks:
             raise
 
     def _look(self) -> None:
-        if self._local_ranks is not None:
+        if self._local_ranks is not None and not self.setup.config.elastic:
             self._local_ranks.require_alive()
         if self._comm is not None:
             self._comm.require_alive()
 
-    def _recover(self, error: RankError) -> None:
-        """Go on without the ranks that have ended, on rank 0.
+    def _take_back(self) -> None:
+        """Let spares that are ready take the places of lost ranks, and start spares."""
+        ranks, now = self._local_ranks, time.monotonic()
+        if ranks is None or not self.setup.config.elastic or now < self._next_look_s:
+            return
+        self._next_look_s = now + _LOOK_S
+        if why := ranks.keep_spares():
+            logger.warning("no other process is started: %s", why.partition("\n")[0])
+        if ranks.can_grow():
+            self._regroup()
+
+    def _regroup(self, error: RankError | None = None) -> None:
+        """Form a new group and continue all requests, on rank 0.
+
+        Args:
+            error: of a step that a rank has not survived; without it, spares are taken in.
 
         Raises: `error` if no rank has ended, or tokens may be wrong.
         """
-        began_s, reasons = time.monotonic(), []
+        began_s, lost, n_new = time.monotonic(), list[str](), 0
         ranks = self._local_ranks
         if ranks is None:
+            assert error is not None
             raise error
         unfinished = self.engine.unfinished()
         _clear_frames(error)
         while True:
-            reason = ranks.drop_ended(_LAST_WORDS_S)
-            if reason is None or DISAGREE in reason or TEST_MEMORY in reason:
-                raise error
-            reasons.append(reason.partition("\n")[0])  # without stacks
+            if error is not None:
+                lost.append(self._lost(ranks, error))
+            n_new += ranks.take_spares()
             try:
-                self._go_on(lead_group(ranks, self._timeouts), unfinished)
+                n_threads = self._threads_of(ranks.env.size)
+                self._go_on(lead_group(ranks, n_threads, self._timeouts), n_threads, unfinished)
                 break
             except RankError as another:
                 error = another  # lost meanwhile
-        loss = Loss("; ".join(reasons), self.comm.size, time.monotonic() - began_s)
-        self.losses.append(loss)
-        logger.warning("%s", loss)
+        seconds = time.monotonic() - began_s
+        self.regroups.append(Regroup("; ".join(lost), n_new, self.comm.size, seconds))
+        logger.warning("%s", self.regroups[-1])
+        self._next_look_s = 0.0
 
-    def _go_on(self, comm: Communicator, unfinished: Sequence[Unfinished] = ()) -> None:
+    def _lost(self, ranks: LocalRanks, error: RankError) -> str:
+        """Forget the ranks that have ended. Returns: why.
+
+        Raises: as `_regroup`.
+        """
+        why = ranks.drop_ended(_LAST_WORDS_S)
+        if why is None:
+            with self.explaining():
+                raise error
+        if DISAGREE in why or TEST_MEMORY in why:
+            raise RankError(why) from error
+        summary = why.partition("\n")[0]
+        logger.warning("%s; the others go on", summary)
+        return summary
+
+    def _threads_of(self, size: int) -> int:
+        """The threads of each of `size` ranks on this host, if the user does not choose."""
+        if "OMP_NUM_THREADS" in os.environ:
+            return torch.get_num_threads()
+        return min(threads_per_rank(size), self._n_threads)
+
+    def _go_on(
+        self, comm: Communicator, n_threads: int, unfinished: Sequence[Unfinished] = ()
+    ) -> None:
         """Load this rank's new shard and continue requests, which rank 0 knows.
 
         Collective: all ranks of `comm` call it.
@@ -271,14 +353,18 @@ class Ranks:
         old, self._comm = self._comm, comm
         if old is not None:
             old.close()
-        setup, engine = self.setup, self.engine
+        setup, engine = self.setup, self._engine
         setup.shard_over(comm.size)
-        engine.runner.reserve([0] * len(engine.capacity.n_blocks), 1)  # gives up the KV cache
+        torch.set_num_threads(n_threads)
+        if engine is not None:  # gives up the KV cache
+            engine.runner.reserve([0] * len(engine.capacity.n_blocks), 1)
         runner = self._load(lambda _: None)
-        capacity = setup.cache_size.agree(comm, memory_of(runner.device))
+        capacity = self._capacity(runner)
         own = encode_unfinished(unfinished) if comm.rank == 0 else None
         message = broadcast_bytes(comm, own)
         with MemoryFor("the KV cache", "lower kv_cache_bytes"):
+            if engine is None:  # this process was a spare
+                self._engine = engine = self._make_engine(runner, capacity)
             engine.resume(runner, capacity, decode_unfinished(message))
         setup.inputs.n_cache_tokens = capacity.longest(setup.inputs.max_seq_len)
 
@@ -342,14 +428,16 @@ class Ranks:
         comm.barrier()
         return runner
 
-    def _make_engine(self, runner: ModelRunner) -> Engine:
-        """Allocate the KV cache, then wait for all ranks."""
-        inputs = self.setup.inputs
-        config = self.setup.config
-        capacity = self.setup.cache_size.agree(self.comm, memory_of(runner.device))
+    def _capacity(self, runner: ModelRunner) -> Capacity:
+        """The capacity that all ranks agree on."""
+        return self.setup.cache_size.agree(self.comm, memory_of(runner.device))
+
+    def _make_engine(self, runner: ModelRunner, capacity: Capacity) -> Engine:
+        """Allocate the KV cache."""
+        inputs, config = self.setup.inputs, self.setup.config
         has_text = runner.comm.rank == 0 and inputs.has_tokenizer
         with MemoryFor("the KV cache", "lower kv_cache_bytes"):
-            engine = Engine(
+            return Engine(
                 runner,
                 capacity,
                 inputs.tokenizer if has_text else None,
@@ -357,8 +445,6 @@ class Ranks:
                 max_drafts=config.max_drafts,
                 integrity_check=config.integrity_check,
             )
-        runner.comm.barrier()
-        return engine
 
 
 def _clear_frames(error: BaseException | None) -> None:
@@ -403,16 +489,20 @@ def main() -> int:
     """Runs a rank above 0 that `Ranks` of rank 0 has started; returns the exit code.
 
     It reads its LLMConfig from stdin, as one line of JSON, and serves rank 0 until rank 0 closes.
-    Further lines are orders. It ends when stdin ends, which means that its parent has ended.
+    Further lines are orders. It ends when stdin ends, which means that its parent has ended. A
+    spare has an argument, the digest of the facts of the ranks.
     """
     config = LLMConfig.from_json(sys.stdin.buffer.readline())
-    orders = Orders()
+    orders, facts_of_ranks = Orders(), sys.argv[1:]
 
     def serve() -> int:
         ranks = Ranks(ModelSetup(config), orders)
         try:
-            ranks.start()
-            ranks.follow()
+            if facts_of_ranks:
+                ranks.follow(ranks.stand_by(*facts_of_ranks))
+            else:
+                ranks.start()
+                ranks.follow()
         finally:
             ranks.end()
         return 0

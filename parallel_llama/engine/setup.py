@@ -20,7 +20,7 @@ from parallel_llama.dtypes import kv_format, make_precision
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import CacheSize
-from parallel_llama.engine.llm_config import LLMConfig, require_elastic
+from parallel_llama.engine.llm_config import LLMConfig, require_elastic, require_spares
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families.model_args import ModelArgs
@@ -62,6 +62,7 @@ class ModelSetup:
         self.device = own_device(self.kind, local_rank)
         if config.elastic:
             require_elastic(self.kind, config.kv_split)
+            require_spares(config.spares, self.size)
         self.dtype = config.dtype or default_dtype(files, self.args, self.kind)
         stored = stored_formats(files, self.args) if has_files else None
         self.quant = config.quant or "none"

@@ -34,7 +34,12 @@ class HugePages:
 
         Weights that share memory still share it afterwards. Weights in the region stay in place.
         """
-        first = self._n_used
+        first, weights = self._n_used, list(weights)
+        for weight in weights:
+            n_bytes = weight.unstored_bytes
+            if n_bytes:
+                weight.store(self._memory[self._n_used : self._n_used + n_bytes])
+                self._n_used += _rounded(n_bytes)
         owners: dict[int, list[Weight]] = {}
         here = self._memory.untyped_storage().data_ptr()
         for weight in weights:

@@ -24,8 +24,8 @@ from parallel_llama.model.layers import (
 )
 from parallel_llama.model.moe import Expert, Matrix, MixtureOfExperts
 from parallel_llama.model.transformer import FeedForward, Transformer, TransformerBlock
-from parallel_llama.ops.formats import DenseWeight, QuantWeight, Weight
-from parallel_llama.ops.quant import QuantMatrix
+from parallel_llama.ops.formats import DenseWeight, LoadedWeight, QuantWeight, Weight
+from parallel_llama.ops.quant import PackedRows
 from parallel_llama.plan import Shard
 
 _Layer = (
@@ -66,7 +66,7 @@ class WeightLoader:
         self._weights: dict[str, Weight] = {name: getattr(*self._place(name)) for name in names}
         self._n_missing = Counter(part for name in names for part in _parts_of(name))
 
-    def assign(self, name: str, values: Tensor | QuantMatrix) -> None:
+    def assign(self, name: str, values: LoadedWeight) -> None:
         """Set the values of one weight, which are this rank's shard of it.
 
         Raises: KeyError for a name the model does not have, ValueError for another shape or for a
@@ -74,7 +74,8 @@ class WeightLoader:
         """
         if name not in self._weights:
             raise KeyError(f"the model has no weight {name}")
-        if self._huge_pages is None and values.device.type == "cpu":
+        device = values[0].device if isinstance(values, list) else values.device
+        if self._huge_pages is None and device.type == "cpu":
             self._huge_pages = HugePages([each.values for each in self._weights.values()])
         try:
             self._load(name, values)
@@ -99,7 +100,7 @@ class WeightLoader:
         """As `HeldWeights.rows_of`."""
         return self._shard.rows_of(param) if self._shard.holds(param) else range(0)
 
-    def take(self, param: Param, rows: range) -> Tensor | QuantMatrix:
+    def take(self, param: Param, rows: range) -> Tensor | PackedRows:
         """As `HeldWeights.take`."""
         weight, first = self._weights[param.name], 0
         start = rows.start - self.rows_of(param).start
@@ -125,12 +126,15 @@ class WeightLoader:
         part, _, leaf = name.rpartition(".")
         return _part_at(self._model, part), leaf
 
-    def _load(self, name: str, values: Tensor | QuantMatrix) -> None:
+    def _load(self, name: str, values: LoadedWeight) -> None:
         empty = self._weights[name]
-        if isinstance(values, Tensor):
-            empty.load(values)
+        parts = values if isinstance(values, list) else [values]
+        dense = [part for part in parts if isinstance(part, Tensor)]
+        if dense:
+            empty.load(dense if isinstance(values, list) else dense[0])
             return
-        self._weights[name] = QuantWeight.in_place_of(empty, values, self._model.ops.panel_rows)
+        rows = [part for part in parts if not isinstance(part, Tensor)]
+        self._weights[name] = QuantWeight.in_place_of(empty, rows, self._model.ops.panel_rows)
         setattr(*self._place(name), self._weights[name])
 
     def _finalise(self, name: str) -> None:

@@ -18,7 +18,7 @@ from parallel_llama.dtypes import (
     QuantFormat,
 )
 from parallel_llama.ops.dispatch import Dispatch
-from parallel_llama.ops.quant import PanelShape, QuantMatrix, joined
+from parallel_llama.ops.quant import PackedRows, PanelShape, QuantMatrix, QuantRows
 from parallel_llama.ops.torch_ops import TorchOps
 
 HALVES = torch.bfloat16, torch.float16
@@ -34,32 +34,56 @@ class DenseWeight:
     """
 
     def __init__(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
-        self.values = torch.empty(tuple(shape), dtype=dtype, device=device)
-        self.computed = dtype
+        self._values: Tensor | None = torch.empty(tuple(shape), dtype=dtype, device=device)
+        self._parts: list[Tensor] = []  # the rows, until they are in one piece
+        # The weight that holds the rows of this one, and the first of its rows.
+        self._fused: tuple[DenseWeight, int] | None = None
+        self.n_outputs, self.computed = shape[0], dtype
+
+    @property
+    def values(self) -> Tensor:
+        if self._fused is not None:
+            whole, first = self._fused
+            return whole.values[first : first + self.n_outputs]
+        if self._values is None:
+            self._values, self._parts = torch.cat(self._parts), []
+        return self._values
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self._values, self._parts, self._fused = values, [], None
 
     @property
     def is_loaded(self) -> bool:
-        return not self.values.is_meta
+        return self._values is None or not self._values.is_meta
 
-    @property
-    def n_outputs(self) -> int:
-        return len(self.values)
-
-    def load(self, values: Tensor) -> None:
-        """Set the values.
+    def load(self, values: Tensor | list[Tensor]) -> None:
+        """Set the values, or parts whose rows follow each other.
 
         Raises: ValueError for another shape or dtype, or if the weight is loaded already.
         """
-        mine = self.values
         if self.is_loaded:
             raise ValueError("is loaded twice")
-        is_half = values.ndim == 2 and values.dtype in HALVES and self.computed == torch.float32
-        if mine.shape != values.shape or not (mine.dtype == values.dtype or is_half):
+        parts, mine = values if isinstance(values, list) else [values], self.values
+        first = parts[0]
+        shape = [sum(map(len, parts)), *first.shape[1:]]
+        is_half = first.ndim == 2 and first.dtype in HALVES and self.computed == torch.float32
+        if list(mine.shape) != shape or not (mine.dtype == first.dtype or is_half):
             raise ValueError(
-                f"is {list(mine.shape)} {mine.dtype} on this rank, "
-                f"got {list(values.shape)} {values.dtype}"
+                f"is {list(mine.shape)} {mine.dtype} on this rank, got {shape} {first.dtype}"
             )
-        self.values = values
+        self._values, self._parts = (None, parts) if isinstance(values, list) else (values, [])
+
+    @property
+    def unstored_bytes(self) -> int:
+        """The bytes that `store` needs; 0 if the rows are in one piece."""
+        return sum(part.nbytes for part in self._parts)
+
+    def store(self, memory: Tensor) -> None:
+        """Put the rows into one piece of memory. Shapes: [unstored_bytes] uint8."""
+        first = self._parts[0]
+        values = memory.view(first.dtype).view(self.n_outputs, *first.shape[1:])
+        self.values = torch.cat(self._parts, out=values)
 
     def apply(self, x: Tensor, ops: TorchOps, bias: "DenseWeight | None" = None) -> Tensor:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
@@ -80,11 +104,12 @@ class DenseWeight:
     def concat_outputs(weights: Sequence["DenseWeight"]) -> "DenseWeight":
         """One weight with the outputs of several weights, which become views of it."""
         whole = copy(weights[0])
-        whole.values = torch.cat([weight.values for weight in weights])
-        start = 0
+        whole._values, whole._parts, whole.n_outputs = None, [], 0
         for weight in weights:
-            stop = start + len(weight.values)
-            weight.values, start = whole.values[start:stop], stop
+            whole._parts += weight._parts or [weight.values]
+            weight._values, weight._parts = None, []
+            weight._fused = whole, whole.n_outputs
+            whole.n_outputs += weight.n_outputs
         return whole
 
 
@@ -92,7 +117,7 @@ class QuantWeight:
     """A rank's shard of a quantised matrix, in the panel layout of the operators.
 
     Args:
-        groups: The matrix.
+        parts: The rows of the matrix, which are packed when they are first used.
         panel_rows: Rows per panel.
         computed: The dtype of lookups.
 
@@ -102,41 +127,70 @@ class QuantWeight:
     is_loaded = True
 
     def __init__(
-        self, groups: QuantMatrix, panel_rows: int, computed: torch.dtype = torch.float32
+        self,
+        parts: QuantRows | Sequence[QuantRows],
+        panel_rows: int,
+        computed: torch.dtype = torch.float32,
     ) -> None:
+        self._parts = [parts] if isinstance(parts, QuantRows) else list(parts)
+        self._values: Tensor | None = None
         self.computed = computed
-        self.n_outputs, n_inputs = groups.shape
-        self.panels = PanelShape(groups.form, n_inputs, panel_rows, groups.n_before)
-        self.values = self.panels.pack(groups)
+        self.n_outputs = sum(part.shape[0] for part in self._parts)
+        first = self._parts[0]
+        form, n_inputs, n_before = (
+            (first.layout.form, first.layout.n_inputs, first.layout.n_before)
+            if isinstance(first, PackedRows)
+            else (first.form, first.shape[1], first.n_before)
+        )
+        self.panels = PanelShape(form, n_inputs, panel_rows, n_before)
+
+    @property
+    def values(self) -> Tensor:
+        if self._values is None:
+            device = self._parts[0].device
+            self.store(torch.empty(self.unstored_bytes, dtype=torch.uint8, device=device))
+        assert self._values is not None
+        return self._values
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self._values = values
+
+    @property
+    def unstored_bytes(self) -> int:
+        """The bytes that `store` needs; 0 if the rows are packed."""
+        n_panels = -(-self.n_outputs // self.panels.n_rows)
+        return n_panels * self.panels.n_bytes if self._parts else 0
+
+    def store(self, memory: Tensor) -> None:
+        """Pack the rows into memory. Shapes: [unstored_bytes] uint8."""
+        panels = memory.view(-1, self.panels.n_bytes)
+        self.panels.pack(*self._parts, out=panels)
+        self._values, self._parts = panels, []
 
     @classmethod
-    def in_place_of(cls, empty: "Weight", groups: QuantMatrix, panel_rows: int) -> "QuantWeight":
+    def in_place_of(
+        cls, empty: "Weight", parts: QuantRows | Sequence[QuantRows], panel_rows: int
+    ) -> "QuantWeight":
         """The quantised weight that replaces an empty one.
 
         Raises: ValueError for another shape, or if the weight is loaded already.
         """
         if empty.is_loaded:
             raise ValueError("is loaded twice")
-        if empty.values.shape != groups.shape:
-            raise ValueError(
-                f"is {list(empty.values.shape)} on this rank, got {list(groups.shape)}"
-            )
-        return cls(groups, panel_rows, empty.computed)
+        weight = cls(parts, panel_rows, empty.computed)
+        shape = [weight.n_outputs, weight.panels.n_inputs]
+        if list(empty.values.shape) != shape:
+            raise ValueError(f"is {list(empty.values.shape)} on this rank, got {shape}")
+        return weight
 
-    def load(self, _: Tensor) -> None:
+    def load(self, _: Tensor | list[Tensor]) -> None:
         """Raises: ValueError, since the weight is loaded from the start."""
         raise ValueError("is loaded twice")
 
-    def groups(self) -> QuantMatrix:
-        """The matrix, unpacked from its panels."""
-        return self.panels.unpack(self.values, self.n_outputs)
-
-    def rows(self, outputs: range) -> QuantMatrix:
-        """The rows of some outputs, unpacked from the panels that hold them."""
-        n = self.panels.n_rows
-        first, stop = outputs.start // n, -(-outputs.stop // n)
-        part = self.panels.unpack(self.values[first:stop], (stop - first) * n)
-        return part.some(slice(outputs.start - first * n, outputs.stop - first * n))
+    def rows(self, outputs: range) -> PackedRows:
+        """The rows of some outputs, in the memory of the weight."""
+        return PackedRows(self.panels, self.values, outputs)
 
     def apply(self, x: Tensor, ops: TorchOps, bias: DenseWeight | None = None) -> Tensor:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
@@ -155,14 +209,21 @@ class QuantWeight:
 
     @staticmethod
     def concat_outputs(weights: Sequence["QuantWeight"]) -> "QuantWeight":
-        """One weight with the outputs of several weights, whose own memory is freed."""
-        whole = joined([weight.groups() for weight in weights], dim=0)
-        for weight in weights:
-            weight.values = weight.values.new_empty(0)
-        return QuantWeight(whole, weights[0].panels.n_rows, weights[0].computed)
+        """One weight with the outputs of several weights, which then have no memory."""
+        parts = [part for weight in weights for part in weight._taken_parts()]
+        return QuantWeight(parts, weights[0].panels.n_rows, weights[0].computed)
+
+    def _taken_parts(self) -> list[QuantRows]:
+        """The rows of the weight, which keeps no rows."""
+        parts = self._parts or [self.rows(range(self.n_outputs))]
+        self._parts, self._values = [], torch.empty(0, dtype=torch.uint8)
+        return parts
 
 
 Weight = DenseWeight | QuantWeight
+
+# What a weight is loaded from: its values, or parts whose rows follow each other.
+LoadedWeight = Tensor | QuantMatrix | list[Tensor] | list[QuantRows]
 
 
 class MixedWeight:

@@ -309,9 +309,9 @@ class Plane:
         """Where the bits of a column begin in each byte of their word."""
         return column // self.width * self.width
 
-    def of_columns(self, unsigned: Tensor) -> Tensor:
-        """The words. Shapes: [panels, groups, 8, rows, 4] -> [panels, groups, width, rows, 4]."""
-        bits = (unsigned >> self.first) & self.mask
+    def of_columns(self, columns: Tensor) -> Tensor:
+        """The words. Shapes: [panels, groups, 8, rows] int32 -> [panels, groups, width, rows]."""
+        bits = (columns >> self.first) & (self.mask * 0x01010101)  # in each byte
         parts = (bits[:, :, at : at + self.width] << at for at in range(0, 8, self.width))
         return reduce(torch.bitwise_or, parts)
 
@@ -396,19 +396,50 @@ class PanelShape:
         end = self.integers_at + self.n_groups * self.group_bytes
         return -(-end // _LINE_BYTES) * _LINE_BYTES
 
-    def pack(self, weight: QuantMatrix) -> Tensor:
-        """Shapes: [out, in] -> [n_panels, n_bytes] uint8."""
-        assert weight.n_before == self.n_before
-        n_panels = -(-weight.shape[0] // self.n_rows)
-        panels = weight.integers.new_zeros(n_panels, self.n_bytes, dtype=torch.uint8)
-        n_at_once = max(1, _PACKED_AT_ONCE // max(1, self.n_rows * self.n_inputs))
-        for start in range(0, n_panels, n_at_once):
-            rows = slice(start * self.n_rows, (start + n_at_once) * self.n_rows)
-            self._pack(weight.some(rows), panels[start : start + n_at_once])
+    def pack(self, *parts: "QuantRows", out: Tensor | None = None) -> Tensor:
+        """The panels of a matrix whose rows are those of all parts, one after another.
+
+        Whole panels of a part are copied where they are panels of the result too.
+
+        Shapes: each part [its out, in] -> [n_panels, n_bytes] uint8, in `out` if it is given.
+        """
+        if out is None:
+            n_panels = -(-sum(part.shape[0] for part in parts) // self.n_rows)
+            out = torch.empty(n_panels, self.n_bytes, dtype=torch.uint8, device=parts[0].device)
+        panels = out
+        loose: list[QuantMatrix] = []  # rows that follow the first `n_done` panels
+        n_done = n_loose = 0
+        for part in parts:
+            rest = part
+            if isinstance(part, PackedRows):
+                whole = part.whole_panels(self) if n_loose % self.n_rows == 0 else panels[:0]
+                if len(whole):
+                    n_done = self._pack_loose(loose, panels, n_done)
+                    panels[n_done : n_done + len(whole)] = whole
+                    loose, n_loose, n_done = [], 0, n_done + len(whole)
+                rest = part.after(len(whole) * self.n_rows)
+            if rest.shape[0]:
+                loose.append(rest.unpacked() if isinstance(rest, PackedRows) else rest)
+                assert loose[-1].n_before == self.n_before
+                n_loose += rest.shape[0]
+        self._pack_loose(loose, panels, n_done)
         return panels
 
+    def _pack_loose(self, loose: Sequence[QuantMatrix], panels: Tensor, first: int) -> int:
+        """Pack rows into the panels from `first` on. Returns: the first panel after them."""
+        if not loose:
+            return first
+        weight = joined(loose, dim=0) if len(loose) > 1 else loose[0]
+        stop = first + -(-weight.shape[0] // self.n_rows)
+        n_at_once = max(1, _PACKED_AT_ONCE // max(1, self.n_rows * self.n_inputs))
+        for start in range(first, stop, n_at_once):
+            row = (start - first) * self.n_rows
+            some = weight.some(slice(row, row + n_at_once * self.n_rows))
+            self._pack(some, panels[start : min(start + n_at_once, stop)])
+        return stop
+
     def _pack(self, weight: QuantMatrix, panels: Tensor) -> None:
-        """Shapes: [out, in], [n_panels, n_bytes] zeros."""
+        """Shapes: [out, in], [n_panels, n_bytes]."""
         n_panels, at = len(panels), 0
         for numbers in (weight.scales, weight.mins, weight.factors):
             if numbers is not None:
@@ -416,11 +447,24 @@ class PanelShape:
                 bytes_ = whole.contiguous().view(torch.uint8)
                 panels[:, at : at + bytes_.shape[1]] = bytes_
                 at += bytes_.shape[1]
-        unsigned = self._in_panels(weight.integers.view(torch.uint8) + self.form.zero)
-        unsigned = unsigned.view(n_panels, self.n_rows, self.n_groups, 8, 4)
-        unsigned = unsigned.permute(0, 2, 3, 1, 4)  # [n_panels, n_groups, 8, rows, 4]
-        words = torch.cat([plane.of_columns(unsigned) for plane in planes_of(self.form.n_bits)], 2)
-        panels[:, self.integers_at :][:, : self.n_groups * self.group_bytes] = words.flatten(1)
+        panels[:, at : self.integers_at] = 0
+        end = self.integers_at + self.n_groups * self.group_bytes
+        panels[:, end:] = 0
+        unsigned = weight.integers.view(torch.uint8)
+        if self.form.zero:
+            unsigned = unsigned + self.form.zero
+        # Words of 4 bytes are 4 times as fast to reorder as bytes.
+        columns = self._in_panels(unsigned).view(torch.int32)
+        columns = columns.view(n_panels, self.n_rows, self.n_groups, 8).permute(0, 2, 3, 1)
+        words = panels[:, self.integers_at : end].view(torch.int32)
+        words = words.view(n_panels, self.n_groups, self.form.n_bits, self.n_rows)
+        planes = planes_of(self.form.n_bits)
+        if self.form.n_bits == 8:
+            words.copy_(columns)
+            return
+        columns = columns.contiguous()  # [n_panels, n_groups, 8, rows]
+        for plane in planes:
+            words[:, :, plane.first :][:, :, : plane.width] = plane.of_columns(columns)
 
     def unpack(self, panels: Tensor, n_outputs: int) -> QuantMatrix:
         """The inverse of `pack`, for panels with `n_outputs` rows."""
@@ -472,3 +516,46 @@ class PanelShape:
         n_missing = -len(rows) % self.n_rows
         whole = torch.cat((rows, rows.new_zeros(n_missing, rows.shape[1])))
         return whole.view(len(whole) // self.n_rows, self.n_rows, rows.shape[1])
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Some rows of a packed matrix.
+
+    Args:
+        layout: That of the matrix.
+        panels: The matrix, [n_panels, n_bytes] uint8.
+        rows: The rows.
+    """
+
+    layout: PanelShape
+    panels: Tensor
+    rows: range
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows), self.layout.n_inputs))
+
+    @property
+    def device(self) -> torch.device:
+        return self.panels.device
+
+    def whole_panels(self, layout: PanelShape) -> Tensor:
+        """The panels that hold the first rows and no others; none if they have another layout."""
+        n = layout.n_rows
+        if self.layout != layout or self.rows.start % n:
+            return self.panels[:0]
+        return self.panels[self.rows.start // n : max(self.rows.start, self.rows.stop) // n]
+
+    def after(self, n_rows: int) -> "PackedRows":
+        """The rows without the first `n_rows`."""
+        return PackedRows(self.layout, self.panels, self.rows[n_rows:])
+
+    def unpacked(self) -> QuantMatrix:
+        n, rows = self.layout.n_rows, self.rows
+        start, stop = rows.start // n, -(-rows.stop // n)
+        part = self.layout.unpack(self.panels[start:stop], (stop - start) * n)
+        return part.some(slice(rows.start - start * n, rows.stop - start * n))
+
+
+QuantRows = QuantMatrix | PackedRows

@@ -20,7 +20,7 @@ import termios
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -45,6 +45,9 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of a supervisor, and of a cl
 
 WRONG_USE = 2  # the exit code of a usage error, whose message does not name the rank
 
+_SETTLED_S = 10.0  # a spare that ends sooner may never be able to run
+_MAX_UNSETTLED = 3  # such spares in a row
+
 _LOOK_S = 0.02
 _TERM_GRACE_S = 1.0
 _CTRL_C_LIMIT_S = 4.0  # from the first Ctrl-C to the end of a program that is not interactive
@@ -52,10 +55,34 @@ _CTRL_C_LIMIT_S = 4.0  # from the first Ctrl-C to the end of a program that is n
 
 @dataclass
 class _Rank:
+    """A process that is a rank, or a spare.
+
+    Args:
+        number: its rank among those that run.
+        place: its rank if no rank is lost.
+        files: closes the files that were opened for it.
+        is_new: whether it is a spare that has been ready, or in its place, for less than
+            `_SETTLED_S`.
+        ready_s: since when. Units: monotonic seconds.
+    """
+
     number: int
     process: subprocess.Popen[bytes]
     report_file: IO[bytes]
     stacks: StackFile
+    place: int
+    files: ExitStack = field(default_factory=ExitStack)
+    is_new: bool = False
+    ready_s: float = math.inf
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has opened its file of stacks, as a rank that joins and a spare do."""
+        return not self.has_ended and self.stacks.n_bytes() > 0
 
     def report(self) -> Report | None:
         return read_report(os.pread(self.report_file.fileno(), MAX_REPORT_BYTES, 0))
@@ -138,9 +165,13 @@ class LocalRanks:
     is closed when this process ends; further lines are orders (see `regroup`). The output of the
     ranks goes to stderr, except of rank 0.
 
+    Spares are processes that get an order when they take the place of a lost rank.
+
     Args:
         first: 0 if this process is not a rank.
         inherited: other files that the ranks inherit.
+        n_spares: how many spares are started with the ranks.
+        spare_arguments: those of the module that tell a spare that it is one.
     """
 
     def __init__(
@@ -152,11 +183,19 @@ class LocalRanks:
         *,
         first: int = 1,
         inherited: Sequence[int] = (),
+        n_spares: int = 0,
+        spare_arguments: Sequence[str] = (),
     ) -> None:
-        self._reports = ExitStack()
         self._ranks: list[_Rank] = []
+        self._spares: list[_Rank] = []
+        self._places = range(first, size)
+        self._n_processes = len(self._places) + n_spares
+        # Spares that have ended soon: how many in a row, and why the last one.
+        self._n_unsettled, self._why_ended = 0, ""
         leave_to_launcher()
         command = [sys.executable, "-m", module]
+        self._spare_command = [*command, *spare_arguments]
+        self._settings = json.dumps(settings).encode() + b"\n"
         try:
             secret = secrets.token_bytes(rank_env.SECRET_BYTES)
             with _bound_socket() as store, _secret_file(secret) as file:
@@ -165,19 +204,12 @@ class LocalRanks:
                 # The ranks import the package from where this process has imported it.
                 paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
                 common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-                # Ctrl-C does not reach a new session. No preexec_fn: this process has threads, and
-                # code between fork and exec would run without them.
-                how: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
-                for number in range(first, size):
+                for number in self._places:
                     files, own = [file.fileno(), *inherited], common
                     if number == 0:
                         files.append(store.fileno())
                         own = {**common, rank_env.STORE_FD: str(store.fileno())}
-                    rank = _start(number, command, own, self._reports, files, **how)
-                    self._ranks.append(rank)
-                    assert rank.process.stdin is not None
-                    rank.process.stdin.write(json.dumps(settings).encode() + b"\n")
-                    rank.process.stdin.flush()
+                    self._ranks.append(self._start(number, command, own, files))
                 bound = os.dup(store.fileno()) if first else None
                 self.env = rank_env.RankEnv(
                     0,
@@ -188,6 +220,10 @@ class LocalRanks:
                     run=rank_env.run_in({**os.environ, **common}),
                     secret=secret,
                 )
+                # Spares do not connect to the store.
+                self._spare_env = {k: v for k, v in common.items() if k != rank_env.SECRET_FD}
+            if n_spares:
+                self.keep_spares()
         except BaseException:
             self.end()
             raise
@@ -200,27 +236,13 @@ class LocalRanks:
         if ended := self._ended(within_s):
             raise RankError(self._verdict(ended))
 
-    def _ended(self, within_s: float) -> list[_Rank]:
-        """The ranks that have ended, as soon as there are any; none after `within_s` seconds."""
-        deadline = time.monotonic() + within_s
-        while True:
-            ended = [rank for rank in self._ranks if rank.process.poll() is not None]
-            if ended or time.monotonic() >= deadline:
-                return ended
-            time.sleep(_LOOK_S)
-
-    def _verdict(self, ended: Sequence[_Rank]) -> str:
-        reports = _reports(ended)
-        silent = [rank for rank in ended if rank.number not in reports]
-        if silent:
-            stacks = _stacks(self._ranks, [silent[0].number])
-            return f"rank {silent[0].number} of {self.env.size} {silent[0].ending()}{stacks}"
-        first = next(iter(reports))
-        return f"rank {first} of {self.env.size}: {reports[first].message}"
-
     def pids(self) -> dict[int, int]:
         """Process ids by rank."""
         return {rank.number: rank.process.pid for rank in self._ranks}
+
+    def spare_pids(self) -> list[int]:
+        """Process ids of the spares."""
+        return [spare.process.pid for spare in self._spares]
 
     def drop_ended(self, within_s: float) -> str | None:
         """Forgets the ranks that have ended and renumbers the others, in their order.
@@ -233,33 +255,139 @@ class LocalRanks:
         ended = self._ended(within_s)
         if not ended:
             return None
-        why = "; ".join(self._verdict([rank]) for rank in ended)
+        why = "; ".join(self._verdict([rank], with_stacks=False) for rank in ended)
         for rank in ended:
-            assert rank.process.stdin is not None
-            with suppress(OSError):  # it may hold an order that was not read
-                rank.process.stdin.close()
-        alive = [rank for rank in self._ranks if rank not in ended]
-        self._ranks = [replace(rank, number=number) for number, rank in enumerate(alive, 1)]
-        self.env = replace(self.env, size=1 + len(alive))
+            self._ranks.remove(rank)
+            self._forget(rank)
+        self._renumber()
         return why
+
+    def keep_spares(self) -> str | None:
+        """Starts a spare for every rank that is lost and every spare that has ended.
+
+        It returns at once; `can_grow` says when a spare is ready.
+
+        Returns: once, after several in a row have ended soon, why no other is started.
+        """
+        for rank in [*self._ranks, *self._spares]:
+            self._settle(rank)
+        for spare in [spare for spare in self._spares if spare.has_ended]:
+            self._spares.remove(spare)
+            self._forget(spare)
+        while self._n_unsettled < _MAX_UNSETTLED and self._n_missing() > 0:
+            try:
+                self._spares.append(self._start_spare())
+            except OSError as error:
+                self._n_unsettled, self._why_ended = self._n_unsettled + 1, str(error)
+        if self._n_unsettled < _MAX_UNSETTLED or not self._n_missing():
+            return None
+        why, self._why_ended = self._why_ended, ""
+        return why or None
+
+    def _n_missing(self) -> int:
+        return self._n_processes - len(self._ranks) - len(self._spares)
+
+    def can_grow(self) -> bool:
+        """Whether a spare is ready to take the place of a lost rank."""
+        return len(self._ranks) < len(self._places) and any(s.is_ready for s in self._spares)
+
+    def take_spares(self) -> int:
+        """Puts spares that are ready into the places of lost ranks, and renumbers the ranks.
+
+        Returns: the number of places that were taken.
+        """
+        lost = [n for n in self._places if n not in {rank.place for rank in self._ranks}]
+        ready = [spare for spare in self._spares if spare.is_ready]
+        taken = list(zip(lost, ready, strict=False))
+        for place, spare in taken:
+            self._spares.remove(spare)
+            spare.place, spare.is_new, spare.ready_s = place, True, time.monotonic()
+            self._ranks.append(spare)
+        self._renumber()
+        return len(taken)
+
+    def await_spares(self, limit_s: float) -> None:
+        """Waits until all spares are ready or have ended, at most `limit_s` seconds."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            if all(spare.is_ready or spare.has_ended for spare in self._spares):
+                return
+            time.sleep(_LOOK_S)
 
     def order(self, number: int, line: bytes) -> None:
         """Writes a line to the stdin of a rank; one that has ended does not read it."""
-        stdin = self._ranks[number - 1].process.stdin
-        assert stdin is not None
-        with suppress(BrokenPipeError):
-            stdin.write(line)
-            stdin.flush()
+        _write(self._ranks[number - 1], line)
 
     def end(self) -> None:
-        """Ends the ranks that still run. It may be called twice."""
-        for rank in self._ranks:
-            assert rank.process.stdin is not None
-            with suppress(OSError):
-                rank.process.stdin.close()
-        _end(self._ranks, time.monotonic() + _TERM_GRACE_S)
-        self._ranks = []
-        self._reports.close()
+        """Ends the ranks and spares that still run. It may be called twice."""
+        processes = [*self._ranks, *self._spares]
+        for each in processes:
+            _close_stdin(each)
+        _end(processes, time.monotonic() + _TERM_GRACE_S)
+        for each in processes:
+            each.files.close()
+        self._ranks, self._spares = [], []
+
+    def _start(
+        self, number: int, command: Sequence[str], env: Mapping[str, str], files: Sequence[int]
+    ) -> _Rank:
+        # Ctrl-C does not reach a new session. No preexec_fn: this process has threads, and code
+        # between fork and exec would run without them.
+        how: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
+        with ExitStack() as opened:
+            rank = _start(number, command, env, opened, files, **how)
+            rank.files = opened.pop_all()
+        _write(rank, self._settings)
+        return rank
+
+    def _start_spare(self) -> _Rank:
+        number = self._places[-1]  # until it has a place
+        spare = self._start(number, self._spare_command, self._spare_env, ())
+        spare.is_new = True
+        return spare
+
+    def _settle(self, rank: _Rank) -> None:
+        """Notes that a new rank or spare is ready, and that it has been for a while."""
+        now = time.monotonic()
+        if rank.is_new and rank.ready_s == math.inf and rank.is_ready:
+            rank.ready_s = now
+        if rank.is_new and now - rank.ready_s > _SETTLED_S:
+            rank.is_new, self._n_unsettled = False, 0
+
+    def _forget(self, rank: _Rank) -> None:
+        """Closes the files of a rank or spare that has ended."""
+        self._settle(rank)
+        if rank.is_new:
+            report = rank.report()
+            self._n_unsettled += 1
+            self._why_ended = rank.ending() if report is None else report.message
+        _close_stdin(rank)
+        rank.files.close()
+
+    def _renumber(self) -> None:
+        self._ranks.sort(key=lambda rank: rank.place)
+        for number, rank in enumerate(self._ranks, self._places.start):
+            rank.number = number
+        self.env = replace(self.env, size=self._places.start + len(self._ranks))
+
+    def _ended(self, within_s: float) -> list[_Rank]:
+        """The ranks that have ended, as soon as there are any; none after `within_s` seconds."""
+        deadline = time.monotonic() + within_s
+        while True:
+            ended = [rank for rank in self._ranks if rank.has_ended]
+            if ended or time.monotonic() >= deadline:
+                return ended
+            time.sleep(_LOOK_S)
+
+    def _verdict(self, ended: Sequence[_Rank], with_stacks: bool = True) -> str:
+        reports = _reports(ended)
+        silent = [rank for rank in ended if rank.number not in reports]
+        if silent:
+            first = silent[0]
+            stacks = _stacks(self._ranks, [first.number]) if with_stacks else ""
+            return f"rank {first.number} of {self.env.size} {first.ending()}{stacks}"
+        number = next(iter(reports))
+        return f"rank {number} of {self.env.size}: {reports[number].message}"
 
 
 def threads_per_rank(nproc: int, root: Path = Path("/")) -> int:
@@ -328,7 +456,7 @@ def _start(
     stdout = None if number == 0 else 2  # the descriptor of stderr
     files = [report.fileno(), stacks, *inherited]
     process = subprocess.Popen(command, env=env, stdout=stdout, pass_fds=files, **how)
-    return _Rank(number, process, report, StackFile(process.pid, stacks))
+    return _Rank(number, process, report, StackFile(process.pid, stacks), number)
 
 
 def _inherited_files() -> list[int]:
@@ -469,7 +597,21 @@ def _say(message: str) -> None:
     sys.stderr.flush()
 
 
-def _end(ranks: list[_Rank], deadline: float) -> None:
+def _write(rank: _Rank, line: bytes) -> None:
+    """Writes a line to the stdin of a rank, unless it has ended."""
+    assert rank.process.stdin is not None
+    with suppress(BrokenPipeError):
+        rank.process.stdin.write(line)
+        rank.process.stdin.flush()
+
+
+def _close_stdin(rank: _Rank) -> None:
+    assert rank.process.stdin is not None
+    with suppress(OSError):  # it may hold an order that was not read
+        rank.process.stdin.close()
+
+
+def _end(ranks: Sequence[_Rank], deadline: float) -> None:
     """Terminates the ranks, and kills those that still run at the deadline or after a second."""
     for rank in ranks:
         if rank.process.poll() is None:

@@ -1,13 +1,15 @@
-"""Orders of rank 0 to the ranks that it has started: form a new group without the lost ranks.
+"""Orders of rank 0 to the processes that it has started: form a new group.
 
-The communicator of a group with a dead rank is broken, so orders arrive at stdin, one line of JSON
-each. A rank that waits in a collective of the old group leaves it when an order arrives.
+The new group has lost ranks, or spares in their places. The communicator of a group with a dead
+rank is broken, so orders arrive at stdin, one line of JSON each. A rank that waits in a collective
+of the old group leaves it when an order arrives.
 """
 
 import os
 import queue
 from dataclasses import dataclass
 from threading import Thread
+from typing import Annotated
 
 import msgspec
 
@@ -23,11 +25,19 @@ MAX_ORDER_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RegroupOrder:
-    """The new group of a rank: its rank there, the processes by rank, and their shared memory."""
+    """The new group of a process.
+
+    Args:
+        rank: that of the process.
+        pids: the processes by rank.
+        region: their shared memory.
+        n_threads: threads that each process computes with.
+    """
 
     rank: int
     pids: tuple[int, ...]
     region: Region
+    n_threads: Annotated[int, msgspec.Meta(ge=1)]
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self) + b"\n"
@@ -47,10 +57,13 @@ class Orders:
     def require_none(self) -> None:
         """Raises: RankError if an order waits: the present group is no longer used."""
         if not self._orders.empty():
-            raise RankError("rank 0 forms a new group without a rank that it has lost")
+            raise RankError("rank 0 forms a new group")
 
-    def latest(self, limit_s: float) -> RegroupOrder | None:
-        """The last order so far, waiting for one at most `limit_s` seconds; None without one."""
+    def latest(self, limit_s: float | None) -> RegroupOrder | None:
+        """The last order so far, waiting for one at most `limit_s` seconds; None without one.
+
+        Without a limit it waits until there is one.
+        """
         try:
             order = self._orders.get(timeout=limit_s)
             while not self._orders.empty():
@@ -71,8 +84,11 @@ class Orders:
             os._exit(1)
 
 
-def lead_group(ranks: LocalRanks, timeouts: Timeouts) -> Communicator:
+def lead_group(ranks: LocalRanks, n_threads: int, timeouts: Timeouts) -> Communicator:
     """Forms the group of this process, which is rank 0, and the other ranks; orders them to join.
+
+    Args:
+        n_threads: as in `RegroupOrder`.
 
     Raises: RankError if another rank ends meanwhile; OSError without memory for the group.
     """
@@ -82,7 +98,7 @@ def lead_group(ranks: LocalRanks, timeouts: Timeouts) -> Communicator:
     region = Region.create(len(pids))
     try:
         for rank in range(1, len(pids)):
-            ranks.order(rank, RegroupOrder(rank, pids, region).encode())
+            ranks.order(rank, RegroupOrder(rank, pids, region, n_threads).encode())
         return _joined(region.group(0, pids, timeouts))
     finally:
         os.close(region.fd)

@@ -138,7 +138,9 @@ async def live(_: RequestContext) -> Response:
 
 async def ready(context: RequestContext) -> Response:
     engine = context.service.engine
-    return json_response({"status": engine.state}, 200 if engine.is_ready else 503)
+    loaded = engine.loaded if engine.is_ready else None
+    body = {"status": engine.state, "tp_size": loaded and len(loaded.ranks)}
+    return json_response(body, 200 if engine.is_ready else 503)
 
 
 async def openapi(_: RequestContext) -> Response:

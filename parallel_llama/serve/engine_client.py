@@ -83,6 +83,7 @@ class EngineClient:
         self.n_restarts = 0
         self.n_failed_steps = 0
         self.n_losses = 0  # of ranks, after which the others went on
+        self.n_returns = 0  # processes that have taken the places of lost ranks
         self.on_loaded: Callable[[wire.Loaded], None] = lambda _: None
 
     @property
@@ -245,8 +246,9 @@ class EngineClient:
                 self._answers[message.key].prompt_logprobs += message.logprobs
             case wire.Loaded():
                 self._begin(message, writer)
-            case wire.Shrunk():
-                self.n_losses += 1
+            case wire.Regrouped():
+                self.n_losses += message.has_lost
+                self.n_returns += message.n_new
                 self.loaded = message.loaded
                 self.on_loaded(message.loaded)
             case wire.EngineRefused():

@@ -48,6 +48,7 @@ def status_of(service: Service) -> dict[str, Any]:
         "n_waiting": statistics and statistics.n_waiting,
         "n_restarts": engine.n_restarts,
         "n_losses": engine.n_losses,
+        "n_returns": engine.n_returns,
         "kv": loaded and _kv(service),
         "ranks": [
             {
@@ -100,7 +101,8 @@ Value = float | Mapping[str, float]  # of a metric, or by a further label
 # Series that vLLM does not have.
 OURS = frozenset((
     "up", "rank_up", "tp_size", "step_age_seconds", "step_seconds", "step_phase_seconds",
-    "engine_restarts", "rank_losses", "failed_steps", "rank_token_mismatches", "rejected_requests",
+    "engine_restarts", "rank_losses", "rank_returns", "failed_steps", "rank_token_mismatches",
+    "rejected_requests",
 ))  # fmt: skip
 
 
@@ -123,6 +125,8 @@ class EngineCollector(Collector):
         yield self._total("engine_restarts", "Number of engine restarts.", engine.n_restarts)
         survived = "Number of times that ranks were lost and the others continued all requests."
         yield self._total("rank_losses", survived, engine.n_losses)
+        returned = "Number of processes that have taken the places of lost ranks."
+        yield self._total("rank_returns", returned, engine.n_returns)
         failed = "Number of steps that failed with a numerical error."
         yield self._total("failed_steps", failed, engine.n_failed_steps)
         if engine.step_age_s is not None:

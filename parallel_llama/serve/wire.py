@@ -62,10 +62,18 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     ranks: tuple[RankFacts, ...]
 
 
-class Shrunk(msgspec.Struct, frozen=True, array_like=True, tag="shrunk"):
-    """Ranks were lost, and the others continue all requests; what has changed is in `loaded`."""
+class Regrouped(msgspec.Struct, frozen=True, array_like=True, tag="regrouped"):
+    """The engine has other ranks, which continue all requests.
+
+    Args:
+        loaded: what the engine has now.
+        has_lost: whether ranks were lost.
+        n_new: how many processes have taken the places of lost ranks.
+    """
 
     loaded: Loaded
+    has_lost: bool
+    n_new: int
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -116,7 +124,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-FromEngine = Loaded | Shrunk | Scored | Stepped | EngineRefused | Failed
+FromEngine = Loaded | Regrouped | Scored | Stepped | EngineRefused | Failed
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -25,14 +26,17 @@ from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config import load_model_args
 from parallel_llama.dtypes import make_precision
 from parallel_llama.engine import rank_rpc
-from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.llm_config import LLMConfig, require_spares
 from parallel_llama.engine.messages import decode_unfinished, encode_unfinished
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.ranks import Ranks
+from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import find_model
 from parallel_llama.ops.formats import DenseWeight, QuantWeight
+from parallel_llama.parallel import launch
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion, Grammar, Request
@@ -195,12 +199,25 @@ def test_weights_that_a_rank_holds_are_copied_and_the_others_are_read(
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"),
-    [({"device": "cuda"}, "device=cuda"), ({"kv_split": "sequence"}, "kv_split='sequence'")],
+    ("settings", "message"),
+    [
+        ({"elastic": True, "device": "cuda"}, "elastic and device=cuda cannot be combined"),
+        ({"elastic": True, "kv_split": "sequence"}, "elastic and kv_split='sequence' cannot"),
+        ({"spares": 1}, "spares=1 without elastic"),
+        ({"elastic": True, "spares": -1}, "spares=-1: use a whole number"),
+    ],
 )
-def test_elastic_is_refused_where_ranks_cannot_go_on(settings, what):
-    with pytest.raises(UsageError, match=f"elastic and {what} cannot be combined"):
-        LLMConfig(elastic=True, **settings)
+def test_elastic_is_refused_where_ranks_cannot_go_on(settings, message):
+    with pytest.raises(UsageError, match=message):
+        LLMConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("size", "spares", "message"), [(1, 1, "with one rank"), (2, 1023, "more than 1024 processes")]
+)
+def test_spares_are_refused_without_a_rank_to_replace_and_beyond_the_limit(size, spares, message):
+    with pytest.raises(UsageError, match=message):
+        require_spares(spares, size)
 
 
 @pytest.fixture(scope="module")
@@ -242,34 +259,61 @@ def outputs_of(llm: LLM, at_token: Callable[[int], None] = lambda _: None) -> li
     return [done[key] for key in sorted(done)]
 
 
+def test_a_spare_with_another_model_does_not_wait_for_its_order(folder, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = LLMConfig(str(folder), tp_size=2, elastic=True)
+    with pytest.raises(UsageError, match="files or the installed software have changed"):
+        Ranks(ModelSetup(config), Mock()).stand_by("another digest")
+
+
 @pytest.mark.slow
-def test_ranks_are_lost_one_after_another_and_no_bit_changes(folder):
-    """While decoding, while the others recover, and idle, down to one rank."""
+def test_ranks_are_lost_and_replaced_and_no_bit_changes(folder, monkeypatch):
+    """While decoding, while the others recover, and idle, down to one rank and up again."""
+    monkeypatch.setattr(launch, "_SETTLED_S", 0.0)  # processes are killed soon
     with LLM(str(folder)) as alone:
         expected = outputs_of(alone)
         lines = [request.prompt for request in requests_of(alone)[:3]]
         scores = alone.score(lines)
-    with LLM(str(folder), tp_size=4, elastic=True) as llm:
+    with LLM(str(folder), tp_size=3, elastic=True, spares=1) as llm:
+        seen = {*map(psutil.Process, [*llm.ranks.pids().values(), *llm.ranks.spare_pids()])}
 
-        def kill(rank: int) -> None:
-            os.kill(llm.ranks.pids()[rank], signal.SIGKILL)
+        def kill(*pids: int) -> None:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                time.sleep(0.1)  # the others have begun to recover
 
-        at = {900: [1, 2]}
+        at = [900]
 
         def kill_at(n_tokens: int) -> None:
-            for number in [number for number in at if number <= n_tokens]:
-                for rank in at.pop(number):
-                    kill(rank)
-                    time.sleep(0.1)  # the others have begun to recover
+            if at and n_tokens >= at[0]:
+                del at[0]
+                kill(llm.ranks.pids()[1], llm.ranks.pids()[2])
 
-        ranks = [psutil.Process(pid) for rank, pid in llm.ranks.pids().items() if rank]
+        def wait_until_all_are_back(meanwhile: Callable[[], None]) -> None:
+            stop_s = time.monotonic() + 120
+            while llm.tp_size < 3 or len(llm.ranks.spare_pids()) < 1:
+                assert time.monotonic() < stop_s
+                meanwhile()
+            seen.update(map(psutil.Process, [*llm.ranks.pids().values(), *llm.ranks.spare_pids()]))
+
+        def run() -> None:
+            assert outputs_of(llm) == expected
+
+        def idle() -> None:
+            llm.ranks.require_alive()
+            time.sleep(0.1)
+
         assert outputs_of(llm, kill_at) == expected
-        assert llm.tp_size == 2 and llm.ranks.losses[-1].tp_size == 2
-        kill(1)
-        assert llm.score(lines) == scores
-        assert llm.tp_size == 1 and outputs_of(llm) == expected
-        assert "was killed by SIGKILL" in str(llm.ranks.losses[0])
-    assert not any(each.is_running() for each in ranks)
+        first = llm.ranks.regroups[0]
+        assert "was killed by SIGKILL" in first.lost and first.n_new == 1
+        wait_until_all_are_back(run)
+        kill(*llm.ranks.spare_pids(), *list(llm.ranks.pids().values())[1:])
+        assert llm.score(lines) == scores and llm.tp_size == 1
+        wait_until_all_are_back(idle)
+        run()
+        assert not llm.ranks.regroups[-1].lost and llm.ranks.regroups[-1].tp_size == 3
+    assert not any(each.is_running() for each in seen - {psutil.Process()})
 
 
 @pytest.mark.slow

@@ -129,8 +129,8 @@ def test_a_rank_that_is_killed_is_replaced_and_no_answer_changes(restarted, vict
 
 
 def test_with_elastic_the_others_continue_every_answer(folder):
-    """One rank is lost while answers stream, another one while the server is idle."""
-    with Served("--model", str(folder), "--nproc=3", "--elastic") as served:
+    """One rank is lost while answers stream, another one while the server is idle; both return."""
+    with Served("--model", str(folder), "--nproc=3", "--elastic", "--spares=1") as served:
         alone = texts(served, 4)
         begun = threading.Barrier(5)
         with ThreadPoolExecutor(1) as pool:
@@ -138,17 +138,18 @@ def test_with_elastic_the_others_continue_every_answer(folder):
             begun.wait(LIMIT_S)
             os.kill(rank_pids(served)[1], signal.SIGKILL)
             assert asked.result(LIMIT_S) == alone
-        os.kill(rank_pids(served)[1], signal.SIGKILL)
-        wait_for(lambda: served.get("/status")["tp_size"] == 1)
+        os.kill(rank_pids(served)[2], signal.SIGKILL)
+        wait_for(lambda: served.get("/status")["n_losses"] == 2)
+        wait_for(lambda: served.get("/status")["n_returns"] == 2)
         assert texts(served, 4) == alone
-        status = served.get("/status")
-        assert (status["n_losses"], status["n_restarts"]) == (2, 0)
+        assert served.get("/health") == {"status": "ready", "tp_size": 3}
+        assert served.get("/status")["n_restarts"] == 0
         _, _, exported = served.send("GET", "/metrics")
         assert re.search(rb"parallel_llama:rank_losses_total{[^}]*} 2.0", exported)
-        assert re.search(rb"parallel_llama:tp_size{[^}]*} 1.0", exported)
-    assert re.search(
-        r"rank 1 of 3 was killed by SIGKILL; tp_size=2 goes on after \d", served.stderr
-    )
+        assert re.search(rb"parallel_llama:rank_returns_total{[^}]*} 2.0", exported)
+        assert re.search(rb"parallel_llama:tp_size{[^}]*} 3.0", exported)
+    assert re.search(r"rank \d of 3 was killed by SIGKILL; the others go on", served.stderr)
+    assert re.search(r"tp_size=3 goes on after .* s, 1 of the ranks a spare before", served.stderr)
 
 
 def test_an_idle_rank_that_is_killed_is_seen_at_once(restarted):

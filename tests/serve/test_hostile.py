@@ -97,7 +97,7 @@ def test_a_hostile_template_holds_nobody_up_but_who_asked(trapped):
             with arrivals.go_on():
                 status, reply = chat(trapped, name)
             assert status in (400, 500) and "template" in reply["error"]["message"], (name, reply)
-            assert trapped.get("/health/ready") == {"status": "ready"}
+            assert trapped.get("/health/ready") == {"status": "ready", "tp_size": 1}
         canary.check()
     assert arrivals.n_checked  # templates that are stopped have run for 1.5 s of CPU time
     assert chat(trapped, "hi")[0] == 200

@@ -20,7 +20,7 @@ def test_what_ranks_have_taken_of_their_cards_stands_beside_the_hosts_memory(cud
     loaded = from_engine.decode(framed(loaded)[4:])
     engine = SimpleNamespace(
         loaded=loaded, last_step=None, state="ready", step_age_s=0.0, n_restarts=0, n_losses=0,
-        metrics=SimpleNamespace(token_rate=Rate()),
+        n_returns=0, metrics=SimpleNamespace(token_rate=Rate()),
     )  # fmt: skip
     inputs = SimpleNamespace(max_seq_len=1000, sampling_params=SamplingParams)
     status = status_of(SimpleNamespace(engine=engine, names=["m"], inputs=inputs))
