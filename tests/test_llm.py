@@ -189,6 +189,20 @@ def test_memory_of_a_card_that_nobody_checks_is_not_said_to_be_checked(model, mo
         LLM(str(model), device="cuda", integrity_check=True)
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_checked"),
+    [
+        ({}, True),
+        ({"exact": False}, False),
+        ({"exact": False, "integrity_check": True}, True),
+        ({"integrity_check": False}, False),
+        ({"slice_of": (0, 2)}, False),
+    ],
+)
+def test_memory_is_checked_by_default_with_exact_sums(model, settings, is_checked):
+    assert ModelSetup(LLMConfig(str(model), **settings)).integrity_check == is_checked
+
+
 def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(model, monkeypatch):
     """The model was read until the GPU was full."""
     n_read: list[int] = []

@@ -110,10 +110,11 @@ START_TIMEOUT: Flag[float] = Flag(
     number(0, MAX_TIMEOUT_S, above=True), "SECONDS", default=LLMConfig.start_timeout_s,
     subject="ranks",
 )  # fmt: skip
-INTEGRITY_CHECK: Flag[bool] = Flag(
+INTEGRITY_CHECK: Flag[bool | None] = Flag(
     "integrity-check",
-    "on the CPU, look for flipped bits in weights and KV cache, and name the rank",
-    subject="ranks",
+    "on the CPU, look for flipped bits in weights and KV cache and for wrong products, and name "
+    "the rank; --no-integrity-check turns it off",
+    default_text="on with exact sums", subject="ranks",
 )  # fmt: skip
 LOG_DIR: Flag[str | None] = Flag(
     "log-dir", "where a folder with the stacks of all ranks is made after a failure",

@@ -321,7 +321,7 @@ class Engine:
         )
         self._in_flight = None
         if self._integrity is not None:
-            self._integrity.forget_slots()
+            self._integrity.forget_blocks()
         self._states: dict[Sequence, _SequenceState] = {}
         self._unfinished: dict[int, list[Sequence]] = {}  # by ticket; the scheduler's own lists
 

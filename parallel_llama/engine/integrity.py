@@ -1,17 +1,18 @@
 """Finds flipped bits while the engine runs, and names the rank whose memory is faulty.
 
-Three checks run beside the steps, on the CPU:
+Four checks run beside the steps, on the CPU:
 
 * Weights: every 128 KiB has a sum of its 64-bit words, taken after loading, which changes with any
-  single bit. A few are compared after each step, all in turn.
-* KV cache: the rows of a token have such a sum, taken once 16 tokens are new. They are compared in
+  single bit. The sums are compared in rotation.
+* KV cache: a block has such a sum, taken after its last slot was written. Blocks are compared in
   the same rotation.
-* Residual stream: it is the same on all ranks, so every 16 steps ranks exchange a digest of all
+* Residual stream: it is the same on all ranks, so every 64 steps ranks exchange a digest of all
   rows that it had.
+* Products, with exact sums: as often, ranks compare products of a weight; see `product_check`.
 
-The rotation compares at least one part after each step, and as many as fit into a fraction of the
-step's time. A step of one sequence reads the whole memory once, so the fraction says how many steps
-a rotation takes.
+Memory is compared after every eighth step, on all ranks after the same step, because all ranks wait
+for the one that computes longest. The time for it is a fraction of the time of steps. A step of one
+sequence reads all weights once, so the fraction says how many steps a rotation takes.
 
 No other kind of fault is found: a bit that flips and flips back between two comparisons, or a wrong
 result that is the same on all ranks or never reaches the residual stream.
@@ -20,7 +21,6 @@ result that is the same on all ranks or never reaches the residual stream.
 import math
 import time
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -28,77 +28,105 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel_llama.errors import TEST_MEMORY, listed_ranks
+from parallel_llama.engine.product_check import ProductCheck
+from parallel_llama.errors import TEST_MEMORY
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import stored_weights
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.parallel.failures import IntegrityError
+from parallel_llama.parallel.failures import IntegrityError, differing_ranks
 
-# The part of the time of steps in which memory is compared.
+# The fraction of the time of steps in which memory is compared.
 _TIME_FRACTION = 0.002
 
-# What is compared at once: some 20 microseconds.
+# The time that a comparison may take too long at the expense of later ones. It is limited, because
+# a rank that was preempted must go on soon.
+_MAX_DEBT_S = 1e-3
+
+# Steps between two comparisons of memory. A call takes longest when a step has just evicted its
+# code and data from the caches, so few calls that each do more are cheaper.
+_MEMORY_STEPS = 8
+
+# Steps between two exchanges with other ranks.
+_EXCHANGE_STEPS = 64
+
+# A larger residual stream is read at once, because copies of several would take much memory.
+_UNREAD_BYTES = 1 << 20
+
+# The words that are summed at once, in some 20 microseconds.
 _WORDS = (128 << 10) // 8
-_SLOTS = 64
-
-# Slots that are summed in one call, because a call for one slot takes as long.
-_PENDING_SLOTS = 16
-
-# Steps between two exchanges of digests.
-_EXCHANGE_STEPS = 16
 
 Words = npt.NDArray[np.unsignedinteger]
-Sums = npt.NDArray[np.uint64]
 
 
 class IntegrityCheck:
     """The checks of one rank, for a model on the CPU.
 
+    Args:
+        caches: the KV caches that are checked.
+        exact: whether products have the same bits on all ranks.
+
     Attributes:
         n_rounds: how often all weights, and the KV cache as far as it is used, have been compared.
+        products: the check of products, if there is one.
     """
 
-    def __init__(self, model: Transformer, caches: Sequence[KVCache], comm: Communicator) -> None:
+    def __init__(
+        self, model: Transformer, caches: Sequence[KVCache], comm: Communicator, *, exact: bool
+    ) -> None:
         self._comm, self.n_rounds = comm, -1
         weights = stored_weights(model)
         self._weights = {name: _StoredSums(weight.values) for name, weight in weights.items()}
-        self._slots = [_SlotSums(cache) for cache in caches]
+        self._blocks = [_BlockSums(cache) for cache in caches]
+        self.products = ProductCheck(model, comm) if exact and comm.size > 1 else None
+        self._dim, self._dtype = model.tok_embeddings.dim, model.tok_embeddings.weight.computed
         self._rotation: Iterator[str | None] = iter(())
         self._n_steps = self._digest = 0
+        self._time_left_s = 0.0
+        # Of the forward passes since `_read`: the slots in each KV group, and the residual stream.
+        self._unread: list[tuple[Sequence[Sequence[int]], bytes]] = []
+        self._residual = b""  # of the last forward pass
         self._failure: IntegrityError | None = None
 
-    def forwarded(self, slots: Sequence[Sequence[int]], residual: npt.NDArray[np.uint8]) -> None:
-        """Take the sums of what a forward pass wrote, and add its result to the digest.
+    def forwarded(self, slots: Sequence[Sequence[int]], residual: memoryview) -> None:
+        """Note what a forward pass wrote.
 
-        `slots` are those of its tokens in each KV group, and `residual` the bytes of the rows of
-        the residual stream after the last block.
+        `slots` are those of its tokens in each KV group, and `residual` is the residual stream
+        after the last block, which the next step may overwrite.
 
         Raises: IntegrityError, again, if one was raised before.
         """
         if self._failure is not None:
             raise self._failure
-        for sums, own in zip(self._slots, slots, strict=True):
-            sums.update(own)
-        self._digest = zlib.crc32(residual.data, self._digest)
+        # Neither numpy nor torch: their code is not in the caches, and takes ten times as long.
+        self._unread.append((slots, bytes(residual)))
+        if len(self._unread) > _MEMORY_STEPS or len(residual) > _UNREAD_BYTES:
+            self._read()
 
     def after_step(self, seconds: float) -> None:
         """Compare a part of the memory, after a step that took this time.
 
-        Raises: IntegrityError for memory that has changed; on all ranks, if digests differ.
-        Collective: one all_gather in every 16th step.
+        Raises: IntegrityError for memory that has changed; on all ranks, if ranks differ.
+        Collective: in every 64th step one all_gather, and those of `ProductCheck.compare`.
         """
         self._n_steps += 1
+        self._time_left_s += seconds * _TIME_FRACTION
+        if self._n_steps % _MEMORY_STEPS:
+            return
+        self._read()
         if self._n_steps % _EXCHANGE_STEPS == 0 and self._comm.size > 1:
             self._compare_ranks()
-        stop_s = time.perf_counter() + seconds * _TIME_FRACTION
-        self._compare_part()
-        while time.perf_counter() < stop_s:
+        now_s = time.perf_counter()
+        stop_s = now_s + self._time_left_s
+        while now_s < stop_s:
             self._compare_part()
+            now_s = time.perf_counter()
+        self._time_left_s = max(stop_s - now_s, -_MAX_DEBT_S)
 
-    def forget_slots(self) -> None:
-        """Forget what the KV cache has: a forward pass that failed may have written any slot."""
-        for sums in self._slots:
+    def forget_blocks(self) -> None:
+        """Forget what the KV cache has: a forward pass that failed may have written any block."""
+        self._unread.clear()
+        for sums in self._blocks:
             sums.forget()
 
     def compare_all(self) -> None:
@@ -106,37 +134,46 @@ class IntegrityCheck:
 
         Raises: IntegrityError for memory that has changed.
         """
-        for finding in _findings(self._weights, self._slots):
+        self._read()
+        for finding in _findings(self._weights, self._blocks):
             if finding is not None:
                 raise self._error(finding)
 
+    def _read(self) -> None:
+        """Add what the last forward passes wrote to the digest and to the blocks without sums."""
+        for slots, residual in self._unread:
+            for sums, own in zip(self._blocks, slots, strict=True):
+                sums.update(own)
+            self._digest = zlib.crc32(residual, self._digest)
+            self._residual = residual
+        self._unread.clear()
+
     def _compare_part(self) -> None:
-        """Compare the next part of memory.
+        """Take the sum of a block that has none, and compare the next part of memory.
 
         Raises: IntegrityError.
         """
+        for sums in self._blocks:
+            sums.take_next()
         try:
             finding = next(self._rotation)
         except StopIteration:
             self.n_rounds += 1
-            self._rotation = _findings(self._weights, self._slots)
+            self._rotation = _findings(self._weights, self._blocks)
             finding = next(self._rotation)
         if finding is not None:
             raise self._error(finding)
 
     def _compare_ranks(self) -> None:
         digests = self._comm.all_gather(torch.tensor([self._digest])).flatten().tolist()
-        ((common, n_equal), *others) = Counter(digests).most_common()
-        if not others:
-            return
-        if n_equal > self._comm.size // 2:
-            ranks = [rank for rank, digest in enumerate(digests) if digest != common]
-            differing = f"rank {listed_ranks(ranks)} of {self._comm.size} differs from the others"
-        else:
-            differing = f"ranks {listed_ranks(range(self._comm.size))} differ from each other"
-        raise IntegrityError(
-            f"{differing} in the residual stream, which all ranks compute alike: {TEST_MEMORY}"
-        )
+        differing = differing_ranks(digests)
+        if differing is not None:
+            raise IntegrityError(
+                f"{differing} in the residual stream, which all ranks compute alike: {TEST_MEMORY}"
+            )
+        if self.products is not None:
+            row = bytearray(self._residual[-self._dim * self._dtype.itemsize :])
+            self.products.compare(torch.frombuffer(row, dtype=self._dtype))
 
     def _error(self, finding: str) -> IntegrityError:
         rank, size = self._comm.rank, self._comm.size
@@ -165,65 +202,62 @@ class _StoredSums:
         return _sum(self._parts[number]) == self._sums[number]
 
 
-class _SlotSums:
-    """The sums of the rows of each slot that was written."""
+class _BlockSums:
+    """The sums of the blocks of a KV cache whose last slot was written."""
 
     def __init__(self, cache: KVCache) -> None:
         rows = cache.as_bytes().numpy()  # [n_layers * 2 * K, n_slots, bytes]
         self._words = rows.view(f"u{math.gcd(rows.shape[2], 8)}")
-        self._sums = np.zeros(cache.n_slots, dtype=np.uint64)
-        self._is_written = np.zeros(cache.n_slots, dtype=bool)
-        self._pending: list[int] = []
-        self._n_used = 0
+        self._block_size = cache.block_size
+        self._sums: dict[int, int] = {}
+        self._pending: dict[int, None] = {}  # blocks that are full and have no sum yet
 
     def update(self, slots: Sequence[int]) -> None:
-        """Take the sums of slots that were written, at once or with those of the next steps."""
-        self._is_written[slots] = False
-        self._pending.extend(slots)
-        if len(self._pending) < _PENDING_SLOTS:
-            return
-        for start in range(0, len(self._pending), _SLOTS):
-            own = np.array(self._pending[start : start + _SLOTS])
-            self._sums[own] = self._sums_of(own)
-            self._is_written[own] = True
-        self._n_used = max(self._n_used, 1 + max(self._pending))
-        self._pending.clear()
+        """Forget the sums of blocks that were written, and await those of blocks that are full."""
+        size = self._block_size
+        for block in {slot // size for slot in slots}:
+            self._sums.pop(block, None)
+            self._pending.pop(block, None)
+        self._pending.update({slot // size: None for slot in slots if slot % size == size - 1})
+
+    def take_next(self) -> None:
+        """Take the sum of the block that has waited longest, if any."""
+        if self._pending:
+            block = next(iter(self._pending))
+            del self._pending[block]
+            self._sums[block] = self._sum_of(block)
 
     def forget(self) -> None:
-        """Compare no slot until it is written again."""
-        self._is_written[:] = False
+        """Compare no block until it is written again."""
+        self._sums.clear()
         self._pending.clear()
 
-    def parts(self) -> Iterator[int]:
-        """Yields the first slot of each part that has been written."""
-        for start in range(0, self._n_used, _SLOTS):
-            if self._is_written[start : start + _SLOTS].any():
-                yield start
+    def blocks(self) -> list[int]:
+        """The blocks that have a sum."""
+        return list(self._sums)
 
-    def changed(self, start: int) -> int | None:
-        """The first slot of a part that has changed since it was written; None if none has."""
-        part = slice(start, start + _SLOTS)
-        differs = (self._sums_of(part) != self._sums[part]) & self._is_written[part]
-        return start + int(differs.argmax()) if differs.any() else None
+    def is_sound(self, block: int) -> bool:
+        """Whether a block has not changed since its sum was taken, or has no sum any more."""
+        return block not in self._sums or self._sum_of(block) == self._sums[block]
 
-    def _sums_of(self, slots: slice | npt.NDArray[np.int64]) -> Sums:
-        sums: Sums = self._words[:, slots].sum(axis=(0, 2), dtype=np.uint64)
-        return sums
+    def _sum_of(self, block: int) -> int:
+        start = block * self._block_size
+        return _sum(self._words[:, start : start + self._block_size])
 
 
 def _findings(
-    weights: Mapping[str, _StoredSums], slots: Sequence[_SlotSums]
+    weights: Mapping[str, _StoredSums], caches: Sequence[_BlockSums]
 ) -> Iterator[str | None]:
     """Compare all memory. Yields: for each part what is wrong, or None."""
     for name, stored in weights.items():
         for number in range(stored.n_parts):
             is_sound = stored.is_sound(number)
             yield None if is_sound else f"{name} has changed in memory since it was loaded"
-    for sums in slots:
-        for start in sums.parts():
-            slot = sums.changed(start)
-            yield None if slot is None else f"slot {slot} of its KV cache has changed in memory"
+    for sums in caches:
+        for block in sums.blocks():
+            is_sound = sums.is_sound(block)
+            yield None if is_sound else f"block {block} of its KV cache has changed in memory"
 
 
 def _sum(words: Words) -> int:
-    return int(np.add.reduce(words, dtype=np.uint64))
+    return int(np.add.reduce(words, axis=None, dtype=np.uint64))

@@ -64,7 +64,7 @@ class Settings(TypedDict, total=False):
     attention_sinks: int
     block_size: int
     max_drafts: int
-    integrity_check: bool
+    integrity_check: bool | None
     timeout_s: float
     start_timeout_s: float
     log_dir: str | None
@@ -105,7 +105,8 @@ class LLMConfig:
         block_size: tokens of a block of the KV cache.
         max_drafts: maximum draft tokens per sequence and step, guessed from earlier text and then
             verified; 0 for none. Drafts change the speed and never the tokens.
-        integrity_check: on the CPU, look for flipped bits in weights and KV cache.
+        integrity_check: on the CPU, look for flipped bits in weights and KV cache, and for wrong
+            products. By default with exact sums.
         timeout_s: seconds that a rank waits for another one in a step.
         start_timeout_s: seconds that a rank waits for another one while the ranks join and load.
         log_dir: where a folder with the stacks of the ranks is made after a failure. By default the
@@ -133,7 +134,7 @@ class LLMConfig:
     attention_sinks: int = 0
     block_size: int = 16
     max_drafts: int = 8
-    integrity_check: bool = False
+    integrity_check: bool | None = None
     timeout_s: float = Timeouts.step_s
     start_timeout_s: float = Timeouts.start_s
     log_dir: str | None = None

@@ -10,7 +10,6 @@ from contextlib import closing
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from parallel_llama.engine.recorded_steps import (
     KernelCalls,
     Logits,
     Recorder,
+    bytes_of,
     is_all,
     record_cuda_graph,
     rotations_of,
@@ -38,7 +38,7 @@ from parallel_llama.model.layers import Backend
 from parallel_llama.model.rope import RotaryTables, back_rotations_of, rotary_of_windows
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import WeightLoader
-from parallel_llama.ops import Scores, TorchOps, choose_ops
+from parallel_llama.ops import CPUOps, Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import use_device
@@ -168,7 +168,8 @@ class ModelRunner:
         """Add all following forward passes to an integrity check, until the next `reserve`."""
         assert self.device.type == "cpu"
         caches = self.caches if self._layout.part is None else ()
-        self.integrity = IntegrityCheck(self.model, caches, self.comm)
+        exact = self.shard.exact is not None and isinstance(self.model.ops, CPUOps)
+        self.integrity = IntegrityCheck(self.model, caches, self.comm, exact=exact)
         return self.integrity
 
     def record(
@@ -262,7 +263,7 @@ class ModelRunner:
             logits = self._calls.logits(chunks, rows)
         if logits is not None:
             if self.integrity is not None:
-                self._check(chunks, self._calls.residual)
+                self.integrity.forwarded(self._calls.slots, self._calls.residual)
             return logits
         with torch.inference_mode():
             batch = self.batch(chunks, rows, sampling_keys)
@@ -270,12 +271,11 @@ class ModelRunner:
             self._check(chunks, hidden)
             return self._drawn(hidden, batch)
 
-    def _check(self, chunks: Sequence[Chunk], residual: Tensor | npt.NDArray[np.uint8]) -> None:
+    def _check(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
         """Tell the integrity check of a forward pass, if there is a check."""
         if self.integrity is None:
             return
-        if isinstance(residual, Tensor):
-            residual = residual.contiguous().view(torch.uint8).numpy()
+        residual = bytes_of(hidden.contiguous())
         groups = range(len(self.caches)) if self._layout.part is None else ()
         self.integrity.forwarded([self._layout.slots(n, chunks) for n in groups], residual)
 

@@ -443,7 +443,7 @@ class Ranks:
                 inputs.tokenizer if has_text else None,
                 inputs.grammars if has_text else None,
                 max_drafts=config.max_drafts,
-                integrity_check=config.integrity_check,
+                integrity_check=self.setup.integrity_check,
             )
 
 

@@ -204,12 +204,14 @@ class KernelCalls:
         self._model, self._caches, self._layout, self._tables = model, caches, layout, tables
         # By number of rows; None if an operator is not a kernel.
         self._steps: dict[int, _KernelCallStep | None] = {}
-        self.residual: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        self.residual = memoryview(b"")
+        self.slots: Sequence[Sequence[int]] = ()
 
     def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Logits | None:
         """The logits of these rows, or None if the step must run operator by operator.
 
-        The next step may overwrite them, and `residual`, the bytes of the residual stream.
+        The next step may overwrite them, and `residual`, the bytes of the residual stream. `slots`
+        are those of the step's tokens in each KV group.
 
         Collective: those of `Transformer.__call__`.
         """
@@ -250,6 +252,7 @@ class KernelCalls:
             self._steps[n_rows] = step
             step.fill(tokens, kv_groups, rotations)
         step.replay()
+        self.slots = [kv_group.slots for kv_group in kv_groups]
         return step
 
 
@@ -286,7 +289,7 @@ class _KernelCallStep:
             # The logits are the largest tensor of a step. All recordings share its memory, which
             # the first kernels of the next step may overwrite.
             borrowed = self._recording.borrowed(scores)
-        self.residual = self.hidden.view(torch.uint8).numpy()
+        self.residual = bytes_of(self.hidden)
         self._scores = Logits(borrowed, None if largest is None else largest.numpy())
 
     @property
@@ -332,6 +335,11 @@ class _KVGroupRoom:
         self._slots[:] = step.slots
         self._rotations[:] = rotations
         return self._room.fill(step.queries)
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a tensor, which must be contiguous."""
+    return values.view(torch.uint8).numpy().reshape(-1).data
 
 
 def is_decode_step(chunks: Sequence[Chunk], rows: Sequence[int] | None) -> bool:

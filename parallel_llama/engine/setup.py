@@ -58,7 +58,7 @@ class ModelSetup:
         self.config = replace(config, tp_size=self.size, max_seq_len=self.inputs.max_seq_len)
         local_rank, n_local_ranks = local_world(self.size)
         self.kind = _device_kind(config.device, n_local_ranks)
-        _require_checkable(config.integrity_check, self.kind)
+        _require_checkable(bool(config.integrity_check), self.kind)
         self.device = own_device(self.kind, local_rank)
         if config.elastic:
             require_elastic(self.kind, config.kv_split)
@@ -74,6 +74,8 @@ class ModelSetup:
         # Exact sums send more messages, so on several hosts they are not the default.
         asked = config.exact if n_local_ranks == self.size else bool(config.exact)
         self.exact = resolve_exact(asked, self.args, n_shards, self.kind, config.kv_split)
+        is_checked = config.integrity_check
+        self.integrity_check = self.exact and slice_of is None if is_checked is None else is_checked
         self.shard_over(n_shards, None if slice_of is None else played)
         slower = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
         if self.exact and config.exact is None and self.precision.dtype == "bfloat16":

@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from parallel_llama.errors import (
     listed_ranks,
 )
 from parallel_llama.parallel.rank_env import is_watched, world
+
+DONE, FAILED, WRONG_USE = 0, 1, 2
+INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 # A report is one message. More bytes than this were not written by `report_error`.
 MAX_REPORT_BYTES = 1 << 16
@@ -43,6 +47,17 @@ def late(ranks: Iterable[int], size: int, limit_s: float) -> str:
     return f"rank {listed_ranks(ranks)} of {size} is late: no progress for {limit_s:g} s"
 
 
+def differing_ranks(values: Sequence[Hashable]) -> str | None:
+    """Which ranks differ, in words, from a value of each rank; None if all values are equal."""
+    ((common, n_equal), *others) = Counter(values).most_common()
+    if not others:
+        return None
+    if n_equal > len(values) // 2:
+        ranks = [rank for rank, value in enumerate(values) if value != common]
+        return f"rank {listed_ranks(ranks)} of {len(values)} differs from the others"
+    return f"ranks {listed_ranks(range(len(values)))} differ from each other"
+
+
 def first_line(error: Exception, limit: int) -> str:
     """The first line of an error's message; torch appends a C++ stack trace."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:limit]
@@ -50,16 +65,25 @@ def first_line(error: Exception, limit: int) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """The message of a failed rank. `when_ns` is the host's monotonic clock in nanoseconds."""
+    """The message of a failed rank.
+
+    Args:
+        when_ns: the host's monotonic clock in nanoseconds.
+        code: the exit code that the rank is about to have.
+    """
 
     message: str
     when_ns: int
+    code: int = FAILED
 
 
-def report_error(message: str) -> None:
+def report_error(message: str, code: int = FAILED) -> None:
     """Writes a message to the launcher's error file, or to stderr if no launcher started this rank.
 
     If stderr is closed, the message goes to stdout; if neither can be written, it is dropped.
+
+    Args:
+        code: the exit code that this rank is about to have.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -69,7 +93,8 @@ def report_error(message: str) -> None:
                 stream.flush()
         return
     # torchrun reads message and timestamp; `launch` orders reports by the finer clock.
-    body = {"message": message, "timestamp": int(time.time()), "monotonic_ns": time.monotonic_ns()}
+    when = {"timestamp": int(time.time()), "monotonic_ns": time.monotonic_ns()}
+    body = {"message": message, "code": code, **when}
     Path(path).write_bytes(json.dumps(body).encode()[:MAX_REPORT_BYTES])
 
 
@@ -92,13 +117,12 @@ def read_report(data: bytes) -> Report | None:
     """The report in the content of an error file; None if it does not hold one."""
     try:
         body = json.loads(data[:MAX_REPORT_BYTES])
-        return Report(str(body["message"]), int(body["monotonic_ns"]))
+        return Report(
+            str(body["message"]), int(body["monotonic_ns"]), int(body.get("code", FAILED))
+        )
     except (ValueError, TypeError, KeyError):
         return None
 
-
-DONE, FAILED, WRONG_USE = 0, 1, 2
-INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 _NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
 
@@ -128,7 +152,7 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
         tell_ranks(error)
         return FAILED
     except (UsageError, CheckpointError) as error:
-        report_error(str(error))
+        report_error(str(error), WRONG_USE)
         tell_ranks(error)
         return WRONG_USE
     except KeyboardInterrupt:

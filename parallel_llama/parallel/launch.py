@@ -29,7 +29,13 @@ from typing import IO, Any
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel import rank_env
 from parallel_llama.parallel.cgroups import cpu_cores
-from parallel_llama.parallel.failures import MAX_REPORT_BYTES, RankError, Report, read_report
+from parallel_llama.parallel.failures import (
+    MAX_REPORT_BYTES,
+    WRONG_USE,
+    RankError,
+    Report,
+    read_report,
+)
 from parallel_llama.parallel.rank_stacks import (
     STACKS_FD,
     STACKS_NAME,
@@ -43,13 +49,12 @@ MAX_RANKS = 1024
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of a supervisor, and of a closed terminal
 
-WRONG_USE = 2  # the exit code of a usage error, whose message does not name the rank
-
 _SETTLED_S = 10.0  # a spare that ends sooner may never be able to run
 _MAX_UNSETTLED = 3  # such spares in a row
 
 _LOOK_S = 0.02
 _TERM_GRACE_S = 1.0
+_LAST_WORDS_S = 0.5  # in which the other ranks notice the end of a rank, and report
 _CTRL_C_LIMIT_S = 4.0  # from the first Ctrl-C to the end of a program that is not interactive
 
 
@@ -528,11 +533,14 @@ def _listening_to_signals() -> Iterator[_Asked]:
 def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool, log_dir: str | None) -> int:
     """Waits for the end of all ranks, for a failure or for a signal; returns the exit code."""
     while True:
+        # Looked at before the ends of processes, which may be the cause of a report.
+        has_report = any(rank.report() is not None for rank in ranks)
         running = [rank for rank in ranks if rank.process.poll() is None]
         failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
         if asked.ended_by is not None:
             return 128 + asked.ended_by
-        if failed:
+        # A rank takes some time to end after its report. After a Ctrl-C its exit code counts.
+        if failed or (has_report and asked.interrupted_s is None):
             return _verdict(ranks, failed, asked, log_dir)
         if time.monotonic() >= asked.deadline(interactive):
             return 128 + signal.SIGINT
@@ -556,9 +564,8 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked, log_dir: st
         ending = killed[0].ending()
         hint = "; the host may have run out of memory" if "SIGKILL" in ending else ""
         stacks = _stacks(ranks, [killed[0].number], log_dir)
-        # The second line of a report says in which exchange that rank was.
-        lines = [each.message.split("\n") for each in _reports(ranks).values()]
-        where = next((f"\n{each[1]}" for each in lines if len(each) > 1), "")
+        # Ranks that have not joined do not notice the end of another rank.
+        where = _awaited_exchange(ranks) if stacks else ""
         _say(f"[rank {killed[0].number}] {ending}{hint}{where}{stacks}")
         return 1
     if not reports:
@@ -568,11 +575,13 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked, log_dir: st
             _say(f"[rank {first.number}] {first.ending()}{stacks}")
         return first.process.returncode
     number, report = next(iter(reports.items()))
+    # The message of a usage error does not name the rank.
+    is_usage = report.code == WRONG_USE
+    _say(report.message if is_usage else f"[rank {number}] {report.message}")
     try:
         code = ranks[number].process.wait(_TERM_GRACE_S)
     except subprocess.TimeoutExpired:
         code = 1
-    _say(report.message if code == WRONG_USE else f"[rank {number}] {report.message}")
     return code if code > 0 else 1
 
 
@@ -584,6 +593,22 @@ def _stacks(ranks: Sequence[_Rank], culprits: Sequence[int], log_dir: str | None
     if 0 not in files:  # this process
         files[0] = own_stack_file()
     return gather_stacks(files, culprits, log_dir)
+
+
+def _awaited_exchange(ranks: Sequence[_Rank]) -> str:
+    """The line of the first report that says in which exchange its rank was; empty without one.
+
+    Takes at most _LAST_WORDS_S seconds.
+    """
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while True:
+        is_last = time.monotonic() >= deadline or all(r.process.poll() is not None for r in ranks)
+        for report in _reports(ranks).values():
+            if len(lines := report.message.split("\n")) > 1:
+                return f"\n{lines[1]}"
+        if is_last:
+            return ""
+        time.sleep(_LOOK_S)
 
 
 def _reports(ranks: Sequence[_Rank]) -> dict[int, Report]:

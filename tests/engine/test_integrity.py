@@ -1,6 +1,7 @@
-"""Flipped bits in weights, KV cache and residual streams are found, and named."""
+"""Flipped bits in weights, KV cache and residual streams, and wrong products, are found."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -10,19 +11,31 @@ from mixes import ARGS, HYBRID, OF_FAMILIES, make_engine, make_runner, random_mi
 from thread_ranks import run_on_threads
 from torch import Tensor
 
-from parallel_llama.dtypes import KVFormat
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
+from parallel_llama.dtypes import KVFormat, make_precision
+from parallel_llama.engine import integrity
 from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.integrity import IntegrityCheck
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.product_check import ProductCheck
 from parallel_llama.errors import NumericalError
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import IntegrityError
+from parallel_llama.plan import make_plan
 from parallel_llama.request import Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
 SEVERAL = ("mistral with sinks",)
 _N_STEPS, _FAULT_AT, _FAULTY = 140, 20, 1
+
+
+@pytest.fixture(autouse=True)
+def _compare_for_as_long_as_steps_take(monkeypatch):
+    """A rotation over the memory of a tiny model then takes a few steps."""
+    monkeypatch.setattr(integrity, "_TIME_FRACTION", 1.0)
 
 
 def flip(values: Tensor, bit: int) -> None:
@@ -32,10 +45,10 @@ def flip(values: Tensor, bit: int) -> None:
 
 
 def run_with_fault(
-    comm: Communicator, fault: Callable[[Engine], object], failed_at: list[int]
+    comm: Communicator, fault: Callable[[Engine], object], failed_at: list[int], exact: bool
 ) -> None:
     """Run a request, with a fault on rank _FAULTY from step _FAULT_AT on."""
-    engine = make_engine(make_runner(comm), integrity_check=True)
+    engine = make_engine(make_runner(comm, exact=exact), integrity_check=True)
     if comm.rank == 0:
         engine.submit(
             Request(0, (3, 1, 4, 1, 5) * 8, SamplingParams(max_tokens=_N_STEPS), 0, frozenset())
@@ -57,11 +70,13 @@ def run_request(engine: Engine, prompt: Iterable[int], max_tokens: int = 3) -> N
         engine.step()
 
 
-def steps_until_found(fault: Callable[[Engine], object], named: str, size: int = 3) -> int:
+def steps_until_found(
+    fault: Callable[[Engine], object], named: str, size: int = 3, *, exact: bool = False
+) -> int:
     """The steps from a fault to its error, which says what is `named`."""
     failed_at: list[int] = []
     with pytest.raises(IntegrityError, match=named):
-        run_on_threads(size, run_with_fault, fault, failed_at)
+        run_on_threads(size, run_with_fault, fault, failed_at, exact)
     return failed_at[0] - _FAULT_AT
 
 
@@ -81,24 +96,60 @@ def test_the_lowest_bit_of_a_weight_is_found_and_the_weight_named(named):
         lambda engine: flip(WEIGHTS[named](engine.runner.model), 0),
         f"rank 1 of 3: {named} has changed in memory",
     )
-    assert n_steps < 100
+    assert n_steps < 50
 
 
 def test_the_lowest_bit_of_a_key_is_found():
     n_steps = steps_until_found(
         lambda engine: flip(engine.runner.caches[0].k[1, 0, 12], 0),
-        "rank 1 of 3: slot 12 of its KV cache has changed in memory",
+        "rank 1 of 3: block 0 of its KV cache has changed in memory",
     )
-    assert n_steps < 100
+    assert n_steps < 50
 
 
 def test_ranks_whose_residual_streams_differ_are_found():
     def diverge(engine: Engine) -> None:
         forwarded = engine._integrity.forwarded
-        engine._integrity.forwarded = lambda slots, residual: forwarded(slots, residual ^ 1)
+        engine._integrity.forwarded = lambda slots, residual: forwarded(
+            slots, memoryview(bytes(byte ^ 1 for byte in residual))
+        )
 
-    n_steps = steps_until_found(diverge, "rank 1 of 3 differs from the others")
-    assert n_steps < 16
+    n_steps = steps_until_found(diverge, "rank 1 of 3 differs from the others in the residual")
+    assert n_steps < 64
+
+
+def test_a_rank_that_multiplies_wrongly_is_found():
+    """Its results reach all ranks alike, so their residual streams are equal."""
+
+    def multiply_wrongly(engine: Engine) -> None:
+        ops = engine.runner.model.ops
+        linear = ops.linear
+
+        def wrong(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            y = linear(x, weight, bias)
+            flip(y, 0)
+            return y
+
+        ops.linear = wrong
+
+    named = "rank 1 of 3 differs from the others in products with layers"
+    assert steps_until_found(multiply_wrongly, named, exact=True) < 64
+
+
+@pytest.mark.parametrize("form", ["none", "int8", "int4", "fp8"])
+def test_products_of_sound_ranks_have_the_same_bits(form):
+    def compare_all_products(comm: Communicator) -> int:
+        args, kinds = replace(ARGS, dim=288, head_dim=32, ffn_dim=416, dtype="float32"), 7
+        precision = make_precision(args, "float32", "cpu", form, None)
+        plan = make_plan(args, comm.size, None, precision.quant_group_size, exact=True)
+        checkpoint, device = random_checkpoint(args, seed=1), torch.device("cpu")
+        runner = ModelRunner.load(args, checkpoint, plan, comm, precision=precision, device=device)
+        check = ProductCheck(runner.model, comm)
+        for _ in range(3 * kinds * args.n_layers):
+            check.compare(torch.arange(1.0, 289.0))
+        return check.n_compared
+
+    assert min(run_on_threads(3, compare_all_products)) > 20
 
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID, *map(OF_FAMILIES.get, SEVERAL)])
@@ -111,13 +162,20 @@ def test_sound_memory_passes_whatever_the_cache_is_used_for(args, kv_format):
             runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts,
             integrity_check=True,
         )  # fmt: skip
-        integrity = engine._integrity
-        integrity.after_step = lambda _, integrity=integrity: integrity.compare_all()
+        check = engine._integrity
+
+        def compare(_: float, check: IntegrityCheck = check) -> None:
+            for sums in check._blocks:
+                while sums._pending:
+                    sums.take_next()
+            check.compare_all()
+
+        check.after_step = compare
         run_mix(engine, mix)
-        assert any(sums._n_used for sums in integrity._slots)
+        assert any(sums._sums for sums in check._blocks)
 
 
-def test_slots_that_a_failed_forward_pass_wrote_are_not_compared():
+def test_blocks_that_a_failed_forward_pass_wrote_are_not_compared():
     """Its sums are missing, so those of the tokens before would be compared."""
     engine = make_engine(make_runner(Solo()), n_blocks=4, integrity_check=True)
     run_request(engine, range(50))

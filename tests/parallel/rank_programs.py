@@ -14,6 +14,7 @@ import psutil
 from parallel_llama.parallel.failures import report_crash, report_error
 from parallel_llama.parallel.launch import hear_ctrl_c
 from parallel_llama.parallel.rank_env import world
+from parallel_llama.parallel.rank_stacks import record_stacks
 from parallel_llama.parallel.timeouts import Timeouts
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -70,7 +71,7 @@ def fail_first(rank: str, code: str, reported: str) -> None:
 
 
 def fail_alike(code: str) -> None:
-    report_error("the same mistake on every rank")
+    report_error("the same mistake on every rank", int(code))
     sys.exit(int(code))
 
 
@@ -78,6 +79,30 @@ def die(rank: str, number: str) -> None:
     if int(rank) == RANK:
         os.kill(os.getpid(), int(number))
     time.sleep(FOR_EVER_S)
+
+
+def die_then_report(seconds: str) -> None:
+    """Rank 1 is killed, and some time later rank 0 reports in which exchange it was."""
+    record_stacks()
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while is_alive(1):
+        time.sleep(0.01)
+    time.sleep(float(seconds))
+    report_error("rank 1 has died\n  rank 0 is in exchange 5")
+    time.sleep(FOR_EVER_S)
+
+
+def is_alive(rank: int) -> bool:
+    ranks = psutil.Process().parent().children()
+    return len(ranks) > rank and ranks[rank].status() != psutil.STATUS_ZOMBIE
+
+
+def end_slowly(ended: str) -> None:
+    """Reports an error, and creates a file 20 seconds later, before it ends."""
+    report_error("the cause of it all")
+    time.sleep(20)
+    Path(ended).touch()
 
 
 def crash(rank: str) -> None:

@@ -177,6 +177,22 @@ def test_a_rank_that_dies_of_a_signal_is_named_with_it(start, rank, name):
     assert message.startswith(f"parallel-llama: [rank {rank}] was killed by {name}")
 
 
+def test_the_launcher_waits_for_the_exchange_in_which_a_rank_was_missed(start):
+    """The launcher read the reports once, and other ranks may notice the end of a rank later."""
+    process = start(2, "die_then_report", "0.2")
+    _, stderr = process.communicate("", timeout=LIMIT_S)
+    (message,) = messages(stderr)
+    assert message.startswith("parallel-llama: [rank 1] was killed by SIGKILL")
+    assert "\n  rank 0 is in exchange 5\n  rank 1 has ended, so its stack is unknown\n" in stderr
+
+
+def test_a_report_is_shown_before_its_rank_has_ended(start, tmp_path):
+    """The end of a process with torch takes up to a second on a busy machine."""
+    process = start(1, "end_slowly", str(tmp_path / "ended"))
+    assert process.stderr.readline() == "parallel-llama: [rank 0] the cause of it all\n"
+    assert not (tmp_path / "ended").exists()
+
+
 def test_a_traceback_names_its_rank_in_the_first_line(start):
     process = start(2, "crash", "1")
     _, stderr = process.communicate("", timeout=LIMIT_S)
@@ -416,12 +432,12 @@ def test_ranks_meet_by_the_secret_of_a_file(meet, tmp_path):
 
 def test_a_rank_with_another_secret_is_not_met(meet, tmp_path):
     files = {rank: secret_file(tmp_path / f"{rank}", f"{rank > 1}" * 16) for rank in range(3)}
-    # Rank 0 waits longest, so that its store is there until the others have said why they end.
-    ranks = [(rank, 3, "") for rank in (1, 2, 0)]
-    lines = meet(*ranks, own=files, timeout_s=6, rank_0_s=LIMIT_S)
-    for line, missing in zip(lines, ("2", "0, 1", "2"), strict=True):
-        assert line["outcome"].startswith(f"rank {missing} of 3 never joined within 6 s")
+    *known, stranger = meet(*((rank, 3, "") for rank in range(3)), own=files, timeout_s=6)
+    for line in known:
+        assert line["outcome"].startswith("rank 2 of 3 never joined within 6 s")
         assert "or has another PARALLEL_LLAMA_SECRET_FILE" in line["outcome"]
+    # The store may end with rank 0 before the limit of rank 2.
+    assert re.search("rank 0, 1 (of 3 never joined within 6 s|had not joined)", stranger["outcome"])
 
 
 @pytest.mark.parametrize(

@@ -137,11 +137,13 @@ def make_runner(
     kv_format: KVFormat | None = None,
     kv_split: KVSplit = "heads",
     ops: TorchOps | None = None,
+    *,
+    exact: bool = False,
 ) -> ModelRunner:
     return ModelRunner.load(
         args,
         random_checkpoint(args, seed=1),
-        make_plan(args, comm.size, kv_split=kv_split),
+        make_plan(args, comm.size, kv_split=kv_split, exact=exact),
         comm,
         precision=Precision.plain("float64"),
         device=torch.device("cpu"),

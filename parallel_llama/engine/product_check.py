@@ -1,0 +1,117 @@
+"""Finds ranks that multiply wrongly, on the CPU with exact sums.
+
+Ranks gather what each rank computes, so a wrong product reaches all ranks alike and their results
+stay equal. With exact sums an output has the same bits on whatever rank computes it. So each rank
+sends a panel of a weight, 8 or 16 outputs as they are stored, and all ranks multiply the panels of
+all ranks by the same row. The owner of a panel takes its outputs from the product with its whole
+weight, by the operator that a step calls. Weights and panels change in rotation.
+
+This tests processors and kernels, not the steps: a recorded step overwrites its inputs and outputs.
+A processor that computes wrongly again and again is found, and a single wrong product is not.
+Attention and products of more than one row are not tested. A bit that has flipped in a weight is
+sent with its panel, so only the sums of `integrity` find it.
+"""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from parallel_llama.errors import TEST_MEMORY
+from parallel_llama.model.transformer import Transformer
+from parallel_llama.model.weights import stored_weights
+from parallel_llama.ops import TorchOps
+from parallel_llama.ops.formats import QuantWeight, Weight
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.failures import IntegrityError, differing_ranks
+
+_DENSE_ROWS = 8  # outputs in a panel of a weight that is not quantised
+
+
+class ProductCheck:
+    """The products of one rank that other ranks compute too, for a model on the CPU.
+
+    Attributes:
+        n_compared: how many products the ranks have compared.
+    """
+
+    def __init__(self, model: Transformer, comm: Communicator) -> None:
+        self._ops, self._comm, self.n_compared = model.ops, comm, 0
+        self._weights = [(name, w) for name, w in stored_weights(model).items() if _panel_rows(w)]
+        self._is_agreed = False
+
+    @torch.inference_mode()
+    def compare(self, row: Tensor) -> None:
+        """Compare products of the next weight, whose inputs are made of `row`.
+
+        Shapes: row [dim] replicated.
+        Raises: IntegrityError, on all ranks, if they differ.
+        Collective: two all_gathers, and two more in the first call.
+        """
+        if not self._is_agreed:
+            self._keep_common()
+        if not self._weights:
+            return
+        number, place = divmod(self.n_compared, len(self._weights))
+        name, weight = self._weights[place]
+        n_rows, n_inputs = _panel_rows(weight), _n_inputs(weight)
+        first = number % (weight.n_outputs // n_rows) * n_rows
+        x = row.repeat(-(-n_inputs // len(row)))[None, :n_inputs].contiguous()
+        panels = self._comm.all_gather(_panel(weight, first))
+        products = _multiply(x, panels, weight, self._ops)  # [size * n_rows]
+        own = slice(self._comm.rank * n_rows, (self._comm.rank + 1) * n_rows)
+        products[own] = weight.apply(x, self._ops)[0, first : first + n_rows]
+        computed = self._comm.all_gather(products.view(torch.uint8))
+        differing = differing_ranks([each.numpy().tobytes() for each in computed])
+        if differing is not None:
+            raise IntegrityError(
+                f"{differing} in products with {name}, which all ranks compute alike: {TEST_MEMORY}"
+            )
+        self.n_compared += 1
+
+    def _keep_common(self) -> None:
+        """Keep the weights that have a panel on every rank, in the order of their names.
+
+        Collective: two all_gathers.
+        """
+        kinds = {_kind(*each): each for each in sorted(self._weights, key=lambda each: each[0])}
+        most = int(self._comm.all_gather(torch.tensor([len(kinds)])).max())
+        own = torch.tensor([*kinds, *[-1] * (most - len(kinds))], dtype=torch.int64)
+        common = set.intersection(*(set(each.tolist()) for each in self._comm.all_gather(own)))
+        self._weights = [each for kind, each in kinds.items() if kind in common]
+        self._is_agreed = True
+
+
+def _kind(name: str, weight: Weight) -> int:
+    """A number that is equal on ranks whose panels of a weight can be multiplied together."""
+    form = weight.panels if isinstance(weight, QuantWeight) else weight.values.dtype
+    return zlib.crc32(repr((name, form, _panel_rows(weight), _n_inputs(weight))).encode())
+
+
+def _panel_rows(weight: Weight) -> int:
+    """The outputs of a panel; 0 if the weight is not a matrix or has fewer outputs."""
+    if isinstance(weight, QuantWeight):
+        n_rows = weight.panels.n_rows
+    else:
+        n_rows = _DENSE_ROWS if weight.values.ndim == 2 else 0
+    return n_rows if weight.n_outputs >= n_rows else 0
+
+
+def _n_inputs(weight: Weight) -> int:
+    return weight.panels.n_inputs if isinstance(weight, QuantWeight) else weight.values.shape[1]
+
+
+def _panel(weight: Weight, first: int) -> Tensor:
+    """The panel whose first output is `first`, as it is stored."""
+    if isinstance(weight, QuantWeight):
+        return weight.values[first // weight.panels.n_rows]
+    return weight.values[first : first + _DENSE_ROWS]
+
+
+def _multiply(x: Tensor, panels: Tensor, like: Weight, ops: TorchOps) -> Tensor:
+    """All outputs of several panels of weights like `like`. Shapes: x [1, in] -> [n]."""
+    if not isinstance(like, QuantWeight):
+        return ops.linear(x, panels.flatten(0, 1))[0]
+    products = x.new_empty(1, len(panels) * like.panels.n_rows)
+    ops.quant_gemm(x, panels, like.panels, products)
+    return products[0]
