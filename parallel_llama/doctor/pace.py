@@ -13,6 +13,7 @@ from parallel_llama.engine.machine import reading
 from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.shared_memory import SharedMemory
+from parallel_llama.parallel.sockets import Sockets
 
 _MESSAGE_BYTES, _N_MESSAGES = 8192, 40
 # Of the fastest exchange, in seconds: through shared memory, over one host's loopback, over a
@@ -40,7 +41,8 @@ def transport(
         return Check("transport", "skip", "one rank exchanges nothing")
     is_shared = isinstance(comm, SharedMemory)
     slowest_s = max(exchange_s)
-    how = "shared memory" if is_shared else "gloo" if is_one else "gloo between hosts"
+    how = "shared memory" if is_shared else "sockets" if isinstance(comm, Sockets) else "gloo"
+    how += "" if is_one else " between hosts"
     seen = f"{how}, {slowest_s * 1e3:.2f} ms for {_MESSAGE_BYTES >> 10} KiB"
     limit_s = _SHARED_S if is_shared else _LOOPBACK_S if is_one else _NETWORK_S
     if slowest_s > limit_s:

@@ -15,6 +15,8 @@ from parallel_llama.parallel.failures import RankError
 # A message between ranks holds requests or results. A longer message is refused.
 MAX_MESSAGE_BYTES = 1 << 30
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 class Communicator(Protocol):
     """One rank's handle on its tensor-parallel group.
@@ -186,6 +188,28 @@ class ByDevice(Communicator):
     def _route(self, x: Tensor) -> Communicator:
         self._require_whole()
         return self._cards if self._is_on_card(x) else self._host
+
+
+def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Sums in rank order, so that rounding is equal on all ranks."""
+    if out.dtype in _HALVES:
+        total = parts[0].to(torch.float32)
+        for part in parts[1:]:
+            total.add_(part)
+        out.copy_(total)
+        return
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
+
+
+def put_columns(parts: Sequence[Tensor], widths: Sequence[int], whole: Tensor) -> None:
+    """Copies the columns of each rank, [T, width], side by side; a part may be longer."""
+    n_rows = len(whole)
+    for part, columns, width in zip(
+        parts, torch.split(whole, list(widths), 1), widths, strict=True
+    ):
+        columns.copy_(part[: n_rows * width].view(n_rows, width))
 
 
 def broadcast_bytes(comm: Communicator, data: bytes | None, *, no_timeout: bool = False) -> bytes:

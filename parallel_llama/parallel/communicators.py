@@ -50,6 +50,7 @@ from parallel_llama.parallel.rank_env import (
 from parallel_llama.parallel.rank_stacks import record_stacks
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
+from parallel_llama.parallel.sockets import Endpoint, connect
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.torch_threads import start_thread
 
@@ -139,8 +140,12 @@ def join(
             # gloo would wait for a rank that has given up until the timeout.
             listen = partial(_listen, env, timeouts.start_s, ended, heard)
             start_thread(listen, "listen", ended.set)
+            address = _own_address(env)
+            endpoint = None if address is None else Endpoint(address, store.key_for("sockets"))
             with _gloo_on_interface_to(env):
-                return make_communicator(env.rank, env.size, store, device, timeouts)
+                return make_communicator(
+                    env.rank, env.size, store, device, timeouts, endpoint=endpoint
+                )
 
     def look_around() -> None:
         if heard:
@@ -194,14 +199,16 @@ def make_communicator(
     device: torch.device = _CPU,
     timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     shared_memory: bool = True,
+    endpoint: Endpoint | None = None,
 ) -> Communicator:
     """Forms the group of `size` ranks that share a store.
 
     Args:
-        shared_memory: if false, ranks of one host use gloo, like ranks of several hosts.
+        shared_memory: if false, ranks of one host communicate like ranks of several hosts.
+        endpoint: where ranks that do not share memory reach this one; None leaves them to gloo.
 
     Raises: RankError if the ranks cannot connect.
-    Collective: every rank calls it, with equal arguments except `rank`.
+    Collective: every rank calls it, with equal arguments except `rank` and `endpoint`.
     """
     timeout = timedelta(seconds=timeouts.start_s)
     # CUDA needs both back ends: only the model's tensors are on the GPU.
@@ -234,11 +241,14 @@ def make_communicator(
         # No rank continues before all have connected, because the store may end with rank 0.
         comm.barrier()
         host = share(comm, timeouts) if shared_memory else comm
+        is_shared = host is not comm
+        if not is_shared:
+            host = connect(comm, endpoint, timeouts)
         if not has_card:
             return host
         comm.all_gather(torch.zeros(1, device=device))  # NCCL connects at the first collective
         cards: Communicator = comm
-        if host is not comm:  # on one host, GPUs may read each other's memory
+        if is_shared:  # on one host, GPUs may read each other's memory
             shared = partial(symmetric_memory, group, device)
             cards = with_one_shot_sums(comm, device, shared, seconds_on_card)
         return ByDevice(host, cards, comm.require_whole)
@@ -294,19 +304,32 @@ def address_to(host: str, port: int) -> ipaddress.IPv4Address | None:
         return None
 
 
+def _own_address(env: RankEnv) -> ipaddress.IPv4Address | None:
+    """The address of this rank between the ranks; None if it has no IPv4 address there."""
+    asked = os.environ.get("GLOO_SOCKET_IFNAME")
+    if asked is None:
+        return address_to(env.host, env.port)
+    return _address_of(asked.partition(",")[0])  # gloo takes the first of several names
+
+
 def _interface_to(env: RankEnv) -> str | None:
     """The interface by which this rank reaches the store; None if it is not reached by IPv4."""
     own = address_to(env.host, env.port)
     if own is None:
         return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            with suppress(OSError):  # the interface has no address
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                address = ipaddress.IPv4Address(reply[20:24])
-                if address == own or (address.is_loopback and own.is_loopback):
-                    return name
+    for _, name in socket.if_nameindex():
+        address = _address_of(name)
+        if address is not None and (address == own or (address.is_loopback and own.is_loopback)):
+            return name
+    return None
+
+
+def _address_of(interface: str) -> ipaddress.IPv4Address | None:
+    """The IPv4 address of a network interface; None if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError, struct.error):
+        request = struct.pack("256s", interface.encode())
+        reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        return ipaddress.IPv4Address(reply[20:24])
     return None
 
 
@@ -336,13 +359,13 @@ def _silent_stdout() -> Iterator[None]:
         os.close(kept)
 
 
-def _open_store(env: RankEnv, limit_s: float) -> Store:
+def _open_store(env: RankEnv, limit_s: float) -> SealedStore:
     """The store of the ranks, owned by rank 0 or by torchrun."""
     bound = None if env.is_served or env.rank > 0 else _bound_socket(env)
     return _connect(env, limit_s, bound)
 
 
-def _connect(env: RankEnv, limit_s: float, bound: int | None = None) -> Store:
+def _connect(env: RankEnv, limit_s: float, bound: int | None = None) -> SealedStore:
     """A connection to the store, or the store itself if a `bound` socket is given."""
     if bound is None:
         _wait_for_store(env, limit_s)

@@ -71,7 +71,7 @@ class ProcessGroup(Communicator):
         self._heartbeats = _Heartbeats(store, self.rank, self.size)
         record_stacks()
         self._watchdog = abort and Watchdog(
-            timeouts.step_s, abort, self._culprits, evidence=self._evidence
+            timeouts.step_s, abort, self.culprits, evidence=self.evidence
         )
         self._n_collectives = 0
         self._last = "no collective"
@@ -122,7 +122,7 @@ class ProcessGroup(Communicator):
             limit_s = self._timeouts.start_s
             if overdue := [rank for rank in missing if now - heard_s[rank] > limit_s]:
                 self._last = f"barrier {self._n_barriers}"
-                raise RankError(late(overdue, self.size, limit_s) + self._evidence())
+                raise RankError(late(overdue, self.size, limit_s) + self.evidence())
             time.sleep(_POLL_S)
 
     def keepalive(self) -> None:
@@ -167,21 +167,27 @@ class ProcessGroup(Communicator):
         except RuntimeError as error:
             self.require_whole()
             raise RankError(
-                f"{what} failed on rank {self.rank} of {self.size}: {self._culprits()} "
-                f"({first_line(error, 200)}){self._evidence()}"
+                f"{what} failed on rank {self.rank} of {self.size}: {self.culprits()} "
+                f"({first_line(error, 200)}){self.evidence()}"
             ) from error
 
-    def _evidence(self) -> str:
-        """Lines with the last collective of this rank, and the folder of its stacks."""
+    def evidence(self, current: str = "") -> str:
+        """Lines with the current collective of this rank, and the folder of its stacks.
+
+        Args:
+            current: the collective; by default the last one of this group.
+        """
         file = own_stack_file()
         start = file.n_bytes()
         stacks = gather_stacks({self.rank: file}, [self.rank])
         # From the stacks, because the watchdog runs in another thread than the collective.
         site = site_in(file.text(start)) or call_site()
-        own = f"collective {self._n_collectives}, {self._last}, called at {site}"
+        current = current or f"collective {self._n_collectives}, {self._last}"
+        own = f"{current}, called at {site}"
         return f"\n  rank {self.rank} is in {own}{stacks}"
 
-    def _culprits(self) -> str:
+    def culprits(self) -> str:
+        """Which ranks are lost, in words; it listens for heartbeats for `_LISTEN_S` seconds."""
         try:
             dead = self._heartbeats.dead_ranks()
         except RankError as error:

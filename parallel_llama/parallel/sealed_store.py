@@ -44,6 +44,10 @@ class SealedStore(Store):
         self._prefix = _derived(secret, f"prefix {run}").hex()[:32]
         self._key = _derived(secret, f"seal {run}")
 
+    def key_for(self, purpose: str) -> bytes:
+        """A key that only processes of this run can derive."""
+        return _derived(self._key, purpose)
+
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(self._name(key), self._sealed(key, value))  # type: ignore[arg-type]
 

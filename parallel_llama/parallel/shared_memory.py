@@ -43,7 +43,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.collectives import Communicator, put_columns, sum_in_order
 from parallel_llama.parallel.failures import RankError, late
 from parallel_llama.parallel.rank_stacks import (
     StackFile,
@@ -53,6 +53,16 @@ from parallel_llama.parallel.rank_stacks import (
     own_stack_file,
     record_stacks,
     site_in,
+)
+from parallel_llama.parallel.signatures import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    GATHER_COLUMNS,
+    SUMMED,
+    described,
+    signature_of,
 )
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Peers
@@ -82,19 +92,6 @@ _LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
 _HOST_BYTES = 4096  # of an encoded _Host; Linux has up to 8192 cores, which are 2048 digits
-_DTYPES = (
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
-_HALVES = (torch.float16, torch.bfloat16)
-_SUMMED = _DTYPES[1:]
-_KINDS = ("barrier", "all_reduce", "all_gather", "broadcast", "gather_columns")
-_BARRIER, _ALL_REDUCE, _ALL_GATHER, _BROADCAST, _GATHER_COLUMNS = range(5)
 _NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
 # Cached views of slots: a decode step uses a few, and every prefill length adds one.
@@ -217,17 +214,17 @@ class SharedMemory(Communicator):
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if x.dtype not in _SUMMED:
-            raise TypeError(f"all_reduce of {x.dtype}; use one of {', '.join(map(str, _SUMMED))}")
+        if x.dtype not in SUMMED:
+            raise TypeError(f"all_reduce of {x.dtype}; use one of {', '.join(map(str, SUMMED))}")
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
         for piece, slots in self._exchanges(_pieces(x.view(-1))):
             slots[self.rank].copy_(piece)
-            self._rendezvous(_ALL_REDUCE, piece)
+            self._rendezvous(ALL_REDUCE, piece)
             if self.size > 2 and piece.nbytes >= SHARED_SUM_BYTES:
                 self._sum_shares(slots, piece)
             else:
-                _sum(slots, piece)
+                sum_in_order(slots, piece)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -238,7 +235,7 @@ class SharedMemory(Communicator):
         exchanges = self._exchanges(_pieces(_as_bytes(x.contiguous())))
         for (piece, slots), part in zip(exchanges, parts, strict=True):
             slots[self.rank].copy_(piece)
-            self._rendezvous(_ALL_GATHER, piece)
+            self._rendezvous(ALL_GATHER, piece)
             for row, slot in zip(part, slots, strict=True):
                 row.copy_(slot)
         return gathered
@@ -252,8 +249,8 @@ class SharedMemory(Communicator):
         rows = zip(torch.split(whole, at_once), torch.split(x, at_once), strict=True)
         for (piece, slots), (target, own) in zip(self._exchanges(pieces), rows, strict=True):
             slots[self.rank][: own.numel()].view(own.shape).copy_(own)
-            self._rendezvous(_GATHER_COLUMNS, piece)
-            _put_columns(slots, widths, target)
+            self._rendezvous(GATHER_COLUMNS, piece)
+            put_columns(slots, widths, target)
         return whole
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
@@ -263,7 +260,7 @@ class SharedMemory(Communicator):
         for piece, slots in self._exchanges(_pieces(_as_bytes(x))):
             if self.rank == src:
                 slots[src].copy_(piece)
-            self._rendezvous(_BROADCAST, piece, is_exempt)
+            self._rendezvous(BROADCAST, piece, is_exempt)
             if self.rank != src:
                 piece.copy_(slots[src])
         return x
@@ -276,7 +273,7 @@ class SharedMemory(Communicator):
             return counts[rank] != before
 
         for piece, _ in self._exchanges((_NOTHING,)):
-            self._rendezvous(_BARRIER, piece, sent_keepalive, self._timeouts.start_s)
+            self._rendezvous(BARRIER, piece, sent_keepalive, self._timeouts.start_s)
 
     def keepalive(self) -> None:
         self._cells[self._own + _KEEPALIVES] += 1
@@ -300,7 +297,7 @@ class SharedMemory(Communicator):
         """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
         if x.nbytes >= SHARED_SUM_BYTES or not x.numel():
             return None
-        return self._exchange(_ALL_REDUCE, x, lambda slots, x: _sum(slots, x.view(-1)))
+        return self._exchange(ALL_REDUCE, x, lambda slots, x: sum_in_order(slots, x.view(-1)))
 
     def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> "Exchange | None":
         """What a kernel needs to gather columns into tensors like `whole`; None as for sums."""
@@ -308,16 +305,16 @@ class SharedMemory(Communicator):
         if n_most * whole.itemsize > SLOT_BYTES or not whole.numel():
             return None
         return self._exchange(
-            _GATHER_COLUMNS,
+            GATHER_COLUMNS,
             whole[:, : max(widths)],
-            lambda slots, whole: _put_columns(slots, widths, whole),
+            lambda slots, whole: put_columns(slots, widths, whole),
         )
 
     def _exchange(
         self, kind: int, piece: Tensor, complete: Callable[[list[Tensor], Tensor], None]
     ) -> "Exchange":
         """An exchange in which no rank writes more values than `piece` has."""
-        slots, signature = self._address + _header_bytes(self.size), _signature(kind, piece)
+        slots, signature = self._address + _header_bytes(self.size), signature_of(kind, piece)
         dtype, n_values = piece.dtype, piece.numel()
 
         def finish(x: Tensor) -> None:
@@ -354,9 +351,9 @@ class SharedMemory(Communicator):
         bounds = [piece.numel() * rank // self.size for rank in range(self.size + 1)]
         shares = list(pairwise(bounds))
         start, stop = shares[self.rank]
-        _sum([slot[start:stop] for slot in slots], piece[start:stop])
+        sum_in_order([slot[start:stop] for slot in slots], piece[start:stop])
         slots[self.rank][start:stop].copy_(piece[start:stop])
-        self._rendezvous(_ALL_REDUCE, piece)
+        self._rendezvous(ALL_REDUCE, piece)
         for rank, (start, stop) in enumerate(shares):
             if rank != self.rank:
                 piece[start:stop].copy_(slots[rank][start:stop])
@@ -391,7 +388,7 @@ class SharedMemory(Communicator):
         limit_s: float | None = None,
     ) -> None:
         """Publishes this rank's phase and waits until all ranks have published theirs."""
-        signature, cells, own = _signature(kind, piece), self._cells, self._own
+        signature, cells, own = signature_of(kind, piece), self._cells, self._own
         cells[own + SIGNATURE + (cells[own + EXCHANGE] & 1)] = signature
         cells[own] += 1
         self._await_all(signature, self._spins, is_exempt, limit_s or self._timeouts.step_s)
@@ -408,8 +405,8 @@ class SharedMemory(Communicator):
             if cells[line + signed] != signature:
                 rank = line // LINE
                 raise self._failed(
-                    f"rank {rank} is in {_described(cells[line + signed])} and rank {self.rank} "
-                    f"in {_described(signature)}: the ranks called different collectives",
+                    f"rank {rank} is in {described(cells[line + signed])} and rank {self.rank} "
+                    f"in {described(signature)}: the ranks called different collectives",
                     {rank, self.rank},
                 )
 
@@ -472,12 +469,12 @@ class SharedMemory(Communicator):
         cells = self._cells
         n_finished, phase = cells[self._own + EXCHANGE], cells[self._own]
         signature = cells[self._own + SIGNATURE + (n_finished & 1)]
-        own = f"exchange {n_finished + 1}, {_described(signature)}, called at {call_site()}"
+        own = f"exchange {n_finished + 1}, {described(signature)}, called at {call_site()}"
         lines = [f"rank {self.rank} is in {own}"]
         for rank in sorted(culprits - {self.rank}):
             count = cells[rank * LINE + EXCHANGE]
             if count <= n_finished and cells[rank * LINE] < phase:
-                last = _described(cells[rank * LINE + SIGNATURE + ((count - 1) & 1)])
+                last = described(cells[rank * LINE + SIGNATURE + ((count - 1) & 1)])
                 last = f", the last one {last}" if count else ""
                 lines.append(f"rank {rank} has finished {count} exchanges{last}")
         self._peers.look()
@@ -518,46 +515,13 @@ class Exchange:
     finish: Callable[[Tensor], None]
 
 
-def _signature(kind: int, piece: Tensor) -> int:
-    return (kind << 60) | (_DTYPES.index(piece.dtype) << 52) | piece.numel()
-
-
 def _pieces(flat: Tensor) -> Sequence[Tensor]:
     """Consecutive pieces that fit into a slot."""
     return torch.split(flat, SLOT_BYTES // flat.itemsize) if flat.numel() else ()
 
 
-def _put_columns(slots: Sequence[Tensor], widths: Sequence[int], whole: Tensor) -> None:
-    """Copies the columns of each rank, [T, width] in its slot, side by side."""
-    n_rows = len(whole)
-    for slot, columns, width in zip(
-        slots, torch.split(whole, list(widths), 1), widths, strict=True
-    ):
-        columns.copy_(slot[: n_rows * width].view(n_rows, width))
-
-
-def _sum(slots: Sequence[Tensor], out: Tensor) -> None:
-    """Sums in rank order, so that rounding is equal on all ranks."""
-    if out.dtype in _HALVES:
-        total = slots[0].to(torch.float32)
-        for slot in slots[1:]:
-            total.add_(slot)
-        out.copy_(total)
-        return
-    torch.add(slots[0], slots[1], out=out)
-    for slot in slots[2:]:
-        out.add_(slot)
-
-
 def _as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
-
-
-def _described(signature: int) -> str:
-    kind = _KINDS[(signature >> 60 & 7) % len(_KINDS)]
-    dtype = _DTYPES[(signature >> 52 & 255) % len(_DTYPES)]
-    n_values = signature & ((1 << 52) - 1)
-    return kind if kind == "barrier" else f"{kind} of {n_values} values of {dtype}"
 
 
 def _header_bytes(size: int) -> int:

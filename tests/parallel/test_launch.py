@@ -451,28 +451,6 @@ def test_a_secret_that_is_short_or_open_to_others_is_refused(put, tmp_path, secr
         rank_env()
 
 
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two connected network namespaces, 10.231.0.1 and 10.231.0.2; needs root."""
-    names = [f"{end}{os.getpid()}" for end in "ab"]
-
-    def ip(*command: str) -> None:
-        subprocess.run(["ip", *command], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", names[0], "link", "add", "v0", "type", "veth", "peer", "v0", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.231.0.{number}/24", "dev", "v0")
-            ip("-n", name, "link", "set", "v0", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
 def test_ranks_of_two_hosts_connect_by_the_network_on_which_they_meet(hosts):
     """gloo took the address of the host's name, which other hosts cannot reach."""
     n = 3  # two of them on one host

@@ -40,7 +40,7 @@ from parallel_llama.ops.cpu.vector_math import ByteDots
 Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its arguments last
 
 _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
-_FROM_SYSTEM = ("sched_yield",)
+_FROM_SYSTEM = "sched_yield", "send", "recv"
 
 # The code cache; a kernel has about 10 KB.
 _DIGEST_BYTES = 32
@@ -237,8 +237,11 @@ def _sources() -> tuple[Path, ...]:
     """The files that kernels are built with: those of this package, and those they import."""
     kernels = Path(__file__).parent
     package = kernels.parents[1]
-    others = package / "dtypes.py", package / "parallel" / "shared_memory.py"
-    return *sorted((*kernels.glob("*.py"), *kernels.parent.glob("*.py"))), *others
+    others = "dtypes.py", "parallel/shared_memory.py", "parallel/sockets.py"
+    return (
+        *sorted((*kernels.glob("*.py"), *kernels.parent.glob("*.py"))),
+        *(package / name for name in others),
+    )
 
 
 @cache

@@ -1,0 +1,484 @@
+"""Collectives of small tensors over TCP, between ranks that do not share memory.
+
+A decode step of 16 layers has 33 all-reduces of a few kilobytes. gloo takes 0.5 to 1.6 ms for each
+between two hosts, which is several times the latency of a network. Here every rank sends its values
+to every other rank at once, and adds what it receives in rank order: one message each way, and the
+same bits on all ranks. A process group of torch sets this up, carries larger tensors, which gloo
+sends in fewer bytes, and knows by its heartbeats which rank is lost.
+
+    message  two numbers of 8 bytes: signature, exchange; then the values
+    cells    per rank, 8 bytes each: descriptor, bytes sent and received of the current exchange,
+             address of the rank's message; then the number of finished exchanges
+
+A rank that finds a failure tells the other ranks which rank has failed before it leaves them.
+
+A kernel may run an exchange of `all_reduce` or `gather_columns`; see `SocketExchange`.
+"""
+
+import logging
+import math
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from parallel_llama.parallel.authenticated_sockets import NotConnected, connect_all, listen
+from parallel_llama.parallel.collectives import Communicator, put_columns, sum_in_order
+from parallel_llama.parallel.failures import RankError, late
+from parallel_llama.parallel.process_group import ProcessGroup
+from parallel_llama.parallel.signatures import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    DTYPES,
+    GATHER_COLUMNS,
+    SUMMED,
+    described,
+    signature_of,
+)
+from parallel_llama.parallel.timeouts import Timeouts
+
+logger = logging.getLogger(__name__)
+
+# Of one rank's values. gloo needs fewer bytes for a larger tensor of three or more ranks.
+MAX_BYTES = 1 << 18
+
+HEADER_BYTES = 16
+_HEADER = struct.Struct("<qq")
+CELLS = 4  # of a rank
+FD, SENT, RECEIVED, MESSAGE = range(CELLS)
+
+# Tries to receive before this rank waits in the system: about 0.5 ms, in Python and in a kernel.
+_SPINS, _LOOKS = 150, 2000
+_POLL_S = 0.25
+_LONGEST_GAP_S = 0.5  # the maximum time counted between two looks, since this rank may be stopped
+_CONNECT_S = 20.0
+
+# The signature of a message that names a failed rank has this kind, and a reason below.
+_FAILURE = 7 << 60
+_DIED, _LATE, _MISMATCH = range(3)
+_RANK_BITS = 32
+
+_MAX_VIEWS = 256
+
+
+@dataclass(frozen=True)
+class SocketExchange:
+    """What a kernel needs for an all_reduce or gather_columns.
+
+    Args:
+        cells: the address of rank 0's cells.
+        n_looks: tries to receive before the kernel leaves the exchange to `finish`.
+        finish: completes the exchange in Python, after the kernel has begun to send its own part.
+    """
+
+    cells: int
+    rank: int
+    size: int
+    signature: int
+    n_looks: int
+    finish: Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a rank listens for the others, and what proves that they belong to its run.
+
+    Args:
+        address: the address of this host that the other ranks reach.
+        key: derived from the secret of the run.
+    """
+
+    address: IPv4Address
+    key: bytes
+
+
+def connect(group: ProcessGroup, own: Endpoint | None, timeouts: Timeouts) -> Communicator:
+    """The group over sockets, or `group` itself if two ranks cannot connect.
+
+    Args:
+        own: None if this rank has no IPv4 address.
+
+    Collective: every rank calls it; all get the same kind of communicator.
+    """
+    listener = None
+    if own is not None:
+        with suppress(OSError):
+            listener = listen(own.address)
+    port = 0 if listener is None else listener.getsockname()[1]
+    address = 0 if own is None else int(own.address)
+    rows = group.all_gather(torch.tensor([address, port])).tolist()
+    if own is None or listener is None or not all(map(_is_endpoint, rows)):
+        if listener is not None:
+            listener.close()
+        return group
+    addresses = {r: (str(IPv4Address(a)), p) for r, (a, p) in enumerate(rows) if r != group.rank}
+    connected: dict[int, socket.socket] = {}
+    with listener:
+        limit_s = min(timeouts.start_s, _CONNECT_S)
+        try:
+            connected = connect_all(group.rank, listener, addresses, own.key, limit_s)
+        except NotConnected as error:
+            logger.warning(
+                "rank %d of %d exchanges through gloo, which is slower: it cannot connect to %s; "
+                "allow TCP between the ranks in the firewall",
+                group.rank,
+                group.size,
+                error,
+            )
+    if not bool(group.all_gather(torch.tensor([bool(connected)])).all()):
+        for each in connected.values():
+            each.close()
+        return group
+    n_local = sum(row[0] == address for row in rows)
+    spins = _SPINS if len(os.sched_getaffinity(0)) >= n_local else 0
+    return Sockets(group, connected, timeouts, spins)
+
+
+def _is_endpoint(row: Sequence[int]) -> bool:
+    address, port = row
+    return 0 < address < 1 << 32 and 0 < port < 1 << 16
+
+
+class Sockets(Communicator):
+    """A group of ranks with one connection for each pair; it sums in rank order.
+
+    Args:
+        group: carries larger tensors and barriers.
+        connected: the socket to each other rank, in non-blocking mode.
+        spins: tries to receive before a rank waits in the system.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        connected: Mapping[int, socket.socket],
+        timeouts: Timeouts,
+        spins: int,
+    ) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._group, self._timeouts, self._spins = group, timeouts, spins
+        self._sockets = dict(connected)
+        with torch.inference_mode(False):  # written outside of it too
+            self._memory = torch.zeros(self.size, HEADER_BYTES + MAX_BYTES, dtype=torch.uint8)
+            self._state = torch.zeros(self.size * CELLS + 1, dtype=torch.int64)
+        self._messages = [row.numpy().data for row in self._memory]
+        self._cells = self._state.numpy().data
+        for rank, row in enumerate(self._memory):
+            own = self._sockets.get(rank)
+            self._cells[rank * CELLS + FD] = -1 if own is None else own.fileno()
+            self._cells[rank * CELLS + MESSAGE] = row.data_ptr()
+        self._signature, self._n_own = 0, 0  # of the current exchange
+        self._busy = False
+        self._views: dict[tuple[int, torch.dtype, int], Tensor] = {}
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if not x.is_contiguous():
+            return x.copy_(self.all_reduce(x.contiguous()))
+        if x.dtype not in SUMMED or not self._takes(x.nbytes):
+            return self._group.all_reduce(x)
+        self._all_to_all(ALL_REDUCE, x, x, [x.numel()] * self.size)
+        sum_in_order(self._parts(x.dtype, [x.numel()] * self.size), x.view(-1))
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        if not self._takes(x.nbytes):
+            return self._group.all_gather(x)
+        own = x.contiguous().view(-1).view(torch.uint8)
+        self._all_to_all(ALL_GATHER, own, own, [len(own)] * self.size)
+        parts = self._parts(torch.uint8, [len(own)] * self.size)
+        return torch.stack(parts).view(x.dtype).view(self.size, *x.shape)
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        n_rows, most = len(x), max(widths)
+        if x.dtype not in DTYPES or not self._takes(n_rows * most * x.itemsize):
+            return self._group.gather_columns(x, widths, out)
+        whole = x.new_empty(n_rows, sum(widths)) if out is None else out
+        counts = [n_rows * width for width in widths]
+        self._all_to_all(GATHER_COLUMNS, whole[:, :most], x.contiguous(), counts)
+        put_columns(self._parts(x.dtype, counts), widths, whole)
+        return whole
+
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
+        if not self._takes(x.nbytes):
+            return self._group.broadcast(x, src, no_timeout=no_timeout)
+        if not x.is_contiguous():
+            return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
+        data = x.view(-1).view(torch.uint8)
+        limit_s = math.inf if no_timeout and self.rank != src else self._timeouts.step_s
+        if self.rank == src:
+            self._exchange(BROADCAST, data, data, {}, self._sockets, limit_s)
+        else:
+            self._exchange(BROADCAST, data, None, {src: len(data)}, (), limit_s)
+            data.copy_(self._view(src, torch.uint8, len(data)))
+        return x
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def keepalive(self) -> None:
+        self._group.keepalive()
+
+    def require_alive(self) -> None:
+        self._group.require_alive()
+
+    def close(self) -> None:
+        self._busy = True
+        for each in self._sockets.values():
+            each.close()
+        self._sockets = {}
+        self._group.close()
+
+    def sum_exchange(self, x: Tensor) -> "SocketExchange | None":
+        """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
+        if not self._takes(x.nbytes):
+            return None
+        counts = [x.numel()] * self.size
+
+        def complete(x: Tensor) -> None:
+            sum_in_order(self._parts(x.dtype, counts), x.view(-1))
+
+        return self._kernel_exchange(ALL_REDUCE, x, counts, complete)
+
+    def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> "SocketExchange | None":
+        """What a kernel needs to gather columns into tensors like `whole`; None as for sums."""
+        columns = whole[:, : max(widths)]
+        if not self._takes(columns.nbytes):
+            return None
+        counts = [len(whole) * width for width in widths]
+
+        def complete(whole: Tensor) -> None:
+            put_columns(self._parts(whole.dtype, counts), widths, whole)
+
+        return self._kernel_exchange(GATHER_COLUMNS, columns, counts, complete)
+
+    def _kernel_exchange(
+        self,
+        kind: int,
+        like: Tensor,
+        counts: Sequence[int],
+        complete: Callable[[Tensor], None],
+    ) -> "SocketExchange":
+        signature, itemsize = signature_of(kind, like), like.itemsize
+        expected = {rank: counts[rank] * itemsize for rank in self._sockets}
+        n_own = HEADER_BYTES + counts[self.rank] * itemsize
+
+        def finish(x: Tensor) -> None:
+            self._busy = True
+            self._signature, self._n_own = signature, n_own
+            self._finish(expected, self._sockets, self._timeouts.step_s, 0)
+            complete(x)
+
+        looks = _LOOKS if self._spins else 0
+        address = self._state.data_ptr()
+        return SocketExchange(address, self.rank, self.size, signature, looks, finish)
+
+    @staticmethod
+    def _takes(n_bytes: int) -> bool:
+        return 0 < n_bytes <= MAX_BYTES
+
+    def _all_to_all(self, kind: int, like: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        """Exchanges `own`; rank r sends counts[r] values."""
+        expected = {rank: counts[rank] * own.itemsize for rank in self._sockets}
+        self._exchange(kind, like, own, expected, self._sockets, self._timeouts.step_s)
+
+    def _exchange(
+        self,
+        kind: int,
+        like: Tensor,
+        own: Tensor | None,
+        expected: Mapping[int, int],
+        receivers: Collection[int],
+        limit_s: float,
+    ) -> None:
+        """Sends this rank's values to the receivers, and receives those of other ranks.
+
+        After an exception inside, this rank cannot use the group any more.
+
+        Args:
+            like: its dtype and size are the signature.
+            own: this rank's values; None for a rank that only receives.
+            expected: the bytes of values that come from each rank that sends.
+        """
+        if self._busy:
+            raise RankError(
+                f"rank {self.rank} left a collective unfinished, or has closed its group: "
+                "it cannot take part in another"
+            )
+        self._busy = True
+        self._signature = signature_of(kind, like)
+        if own is not None and own.numel():
+            self._view(self.rank, own.dtype, own.numel()).copy_(own.view(-1))
+        _HEADER.pack_into(self._messages[self.rank], 0, self._signature, self._n_finished)
+        for rank in self._sockets:
+            self._cells[rank * CELLS + SENT] = self._cells[rank * CELLS + RECEIVED] = 0
+        self._n_own = HEADER_BYTES + (0 if own is None else own.nbytes)
+        self._finish(expected, receivers, limit_s, self._spins)
+
+    def _finish(
+        self,
+        expected: Mapping[int, int],
+        receivers: Collection[int],
+        limit_s: float,
+        spins: int,
+    ) -> None:
+        """Sends and receives what is left of the current exchange."""
+        to_send = dict.fromkeys(receivers, self._n_own)
+        to_receive = {rank: HEADER_BYTES + n for rank, n in expected.items()}
+        while self._advance(to_send, to_receive):
+            spins -= 1
+            if spins < 0:
+                self._wait(to_send, to_receive, limit_s)
+                break
+        self._cells[self.size * CELLS] += 1
+        self._busy = False
+
+    def _wait(self, to_send: dict[int, int], to_receive: dict[int, int], limit_s: float) -> None:
+        """Waits in the system until nothing is left to send and to receive.
+
+        A rank is late after `limit_s` seconds in which no byte moved.
+        """
+        seen_s, waited_s, n_moved = time.monotonic(), 0.0, self._n_moved()
+        while self._advance(to_send, to_receive):
+            now_s = time.monotonic()
+            waited_s += min(now_s - seen_s, _LONGEST_GAP_S)
+            seen_s = now_s
+            if self._n_moved() != n_moved:
+                n_moved, waited_s = self._n_moved(), 0.0
+            if waited_s > limit_s:
+                overdue = sorted(to_receive or to_send)
+                what = f"{late(overdue, self.size, limit_s)}; {self._group.culprits()}"
+                self._fail(what, overdue[0], _LATE)
+            poller = select.poll()
+            for rank in {*to_send, *to_receive}:
+                events = select.POLLIN * (rank in to_receive) | select.POLLOUT * (rank in to_send)
+                poller.register(self._sockets[rank], events)
+            poller.poll(1e3 * min(_POLL_S, max(0.0, limit_s - waited_s) + 1e-3))
+
+    def _advance(self, to_send: dict[int, int], to_receive: dict[int, int]) -> bool:
+        """Sends and receives what it can without waiting. Returns: whether anything is left."""
+        for rank in tuple(to_receive):
+            if self._receive(rank, to_receive[rank]):
+                del to_receive[rank]
+        for rank in tuple(to_send):
+            if self._send(rank, to_send[rank], is_heard=rank in to_receive):
+                del to_send[rank]
+        return bool(to_send or to_receive)
+
+    def _send(self, rank: int, n_bytes: int, *, is_heard: bool) -> bool:
+        """Sends a part of this rank's message. Returns: whether all of it is sent."""
+        cell = rank * CELLS + SENT
+        if self._cells[cell] < n_bytes:
+            try:
+                message = self._messages[self.rank][self._cells[cell] : n_bytes]
+                self._cells[cell] += self._sockets[rank].send(message)
+            except BlockingIOError:
+                return False
+            except OSError:
+                if is_heard:  # it may have said why before it left
+                    return True
+                self._fail_lost(rank)
+        return self._cells[cell] == n_bytes
+
+    def _receive(self, rank: int, n_bytes: int) -> bool:
+        """Receives a part of a rank's message. Returns: whether all of it is there."""
+        cell = rank * CELLS + RECEIVED
+        before = self._cells[cell]
+        if before < n_bytes:
+            try:
+                room = self._messages[rank][before:n_bytes]
+                n_new = self._sockets[rank].recv_into(room)
+            except BlockingIOError:
+                return False
+            except OSError:
+                n_new = 0
+            if not n_new:
+                self._fail_lost(rank)
+            self._cells[cell] += n_new
+        if self._cells[cell] >= HEADER_BYTES:
+            self._require_same(rank)
+        return self._cells[cell] == n_bytes
+
+    def _require_same(self, rank: int) -> None:
+        """Raises: RankError if the message of a rank does not belong to this exchange."""
+        signature, exchange = _HEADER.unpack_from(self._messages[rank])
+        if (signature, exchange) == (self._signature, self._n_finished):
+            return
+        if signature & _FAILURE == _FAILURE:
+            self._fail_alike(rank, signature & ((1 << _RANK_BITS) - 1), signature >> _RANK_BITS & 3)
+        self._fail(
+            f"rank {rank} is in {described(signature)} and rank {self.rank} in "
+            f"{described(self._signature)}: the ranks called different collectives",
+            rank,
+            _MISMATCH,
+        )
+
+    def _fail_alike(self, rank: int, culprit: int, reason: int) -> NoReturn:
+        """Raises what a rank has found."""
+        if reason == _DIED:
+            self._fail_lost(rank if culprit == self.rank else culprit)
+        if reason == _LATE:
+            self._fail(late([culprit], self.size, self._timeouts.step_s), culprit, reason)
+        self._fail(
+            f"rank {rank} is in another collective than rank {culprit}: "
+            "the ranks called different collectives",
+            culprit,
+            _MISMATCH,
+        )
+
+    def _fail_lost(self, rank: int) -> NoReturn:
+        self._fail(
+            f"rank {rank} of {self.size} has died or left early; "
+            f"rank {self.rank} was waiting for it",
+            rank,
+            _DIED,
+        )
+
+    def _fail(self, message: str, culprit: int, reason: int) -> NoReturn:
+        """Tells the other ranks, and the one that has failed, why this one leaves; then raises."""
+        failure = _FAILURE | reason << _RANK_BITS | culprit
+        header = _HEADER.pack(failure, self._n_finished)
+        for rank, own in self._sockets.items():
+            # Only between messages, or it would be read as values.
+            sent = self._cells[rank * CELLS + SENT]
+            if sent in (0, self._n_own):
+                with suppress(OSError):
+                    own.send(header)
+        what = f"exchange {self._n_finished + 1}, {described(self._signature)}"
+        raise RankError(message + self._group.evidence(what))
+
+    def _n_moved(self) -> int:
+        """The bytes that this exchange has sent and received."""
+        starts = (rank * CELLS for rank in self._sockets)
+        return sum(self._cells[start + SENT] + self._cells[start + RECEIVED] for start in starts)
+
+    @property
+    def _n_finished(self) -> int:
+        return self._cells[self.size * CELLS]
+
+    def _parts(self, dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
+        """The values of all ranks in the last exchange."""
+        return [self._view(rank, dtype, count) for rank, count in enumerate(counts)]
+
+    def _view(self, rank: int, dtype: torch.dtype, n_values: int) -> Tensor:
+        """The first values in the message of a rank."""
+        key = rank, dtype, n_values
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            n_bytes = n_values * dtype.itemsize
+            # A tensor created in inference mode cannot be written outside of it.
+            with torch.inference_mode(False):
+                view = self._memory[rank, HEADER_BYTES : HEADER_BYTES + n_bytes].view(dtype)
+            self._views[key] = view
+        return view
