@@ -159,12 +159,15 @@ class QuantWeight:
     @property
     def unstored_bytes(self) -> int:
         """The bytes that `store` needs; 0 if the rows are packed."""
-        n_panels = -(-self.n_outputs // self.panels.n_rows)
-        return n_panels * self.panels.n_bytes if self._parts else 0
+        return self._n_panels * self.panels.n_bytes if self._parts else 0
+
+    @property
+    def _n_panels(self) -> int:
+        return -(-self.n_outputs // self.panels.n_rows)
 
     def store(self, memory: Tensor) -> None:
         """Pack the rows into memory. Shapes: [unstored_bytes] uint8."""
-        panels = memory.view(-1, self.panels.n_bytes)
+        panels = memory.view(self._n_panels, self.panels.n_bytes)
         self.panels.pack(*self._parts, out=panels)
         self._values, self._parts = panels, []
 

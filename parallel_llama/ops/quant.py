@@ -406,6 +406,8 @@ class PanelShape:
         if out is None:
             n_panels = -(-sum(part.shape[0] for part in parts) // self.n_rows)
             out = torch.empty(n_panels, self.n_bytes, dtype=torch.uint8, device=parts[0].device)
+        if not self.n_inputs:  # a rank without channels
+            return out
         panels = out
         loose: list[QuantMatrix] = []  # rows that follow the first `n_done` panels
         n_done = n_loose = 0

@@ -150,7 +150,7 @@ def test_a_cache_beyond_the_default_names_the_flag_that_a_start_needs(capsys):
     said = "start      with --kv-cache-bytes 2160M; the default for a rank is 2.00 GiB"
     assert said in shown and "fits       yes" in shown
     assert plan(capsys, *asked, "--batch", "6")["kv_cache_bytes"] == 2160 << 20
-    tight = page(capsys, "--device", "cpu", "--quant", "none", "--memory", "1400MiB")
+    tight = page(capsys, "--device", "cpu", "--quant", "none", "--memory", "1300MiB")
     assert "with --kv-cache-bytes 360M; the default for a rank is 194.8 MiB" in tight
 
 
