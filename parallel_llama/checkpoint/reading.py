@@ -91,7 +91,7 @@ def load(
 ) -> Generator[tuple[str, LoadedWeight], None, None]:
     """Yields name and shard of every weight of a rank, in the order of the forward pass.
 
-    A weight with rows that are held may be a list of parts, whose rows follow each other.
+    If some rows of a weight are held, the weight may be a list of parts in the order of rows.
 
     Args:
         is_wanted: whether a weight is read.

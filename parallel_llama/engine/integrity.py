@@ -4,8 +4,7 @@ Four checks run beside the steps, on the CPU:
 
 * Weights: every 128 KiB has a sum of its 64-bit words, taken after loading, which changes with any
   single bit. The sums are compared in rotation.
-* KV cache: a block has such a sum, taken after its last slot was written. Blocks are compared in
-  the same rotation.
+* KV cache: a full block has such a sum. Blocks are compared in the same rotation.
 * Residual stream: it is the same on all ranks, so every 64 steps ranks exchange a digest of all
   rows that it had.
 * Products, with exact sums: as often, ranks compare products of a weight; see `product_check`.
@@ -203,7 +202,7 @@ class _StoredSums:
 
 
 class _BlockSums:
-    """The sums of the blocks of a KV cache whose last slot was written."""
+    """The sums of full blocks of a KV cache."""
 
     def __init__(self, cache: KVCache) -> None:
         rows = cache.as_bytes().numpy()  # [n_layers * 2 * K, n_slots, bytes]

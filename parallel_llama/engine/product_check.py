@@ -42,7 +42,7 @@ class ProductCheck:
 
     @torch.inference_mode()
     def compare(self, row: Tensor) -> None:
-        """Compare products of the next weight, whose inputs are made of `row`.
+        """Compare products of the next weight; their inputs repeat `row` as often as needed.
 
         Shapes: row [dim] replicated.
         Raises: IntegrityError, on all ranks, if they differ.
@@ -83,7 +83,7 @@ class ProductCheck:
 
 
 def _kind(name: str, weight: Weight) -> int:
-    """A number that is equal on ranks whose panels of a weight can be multiplied together."""
+    """A hash of what ranks must have alike to multiply panels of a weight together."""
     form = weight.panels if isinstance(weight, QuantWeight) else weight.values.dtype
     return zlib.crc32(repr((name, form, _panel_rows(weight), _n_inputs(weight))).encode())
 
@@ -102,7 +102,7 @@ def _n_inputs(weight: Weight) -> int:
 
 
 def _panel(weight: Weight, first: int) -> Tensor:
-    """The panel whose first output is `first`, as it is stored."""
+    """The stored panel that begins with the output `first`."""
     if isinstance(weight, QuantWeight):
         return weight.values[first // weight.panels.n_rows]
     return weight.values[first : first + _DENSE_ROWS]

@@ -36,16 +36,12 @@ from parallel_llama.ops.cpu.quant_gemm import make_quant_gemm
 from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, Recording, make_executor
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
-from parallel_llama.ops.cpu.socket_exchange import (
-    make_socket_all_reduce,
-    make_socket_gather_columns,
-)
 from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.quant import PanelShape
 from parallel_llama.ops.torch_ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.shared_memory import SharedMemory
-from parallel_llama.parallel.sockets import SocketExchange, Sockets
+from parallel_llama.parallel.sockets import Sockets
 
 
 class CPUOps(TorchOps):
@@ -187,10 +183,8 @@ class CPUOps(TorchOps):
         exchange = comm.sum_exchange(x) if isinstance(comm, SharedMemory | Sockets) else None
         if exchange is None:
             self._recording.host_call(self._recording.deferred(x, comm.all_reduce))
-        elif isinstance(exchange, SocketExchange):
-            make_socket_all_reduce(self._dtype)(x, exchange, self._recording)
         else:
-            make_all_reduce(self._dtype)(x, exchange, self._recording)
+            make_all_reduce(self._dtype, exchange.medium)(x, exchange, self._recording)
         return x
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], comm: Communicator) -> Tensor:
@@ -202,7 +196,6 @@ class CPUOps(TorchOps):
             if isinstance(comm, SharedMemory | Sockets)
             else None
         )
-        starts = self._table(list(accumulate(widths, initial=0)))
         if exchange is None:
             own = self._recording.borrowed(x)
             self._recording.host_call(
@@ -210,11 +203,10 @@ class CPUOps(TorchOps):
                     whole, lambda whole: whole.copy_(comm.gather_columns(own, widths))
                 )
             )
-        elif isinstance(exchange, SocketExchange):
-            gather = make_socket_gather_columns(self._dtype)
-            gather(x, whole, starts, exchange, self._recording)
         else:
-            make_gather_columns(self._dtype)(x, whole, starts, exchange, self._recording)
+            gather = make_gather_columns(self._dtype, exchange.medium)
+            starts = self._table(list(accumulate(widths, initial=0)))
+            gather(x, whole, starts, exchange, self._recording)
         return whole
 
     def gather_inputs(self, x: Tensor, widths: Sequence[int], comm: Communicator) -> Tensor:

@@ -58,7 +58,7 @@ class DenseWeight:
         return self._values is None or not self._values.is_meta
 
     def load(self, values: Tensor | list[Tensor]) -> None:
-        """Set the values, or parts whose rows follow each other.
+        """Set the values, given whole or as a list of parts in the order of rows.
 
         Raises: ValueError for another shape or dtype, or if the weight is loaded already.
         """
@@ -225,7 +225,7 @@ class QuantWeight:
 
 Weight = DenseWeight | QuantWeight
 
-# What a weight is loaded from: its values, or parts whose rows follow each other.
+# What a weight is loaded from: its values, whole or as a list of parts in the order of rows.
 LoadedWeight = Tensor | QuantMatrix | list[Tensor] | list[QuantRows]
 
 

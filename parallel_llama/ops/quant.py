@@ -397,7 +397,7 @@ class PanelShape:
         return -(-end // _LINE_BYTES) * _LINE_BYTES
 
     def pack(self, *parts: "QuantRows", out: Tensor | None = None) -> Tensor:
-        """The panels of a matrix whose rows are those of all parts, one after another.
+        """Pack a matrix that is given as parts in the order of rows.
 
         Whole panels of a part are copied where they are panels of the result too.
 

@@ -5,7 +5,8 @@ through a `process_group` of torch or, on one host, through `shared_memory`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -188,6 +189,32 @@ class ByDevice(Communicator):
     def _route(self, x: Tensor) -> Communicator:
         self._require_whole()
         return self._cards if self._is_on_card(x) else self._host
+
+
+Medium = Literal["shared memory", "sockets"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a kernel needs for an all_reduce or gather_columns.
+
+    Args:
+        medium: what carries the messages; its module describes cells and messages.
+        cells: the address of rank 0's cells.
+        messages: the address of rank 0's first message.
+        n_looks: tries to receive before the kernel leaves the exchange to `finish`.
+        finish: completes the exchange in Python, after the kernel has published or begun to send
+            its own part.
+    """
+
+    medium: Medium
+    cells: int
+    messages: int
+    rank: int
+    size: int
+    signature: int
+    n_looks: int
+    finish: Callable[[Tensor], None]
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:

@@ -43,7 +43,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from parallel_llama.parallel.collectives import Communicator, put_columns, sum_in_order
+from parallel_llama.parallel.collectives import Communicator, Exchange, put_columns, sum_in_order
 from parallel_llama.parallel.failures import RankError, late
 from parallel_llama.parallel.rank_stacks import (
     StackFile,
@@ -293,13 +293,13 @@ class SharedMemory(Communicator):
         self._busy = True
         self._leave()
 
-    def sum_exchange(self, x: Tensor) -> "Exchange | None":
+    def sum_exchange(self, x: Tensor) -> Exchange | None:
         """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
         if x.nbytes >= SHARED_SUM_BYTES or not x.numel():
             return None
         return self._exchange(ALL_REDUCE, x, lambda slots, x: sum_in_order(slots, x.view(-1)))
 
-    def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> "Exchange | None":
+    def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> Exchange | None:
         """What a kernel needs to gather columns into tensors like `whole`; None as for sums."""
         n_most = len(whole) * max(widths)
         if n_most * whole.itemsize > SLOT_BYTES or not whole.numel():
@@ -312,7 +312,7 @@ class SharedMemory(Communicator):
 
     def _exchange(
         self, kind: int, piece: Tensor, complete: Callable[[list[Tensor], Tensor], None]
-    ) -> "Exchange":
+    ) -> Exchange:
         """An exchange in which no rank writes more values than `piece` has."""
         slots, signature = self._address + _header_bytes(self.size), signature_of(kind, piece)
         dtype, n_values = piece.dtype, piece.numel()
@@ -325,7 +325,7 @@ class SharedMemory(Communicator):
             self._busy = False
 
         own = self.rank, self.size, signature, self._spins
-        return Exchange(self._address, slots, *own, finish)
+        return Exchange("shared memory", self._address, slots, *own, finish)
 
     def _exchanges(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yields each piece of a tensor, with flat views of all ranks' slots in its size and dtype.
@@ -493,26 +493,6 @@ class SharedMemory(Communicator):
             time.sleep(_REPORT_S)
             evidence = ""
         return RankError(message + "".join(f"\n  {line}" for line in lines) + evidence)
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What a kernel needs for an all_reduce or gather_columns.
-
-    Args:
-        header: the address of rank 0's line.
-        slots: the address of rank 0's first slot.
-        n_looks: polls before the kernel leaves the exchange to `finish`.
-        finish: completes the exchange in Python, after the kernel has published its own part.
-    """
-
-    header: int
-    slots: int
-    rank: int
-    size: int
-    signature: int
-    n_looks: int
-    finish: Callable[[Tensor], None]
 
 
 def _pieces(flat: Tensor) -> Sequence[Tensor]:

@@ -7,12 +7,12 @@ same bits on all ranks. A process group of torch sets this up, carries larger te
 sends in fewer bytes, and knows by its heartbeats which rank is lost.
 
     message  two numbers of 8 bytes: signature, exchange; then the values
-    cells    per rank, 8 bytes each: descriptor, bytes sent and received of the current exchange,
-             address of the rank's message; then the number of finished exchanges
+    cells    per rank, 8 bytes each: descriptor, bytes sent and received of the current exchange;
+             then the number of finished exchanges
 
 A rank that finds a failure tells the other ranks which rank has failed before it leaves them.
 
-A kernel may run an exchange of `all_reduce` or `gather_columns`; see `SocketExchange`.
+A kernel may run an exchange of `all_reduce` or `gather_columns`; see `Exchange`.
 """
 
 import logging
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.parallel.authenticated_sockets import NotConnected, connect_all, listen
-from parallel_llama.parallel.collectives import Communicator, put_columns, sum_in_order
+from parallel_llama.parallel.collectives import Communicator, Exchange, put_columns, sum_in_order
 from parallel_llama.parallel.failures import RankError, late
 from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.signatures import (
@@ -54,8 +54,9 @@ MAX_BYTES = 1 << 18
 
 HEADER_BYTES = 16
 _HEADER = struct.Struct("<qq")
-CELLS = 4  # of a rank
-FD, SENT, RECEIVED, MESSAGE = range(CELLS)
+MESSAGE_BYTES = HEADER_BYTES + MAX_BYTES  # room for the message of a rank
+CELLS = 3  # of a rank
+FD, SENT, RECEIVED = range(CELLS)
 
 # Tries to receive before this rank waits in the system: about 0.5 ms, in Python and in a kernel.
 _SPINS, _LOOKS = 150, 2000
@@ -69,24 +70,6 @@ _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 32
 
 _MAX_VIEWS = 256
-
-
-@dataclass(frozen=True)
-class SocketExchange:
-    """What a kernel needs for an all_reduce or gather_columns.
-
-    Args:
-        cells: the address of rank 0's cells.
-        n_looks: tries to receive before the kernel leaves the exchange to `finish`.
-        finish: completes the exchange in Python, after the kernel has begun to send its own part.
-    """
-
-    cells: int
-    rank: int
-    size: int
-    signature: int
-    n_looks: int
-    finish: Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -169,14 +152,13 @@ class Sockets(Communicator):
         self._group, self._timeouts, self._spins = group, timeouts, spins
         self._sockets = dict(connected)
         with torch.inference_mode(False):  # written outside of it too
-            self._memory = torch.zeros(self.size, HEADER_BYTES + MAX_BYTES, dtype=torch.uint8)
+            self._memory = torch.zeros(self.size, MESSAGE_BYTES, dtype=torch.uint8)
             self._state = torch.zeros(self.size * CELLS + 1, dtype=torch.int64)
         self._messages = [row.numpy().data for row in self._memory]
         self._cells = self._state.numpy().data
-        for rank, row in enumerate(self._memory):
+        for rank in range(self.size):
             own = self._sockets.get(rank)
             self._cells[rank * CELLS + FD] = -1 if own is None else own.fileno()
-            self._cells[rank * CELLS + MESSAGE] = row.data_ptr()
         self._signature, self._n_own = 0, 0  # of the current exchange
         self._busy = False
         self._views: dict[tuple[int, torch.dtype, int], Tensor] = {}
@@ -238,7 +220,7 @@ class Sockets(Communicator):
         self._sockets = {}
         self._group.close()
 
-    def sum_exchange(self, x: Tensor) -> "SocketExchange | None":
+    def sum_exchange(self, x: Tensor) -> Exchange | None:
         """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
         if not self._takes(x.nbytes):
             return None
@@ -249,7 +231,7 @@ class Sockets(Communicator):
 
         return self._kernel_exchange(ALL_REDUCE, x, counts, complete)
 
-    def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> "SocketExchange | None":
+    def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> Exchange | None:
         """What a kernel needs to gather columns into tensors like `whole`; None as for sums."""
         columns = whole[:, : max(widths)]
         if not self._takes(columns.nbytes):
@@ -267,7 +249,7 @@ class Sockets(Communicator):
         like: Tensor,
         counts: Sequence[int],
         complete: Callable[[Tensor], None],
-    ) -> "SocketExchange":
+    ) -> Exchange:
         signature, itemsize = signature_of(kind, like), like.itemsize
         expected = {rank: counts[rank] * itemsize for rank in self._sockets}
         n_own = HEADER_BYTES + counts[self.rank] * itemsize
@@ -278,9 +260,9 @@ class Sockets(Communicator):
             self._finish(expected, self._sockets, self._timeouts.step_s, 0)
             complete(x)
 
-        looks = _LOOKS if self._spins else 0
-        address = self._state.data_ptr()
-        return SocketExchange(address, self.rank, self.size, signature, looks, finish)
+        own = self.rank, self.size, signature, _LOOKS if self._spins else 0
+        cells, messages = self._state.data_ptr(), self._memory.data_ptr()
+        return Exchange("sockets", cells, messages, *own, finish)
 
     @staticmethod
     def _takes(n_bytes: int) -> bool:

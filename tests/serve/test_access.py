@@ -199,7 +199,7 @@ def test_a_host_beyond_this_machine_without_keys_is_warned_of(model):
      "localhost:80.evil.example", "localhost@evil.example", "127.1", "0x7f000001"],
 )  # fmt: skip
 def test_the_name_of_another_host_is_refused(tiny, host):
-    """Otherwise a web page whose host name resolves to this server could read its replies."""
+    """Otherwise a page could give its own host name the address of this server and read it."""
     status, _, body = tiny.send("GET", "/v1/models", headers={"host": host})
     assert status == 403 and b"use localhost" in body
 

@@ -26,7 +26,7 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def trapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model whose chat template runs the attack that the first message names."""
+    """A model with a hostile chat template; the first message selects the attack."""
     folder = write_chat_folder(tmp_path_factory.mktemp("trapped"))
     traps = "".join(
         f"{{% if messages[0].content == {name!r} %}}{text}{{% endif %}}"

@@ -99,7 +99,7 @@ def refused(data: bytes, status: int, says: str) -> None:
 
 
 def header(n_bytes: int, name: bytes = b"x") -> bytes:
-    """A header line whose name and value have this many bytes."""
+    """A header line with this many bytes of name and value."""
     return name + b": " + b"a" * (n_bytes - len(name)) + b"\r\n"
 
 

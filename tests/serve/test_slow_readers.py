@@ -74,7 +74,7 @@ def during(run, app, test: Test) -> None:
 
 
 async def asked(port: int, connections: set[BoundedProtocol]) -> tuple[BoundedProtocol, tuple]:
-    """A connection whose answer waits for its client, with both ends."""
+    """Both ends of a connection with an unread answer."""
     others = set(connections)
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
     writer.write(GET)

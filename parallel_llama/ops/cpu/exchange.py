@@ -1,13 +1,15 @@
-"""Collectives by kernels, in the memory that the ranks of a host share.
+"""Collectives by kernels: sums and columns over all ranks, as a part of recorded steps.
 
-`parallel.shared_memory` describes the memory and the protocol; in one exchange some ranks may run
-this kernel and others Python. If other ranks do not arrive while the kernel spins, or arrive with
-another collective, Python finishes the exchange: it waits, and reports lost ranks.
+Ranks of one host exchange messages in shared memory, other ranks over sockets;
+`parallel.shared_memory` and `parallel.sockets` describe the messages and the protocols. In one
+exchange some ranks may run this kernel and others Python. If messages do not arrive while the
+kernel spins, or belong to another collective, or a socket fails, Python finishes the exchange: it
+waits, and reports lost ranks.
 """
 
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Generic
@@ -16,13 +18,16 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
+from parallel_llama.ops.cpu.arguments import Bytes, Integer, Integers, Numbers, T
 from parallel_llama.ops.cpu.ir import (
+    I32,
+    I64,
     Lanes,
     Thread,
     Value,
     Variable,
     copy,
+    larger,
     loop,
     pause,
     repeat,
@@ -31,18 +36,32 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, this_machine
 from parallel_llama.ops.cpu.replay import Exit, Recording
-from parallel_llama.parallel.shared_memory import EXCHANGE, LINE, SIGNATURE, SLOT_BYTES, Exchange
+from parallel_llama.parallel import sockets
+from parallel_llama.parallel.collectives import Exchange, Medium
+from parallel_llama.parallel.shared_memory import EXCHANGE, LINE, SIGNATURE, SLOT_BYTES
+
+# Linux; a socket that does not block, and no signal if the other end is closed.
+_MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
 
 
 @dataclass(slots=True, kw_only=True)
 class _ExchangeArguments(Generic[T]):
-    header: Integers[T]
-    slots: Numbers[T]
+    cells: Integers[T]
+    messages: Bytes[T]
     rank: Integer[T]
     size: Integer[T]
     signature: Integer[T]
     n_looks: Integer[T]
     exit: Exit[T]
+
+
+# Emits an exchange of the values at an address around the code that reads those of all ranks. The
+# function that it is given returns the number of values that a rank sends, and the function that it
+# yields returns their address.
+_Exchanging = Callable[
+    [Lanes, Value, Callable[[Value], Value], _ExchangeArguments[Value]],
+    AbstractContextManager[Callable[[Value], Value]],
+]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,14 +87,13 @@ class AllReduceKernel:
     Shapes: x of any shape, contiguous.
     """
 
-    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
+    def __init__(self, dtype: torch.dtype, medium: Medium, machine: CPUFeatures) -> None:
         lanes = machine.lanes(dtype)
-        self._program = CompiledKernel(
-            _SumArguments[float], partial(_all_reduce, lanes), numbers=lanes.pointer
-        )
+        build = partial(_all_reduce, lanes, medium)
+        self._program = CompiledKernel(_SumArguments[float], build, numbers=lanes.pointer)
 
     def __call__(self, x: Tensor, exchange: Exchange, recording: Recording) -> None:
-        assert x.is_contiguous() and x.nbytes <= SLOT_BYTES
+        assert x.is_contiguous()
         arguments = _SumArguments(
             x=x.data_ptr(), n=x.numel(), exchange=_exchange_arguments(exchange, x, recording)
         )
@@ -89,11 +107,10 @@ class GatherColumnsKernel:
     the first column of each rank and the number of columns.
     """
 
-    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
+    def __init__(self, dtype: torch.dtype, medium: Medium, machine: CPUFeatures) -> None:
         lanes = machine.lanes(dtype)
-        self._program = CompiledKernel(
-            _ColumnArguments[float], partial(_gather_columns, lanes), numbers=lanes.pointer
-        )
+        build = partial(_gather_columns, lanes, medium)
+        self._program = CompiledKernel(_ColumnArguments[float], build, numbers=lanes.pointer)
 
     def __call__(
         self,
@@ -103,7 +120,7 @@ class GatherColumnsKernel:
         exchange: Exchange,
         recording: Recording,
     ) -> None:
-        assert x.is_contiguous() and whole.is_contiguous() and x.nbytes <= SLOT_BYTES
+        assert x.is_contiguous() and whole.is_contiguous()
         arguments = _ColumnArguments(
             x=x.data_ptr(), n_rows=len(x), whole=whole.data_ptr(), n_columns=whole.shape[1],
             starts=starts.buffer_info()[0],
@@ -113,65 +130,82 @@ class GatherColumnsKernel:
 
 
 @cache
-def make_all_reduce(dtype: torch.dtype) -> AllReduceKernel:
-    return AllReduceKernel(dtype, this_machine())
+def make_all_reduce(dtype: torch.dtype, medium: Medium) -> AllReduceKernel:
+    return AllReduceKernel(dtype, medium, this_machine())
 
 
 @cache
-def make_gather_columns(dtype: torch.dtype) -> GatherColumnsKernel:
-    return GatherColumnsKernel(dtype, this_machine())
+def make_gather_columns(dtype: torch.dtype, medium: Medium) -> GatherColumnsKernel:
+    return GatherColumnsKernel(dtype, medium, this_machine())
 
 
 def _exchange_arguments(
     exchange: Exchange, result: Tensor, recording: Recording
 ) -> _ExchangeArguments[float]:
     return _ExchangeArguments(
-        header=exchange.header, slots=exchange.slots, rank=exchange.rank, size=exchange.size,
+        cells=exchange.cells, messages=exchange.messages, rank=exchange.rank, size=exchange.size,
         signature=exchange.signature, n_looks=exchange.n_looks,
         exit=recording.exit(recording.deferred(result, exchange.finish)),
     )  # fmt: skip
 
 
-def _all_reduce(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, args: _SumArguments[Value]) -> None:
-    """x = sum of all slots."""
+def _all_reduce(
+    lanes: Lanes,
+    medium: Medium,
+    b: ir.IRBuilder,
+    _thread: Thread,
+    args: _SumArguments[Value],
+) -> None:
+    """x = the sum of the values of all ranks."""
     x, n = args.x, args.n
     with (
-        _exchanging(lanes, x, n, args.exchange) as (first, stride),
+        _EXCHANGING[medium](lanes, x, lambda _: n, args.exchange) as values_of,
         loop(b, 0, n, lanes.width) as i,
     ):
         mask = lanes.first(n - i)
-        total = Variable(lanes.load(first + i, mask))
+        total = Variable(lanes.load(values_of(n.like(0)) + i, mask))
         with loop(b, 1, args.exchange.size) as other:
-            total.value += lanes.load(first + other * stride + i, mask)
+            total.value += lanes.load(values_of(other) + i, mask)
         lanes.store(x + i, total.value, mask)
 
 
 def _gather_columns(
-    lanes: Lanes, b: ir.IRBuilder, _thread: Thread, args: _ColumnArguments[Value]
+    lanes: Lanes,
+    medium: Medium,
+    b: ir.IRBuilder,
+    _thread: Thread,
+    args: _ColumnArguments[Value],
 ) -> None:
     """
     for rank, row:
-        whole[row, columns of rank] = the row in the rank's slot
+        whole[row, columns of rank] = the row in the rank's message
     """
     starts, n_rows, n_bytes = args.starts, args.n_rows, lanes.stored.itemsize
-    rank = args.exchange.rank
-    n_own = (starts[rank + 1] - starts[rank]) * n_rows
+
+    def n_sent_by(rank: Value) -> Value:
+        return (starts[rank + 1] - starts[rank]) * n_rows
+
     with (
-        _exchanging(lanes, args.x, n_own, args.exchange) as (first, stride),
+        _EXCHANGING[medium](lanes, args.x, n_sent_by, args.exchange) as values_of,
         loop(b, 0, args.exchange.size) as other,
     ):
         width = starts[other + 1] - starts[other]
-        slot, target = first + other * stride, args.whole + starts[other]
+        values, target = values_of(other), args.whole + starts[other]
         with loop(b, 0, n_rows) as row:
-            copy(target + row * args.n_columns, slot + row * width, width * n_bytes)
+            copy(target + row * args.n_columns, values + row * width, width * n_bytes)
+
+
+# In shared memory
 
 
 @contextmanager
-def _exchanging(
-    lanes: Lanes, x: Value, n: Value, exchange: _ExchangeArguments[Value]
-) -> Iterator[tuple[Value, int]]:
-    """Emits an exchange around the code that reads the slots. Yields: the first slot, the stride.
-
+def _in_shared_memory(
+    lanes: Lanes,
+    x: Value,
+    n_sent_by: Callable[[Value], Value],
+    args: _ExchangeArguments[Value],
+) -> Iterator[Callable[[Value], Value]]:
+    """
     copy x into this rank's slot, and publish it
     if all ranks publish their slots in time, with the same signature:
         the code inside
@@ -179,20 +213,20 @@ def _exchanging(
     else:
         interrupt the replay, so that Python finishes the exchange
     """
-    own, n_bytes = exchange.header + exchange.rank * LINE, lanes.stored.itemsize
+    own, n_bytes = args.cells + args.rank * LINE, lanes.stored.itemsize
     parity = own[EXCHANGE] & 1
     stride = 2 * (SLOT_BYTES // n_bytes)  # each rank has two slots
-    first = exchange.slots + parity * (SLOT_BYTES // n_bytes)
-    copy(first + exchange.rank * stride, x, n * n_bytes)
+    first = args.messages.bits_as(lanes.pointer) + parity * (SLOT_BYTES // n_bytes)
+    copy(first + args.rank * stride, x, n_sent_by(args.rank) * n_bytes)
     phase = own[0] + 1
-    own[parity + SIGNATURE] = exchange.signature
+    own[parity + SIGNATURE] = args.signature
     own.release(phase)
-    n_agreeing = _wait_for_ranks(phase, parity + SIGNATURE, exchange)
-    with when(n_agreeing > exchange.size - 1):
-        yield first, stride
+    n_agreeing = _wait_for_ranks(phase, parity + SIGNATURE, args)
+    with when(n_agreeing > args.size - 1):
+        yield lambda rank: first + rank * stride
         own[EXCHANGE] += 1
-    with when(n_agreeing < exchange.size):
-        exchange.exit.take()
+    with when(n_agreeing < args.size):
+        args.exit.take()
 
 
 def _wait_for_ranks(phase: Value, signed: Value, args: _ExchangeArguments[Value]) -> Value:
@@ -203,7 +237,7 @@ def _wait_for_ranks(phase: Value, signed: Value, args: _ExchangeArguments[Value]
     )
     with repeat(b) as leave_if:
         leave_if((n_arrived.value > size - 1) | (n_left.value < 0))
-        other = args.header + n_arrived.value * LINE
+        other = args.cells + n_arrived.value * LINE
         has_arrived = other.acquired() > phase - 1
         with when(has_arrived):
             differs = (other[signed] < signature) | (other[signed] > signature)
@@ -213,3 +247,109 @@ def _wait_for_ranks(phase: Value, signed: Value, args: _ExchangeArguments[Value]
             pause(b)
             n_left.value -= 1
     return n_agreeing.value
+
+
+# Over sockets
+
+
+@contextmanager
+def _over_sockets(
+    lanes: Lanes,
+    x: Value,
+    n_sent_by: Callable[[Value], Value],
+    args: _ExchangeArguments[Value],
+) -> Iterator[Callable[[Value], Value]]:
+    """
+    send x to every other rank
+    if the messages of all ranks arrive in time, and belong to this exchange:
+        the code inside
+        count the exchange as finished
+    else:
+        interrupt the replay, so that Python finishes the exchange
+    """
+
+    def values_of(rank: Value) -> Value:
+        return (_message(args, rank) + sockets.HEADER_BYTES).bits_as(lanes.pointer)
+
+    def n_bytes_of(rank: Value) -> Value:
+        return n_sent_by(rank) * lanes.stored.itemsize + sockets.HEADER_BYTES
+
+    b, own, n_bytes = x.b, _message(args, args.rank), n_bytes_of(args.rank)
+    n_finished = args.cells + args.size * sockets.CELLS
+    copy(values_of(args.rank), x, n_bytes - sockets.HEADER_BYTES)
+    header = own.bits_as(I64.as_pointer())
+    header[0], header[1] = args.signature, n_finished[0]
+    _send_to_all(own, n_bytes, args)
+    _receive_from_all(n_bytes_of, args)
+    n_ready = Variable(args.size.like(0))
+    with loop(b, 0, args.size) as other, when(_cells_of(args, other)[sockets.FD] > -1):
+        cells = _cells_of(args, other)
+        found = _message(args, other).bits_as(I64.as_pointer())
+        is_whole = _are_equal(cells[sockets.RECEIVED], n_bytes_of(other))
+        is_sent = _are_equal(cells[sockets.SENT], n_bytes)
+        is_same = _are_equal(found[0], args.signature) & _are_equal(found[1], n_finished[0])
+        n_ready.value += where(is_whole & is_sent & is_same, args.size.like(1), 0)
+    with when(n_ready.value > args.size - 2):
+        yield values_of
+        n_finished[0] += 1
+    with when(n_ready.value < args.size - 1):
+        args.exit.take()
+
+
+def _send_to_all(message: Value, n_bytes: Value, args: _ExchangeArguments[Value]) -> None:
+    with loop(message.b, 0, args.size) as other:
+        cells = _cells_of(args, other)
+        cells[sockets.RECEIVED] = n_bytes.like(0)
+        with when(cells[sockets.FD] > -1):
+            flags = Value(message.b, I32(_MSG_DONTWAIT | _MSG_NOSIGNAL))
+            fd = cells[sockets.FD].resized(I32)
+            n_sent = _system("send", fd, message, n_bytes, flags)
+            cells[sockets.SENT] = larger(n_sent, n_bytes.like(0))
+
+
+def _receive_from_all(
+    n_bytes_of: Callable[[Value], Value], args: _ExchangeArguments[Value]
+) -> None:
+    """Receives until all messages are there, or `n_looks` have found nothing."""
+    b = args.size.b
+    n_left, n_missing = Variable(args.n_looks), Variable(args.size.like(0))
+    with repeat(b) as leave_if:
+        n_missing.value = args.size.like(0)
+        with loop(b, 0, args.size) as other:
+            cells, n_all = _cells_of(args, other), n_bytes_of(other)
+            n_received = cells[sockets.RECEIVED]
+            with when((cells[sockets.FD] > -1) & (n_received < n_all)):
+                room, fd = _message(args, other) + n_received, cells[sockets.FD].resized(I32)
+                flags = Value(b, I32(_MSG_DONTWAIT))
+                n_new = _system("recv", fd, room, n_all - n_received, flags)
+                cells[sockets.RECEIVED] = n_received + larger(n_new, n_new.like(0))
+                n_missing.value += where(cells[sockets.RECEIVED] < n_all, args.size.like(1), 0)
+        n_left.value -= 1
+        leave_if((n_missing.value < 1) | (n_left.value < 0))
+
+
+def _cells_of(args: _ExchangeArguments[Value], rank: Value) -> Value:
+    return args.cells + rank * sockets.CELLS
+
+
+def _message(args: _ExchangeArguments[Value], rank: Value) -> Value:
+    """The address of the message of a rank."""
+    return args.messages + rank * sockets.MESSAGE_BYTES
+
+
+def _are_equal(one: Value, other: Value) -> Value:
+    return ((one < other) | (one > other)) ^ 1
+
+
+def _system(name: str, *arguments: Value) -> Value:
+    """Calls a function of the C library that returns a number of bytes."""
+    b, raw = arguments[0].b, [argument.raw for argument in arguments]
+    type_ = ir.FunctionType(I64, [each.type for each in raw])
+    known = b.module.globals.get(name)
+    return Value(b, b.call(known or ir.Function(b.module, type_, name), raw))
+
+
+_EXCHANGING: dict[Medium, _Exchanging] = {
+    "shared memory": _in_shared_memory,
+    "sockets": _over_sockets,
+}
