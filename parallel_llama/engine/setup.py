@@ -75,7 +75,9 @@ class ModelSetup:
         asked = config.exact if n_local_ranks == self.size else bool(config.exact)
         self.exact = resolve_exact(asked, self.args, n_shards, self.kind, config.kv_split)
         is_checked = config.integrity_check
-        self.integrity_check = self.exact and slice_of is None if is_checked is None else is_checked
+        if is_checked is None:
+            is_checked = self.exact and slice_of is None
+        self.integrity_check = is_checked
         self.shard_over(n_shards, None if slice_of is None else played)
         slower = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
         if self.exact and config.exact is None and self.precision.dtype == "bfloat16":

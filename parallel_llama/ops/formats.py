@@ -18,7 +18,7 @@ from parallel_llama.dtypes import (
     QuantFormat,
 )
 from parallel_llama.ops.dispatch import Dispatch
-from parallel_llama.ops.quant import PackedRows, PanelShape, QuantMatrix, QuantRows
+from parallel_llama.ops.quant import PackedRows, QuantMatrix, QuantRows
 from parallel_llama.ops.torch_ops import TorchOps
 
 HALVES = torch.bfloat16, torch.float16
@@ -136,13 +136,7 @@ class QuantWeight:
         self._values: Tensor | None = None
         self.computed = computed
         self.n_outputs = sum(part.shape[0] for part in self._parts)
-        first = self._parts[0]
-        form, n_inputs, n_before = (
-            (first.layout.form, first.layout.n_inputs, first.layout.n_before)
-            if isinstance(first, PackedRows)
-            else (first.form, first.shape[1], first.n_before)
-        )
-        self.panels = PanelShape(form, n_inputs, panel_rows, n_before)
+        self.panels = self._parts[0].panel_shape(panel_rows)
 
     @property
     def values(self) -> Tensor:

@@ -26,7 +26,7 @@ Source: the blocks of GGUF's Q8_0, Q4_0 and Q4_1, ggml's docs/gguf.md; e4m3, arX
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -85,6 +85,10 @@ class QuantMatrix:
         """Integers and scales, and the minima and factors of formats that have them."""
         held = self.integers, self.scales, *self._optional
         return tuple(each for each in held if each is not None)
+
+    def panel_shape(self, n_rows: int) -> "PanelShape":
+        """The shape of panels of `n_rows` rows that hold the matrix."""
+        return PanelShape(self.form, self.shape[1], n_rows, self.n_before)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "QuantMatrix":
         """The matrix with a function applied to all its tensors, whose first dimension is rows."""
@@ -541,6 +545,10 @@ class PackedRows:
     @property
     def device(self) -> torch.device:
         return self.panels.device
+
+    def panel_shape(self, n_rows: int) -> PanelShape:
+        """As `QuantMatrix.panel_shape`."""
+        return replace(self.layout, n_rows=n_rows)
 
     def whole_panels(self, layout: PanelShape) -> Tensor:
         """The panels that hold the first rows and no others; none if they have another layout."""
