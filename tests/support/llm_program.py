@@ -17,7 +17,8 @@ N_CONCURRENT = 64
 
 def script(folder: str) -> None:
     """A program without code for ranks; only rank 0 continues after the first line."""
-    with LLM(folder, dtype="float64", timeout_s=4, start_timeout_s=200) as llm:
+    settings = {"dtype": "float64", "timeout_s": 4, "start_timeout_s": 200}
+    with LLM(folder, **settings, integrity_check=False) as llm:  # fail_once changes weights
         first = llm.generate(["Hello", [5, 6, 7]], PARAMS)
         say(llm, msgspec.json.encode(first).decode())
         assert llm.generate(["Hello", [5, 6, 7]], PARAMS) == first

@@ -237,10 +237,11 @@ def _sources() -> tuple[Path, ...]:
     """The files that kernels are built with: those of this package, and those they import."""
     kernels = Path(__file__).parent
     package = kernels.parents[1]
-    others = "dtypes.py", "parallel/shared_memory.py", "parallel/sockets.py"
+    exchanges = ("collectives.py", "shared_memory.py", "sockets.py")
     return (
         *sorted((*kernels.glob("*.py"), *kernels.parent.glob("*.py"))),
-        *(package / name for name in others),
+        package / "dtypes.py",
+        *(package / "parallel" / name for name in exchanges),
     )
 
 
