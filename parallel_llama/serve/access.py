@@ -20,6 +20,8 @@ from parallel_llama.serve.errors import HTTPError, error_response
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
 # Key in a scope's state; its value is a function that admits the connection if a slot is free.
 ADMIT = "parallel_llama.admit"
+# Key in a scope's state; its value is the account that is charged for the request's completions.
+ACCOUNT = "parallel_llama.account"
 TOO_MANY = "too many connections are open; try again later"
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
 MAX_KEYS = 1024
@@ -71,7 +73,7 @@ class Access:
     If there are keys, every path except those in OPEN requires one: as a bearer token, or as the
     password of HTTP basic authentication, for browsers. A server on loopback refuses other hosts'
     names, against DNS rebinding. An authorised request admits its connection, and is refused if all
-    slots for connections are taken.
+    slots for connections are taken. Its account is its key, or its address if there are no keys.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], host: str) -> None:
@@ -80,9 +82,11 @@ class Access:
         self._is_local = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        admit = scope.get("state", {}).get(ADMIT)
+        state = scope.setdefault("state", {})
+        admit = state.get(ADMIT)
+        headers = Headers(scope=scope)
         try:
-            self._check(scope["path"], Headers(scope=scope))
+            self._check(scope["path"], headers)
             if admit is not None and scope["path"] not in OPEN and not admit():
                 raise HTTPError(503, TOO_MANY)
         except HTTPError as refused:
@@ -93,7 +97,14 @@ class Access:
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
         else:
+            state[ACCOUNT] = self._account(scope, headers)
             await self._app(scope, receive, send)
+
+    def _account(self, scope: Scope, headers: Headers) -> str:
+        if self._digests:
+            return _digest(_key_of(headers.get("authorization", ""))).hex()
+        address, _port = scope.get("client") or ("", 0)
+        return str(address)
 
     def _check(self, path: str, headers: Headers) -> None:
         """Raises: HTTPError."""

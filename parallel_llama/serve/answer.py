@@ -40,8 +40,11 @@ class Answer:
     Iterating raises: UsageError, NumericalError, Stalled, Diverged, or the engine's error.
     """
 
-    def __init__(self, key: int, request: Request, cancel: Callable[["Answer"], None]) -> None:
+    def __init__(
+        self, key: int, request: Request, cancel: Callable[["Answer"], None], account: str = ""
+    ) -> None:
         self.key, self.request, self.request_id = key, request, current_id.get()
+        self.account = account
         self.is_abandoned = False
         self.n_engines = 1  # engines that the request was sent to
         self.prompt_logprobs: list[TokenLogprob] = []  # from the prompt's second token on

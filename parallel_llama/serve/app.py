@@ -15,6 +15,7 @@ import parallel_llama
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
 from parallel_llama.serve import bodies, replies
+from parallel_llama.serve.access import ACCOUNT
 from parallel_llama.serve.asgi import CLIENT_GONE, ClientGone, JSONBody
 from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import complete
@@ -215,7 +216,9 @@ def _route(service: Service, operation: Operation) -> Route:
 
     async def endpoint(request: Request) -> Response:
         try:
-            return await operation.endpoint(RequestContext(service, request, _client_of(request)))
+            account = request.scope["state"][ACCOUNT]
+            context = RequestContext(service, request, _client_of(request), account)
+            return await operation.endpoint(context)
         except (ClientGone, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         except Exception as error:

@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -26,7 +28,8 @@ FORGIVEN_AFTER_S = 600.0  # older restarts do not count as part of a crash loop
 MAX_BACKOFF_S = 30.0
 MAX_ENGINES = 3  # engines tried per request, because the request may crash them
 WRONG_USE = 2  # exit code of an engine that would end in the same way after a restart
-# The fraction of max_choices that is kept for requests of one choice without a large body.
+# The fraction of max_choices that is kept for requests of one choice without a large body, and the
+# fraction that is added to max_choices for such requests of accounts that have no other.
 SMALL_FRACTION = 1 / 8
 _READ_BYTES = 1 << 18
 
@@ -50,9 +53,11 @@ class EngineEnded(Exception):
 class EngineClient:
     """The engine's process and its requests; `run` keeps it running.
 
-    Unfinished requests have at most `max_choices` choices together. An engine with a step longer
-    than `step_timeout_s` is stopped. It is restarted at most `restarts` times in FORGIVEN_AFTER_S;
-    unfinished requests run again from their prompts. `probe` is a cheap request for an idle engine.
+    Unfinished requests have at most `max_choices` choices together; an account without unfinished
+    requests may have one more choice, so that another account cannot take all places. An engine
+    with a step longer than `step_timeout_s` is stopped. It is restarted at most `restarts` times in
+    FORGIVEN_AFTER_S; unfinished requests run again from their prompts. `probe` is a cheap request
+    for an idle engine.
     """
 
     def __init__(
@@ -71,7 +76,8 @@ class EngineClient:
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
         self._answers: dict[int, Answer] = {}
-        self._n_preparing = 0  # choices of requests that are being prepared for the engine
+        # Choices of requests that are being prepared for the engine, by account.
+        self._preparing: Counter[str] = Counter()
         self._probe_key: int | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._restarted_s: list[float] = []
@@ -94,8 +100,14 @@ class EngineClient:
     @property
     def n_choices(self) -> int:
         """The number of choices of unfinished requests."""
-        own = (answer for key, answer in self._answers.items() if key != self._probe_key)
-        return sum(answer.request.params.n for answer in own) + self._n_preparing
+        return self._choices_by_account().total()
+
+    def _choices_by_account(self) -> Counter[str]:
+        counts = self._preparing.copy()
+        for key, answer in self._answers.items():
+            if key != self._probe_key:
+                counts[answer.account] += answer.request.params.n
+        return counts
 
     @property
     def step_age_s(self) -> float | None:
@@ -108,22 +120,25 @@ class EngineClient:
         age_s = self.step_age_s
         return self.state == "ready" and age_s is not None and age_s < self._step_timeout_s
 
-    def require_room(self, n_choices: int, *, is_large: bool = False) -> None:
-        """Raises: NotReady; Busy without room for `n_choices` more."""
+    def require_room(self, n_choices: int, account: str, *, is_large: bool = False) -> None:
+        """Raises: NotReady; Busy without room for `n_choices` more of this account."""
         if self.state != "ready":
             self.metrics.rejected("not_ready")
             raise NotReady(_WHY[self.state])
-        self._require_places(n_choices, is_large)
+        self._require_places(n_choices, account, is_large)
 
-    def _require_places(self, n_choices: int, is_large: bool) -> None:
+    def _require_places(self, n_choices: int, account: str, is_large: bool) -> None:
         if n_choices > self._max_choices:
             raise UsageError(
                 f"{n_choices} completions at once exceed the limit of {self._max_choices}; ask for "
                 "fewer"
             )
-        n_here, most = self.n_choices, self._max_choices
+        counts, most = self._choices_by_account(), self._max_choices
+        n_here = counts.total()
         if n_here and (is_large or n_choices > 1):
             most -= int(most * SMALL_FRACTION)
+        elif not counts[account]:
+            most += math.ceil(most * SMALL_FRACTION)
         if n_here + n_choices > most:
             raise self.busy(f"{n_here} of at most {most} completions are waiting or running")
 
@@ -133,30 +148,31 @@ class EngineClient:
         return Busy(message)
 
     @contextmanager
-    def preparing(self, n_choices: int, *, is_large: bool) -> Iterator[None]:
+    def preparing(self, n_choices: int, account: str, *, is_large: bool) -> Iterator[None]:
         """Counts the choices of a request while it is tokenised as unfinished choices.
 
         Raises: Busy if there are too many.
         """
-        self._require_places(n_choices, is_large)
-        self._n_preparing += n_choices
+        self._require_places(n_choices, account, is_large)
+        self._preparing[account] += n_choices
         try:
             yield
         finally:
-            self._n_preparing -= n_choices
+            self._preparing[account] -= n_choices
+            self._preparing += Counter()  # without the accounts that have none
 
-    def submit(self, request: Request) -> Answer:
-        """Send a request to the engine.
+    def submit(self, request: Request, account: str = "") -> Answer:
+        """Send a request of an account to the engine.
 
         Raises: as `require_room`.
         """
-        self.require_room(request.params.n)
-        answer = self._submit(request)
+        self.require_room(request.params.n, account)
+        answer = self._submit(request, account)
         self.metrics.submitted(answer)
         return answer
 
-    def _submit(self, request: Request) -> Answer:
-        answer = Answer(next(self._keys), request, self._cancel)
+    def _submit(self, request: Request, account: str = "") -> Answer:
+        answer = Answer(next(self._keys), request, self._cancel, account)
         self._send(wire.Submit(answer.key, request))
         if not self._answers:
             self._asked_s = time.monotonic()

@@ -51,12 +51,14 @@ class RequestContext:
 
     Args:
         client: API key or connection that the request's thread time is charged to.
+        account: API key or address that the request's completions are charged to.
         n_bytes: length of the request's body.
     """
 
     service: Service
     request: HTTPRequest
     client: str = ""
+    account: str = ""
     n_bytes: int = 0
 
     @property
@@ -83,7 +85,7 @@ class RequestContext:
         Raises: Busy if too many choices are admitted, or no thread is free within WAIT_LIMIT_S.
         """
         engine, threads = self.service.engine, self.service.threads
-        with engine.preparing(n_choices, is_large=self.n_bytes > LARGE_WORK):
+        with engine.preparing(n_choices, self.account, is_large=self.n_bytes > LARGE_WORK):
             try:
                 size = self.n_bytes + extra
                 return await threads.run(work, size, self.client, WAIT_LIMIT_S, renders=renders)
@@ -117,17 +119,18 @@ class RequestContext:
         Raises: UsageError, NotReady, Busy.
         """
         engine = self.service.engine
-        engine.require_room(len(prompts) * params.n, is_large=self.n_bytes > LARGE_WORK)
+        n_choices = len(prompts) * params.n
+        engine.require_room(n_choices, self.account, is_large=self.n_bytes > LARGE_WORK)
         requests = await self.in_thread(
             lambda: _requests(self.inputs, prompts, params),
-            len(prompts) * params.n,
+            n_choices,
             extra=_grammar_work(self.inputs, params),
             renders=any(isinstance(prompt, Chat) for prompt in prompts),
         )
         answers: list[Answer] = []
         try:
             for request in requests:
-                answers.append(engine.submit(request))
+                answers.append(engine.submit(request, self.account))
         except BaseException:
             for answer in answers:
                 answer.abandon()

@@ -121,6 +121,29 @@ def test_a_body_is_not_read_for_who_has_no_key(keyed):
     connection.close()
 
 
+@pytest.mark.parametrize(
+    ("keys", "requests", "n_accounts"),
+    [
+        # Without keys an account is an address, whatever the client sends or its port is.
+        ([], [("10.0.0.1", "a"), ("10.0.0.1", "b")], 1),
+        ([], [("10.0.0.1", "a"), ("10.0.0.2", "a")], 2),
+        (KEYS, [("10.0.0.1", KEYS[0]), ("10.0.0.2", KEYS[0])], 1),
+        (KEYS, [("10.0.0.1", KEYS[0]), ("10.0.0.1", KEYS[1])], 2),
+    ],
+)
+async def test_an_account_is_a_key_or_else_an_address(keys, requests, n_accounts):
+    accounts = set()
+
+    async def app(scope, _receive, _send) -> None:
+        accounts.add(scope["state"][access.ACCOUNT])
+
+    for port, (address, key) in enumerate(requests):
+        headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "path": "/", "headers": headers, "client": (address, port)}
+        await access.Access(app, keys, "localhost")(scope, MagicMock(), MagicMock())
+    assert len(accounts) == n_accounts
+
+
 def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch):
     """The comparison takes equally long for every key and every common prefix."""
     compared = []

@@ -124,6 +124,26 @@ async def test_a_bound_of_choices_is_kept_and_room_comes_back():
         client.submit(request())
 
 
+async def test_an_account_that_has_no_request_finds_a_place_beside_one_that_takes_all():
+    async with playing() as (client, engines, _):
+        engine = await ready(client, engines)
+        first, *_others = [client.submit(request(), "greedy") for _ in range(4)]
+        with pytest.raises(Busy, match="4 of at most 4"):
+            client.submit(request(), "greedy")
+        with pytest.raises(Busy, match="4 of at most 4"):
+            client.require_room(1, "modest", is_large=True)
+        with client.preparing(1, "modest", is_large=False):
+            assert client.n_choices == 5
+            with pytest.raises(Busy, match="5 of at most 4"):
+                client.submit(request(), "modest")
+        client.submit(request(), "modest")
+        with pytest.raises(Busy, match="5 of at most 5"):
+            client.submit(request(), "third")
+        engine.say(step(first.key, 5, ends=True))
+        await first.whole()
+        client.submit(request(), "third")
+
+
 async def test_what_an_engine_refuses_or_fails_ends_that_request_alone():
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)

@@ -1,11 +1,13 @@
 """A client with small requests is served soon although other clients send large requests."""
 
 import asyncio
+import http.client
 import json
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from load import Client
@@ -54,6 +56,26 @@ def test_a_short_completion_comes_soon_beside_heavy_clients(served, kind):
     path, body = HEAVY[kind]
     alone_s, beside_s = asyncio.run(medians(served, path, body))
     assert beside_s < SLACK_S + MOST_TIMES_ALONE * alone_s, f"{beside_s:.2f} s, not {alone_s:.2f} s"
+
+
+def test_an_address_that_takes_all_places_leaves_one_for_another_address(tmp_path):
+    """A thousand connections that asked and never read left status 429 for everybody."""
+    folder = write_endless_folder(tmp_path / "tiny")
+    with Served("--model", str(folder), "--nproc=1", "--max-requests=4") as served:
+        greedy = [asked(served, "127.0.0.1", max_tokens=4000) for _ in range(4)]
+        assert asked(served, "127.0.0.1").getresponse().status == 429
+        assert asked(served, "127.0.0.2").getresponse().status == 200
+    for connection in greedy:
+        connection.close()
+
+
+def asked(served: Served, address: str, **fields: Any) -> http.client.HTTPConnection:
+    """A connection from this address that has sent the honest request, changed by `fields`."""
+    netloc = urlsplit(served.url).netloc
+    connection = http.client.HTTPConnection(netloc, source_address=(address, 0))
+    body = json.dumps({**HONEST, **fields})
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    return connection
 
 
 def test_an_answer_of_too_many_log_probabilities_is_refused_before_it_is_computed(served):
