@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -144,6 +145,10 @@ def test_an_llm_starts_its_other_ranks_and_ends_them(model, llm, name, tp_size):
         assert many.tp_size == tp_size
         ranks = local_ranks()
         assert len(ranks) == tp_size - 1
+        # Linux compares the priorities of threads only inside a session.
+        has_groups = sys.version_info >= (3, 11)
+        assert all((os.getsid(rank.pid) == os.getsid(0)) == has_groups for rank in ranks)
+        assert os.getpgid(0) not in {os.getpgid(rank.pid) for rank in ranks}  # for Ctrl-C
         found = many.generate(["Hello", [5, 6, 7]], PARAMS)
         assert [(c.text, c.tokens) for c in found] == [(c.text, c.tokens) for c in alone]
         sockets = [each for rank in (psutil.Process(), *ranks) for each in rank.net_connections()]

@@ -336,9 +336,9 @@ class LocalRanks:
     def _start(
         self, number: int, command: Sequence[str], env: Mapping[str, str], files: Sequence[int]
     ) -> _Rank:
-        # Ctrl-C does not reach a new session. No preexec_fn: this process has threads, and code
-        # between fork and exec would run without them.
-        how: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
+        # No preexec_fn: this process has threads, and code between fork and exec would run without
+        # them.
+        how = {"stdin": subprocess.PIPE, **rank_env.beyond_ctrl_c()}
         with ExitStack() as opened:
             rank = _start(number, command, env, opened, files, **how)
             rank.files = opened.pop_all()

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, read_report
+from parallel_llama.parallel.rank_env import beyond_ctrl_c
 
 _TERM_GRACE_S = 2.0
 _LOOK_S = 0.02
 
 
 class EngineChild:
-    """The process of an engine, in a session of its own, so that Ctrl-C does not reach it.
+    """The process of an engine, which Ctrl-C does not reach.
 
     It ends with the thread that started it.
 
@@ -45,7 +46,7 @@ class EngineChild:
                 stdout=2,  # stderr's number
                 env=env,
                 pass_fds=[theirs.fileno(), self._report.fileno()],
-                start_new_session=True,
+                **beyond_ctrl_c(),
             )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(settings).encode() + b"\n")
