@@ -215,12 +215,12 @@ def answers(tp_size: int, quant: str) -> str:
     """A hash of tokens and log-probabilities, greedy and drawn, of prompts of several lengths."""
     prompts = [
         "The capital of France is",
-        "def add(a, b):\n" * 30,
+        "def add(a, b):\n" * 12,
         [1, 2, 3],
         "Once upon a time" * 9,
     ]
-    greedy = SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=1)
-    drawn = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.8, seed=5, logprobs=1)
+    greedy = SamplingParams(max_tokens=6, logprobs=3, prompt_logprobs=1)
+    drawn = SamplingParams(max_tokens=6, temperature=0.9, top_p=0.8, seed=5, logprobs=1)
     digest = hashlib.sha256()
     with LLM("smollm2", tp_size=tp_size, quant=quant) as llm:
         for params in (greedy, drawn):
