@@ -38,8 +38,8 @@ from parallel_llama.parallel.failures import IntegrityError, differing_ranks
 # The fraction of the time of steps in which memory is compared.
 _TIME_FRACTION = 0.002
 
-# The time that a comparison may take too long at the expense of later ones. It is limited, because
-# a rank that was preempted must go on soon.
+# A comparison that exceeds its time delays later comparisons by the excess, up to this time.
+# Without the limit, a rank that was preempted within a comparison would check nothing for long.
 _MAX_DEBT_S = 1e-3
 
 # Steps between two comparisons of memory. A call takes longest when a step has just evicted its
@@ -123,7 +123,7 @@ class IntegrityCheck:
         self._time_left_s = max(stop_s - now_s, -_MAX_DEBT_S)
 
     def forget_blocks(self) -> None:
-        """Forget what the KV cache has: a forward pass that failed may have written any block."""
+        """Drop the sums of the KV cache, after a forward pass that failed within its writes."""
         self._unread.clear()
         for sums in self._blocks:
             sums.forget()
@@ -212,7 +212,7 @@ class _BlockSums:
         self._pending: dict[int, None] = {}  # blocks that are full and have no sum yet
 
     def update(self, slots: Sequence[int]) -> None:
-        """Forget the sums of blocks that were written, and await those of blocks that are full."""
+        """Drop the sums of blocks that were written, and queue blocks that became full."""
         size = self._block_size
         for block in {slot // size for slot in slots}:
             self._sums.pop(block, None)
