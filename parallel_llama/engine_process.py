@@ -23,7 +23,7 @@ from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.llm import LLM
 from parallel_llama.parallel.communicators import give_up
 from parallel_llama.parallel.failures import RankError, exit_code
-from parallel_llama.parallel.rank_env import end_with_parent
+from parallel_llama.parallel.rank_env import end_with_parent, write_in_background
 from parallel_llama.request import Request, SamplingParams, TokenLogprob
 from parallel_llama.serve import wire
 from parallel_llama.serve.fair_threads import yield_cores
@@ -206,6 +206,7 @@ def main() -> int:
     serves the frontend through socket FD until the frontend closes it.
     """
     end_with_parent()
+    write_in_background()
     log_to_stderr(sys.argv[2])
     config = LLMConfig.from_json(sys.stdin.buffer.readline())
 

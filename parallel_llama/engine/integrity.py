@@ -123,7 +123,7 @@ class IntegrityCheck:
         self._time_left_s = max(stop_s - now_s, -_MAX_DEBT_S)
 
     def forget_blocks(self) -> None:
-        """Drop the sums of the KV cache, after a forward pass that failed within its writes."""
+        """Drop the sums of the KV cache: a forward pass that failed may have written any block."""
         self._unread.clear()
         for sums in self._blocks:
             sums.forget()

@@ -40,7 +40,7 @@ from parallel_llama.parallel.collectives import (
 from parallel_llama.parallel.communicators import give_up, join, use_device
 from parallel_llama.parallel.failures import RankError, exit_code
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
-from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name
+from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, write_in_background
 from parallel_llama.parallel.rank_stacks import record_stacks
 from parallel_llama.parallel.regroup import Orders, RegroupOrder, join_group, lead_group
 from parallel_llama.parallel.shared_memory import SharedMemory
@@ -492,6 +492,7 @@ def main() -> int:
     Further lines are orders. It ends when stdin ends, which means that its parent has ended. A
     spare has an argument, the digest of the facts of the ranks.
     """
+    write_in_background()
     config = LLMConfig.from_json(sys.stdin.buffer.readline())
     orders, facts_of_ranks = Orders(), sys.argv[1:]
 

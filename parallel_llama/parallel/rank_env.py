@@ -238,10 +238,11 @@ def beyond_ctrl_c() -> dict[str, Any]:
     return {"start_new_session": True}
 
 
-def end_with_parent() -> None:
-    """Makes the kernel kill this process when the thread that started it ends.
-
-    The process may also write to the terminal as a process group in the background.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+def write_in_background() -> None:
+    """Lets this process write to the terminal from the background, where `stty tostop` stops it."""
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+
+
+def end_with_parent() -> None:
+    """Makes the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import run_python
 from torch.distributed import TCPStore
 
 import parallel_llama
@@ -211,6 +213,38 @@ def test_ctrl_c_ends_everything(start, mode):
     assert process.returncode == 130
     assert messages(stderr) == [] and "Traceback" not in stderr
     assert all_gone(pids)
+
+
+IN_BACKGROUND = """
+import os, subprocess, sys, termios
+from parallel_llama.parallel.rank_env import beyond_ctrl_c
+own = termios.tcgetattr(0)
+own[3] |= termios.TOSTOP
+termios.tcsetattr(0, termios.TCSANOW, own)
+says = "from parallel_llama.parallel import rank_env; rank_env.write_in_background(); print(1)"
+child = subprocess.Popen([sys.executable, "-c", says], **beyond_ctrl_c())
+_, status = os.waitpid(child.pid, os.WUNTRACED)
+child.kill()
+os._exit(status)
+"""
+
+
+def test_a_rank_in_the_background_is_not_stopped_when_it_writes_to_the_terminal():
+    """With `stty tostop` it would hang."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execve(sys.executable, [sys.executable, "-c", IN_BACKGROUND], environ())
+    assert os.waitpid(pid, 0)[1] == 0
+    assert os.read(terminal, 4096) == b"1\r\n"
+    os.close(terminal)
+
+
+def test_any_thread_may_tie_its_process_to_its_parent():
+    """An LLM in a thread under torchrun failed, because only the main thread may handle signals."""
+    text = "import threading as t, parallel_llama.parallel.rank_env as r\n"
+    text += "thread = t.Thread(target=r.end_with_parent); thread.start(); thread.join()"
+    done = run_python("-c", text, env=environ())
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_rank_0_that_does_not_hear_ctrl_c_is_ended_too(start):

@@ -62,11 +62,12 @@ def test_an_address_that_takes_all_places_leaves_one_for_another_address(tmp_pat
     """A thousand connections that asked and never read left status 429 for everybody."""
     folder = write_endless_folder(tmp_path / "tiny")
     with Served("--model", str(folder), "--nproc=1", "--max-requests=4") as served:
-        greedy = [asked(served, "127.0.0.1", max_tokens=4000) for _ in range(4)]
+        greedy = [asked(served, "127.0.0.1", max_tokens=8000, stream=True) for _ in range(4)]
+        assert [connection.getresponse().status for connection in greedy] == [200] * 4
         assert asked(served, "127.0.0.1").getresponse().status == 429
         assert asked(served, "127.0.0.2").getresponse().status == 200
-    for connection in greedy:
-        connection.close()
+        for connection in greedy:
+            connection.close()
 
 
 def asked(served: Served, address: str, **fields: Any) -> http.client.HTTPConnection:
