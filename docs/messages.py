@@ -22,7 +22,7 @@ MIN_WORDS = 3  # a message with fewer words of its own only passes another one o
 
 
 def called(node: ast.AST) -> str:
-    """The last name of what a call calls; '' for anything else."""
+    """The name of the called function, without its module or object; '' if `node` is not a call."""
     if not isinstance(node, ast.Call):
         return ""
     return getattr(node.func, "id", "") or getattr(node.func, "attr", "")

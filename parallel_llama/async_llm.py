@@ -40,7 +40,7 @@ class RequestHandle:
         return self._outputs()
 
     async def completions(self) -> list[Completion]:
-        """The completions by choice, without those that were iterated over before."""
+        """The completions by choice, except those already returned by iteration."""
         ended = [output.completion async for output in self if output.completion]
         return sorted(ended, key=lambda completion: completion.choice)
 

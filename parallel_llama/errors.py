@@ -60,7 +60,7 @@ class NumericalError(ArithmeticError):
     """The model produced NaN or Inf."""
 
 
-# The message of a rank that sampled other tokens than rank 0.
+# The message of a rank that sampled different tokens from rank 0.
 DISAGREE = "the ranks disagree"
 
 # The remedy in the message of a rank whose memory has changed: its tokens may be wrong.

@@ -39,8 +39,8 @@ _Params = SamplingParams | Sequence[SamplingParams] | None
 class Statistics:
     """Memory and times of an LLM. Units: seconds, tokens, bytes on each rank.
 
-    The tokens and times are those of the last call. `cuda_bytes` is each rank's peak GPU memory
-    until the model is ready.
+    The tokens and times are those of the last call, except `load_s`. `cuda_bytes` is each rank's
+    peak GPU memory until the model is ready.
     """
 
     weight_bytes: tuple[int, ...]
@@ -134,7 +134,7 @@ class LLM:
 
     @property
     def tp_size(self) -> int:
-        """The number of ranks; with `elastic` a loss lowers it and a return raises it."""
+        """The number of ranks; with `elastic`, losing a rank lowers it, replacing one raises it."""
         return self.engine.comm.size
 
     def generate(

@@ -11,7 +11,7 @@ engine may be followed by a number of ranks, which divide the cores, and by the 
 weights (default float32): `ours:2`, `llama.cpp@Q8_0`. An engine that is not installed or fails is
 left out, and the report says why. Greedy tokens of float32 engines are compared with those of the
 first such engine; the exit code is 1 if they differ by more than a near tie or if an engine failed.
-For other formats, the perplexity of the beginning of README.md shows how much the format changes.
+For other formats, the perplexity on the beginning of README.md shows the loss of accuracy.
 """
 
 import argparse

@@ -83,7 +83,7 @@ def start_all(
     rest_s: float,
     stack: ExitStack,
 ) -> None:
-    """Starts every engine and asks it once, which also warms it up; `stack` ends it.
+    """Starts every engine and sends it one request as a warm-up; `stack` ends the engines.
 
     An engine that fails is not started again.
     """

@@ -1,4 +1,4 @@
-"""Compares prefill of a sliding-window layer: our tiles and three methods of the literature.
+"""Compares prefill of a sliding-window layer: our tiles and three methods from the literature.
 
     python -m launch.bench.windows [--window 512] [--lengths 1024,2048,4096,8192,16384]
                                    [--repeat 3] [--threads 1] [--svg launch/bench/windows.svg]

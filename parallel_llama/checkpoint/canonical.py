@@ -129,7 +129,7 @@ def canonical_entry(
 def _row_pieces(param: Param) -> list[range]:
     """Ranges that cut a tensor into pieces that are contiguous in row-major order.
 
-    Pieces of columns are not contiguous, so a tensor that ranks cut by columns is one piece.
+    Pieces of columns are not contiguous, so a tensor that is sharded by columns is one piece.
     """
     whole = range(param.shape[param.dim])
     return pieces_of(param, whole, ROW_PIECE_VALUES) if param.dim == 0 else [whole]

@@ -75,7 +75,7 @@ class Checkpoint(ABC):
         return range(rows.start // size * size, -(-rows.stop // size) * size)
 
     def _reordered(self, stored: Tensor, heads: range, rows: range, order: RotaryOrder) -> Tensor:
-        """Selects `rows` of the stored rows `heads`, in another rotary order."""
+        """`rows` in the rotary order `order`, from the stored rows `heads` of whole heads."""
         value = reordered(stored, self.args.head_dim, order, self.args.rotary_dim)
         return value[rows.start - heads.start :][: len(rows)]
 
@@ -137,8 +137,9 @@ class RandomCheckpoint(Checkpoint):
     """Weights drawn from a seed on a device, the same for every number of ranks.
 
     Values are drawn in fixed chunks of rows (or columns, for weights cut by columns), and each
-    chunk has its own key, so a rank draws little more than its own shard. A weight that exact sums
-    cut by outputs is drawn whole. Values differ between kinds of devices.
+    chunk has its own key, so a rank draws little more than its own shard. With exact sums,
+    row-parallel weights are sharded by outputs and drawn whole. Values differ between kinds of
+    devices.
     """
 
     def __init__(self, args: ModelArgs, seed: int, device: torch.device) -> None:

@@ -71,7 +71,7 @@ class Report:
 
 
 def present_files(path: Path) -> dict[str, int]:
-    """Sizes of the files of a folder without its manifest, or of a single file, by name."""
+    """Sizes by name: of all files of a folder except its manifest, or of a single file."""
     folder, paths = (path, list(path.rglob("*"))) if is_folder(path) else (path.parent, [path])
     return {
         file.relative_to(folder).as_posix(): file.stat().st_size
@@ -88,7 +88,7 @@ def damaged_files(
     report: Report,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Returns the files with another hash than in the manifest, without reporting them.
+    """Returns the files whose hash differs from the manifest's, without reporting them.
 
     Reports files that are missing, lead out of the folder or have another size, and files in
     `present` that the manifest does not list. An unlisted file is a problem if it could change the
@@ -195,5 +195,5 @@ def check_listed_files(path: Path, on_bytes: Callable[[int], None], report: Repo
             if not lies_within(folder, name) or not is_file(file):
                 raise CheckpointError(f"{file}: missing; {path.name} lists it")
             if hash_file(file, on_bytes, hasher=hashlib.md5(usedforsecurity=False)) != expected:
-                raise CheckpointError(f"{file}: damaged, its MD5 sum is not that of {path.name}")
+                raise CheckpointError(f"{file}: damaged, its MD5 sum is not the one in {path.name}")
             report.hashed += 1

@@ -136,7 +136,7 @@ class HFFolder(TensorFiles):
 
 
 def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:
-    """The tensors of a file; a base model's names are completed."""
+    """The tensors of a file by full name; names of a base model get the missing prefix."""
     tensors: dict[str, FileTensor] = {}
     for name, tensor in read_header(path).items():
         full_name = hf_full_name(name, family_of(args).names)

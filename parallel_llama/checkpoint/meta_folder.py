@@ -178,9 +178,9 @@ class MetaFolder(Checkpoint):
     def _kv_ranges(self, param: Param) -> list[range]:
         """The rows of KV heads that the query heads of each file need.
 
-        For example, four files of 2 KV heads hold heads 0, 0, 1, 1. If files cut between the query
-        heads of a KV head, two files may hold heads 0 1 and 1 2. Empty if the query heads of the
-        files do not add up to those of the model.
+        For example, four files of a model with 2 KV heads hold heads 0, 0, 1, 1. If files cut
+        between the query heads of a KV head, two files may hold heads 0 1 and 1 2. Empty if the
+        query heads of the files do not add up to those of the model.
         """
         head_dim, heads_per_kv = self.args.head_dim, self.args.n_heads // self.args.n_kv_heads
         queries = re.sub(r"\.w[kv]\.", ".wq.", param.name)

@@ -136,7 +136,7 @@ class NativeFolder(TensorFiles):
         return QuantMatrix(form, integers.view(torch.int8), scales, mins[0] if mins else None)
 
     def _values(self, part: Part, rows: range, dim: int) -> Tensor:
-        """Rows (dim 0) or columns (dim 1) of a tensor, for those of the weight."""
+        """The part of a tensor for these rows (dim 0) or columns (dim 1) of the weight."""
         if is_unit_major(part.param):
             return self._rows(part, rows) if dim == 0 else self._columns(part, part.rows(rows))
         file, tensor = self._held(part.param)
@@ -144,7 +144,7 @@ class NativeFolder(TensorFiles):
         return file.values(tensor.offset, dtype_of(tensor.dtype), part.param, stored_slice, rows)
 
     def _rows(self, part: Part, rows: range) -> Tensor:
-        """Rows of a tensor in unit-major order, of every unit."""
+        """Rows of a tensor in unit-major order, gathered from every unit."""
         file, tensor = self._held(part.param)
         (n_rows, n_columns), dtype = part.param.shape, dtype_of(tensor.dtype)
         if not rows:
@@ -152,7 +152,7 @@ class NativeFolder(TensorFiles):
         n_units, n_left = divmod(n_columns, part.unit)
 
         def read(offset: int, units: range, n_bytes: int) -> Tensor:
-            """These rows of consecutive units with `n_bytes` in a row."""
+            """Reads these rows of consecutive units; a row of a unit has `n_bytes`."""
             wanted = range(rows.start * n_bytes, rows.stop * n_bytes)
             return file.matrix(offset, n_rows * n_bytes, units, wanted).view(-1).view(dtype)
 
@@ -234,7 +234,7 @@ def unpacked(pairs: Tensor, form: QuantFormat) -> Tensor:
 
 
 def unit_spans(held: range, param: Param, units: Mapping[str, int]) -> list[range]:
-    """The bytes of each unit of a tensor that is stored in the bytes `held`, in order."""
+    """The byte range of each unit, in order, of a tensor stored in the byte range `held`."""
     size, unit, n_bytes = param.shape[param.dim], unit_of(param, units), len(held)
     return [
         held[start * n_bytes // size : min(start + unit, size) * n_bytes // size]

@@ -61,7 +61,7 @@ class PackedMatrix:
 
     @property
     def optional_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that it may have: consecutive groups, a bias of zeros."""
+        """Shapes of the tensors that it may have: g_idx, with groups in order; a bias of zeros."""
         n_outputs, n_inputs = self.stored_slice.shape
         return {"g_idx": (n_inputs,), "bias": (n_outputs,)}
 
@@ -79,7 +79,7 @@ def read_packed(packing: Packing, block: MatrixBlock, read: Read) -> QuantMatrix
     else:
         integers = _words_of_outputs(read("qweight", inputs, words), order)[own]
     zeros = _words_of_outputs(read("qzeros", groups, words), order)[own]
-    zeros = (zeros + packing.lowered) & 15  # a lowered 0 is stored as 15
+    zeros = (zeros + packing.lowered) & 15  # modulo 16: 0 lowered by 1 is stored as 15
     n_before = inputs.start % form.block // QUANT_GROUP_SIZE
     factors = zeros.repeat_interleave(form.n_shared, 1)
     factors = factors[:, n_before:][:, : len(inputs) // QUANT_GROUP_SIZE]

@@ -110,7 +110,7 @@ class TensorFiles(Checkpoint):
 def read_header(path: Path) -> Mapping[str, FileTensor]:
     """The locations of all tensors of a file of weights, by name.
 
-    Raises: CheckpointError if the file is damaged, or has another suffix than HEADER_READERS.
+    Raises: CheckpointError if the file is damaged, or its suffix is not in HEADER_READERS.
     """
     read = HEADER_READERS.get(path.suffix.lower())
     if read is None:

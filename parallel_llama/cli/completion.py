@@ -195,7 +195,7 @@ def _choices(flag: Flag[Any]) -> tuple[str, ...]:
 
 
 def _is_file(flag: Flag[Any]) -> bool:
-    """Whether the value is a file or folder, as for positionals, which have no metavar."""
+    """Whether the value is a path: its metavar says so, or it is a positional without choices."""
     return bool(_FILE.search(flag.metavar)) or not (flag.metavar or _choices(flag))
 
 

@@ -69,7 +69,7 @@ def needs_of(
 def warn_of_host(
     flags: Flags, model: str, files: ModelFiles, args: ModelArgs, n_ranks: int
 ) -> None:
-    """Warns of what may make the run fail, once: not in ranks that this program has started."""
+    """Warns of what may make the run fail; once per host, so not in ranks that this run starts."""
     if SECRET_FD in os.environ or local_world(n_ranks)[0] > 0:
         return
     for check in startup_checks(host_of(n_ranks, needs_of(flags, model, files, args, n_ranks))):

@@ -70,7 +70,8 @@ def _score(
         step = stride or context // 2
         print(
             f"{most:,} tokens exceed the context of {context:,}: scoring in windows that move by "
-            f"{step:,}, so that each token has at least {context - step:,} tokens before it",
+            f"{step:,}, so that each token after the first window has at least {context - step:,} "
+            "tokens before it",
             file=sys.stderr,
         )
     n_all, n_done = sum(map(len, sequences)), 0

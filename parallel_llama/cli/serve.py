@@ -50,8 +50,8 @@ MODEL_NAME: Flag[str | None] = Flag(
     filled_text, "NAME", default_text="that of --model",
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
-    "max-requests", "maximum completions in preparation, waiting or running, and an eighth more "
-    "for clients that have none; more get status 429",
+    "max-requests", "maximum completions in preparation, waiting or running; a client "
+    "with none of its own may exceed it by an eighth; further requests get status 429",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
 RESTARTS: Flag[int] = Flag(

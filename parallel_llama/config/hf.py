@@ -218,7 +218,7 @@ def _require_no_window(
     if _SLIDING in layer_types:
         raise UsageError(
             f"layer_types has {_SLIDING!r}; {family.name!r} has only {_FULL!r}; if the weights "
-            "were trained without it, remove it"
+            "were trained without a sliding window, remove layer_types"
         )
     window = fields.integer("sliding_window", max_seq_len)
     if window < max_seq_len and not layer_types:

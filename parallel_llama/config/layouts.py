@@ -79,9 +79,9 @@ def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat
 def default_dtype(files: ModelFiles, args: ModelArgs, device: str) -> str:
     """A model's default dtype on 'cpu' or 'cuda'.
 
-    A CPU computes in float32 from weights of 16 bits, so there the weights keep the dtype that the
-    files state. Meta's files state none, and quantised matrices may be decoded without rounding:
-    both have float32. A float64 model stays in float64 on either device.
+    On CUDA it is bfloat16. A CPU computes in float32 from weights of 16 bits, so there it is the
+    dtype that the files state; float32 for Meta's files, which state none, and for quantised files,
+    so that decoding their matrices does not round. A float64 model stays in float64 on both.
 
     Raises: CheckpointError if a file is damaged.
     """

@@ -92,7 +92,7 @@ def clocks(found: Sequence[Facts]) -> Check:
     usual = statistics.median(facts.time_s for facts in found)
     off = {rank: facts.time_s - usual for rank, facts in enumerate(found)}
     rank = max(off, key=lambda each: abs(off[each]))
-    seen = f"at most {abs(off[rank]):.2f} s apart"
+    seen = f"at most {abs(off[rank]):.2f} s from the median"
     if abs(off[rank]) <= _CLOCKS_S:
         return Check("clocks", "pass", seen)
     seen = f"rank {rank} ({found[rank].host}) is off by {off[rank]:.1f} s; only logs are affected"
@@ -100,7 +100,7 @@ def clocks(found: Sequence[Facts]) -> Check:
 
 
 class Listener:
-    """Echoes bytes at this rank's address between the ranks, while other hosts try to connect."""
+    """Echoes bytes to other hosts, at the address that this rank uses towards other ranks."""
 
     def __init__(self, store: tuple[str, int] | None) -> None:
         """Listens at the address by which this rank reaches the store; None for no address."""
@@ -153,7 +153,9 @@ def hosts(comm: Communicator, found: Sequence[Facts]) -> Check:
         f"{len({facts.host_id for facts in found})} hosts, {slowest_s * 1e3:.2f} ms there and back"
     )
     if slowest_s > _FAR_S:
-        seen = f"rank {a} ({found[a].address}) and rank {b} ({found[b].address}) are far: {seen}"
+        seen = (
+            f"rank {a} ({found[a].address}) and rank {b} ({found[b].address}) are far apart: {seen}"
+        )
         cure = "export GLOO_SOCKET_IFNAME=INTERFACE (the fastest network of `ip -br addr`)"
         return Check("hosts", "warn", seen, cure)
     return Check("hosts", "pass", seen)

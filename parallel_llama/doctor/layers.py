@@ -40,7 +40,7 @@ from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.rank_env import local_world
 from parallel_llama.plan import ShardPlan, make_plan
 
-# What one rank hashes and what the layers take, so that the command stays short.
+# Limits on the bytes that a rank hashes and on the time for layers, so that the command is quick.
 _HASHED_BYTES = 1 << 30
 _LAYERS_S = 3.0
 _CARD_TOLERANCE = 2e-2  # of bfloat16, relative to the largest value
@@ -61,7 +61,7 @@ def files(comm: Communicator, setup: ModelSetup) -> Check:
             return Check("files", "fail", seen, HARDWARE)
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if names:
-            seen = f"rank {rank} has another {listed(names, 3)} than rank 0"
+            seen = f"rank {rank} and rank 0 differ in {listed(names, 3)}"
             cure = f"copy the model from rank 0's host: rsync -a {setup.inputs.files.path} HOST:"
             return Check("files", "fail", seen, cure)
     return agreed(comm, _manifest(setup, own))
@@ -77,7 +77,7 @@ def _manifest(setup: ModelSetup, digests: dict[str, str]) -> Check:
     except CheckpointError as error:
         return Check("files", "fail", str(error), cure)
     if manifest is None:
-        seen = f"{len(digests)} files equal on all ranks by samples; structure whole; no {MANIFEST}"
+        seen = f"samples of {len(digests)} files equal on all ranks; structure valid; no {MANIFEST}"
         return Check("files", "pass", seen)
     local_rank, n_local = local_world(setup.size)
     by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes)
@@ -98,19 +98,14 @@ def _manifest(setup: ModelSetup, digests: dict[str, str]) -> Check:
     return Check("files", "pass", f"as {MANIFEST} says{left}")
 
 
-class _Order(msgspec.Struct, frozen=True):
-    """What one rank decides for all: the next layer, or -1 to stop."""
-
-    layer: int
-
-
 def layers(comm: Communicator, setup: ModelSetup) -> Check:
     """Computes layers on all ranks, and again on one rank, which compares every exchange.
 
-    The layers take turns in being computed by each rank. They are the first, the last, and those
+    The ranks take turns to compute a layer alone. The layers are the first, the last, and those
     between, as long as time allows.
 
-    Collective: those of the layers.
+    Collective: before each layer a broadcast, then those of the layer and one or two all_gathers;
+    only one all_gather if a layer takes too much memory.
     """
     if comm.size == 1:
         return Check("layers", "skip", "one rank has nothing to compare with")

@@ -1,6 +1,7 @@
 """Starts the ranks of this host for the checks among them, and outlives them. No torch.
 
-The ranks may crash, hang or be killed, since that is what is looked for. So this process is not a
+The ranks may crash, hang or be killed, because the checks look for such
+faults. So this process is not a
 rank: it reads what rank 0 has found from a pipe, and names the rank that ends, stops or is silent.
 """
 
@@ -134,7 +135,7 @@ def _watch(
 
 
 def _explained(ranks: LocalRanks, check: Check) -> Check:
-    """The check with the message of the rank that has ended, where rank 0 only saw that it has."""
+    """The check; if rank 0 saw only that a rank has died, with the message of that rank."""
     if check.status == "fail" and "has died" in check.seen:
         try:
             ranks.require_alive(_LAST_WORDS_S)

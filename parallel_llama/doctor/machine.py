@@ -88,7 +88,8 @@ def machine_checks(host: Host) -> Iterator[Check]:
 def startup_checks(host: Host) -> list[Check]:
     """What may break a run, found within milliseconds: checks that fail, and a low CPU quota.
 
-    More ranks than cores are slow, and asked for; threads beyond a quota are stopped as well.
+    More ranks than cores are slow, but the user asked for them; threads beyond a quota are also
+    throttled.
     """
     found = [check(host) for check in _QUICK]
     has_quota = cpu_cores(host.root) < len(os.sched_getaffinity(0))
@@ -107,7 +108,7 @@ def cores(host: Host) -> Check:
         return Check("cores", "pass", seen)
     affinity = len(os.sched_getaffinity(0))
     if n_cores < affinity and n_cores < host.n_ranks:
-        seen += f", the CPU quota of a control group (it may use {affinity} cores)"
+        seen += f", the CPU quota of a control group (CPU affinity allows {affinity})"
         cure = f"give the container or service {n_threads} cores, as in: docker update --cpus"
         return Check("cores", "warn", seen, f"{cure} {n_threads} CONTAINER")
     if host.n_ranks <= n_cores:

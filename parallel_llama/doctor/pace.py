@@ -16,8 +16,8 @@ from parallel_llama.parallel.shared_memory import SharedMemory
 from parallel_llama.parallel.sockets import Sockets
 
 _MESSAGE_BYTES, _N_MESSAGES = 8192, 40
-# Of the fastest exchange, in seconds: through shared memory, over one host's loopback, over a
-# network. A busy machine delays most exchanges, but not the fastest.
+# Limits on the fastest exchange, in seconds: through shared memory, over one host's loopback, over
+# a network. A busy machine delays most exchanges, but not the fastest.
 _SHARED_S, _LOOPBACK_S, _NETWORK_S = 0.5e-3, 5e-3, 2e-3
 _SIDE, _N_PRODUCTS = 384, 30
 _SLOW = 2.5  # times the median rank
@@ -73,7 +73,7 @@ def measure(comm: Communicator) -> list[Pace | None]:
     for _ in range(_N_READS):
         comm.barrier()
         read_s.append(_timed(read))
-    # The mean: a rank that gets its core for a part of the time has usual products among others.
+    # The mean, because a rank that shares its core still finishes some products in the usual time.
     own = Pace(exchange_s, statistics.fmean(product_s), n_bytes / min(read_s))
     return exchange(comm, own, Pace)
 

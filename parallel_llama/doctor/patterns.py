@@ -31,7 +31,7 @@ _MOST = 50  # findings of one rank that are sent
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Values that a rank received changed; `source` is the rank that sent them, -1 for a sum."""
+    """Values that a rank received with changed bits; `source` is the sender, -1 for a sum."""
 
     collective: str
     n_bytes: int

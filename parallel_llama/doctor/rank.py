@@ -166,7 +166,7 @@ class Examination:
         yield layers.layers(comm, setup)
 
     def _setup(self) -> tuple[ModelSetup | None, Check | None]:
-        """The model's plan and checkpoint on this rank, or why they cannot be had."""
+        """The model's plan and checkpoint on this rank, or why they are not available."""
         if self.model is None:
             return None, None
         _, n_local = local_world(world()[1])

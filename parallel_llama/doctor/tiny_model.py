@@ -46,8 +46,8 @@ ARGS = ModelArgs(
 )  # fmt: skip
 PROMPT = tuple(range(7, 7 + 23 * 41, 41))
 DECODED = (3, 1279, 640)
-# Digests of the logits by the bytes of a vector register, on which the order of sums depends. Where
-# the kernels add in another order, this table is made again; a test prints the digest.
+# Digests of the logits, by the bytes of a vector register, on which the order of sums depends. A
+# change of that order in the kernels requires new digests; a test prints them.
 RECORDED: Mapping[int, str] = {32: "70aca10bc51b7b73a17e807462231ede"}
 
 _CARD_TOLERANCE = 1e-3  # relative to the largest logit
@@ -96,7 +96,7 @@ def compute_alone(device: torch.device) -> Alone:
     runner = _load(comm, device)
     prefill = _prefill(runner)
     trace = comm.trace
-    comm.trace = Trace()  # steps that are recorded repeat their exchanges without it
+    comm.trace = Trace()  # dropped: recorded decode steps replay exchanges without `comm`
     return Alone(trace, torch.cat((prefill, *_decode(runner))))
 
 
@@ -117,8 +117,10 @@ def judged(
 ) -> tuple[Check, set[int]]:
     """The check of the results of all ranks, and the ranks that are wrong.
 
-    A rank is wrong if it differs from the recorded digest that other ranks have, or from most
-    ranks, or where two differ, if it is much farther from float64.
+    A rank is wrong if its error exceeds the limit. On CPUs with different digests, a rank is also
+    wrong if its digest is not the recorded one or, if no rank has the recorded one, not the single
+    most frequent one. If two are equally frequent and no rank is wrong yet, a rank is wrong if its
+    error is more than ten times the smallest.
     """
     lost = {rank for rank, result in enumerate(results) if result is None}
     if lost:
@@ -142,7 +144,7 @@ def judged(
             return Check("arithmetic", "fail", seen, HARDWARE), set(range(len(there)))
     if wrong:
         error = max(there[rank].error for rank in wrong)
-        like = "other bits than recorded" if recorded in counts else "other bits than other ranks"
+        like = f"bits that differ from {'the recorded' if recorded in counts else 'other ranks'}"
         what = f"wrong values, error {error:.1e}" if error > limit else like
         seen = f"rank {listed_ranks(wrong)} computes {what}"
         return Check("arithmetic", "fail", seen, HARDWARE), wrong
@@ -177,7 +179,7 @@ def tensor_parallel(
         ranks = exchange(comm, is_equal, bool)
         odd = [rank for rank, equal in enumerate(ranks) if not equal]
         if odd:
-            seen = f"rank {listed_ranks(odd)} of {most}: decode steps give other logits"
+            seen = f"rank {listed_ranks(odd)} of {most}: decode steps give different logits"
             return Check("tensor-parallel", "fail", seen, HARDWARE)
     how = "within the tolerance" if alone.logits.is_cuda else "equal bits"
     if wrong:
@@ -202,7 +204,7 @@ def _compare(comm: Traced, device: torch.device, alone: Alone) -> _Found:
 
 
 def _differs(logits: Tensor, alone: Alone, runner: ModelRunner) -> bool:
-    """Whether this rank's logits are not those of its vocabulary rows alone."""
+    """Whether the logits of this rank's vocabulary rows differ from those it computed alone."""
     vocab = runner.shard.vocab
     expected = alone.logits[: len(logits), vocab.start : vocab.stop]
     tolerance = _CARD_TOLERANCE if logits.is_cuda else 0.0
@@ -222,7 +224,7 @@ def _judged(found: Sequence[_Found | None], size: int, wrong: set[int]) -> Check
         return Check("tensor-parallel", "fail", seen, HARDWARE)
     odd = [rank for rank, each in zip(ranks, trusted, strict=True) if not each.is_equal]
     if odd:
-        seen = f"{on}, rank {listed_ranks(odd)} computes other logits"
+        seen = f"{on}, rank {listed_ranks(odd)} computes different logits"
         return Check("tensor-parallel", "fail", seen, HARDWARE)
     return None
 

@@ -80,7 +80,7 @@ class Traced(Communicator):
 
 
 class Repeated(Solo):
-    """A group of `size` ranks that the ranks of a larger group play, several each if need be.
+    """A group of `size` ranks, played by a larger group; several of its ranks may play one rank.
 
     Rank r of the larger group plays rank r % size.
 
@@ -149,7 +149,7 @@ def describe(found: Mapping[int, Difference | None], names: Sequence[str]) -> st
     ranks = listed_ranks(rank for rank, each in there.items() if each == first)
     owners = listed_ranks(first.owners)
     if not first.owners:
-        return f"rank {ranks} has another sum of {what}"
+        return f"rank {ranks} has a different sum of {what}"
     if list(there.values()).count(first) == len(found) or set(first.owners) & there.keys():
         return f"rank {owners} computed {what} differently"
     return f"rank {ranks} received {what} of rank {owners} differently"

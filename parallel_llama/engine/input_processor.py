@@ -148,12 +148,13 @@ class InputProcessor:
         if attention_sinks:
             args = with_sinks(args, attention_sinks, self.max_seq_len)
         self.files, self.args, self.seed = files, args, seed
-        # The longest sequence of the KV cache, once allocated: limits max_tokens=None.
+        # The longest sequence that fits into the KV cache, once it is allocated: a limit for
+        # requests without max_tokens.
         self.n_cache_tokens: int | None = None
 
     @property
     def longest(self) -> int:
-        """Maximum length of a sequence with a given max_tokens."""
+        """Maximum length of a sequence whose request sets max_tokens."""
         return MAX_SIZES["max_seq_len"] if self.args.attention_sinks else self.max_seq_len
 
     @cached_property

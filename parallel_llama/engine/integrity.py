@@ -5,9 +5,9 @@ Four checks run beside the steps, on the CPU:
 * Weights: every 128 KiB has a sum of its 64-bit words, taken after loading, which changes with any
   single bit. The sums are compared in rotation.
 * KV cache: a full block has such a sum. Blocks are compared in the same rotation.
-* Residual stream: it is the same on all ranks, so every 64 steps ranks exchange a digest of all
-  rows that it had.
-* Products, with exact sums: as often, ranks compare products of a weight; see `product_check`.
+* Residual stream: it is the same on all ranks, so every 64 steps ranks exchange a running
+  digest of all its rows.
+* Products, with exact sums: equally often, ranks compare products of a weight; see `product_check`.
 
 Memory is compared after every eighth step, on all ranks after the same step, because all ranks wait
 for the one that computes longest. The time for it is a fraction of the time of steps. A step of one
@@ -35,7 +35,7 @@ from parallel_llama.model.weights import stored_weights
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import IntegrityError, differing_ranks
 
-# The fraction of the time of steps in which memory is compared.
+# The time for comparing memory, as a fraction of the time of steps.
 _TIME_FRACTION = 0.002
 
 # A comparison that exceeds its time delays later comparisons by the excess, up to this time.
@@ -49,7 +49,7 @@ _MEMORY_STEPS = 8
 # Steps between two exchanges with other ranks.
 _EXCHANGE_STEPS = 64
 
-# A larger residual stream is read at once, because copies of several would take much memory.
+# A larger residual stream is digested immediately: copies of several would take much memory.
 _UNREAD_BYTES = 1 << 20
 
 # The words that are summed at once, in some 20 microseconds.

@@ -139,7 +139,7 @@ class CacheSize:
                 )
 
     def agree(self, comm: Communicator, memory: DeviceMemory) -> Capacity:
-        """The capacity: as many blocks as fit on the rank with the least free memory.
+        """The capacity: as many blocks as fit on every rank.
 
         `memory` is this rank's, after the weights have been loaded.
 

@@ -39,7 +39,7 @@ class StepMessage:
 class DrawnTokens:
     """The tokens of an unfinished choice.
 
-    `n_found` are the tokens that it found in the prefix cache when it began; None before that.
+    `n_found` is how many tokens it found in the prefix cache when it began; None before that.
     """
 
     choice: int

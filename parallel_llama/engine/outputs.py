@@ -128,7 +128,7 @@ class OutputProcessor:
         return [first, *(first.copy() for _ in range(request.params.n - 1))]
 
     def replay(self, output: SequenceOutput) -> None:
-        """Bring the text and the grammar of a new output to the drawn tokens of its sequence."""
+        """Advance the text and grammar of a new output over the drawn tokens of its sequence."""
         sequence = output.sequence
         drawn = sequence.tokens[sequence.n_prompt :]
         if drawn:

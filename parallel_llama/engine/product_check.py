@@ -7,7 +7,7 @@ all ranks by the same row. The owner of a panel takes its outputs from the produ
 weight, by the operator that a step calls. Weights and panels change in rotation.
 
 This tests processors and kernels, not the steps: a recorded step overwrites its inputs and outputs.
-A processor that computes wrongly again and again is found, and a single wrong product is not.
+A processor that repeatedly computes wrong products is found; a single wrong product is not.
 Attention and products of more than one row are not tested. A bit that has flipped in a weight is
 sent with its panel, so only the sums of `integrity` find it.
 """

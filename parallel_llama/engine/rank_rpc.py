@@ -45,9 +45,9 @@ def score_sequence(engine: Engine, tokens: Sequence[int]) -> list[float]:
 def windows(n_tokens: int, longest: int, stride: int) -> Iterator[range]:
     """The windows in which a sequence is scored, of at most `longest` tokens each.
 
-    Every window begins `stride` tokens after the previous one. The tokens that are new in a window
-    have at least `longest - stride` tokens before them. Source: "Perplexity of fixed-length models"
-    in the documentation of transformers.
+    Every window begins `stride` tokens after the previous one. In every window but the
+    first, the new tokens have at least `longest - stride` tokens before them. Source: "Perplexity
+    of fixed-length models" in the documentation of transformers.
     """
     start, stop = 0, min(longest, n_tokens)
     yield range(start, stop)

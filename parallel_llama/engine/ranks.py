@@ -75,8 +75,8 @@ class Regroup:
         if not self.lost:
             new = f"tp_size={self.tp_size} after {seconds}"
             return f"a new process has taken the place of a lost rank: {new}"
-        spares = f", {self.n_new} of the ranks a spare before" if self.n_new else ""
-        return f"tp_size={self.tp_size} goes on after {seconds}{spares}"
+        spares = f"; former spares among the ranks: {self.n_new}" if self.n_new else ""
+        return f"continuing with tp_size={self.tp_size} after {seconds}{spares}"
 
 
 class Ranks:
@@ -89,7 +89,7 @@ class Ranks:
     its place, at once if one is ready, else later between two steps.
 
     Args:
-        orders: of rank 0, on a rank that another `Ranks` has started.
+        orders: reads the orders of rank 0; only for a rank that another `Ranks` has started.
 
     Raises: UsageError for `elastic` if another program has started the ranks.
     """
@@ -135,8 +135,9 @@ class Ranks:
     ) -> None:
         """Join the other ranks, load the model, and make the engine; arguments as in LLM.
 
-        Raises: RankError for a rank that does not join, fails, or has other facts; UsageError for
-        too little memory; DamagedWeights for weights that cannot be read.
+        Raises: RankError for a rank that does not join, fails, or differs in a value that must be
+        equal on all ranks; UsageError for too little memory;
+        DamagedWeights for weights that cannot be read.
         Collective: all ranks call it.
         """
         setup = self.setup
@@ -197,7 +198,7 @@ class Ranks:
             self._regroup(failure)
 
     def stand_by(self, facts: str) -> RegroupOrder | None:
-        """Wait for the order to take the place of a lost rank, on a spare.
+        """On a spare, wait until rank 0 orders it to take the place of a lost rank.
 
         Args:
             facts: the digest of the facts of the ranks.
@@ -214,7 +215,11 @@ class Ranks:
         return self._orders.latest(None)
 
     def follow(self, order: RegroupOrder | None = None) -> None:
-        """Serve rank 0 until it closes; for a process with `orders`, on a spare after an order."""
+        """Serve rank 0 until it closes; requires that the constructor got `orders`.
+
+        Args:
+            order: on a spare, the result of `stand_by`.
+        """
         orders = self._orders
         assert orders is not None
         if order is None and isinstance(self.comm, SharedMemory):
@@ -296,7 +301,8 @@ class Ranks:
         """Form a new group and continue all requests, on rank 0.
 
         Args:
-            error: of a step that a rank has not survived; without it, spares are taken in.
+            error: the error of a step during which a rank was lost; None if none was lost and
+                only spares join the group.
 
         Raises: `error` if no rank has ended, or tokens may be wrong.
         """
@@ -388,12 +394,12 @@ class Ranks:
         is_shared = isinstance(self._comm, SharedMemory | Solo)
         if setup.config.elastic and not is_shared:
             raise UsageError(
-                "elastic needs ranks that share memory, on x86-64 and with an own memory file; "
+                "elastic needs ranks that share memory, on x86-64, with an anonymous file (memfd); "
                 "drop elastic"
             )
 
     def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
-        """Read this rank's weights, then wait for all ranks, without a timeout."""
+        """Read this rank's weights, then wait for all ranks; one that still reads is not late."""
         setup, inputs = self.setup, self.setup.inputs
         slice_of = setup.config.slice_of
         comm = self.comm if slice_of is None else Slice(slice_of[1])
@@ -433,7 +439,7 @@ class Ranks:
         return self.setup.cache_size.agree(self.comm, memory_of(runner.device))
 
     def _make_engine(self, runner: ModelRunner, capacity: Capacity) -> Engine:
-        """Allocate the KV cache."""
+        """The engine; its constructor allocates the KV cache."""
         inputs, config = self.setup.inputs, self.setup.config
         has_text = runner.comm.rank == 0 and inputs.has_tokenizer
         with MemoryFor("the KV cache", "lower kv_cache_bytes"):

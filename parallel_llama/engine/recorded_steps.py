@@ -5,8 +5,8 @@ many rows writes its inputs there and replays the recording. All other steps run
 operator.
 
 `CUDAGraphs` captures a graph for each bucket of rows at the start; a step takes the smallest bucket
-that fits, and is padded. `KernelCalls`, on the CPU, records a number of rows when it first occurs;
-the results are bitwise those of the operators.
+that fits, and is padded. `KernelCalls`, on the CPU, records the first step with each number of
+rows; the results are bitwise those of the operators.
 
 Source: CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph.
 """

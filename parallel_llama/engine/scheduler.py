@@ -11,9 +11,9 @@ Prompts with the least work left go first, so that a short prompt behind long pr
 token soon. Long prompts wait while a short request runs, for at most MAX_HELD_STEPS steps.
 
 The oldest unfinished sequence always makes progress. Half of a step's prompt tokens are reserved
-for it, and younger sequences are preempted for it. While it waits, the sequences admitted before it
-take at most as many blocks in total as the cache has. `add` refuses a request that does not fit
-into empty pools.
+for it, and younger sequences are preempted for it. While a sequence is first in the queue, others
+are admitted ahead of it only until the blocks that these others may need, finished ones included,
+add up to the size of the cache. `add` refuses a request that does not fit into empty pools.
 """
 
 from bisect import bisect_left, insort
@@ -316,8 +316,9 @@ class Scheduler:
     def _allocate_running(self) -> list[Sequence]:
         """Allocate blocks for the tokens of running sequences, preempting the youngest ones.
 
-        A prompt needs new blocks here only in sliding-window layers, where it still shares older
-        blocks. No sequence loses blocks that this step has given it.
+        A prompt's blocks are allocated when it is admitted. It needs more here only in
+        sliding-window layers, if blocks behind its window are shared and so cannot be reused. No
+        sequence loses blocks that this step has given it.
 
         Returns: the sequences that decode, oldest first.
         """
@@ -405,7 +406,7 @@ class Scheduler:
     def _chunks(self, sequences: abc.Sequence[Sequence], n_tokens: int) -> list[ScheduledTokens]:
         scheduled = []
         for sequence, n in self._shares(sequences, n_tokens).items():
-            # Preemption frees token budget for sequences that have no blocks for it yet.
+            # After a preemption a sequence's share may exceed the tokens that it has blocks for.
             if n := min(n, self._n_allocated(sequence)):
                 scheduled.append(_chunk(sequence, n))
         return scheduled
@@ -444,8 +445,9 @@ class Scheduler:
     def _admit_some(self, reading: list[Sequence], n_tokens: int) -> list[Sequence]:
         """Admit sequences that get tokens of this step even without prefix cache hits.
 
-        The first waiting sequence is tried first. Until it is admitted, the sequences admitted
-        before it take at most as many blocks in total as the cache has.
+        The first waiting sequence is tried first. Until it is admitted, others are admitted ahead
+        of it only until the blocks that these others may need, finished ones included, add up to
+        the size of the cache.
         """
         # More could not run, and scanning a very long queue would be slow.
         waiting = [

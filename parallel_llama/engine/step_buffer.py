@@ -1,4 +1,4 @@
-"""The chunks of a step, and all its inputs in one buffer, which is copied to the device at once.
+"""The chunks of a step, and all its inputs in one buffer, which takes one copy to the device.
 
 On a GPU each copy costs more than a small kernel, and a CUDA graph reads its inputs from fixed
 addresses. So a step's tokens, positions, slots, block tables and sampling keys are consecutive in
@@ -58,8 +58,9 @@ class KVGroupStep(NamedTuple):
         slots: The slot of each token.
         spare_slot: A slot for tokens that are not kept.
         queries: The queries, except those of `beyond_window`.
-        beyond_window: The queries that attend to attention sinks outside of their window, twice:
-            with the keys of the window; and with the sinks, at positions one window earlier.
+        beyond_window: The queries that also attend to attention sinks outside of their window,
+            twice: with the keys of their window; and with the sinks, at positions shifted back by
+            the window, so that each query sees exactly the sinks before its window.
     """
 
     slots: list[int]

@@ -70,7 +70,8 @@ def shared(
 ) -> Iterator[tuple[str, StoredSlice]]:
     """The slices of weights that share a stored tensor, by the weights' names.
 
-    `n_slices` is the first dimension of a tensor with one dimension more than the weights.
+    `n_slices` is the size of the first dimension of the stored tensor, if that has one dimension
+    more than the weights; else 1.
 
     Shapes: the weights differ at most in their first dimension, a multiple of `n_groups`.
     """

@@ -33,7 +33,7 @@ class Param:
 
     @property
     def file_dim(self) -> int:
-        """The dimension along which files shard the weight; that of its inputs for exact sums."""
+        """The dimension along which files shard the weight, also after `cut_by_outputs`."""
         return 1 if self.axis == "outputs" else self.dim
 
     @property

@@ -142,7 +142,7 @@ def read_bounded(file: BufferedReader, path: Path, max_bytes: int) -> bytes:
 def read_private(path: Path, max_bytes: int) -> bytes:
     """The content of a file with a secret.
 
-    Raises: UsageError if the file belongs to this user and others can read it, as ssh does;
+    Raises: UsageError if the file belongs to this user and others can read it (ssh's rule);
     CheckpointError as `read_bytes`.
     """
     with open_input(path) as file:

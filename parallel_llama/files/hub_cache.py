@@ -40,9 +40,10 @@ def hub_folder(name: str) -> Path:
 def find_snapshot(name: str) -> Path | None:
     """The folder of the snapshot of a model's main branch, or None if nothing was downloaded.
 
-    The file refs/main names the snapshot; without that file it is the only snapshot.
+    The file refs/main names the snapshot; without that file there must be exactly one snapshot.
 
-    Raises: UsageError if refs/main names no snapshot, or is missing and there is not just one.
+    Raises: UsageError if refs/main names no snapshot, or is missing and the number of
+    snapshots is not one.
     """
     folder = hub_folder(name)
     snapshots, main = folder / "snapshots", folder / "refs" / "main"

@@ -34,8 +34,8 @@ MAX_NATIVE_FILES = 99_999
 SMOLLM2 = "smollm2"
 # The sampling settings of its model card; the installed GGUF file states none.
 _SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-# So small a model answers differently with inputs that are rounded to 8 bits, as stored weights
-# need them: "What is the capital of France?" is then answered in French.
+# Running weights as stored rounds inputs to 8 bits, which changes the answers of so small a model:
+# it then answers "What is the capital of France?" in French.
 _SMOLLM2_QUANT = "none"
 
 # The first of these that a folder has is its tokenizer: HF's tokenizer.json, then Mistral's own

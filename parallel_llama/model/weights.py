@@ -150,7 +150,7 @@ class WeightLoader:
             self._before._release(name)
 
     def _release(self, name: str) -> None:
-        """Return the memory of a part to the system, and with it the weights of the part."""
+        """Return the memory of a part's weights to the system; their values are lost."""
         if self._huge_pages is not None:
             self._huge_pages.release(self._bytes_of.pop(name, range(0)))
 
@@ -204,7 +204,7 @@ def _parts_of(name: str) -> list[str]:
 
 
 def _weights_of(part: object) -> Iterator[Weight]:
-    """The weights of a part, fused ones included; experts, finalised before, excluded."""
+    """The weights of a part, fused ones included; its experts are parts of their own."""
     for value in vars(part).values():
         if isinstance(value, Weight):
             yield value

@@ -77,11 +77,13 @@ class CUDAOps(TorchOps):
         return expert_dispatch(experts, own)
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
-        """As in `TorchOps`. Few rows have the bits of `linear`, and need no host sync."""
+        """As in `TorchOps`. For few rows it needs no host sync and equals `linear` bit for bit."""
         if not takes_routed(x, weights, dispatch):
             return super().routed_linear(x, weights, dispatch)
         places = tuple(weight.data_ptr() for weight in weights)
-        if places not in self._addresses:  # not in a CUDA graph's capture: the step ran before
+        if (
+            places not in self._addresses
+        ):  # never during CUDA graph capture: the step has run once before
             self._addresses[places] = Addresses.of(places, weights[0].device)
         return routed_linear(x, weights, self._addresses[places], dispatch)
 

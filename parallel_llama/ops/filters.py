@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from parallel_llama.ops.gumbel import SamplingKeys, gumbel
 
-# Tolerance of sums that are compared with top_p: of 25 equal tokens top_p=0.28 keeps 7, although
-# 0.28 * 25 > 7 in float64, whichever way a sum over ranks is rounded.
+# Tolerance of sums that are compared with top_p: of 25 equal tokens, top_p=0.28 keeps 7 however a
+# sum over ranks is rounded, although 0.28 * 25 > 7 in float64.
 TOP_P_SLACK = 1e-12
 
 

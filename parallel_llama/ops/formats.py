@@ -211,7 +211,7 @@ class QuantWeight:
         return QuantWeight(parts, weights[0].panels.n_rows, weights[0].computed)
 
     def _taken_parts(self) -> list[QuantRows]:
-        """The rows of the weight, which keeps no rows."""
+        """Removes and returns the rows of the weight, which has no memory afterwards."""
         parts = self._parts or [self.rows(range(self.n_outputs))]
         self._parts, self._values = [], torch.empty(0, dtype=torch.uint8)
         return parts

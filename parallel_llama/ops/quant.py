@@ -141,7 +141,10 @@ class QuantMatrix:
         return self._of_parts(self.mins, first if self.form.min_factors else None)
 
     def _of_parts(self, of_blocks: Tensor, first_factor: int | None) -> Tensor:
-        """Exact in float32: the product of a float16 and an int8 factor has at most 24 bits."""
+        """Scales or minima of blocks, times their factors if any, for every part of a group.
+
+        Exact in float32: the product of a float16 and an int8 factor has at most 24 bits.
+        """
         n_groups, n_parts = self.shape[1] // QUANT_GROUP_SIZE, self.form.n_parts
         of_groups = of_blocks.to(_COMPUTED).repeat_interleave(self.form.n_shared, 1)
         of_groups = of_groups[:, self.n_before :][:, :n_groups]
@@ -292,10 +295,10 @@ def quant_gemm(x: Tensor, weight: QuantMatrix) -> Tensor:
 
 @dataclass(frozen=True)
 class Plane:
-    """The bits `first` to `first` + `width` of all integers of a group.
+    """The `width` bits from bit `first` on of all integers of a group.
 
     The integers of a group are 8 columns of 4 inputs, a column being a 32-bit word with one byte
-    per input. The plane stores its bits in words `first` to `first` + `width`, each word with the
+    per input. The plane stores its bits in `width` words from word `first` on, each word with the
     bits of several columns.
     """
 

@@ -30,7 +30,7 @@ _ANSWER_S = 5.0  # for each message of a proof
 _MAX_UNPROVEN = 64  # connections at a time
 _ACCEPT_S = 0.1
 
-# A host that has lost its power or its network sends nothing, not even an end.
+# A host that has lost power or its network sends nothing, not even a FIN.
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 10,  # seconds without data
     socket.TCP_KEEPINTVL: 5,

@@ -231,7 +231,7 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def put_columns(parts: Sequence[Tensor], widths: Sequence[int], whole: Tensor) -> None:
-    """Copies the columns of each rank, [T, width], side by side; a part may be longer."""
+    """Copies the columns of each rank side by side; each part begins with [T, width] values."""
     n_rows = len(whole)
     for part, columns, width in zip(
         parts, torch.split(whole, list(widths), 1), widths, strict=True

@@ -80,7 +80,7 @@ _LISTEN_S = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
 # A rank that gives up before joining waits at most this long for the others to read why.
 _TELL_S = 15.0
-_LATE_TELL_S = 4.0  # the same at the limit of joining, where the store may not answer
+_LATE_TELL_S = 4.0  # the same after the time limit for joining, when the store may not answer
 
 _CPU = torch.device("cpu")
 
@@ -157,7 +157,7 @@ def join(
     except TimeoutError as error:
         ended.set()
         why = _never_came(env, missing, timeouts)
-        for store in stores:  # or the ranks that wait would only see that the store has ended
+        for store in stores:  # otherwise waiting ranks would only see that the store has ended
             with suppress(RuntimeError, TimeoutError):
                 within(_LATE_TELL_S, partial(tell, store, env.rank, env.size, why))
         raise RankError(why) from error
@@ -295,7 +295,7 @@ def _gloo_on_interface_to(env: RankEnv) -> Iterator[None]:
 
 
 def address_to(host: str, port: int) -> ipaddress.IPv4Address | None:
-    """The address of this host that packets to another one have; None if it has no IPv4 address."""
+    """The source address of packets from this host to `host`; None unless it is IPv4."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))  # sends nothing
@@ -305,7 +305,7 @@ def address_to(host: str, port: int) -> ipaddress.IPv4Address | None:
 
 
 def _own_address(env: RankEnv) -> ipaddress.IPv4Address | None:
-    """The address of this rank between the ranks; None if it has no IPv4 address there."""
+    """The address at which other ranks reach this rank; None if this is not an IPv4 address."""
     asked = os.environ.get("GLOO_SOCKET_IFNAME")
     if asked is None:
         return address_to(env.host, env.port)
@@ -407,7 +407,7 @@ def _bound_socket(env: RankEnv) -> int | None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address[4])
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:  # if by another rank 0, the rendezvous detects that
+        if error.errno == errno.EADDRINUSE:  # the rendezvous detects a second rank 0
             return None
         raise RankError(
             f"rank 0 of {env.size} cannot listen at MASTER_ADDR={env.host}, MASTER_PORT="

@@ -125,8 +125,9 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
 def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:
     """Publishes why this rank gives up, and returns the first reason that any rank published.
 
-    The store may end with this rank, so it waits until the others have read the reason: all ranks
-    for `wait_s` seconds or, if that is 0, those that have joined for `_GOODBYE_S` seconds.
+    The store may end with this rank, so this waits until other ranks have read the reason: at most
+    `wait_s` seconds for all ranks or, if `wait_s` is 0, at most `_GOODBYE_S` seconds for the ranks
+    that have joined.
     """
     first = _printable(store.compare_set("objection", "", objection))
     say_goodbye(store, rank)

@@ -63,12 +63,12 @@ class _Rank:
     """A process that is a rank, or a spare.
 
     Args:
-        number: its rank among those that run.
-        place: its rank if no rank is lost.
+        number: its current rank, counted among the ranks that still run.
+        place: its rank in the group without losses.
         files: closes the files that were opened for it.
         is_new: whether it is a spare that has been ready, or in its place, for less than
             `_SETTLED_S`.
-        ready_s: since when. Units: monotonic seconds.
+        ready_s: when it became ready or took its place. Units: monotonic seconds.
     """
 
     number: int
@@ -164,16 +164,16 @@ def run_ranks(
 
 
 class LocalRanks:
-    """Ranks of this host that a running process starts: by default all but rank 0, which it is.
+    """Ranks that a running process starts on its host; by default the process itself is rank 0.
 
     Each rank runs `python -m module` and reads `settings`, one line of JSON, from its stdin, which
     is closed when this process ends; further lines are orders (see `regroup`). The output of the
-    ranks goes to stderr, except of rank 0.
+    ranks goes to stderr, except that of rank 0.
 
     Spares are processes that get an order when they take the place of a lost rank.
 
     Args:
-        first: 0 if this process is not a rank.
+        first: the first rank to start; 0 if this process is not a rank.
         inherited: other files that the ranks inherit.
         n_spares: how many spares are started with the ranks.
         spare_arguments: those of the module that tell a spare that it is one.
@@ -195,7 +195,7 @@ class LocalRanks:
         self._spares: list[_Rank] = []
         self._places = range(first, size)
         self._n_processes = len(self._places) + n_spares
-        # Spares that have ended soon: how many in a row, and why the last one.
+        # How many spares in a row ended before they had settled, and why the last one ended.
         self._n_unsettled, self._why_ended = 0, ""
         leave_to_launcher()
         command = [sys.executable, "-m", module]
@@ -272,7 +272,8 @@ class LocalRanks:
 
         It returns at once; `can_grow` says when a spare is ready.
 
-        Returns: once, after several in a row have ended soon, why no other is started.
+        Returns: why no more spares are started, once, after _MAX_UNSETTLED in a row ended before
+            they had settled; otherwise None.
         """
         for rank in [*self._ranks, *self._spares]:
             self._settle(rank)
@@ -352,7 +353,7 @@ class LocalRanks:
         return spare
 
     def _settle(self, rank: _Rank) -> None:
-        """Notes that a new rank or spare is ready, and that it has been for a while."""
+        """Records when a new rank or spare becomes ready, and whether it has settled since."""
         now = time.monotonic()
         if rank.is_new and rank.ready_s == math.inf and rank.is_ready:
             rank.ready_s = now
@@ -533,7 +534,8 @@ def _listening_to_signals() -> Iterator[_Asked]:
 def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool, log_dir: str | None) -> int:
     """Waits for the end of all ranks, for a failure or for a signal; returns the exit code."""
     while True:
-        # Looked at before the ends of processes, which may be the cause of a report.
+        # Read the reports before polling the processes: a process that ends may be the cause of a
+        # report, and then must not be missed.
         has_report = any(rank.report() is not None for rank in ranks)
         running = [rank for rank in ranks if rank.process.poll() is None]
         failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]

@@ -229,8 +229,9 @@ def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
 def beyond_ctrl_c() -> dict[str, Any]:
     """Arguments of `Popen` for a process that Ctrl-C in the terminal does not reach.
 
-    Linux schedules each session as a group, and compares priorities of threads only inside it. In
-    a process group of this session, a step goes before the threads with low priority of a server.
+    Linux schedules each session as a group, and compares priorities of threads only inside it. So
+    the process gets its own process group but stays in this session: there, the threads of a step
+    take precedence over a server's low-priority threads.
     Source: sched(7), "The autogroup feature".
     """
     if sys.version_info >= (3, 11):

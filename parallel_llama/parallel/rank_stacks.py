@@ -24,7 +24,7 @@ from pathlib import Path
 from parallel_llama.errors import UnreadableFile, UsageError, listed_ranks, printable
 from parallel_llama.files.bounded_files import is_folder, names_in
 
-# The descriptor of the file that the launcher of this rank reads, in its environment.
+# The environment variable with the descriptor of the stack file, which the rank's launcher reads.
 STACKS_FD = "PARALLEL_LLAMA_STACKS_FD"
 STACKS_NAME = "parallel_llama_stacks"
 
@@ -108,7 +108,7 @@ class StackFile:
 
     @classmethod
     def find(cls, pid: int) -> "StackFile | None":
-        """The file that the process `pid` writes; it may also hold those of other ranks open."""
+        """The stack file that process `pid` writes; it may have those of other ranks open too."""
         with suppress(OSError, UnreadableFile):
             for name in names_in(Path(f"/proc/{pid}/fd")):
                 file = cls.open(pid, int(name))
@@ -217,9 +217,9 @@ def _stack_of(rank: int, file: StackFile, start: int) -> list[str]:
 
 
 def _innermost(text: str) -> list[str]:
-    """The frames of the thread that works: the main thread, unless only another is in the package.
+    """The frames of the main thread, or of another thread if only that one runs the package's code.
 
-    faulthandler calls the thread that received the signal current, which is the main thread.
+    faulthandler labels the thread that received the signal "current": this is the main thread.
     """
     threads = re.split(r"^(?=Thread 0x|Current thread 0x)", text, flags=re.MULTILINE)
     threads.sort(key=lambda thread: not thread.startswith("Current"))

@@ -98,7 +98,7 @@ _NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 _MAX_VIEWS = 256
 
 
-# Whether a rank is exempt, which restarts its time limit.
+# Whether a rank is exempt from the time limit now; if so, its time limit restarts.
 _IsExempt = Callable[[int], bool]
 
 
@@ -300,7 +300,10 @@ class SharedMemory(Communicator):
         return self._exchange(ALL_REDUCE, x, lambda slots, x: sum_in_order(slots, x.view(-1)))
 
     def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> Exchange | None:
-        """What a kernel needs to gather columns into tensors like `whole`; None as for sums."""
+        """What a kernel needs to gather columns into tensors like `whole`.
+
+        None if the columns are empty or too large for it.
+        """
         n_most = len(whole) * max(widths)
         if n_most * whole.itemsize > SLOT_BYTES or not whole.numel():
             return None
@@ -463,8 +466,8 @@ class SharedMemory(Communicator):
     def _failed(self, message: str, culprits: set[int]) -> RankError:
         """The error of a failed exchange, with the exchange, the call site and the stacks.
 
-        Several ranks may find the failure at the same time. The one with the lowest number among
-        those that wait reports, and the others give it the time to do so.
+        Several ranks may detect the failure at the same time. The lowest waiting rank reports the
+        failure; the other ranks wait `_REPORT_S` seconds, so that the report can be finished.
         """
         cells = self._cells
         n_finished, phase = cells[self._own + EXCHANGE], cells[self._own]

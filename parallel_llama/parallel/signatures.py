@@ -1,7 +1,7 @@
 """The signature of a collective: a number that all ranks must agree on.
 
 It has the kind, the dtype and the number of values. Ranks publish or send it with their values, so
-a rank that calls another collective is named instead of read as numbers.
+a rank that calls another collective is reported, and its values are not used.
 """
 
 import torch
@@ -26,7 +26,7 @@ def signature_of(kind: int, piece: Tensor) -> int:
 
 
 def described(signature: int) -> str:
-    """A signature in words, for messages; any number has some."""
+    """A signature in words, for messages; defined for any number."""
     kind = _KINDS[(signature >> 60 & 7) % len(_KINDS)]
     dtype = DTYPES[(signature >> 52 & 255) % len(DTYPES)]
     n_values = signature & ((1 << 52) - 1)

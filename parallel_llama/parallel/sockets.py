@@ -64,7 +64,8 @@ _POLL_S = 0.25
 _LONGEST_GAP_S = 0.5  # the maximum time counted between two looks, since this rank may be stopped
 _CONNECT_S = 20.0
 
-# The signature of a message that names a failed rank has this kind, and a reason below.
+# A message that names a failed rank has a signature of this kind; its lower bits hold one of the
+# reasons below, and the rank's number.
 _FAILURE = 7 << 60
 _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 32
@@ -232,7 +233,10 @@ class Sockets(Communicator):
         return self._kernel_exchange(ALL_REDUCE, x, counts, complete)
 
     def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> Exchange | None:
-        """What a kernel needs to gather columns into tensors like `whole`; None as for sums."""
+        """What a kernel needs to gather columns into tensors like `whole`.
+
+        None if the columns are empty or too large for it.
+        """
         columns = whole[:, : max(widths)]
         if not self._takes(columns.nbytes):
             return None
@@ -405,7 +409,7 @@ class Sockets(Communicator):
         )
 
     def _fail_alike(self, rank: int, culprit: int, reason: int) -> NoReturn:
-        """Raises what a rank has found."""
+        """Raises the error for a failure that another rank has reported."""
         if reason == _DIED:
             self._fail_lost(rank if culprit == self.rank else culprit)
         if reason == _LATE:

@@ -46,15 +46,15 @@ class Layout(ABC):
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         """Yields file name, byte offset and contiguous data of the parts of a tensor.
 
-        `pieces` are the tensor in canonical form: rows that end between heads, or one piece if
-        ranks cut it by columns.
+        `pieces` are the tensor in canonical form: blocks of rows, cut only between heads, or one
+        piece if ranks cut the tensor by columns.
         """
 
     def unit_bytes(
         self,
         param: Param,  # noqa: ARG002 (native folders use it)
     ) -> dict[str, list[int]]:
-        """The bytes of each unit that is hashed, in the order of `parts`, by stored tensor.
+        """The bytes of each unit that is hashed, by stored tensor, in the order of `parts`.
 
         Only native folders have hashes of units; a quantised weight has several stored tensors.
         """

@@ -8,7 +8,8 @@ A token is the argmax of logits / temperature + Gumbel noise over the tokens tha
 The noise depends on (seed, choice, position, token id) alone, so a token depends neither on the
 rest of the batch, nor on the shards, nor on the number of candidates. Log-probabilities and the
 mass of a nucleus are sums over tiles of the vocabulary, in order, whichever ranks hold the tiles.
-If a shard ends inside a tile, which exact sums exclude, they depend on the shards by about 1e-14.
+If a shard ends inside a tile, which cannot happen with exact sums, these sums depend on the shards
+by about 1e-14.
 """
 
 import math
@@ -114,7 +115,7 @@ def best_tokens(
 
 
 def _best_of(of_ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The best score and its token: NaN if a rank has one, and the first of equal scores."""
+    """The best score and its token: NaN if any rank has NaN; of equal scores, the lowest rank's."""
     best = of_ranks[0]
     for other in of_ranks[1:]:
         if other[0] > best[0] or math.isnan(other[0]):
@@ -159,7 +160,7 @@ def _mass(
 ) -> Tensor:
     """The sum of exp((logit - the row's largest) / temperature) over the vocabulary, for some rows.
 
-    NaN for a row whose filters do not read it: top_p without top_k does.
+    Only top_p without top_k needs this sum; for rows with other filters it is NaN.
 
     Shapes: returns [len(rows), 1] float64 replicated.
     Collective: one all_gather if a row needs it.

@@ -17,7 +17,8 @@ from parallel_llama.sampling.draw import SamplingRow, sampling_key
 # Tiles that sampling without filters reads first: their best score rules out most other tiles.
 _FIRST_TILES = 4
 
-# Far above the rounding of the noise, and too small to select more tiles.
+# Added to the bounds on the noise: far above its rounding errors, and too small to make more tiles
+# candidates in practice.
 _NOISE_SLACK = 1e-9
 
 

@@ -29,7 +29,7 @@ MAX_BACKOFF_S = 30.0
 MAX_ENGINES = 3  # engines tried per request, because the request may crash them
 WRONG_USE = 2  # exit code of an engine that would end in the same way after a restart
 # The fraction of max_choices that is kept for requests of one choice without a large body, and the
-# fraction that is added to max_choices for such requests of accounts that have no other.
+# fraction that is added to max_choices for such a request of an account with no unfinished choice.
 SMALL_FRACTION = 1 / 8
 _READ_BYTES = 1 << 18
 
@@ -53,11 +53,11 @@ class EngineEnded(Exception):
 class EngineClient:
     """The engine's process and its requests; `run` keeps it running.
 
-    Unfinished requests have at most `max_choices` choices together; an account without unfinished
-    requests may have one more choice, so that another account cannot take all places. An engine
-    with a step longer than `step_timeout_s` is stopped. It is restarted at most `restarts` times in
-    FORGIVEN_AFTER_S; unfinished requests run again from their prompts. `probe` is a cheap request
-    for an idle engine.
+    Unfinished requests have at most `max_choices` choices together. A fraction SMALL_FRACTION is
+    added for accounts without unfinished requests, one choice each, so that another account cannot
+    take all places. An engine with a step longer than `step_timeout_s` is stopped. It is restarted
+    at most `restarts` times in FORGIVEN_AFTER_S; unfinished requests run again from their prompts.
+    `probe` is a cheap request for an idle engine.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class EngineClient:
         self.last_step: wire.Stepped | None = None
         self.n_restarts = 0
         self.n_failed_steps = 0
-        self.n_losses = 0  # of ranks, after which the others went on
+        self.n_losses = 0  # times that ranks were lost and the others continued
         self.n_returns = 0  # processes that have taken the places of lost ranks
         self.on_loaded: Callable[[wire.Loaded], None] = lambda _: None
 
@@ -149,7 +149,7 @@ class EngineClient:
 
     @contextmanager
     def preparing(self, n_choices: int, account: str, *, is_large: bool) -> Iterator[None]:
-        """Counts the choices of a request while it is tokenised as unfinished choices.
+        """While a request is tokenised, counts its choices as unfinished choices.
 
         Raises: Busy if there are too many.
         """
@@ -159,7 +159,7 @@ class EngineClient:
             yield
         finally:
             self._preparing[account] -= n_choices
-            self._preparing += Counter()  # without the accounts that have none
+            self._preparing += Counter()  # drops accounts with a count of 0
 
     def submit(self, request: Request, account: str = "") -> Answer:
         """Send a request of an account to the engine.

@@ -77,7 +77,8 @@ class _Lane:
     """Some threads, and a fair queue of work for them.
 
     `_now` is the virtual time: the amount of work that each busy client has received. A client's
-    work starts at the virtual time when its previous work ends; the earliest end runs first.
+    work gets a virtual start, the virtual end of its previous work but not before `_now`, and a
+    virtual end, the start plus its size. The waiting work with the earliest virtual end runs first.
     """
 
     def __init__(self, n_threads: int, name: str, *, yields: bool = False) -> None:

@@ -304,7 +304,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, except that reading a body does not resume a full connection."""
+    """uvicorn's flow control, except that reading does not resume while `is_full` is set."""
 
     is_full = False
     wait: tuple[float, int] | None = None  # when the client last read, and the unsent bytes then

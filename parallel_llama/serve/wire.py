@@ -63,7 +63,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
 
 
 class Regrouped(msgspec.Struct, frozen=True, array_like=True, tag="regrouped"):
-    """The engine has other ranks, which continue all requests.
+    """The ranks of the engine have changed; the present ranks continue all requests.
 
     Args:
         loaded: what the engine has now.

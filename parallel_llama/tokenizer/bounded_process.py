@@ -77,7 +77,7 @@ class BoundedProcess:
             return self._exchange(request)
 
     def open(self, request: JobRequest) -> dict[str, Any]:
-        """Starts a process with this request, which every later process gets first."""
+        """Starts a process and sends it this request, as to every process that replaces it."""
         with self._lock:
             self._opening = None
             self._start()

@@ -100,7 +100,7 @@ def chunks(text: str) -> Iterator[str]:
         cut = 0
         for run in _RUN.finditer(chunk):
             start = run.start()
-            # The same kind of character on both sides: the previous run reached MAX_RUN.
+            # If the characters on both sides are of one kind, the previous run was cut at MAX_RUN.
             if start > cut and chunk[start - 1].isspace() == chunk[start].isspace():
                 yield chunk[cut:start]
                 cut = start

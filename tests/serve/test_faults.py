@@ -149,7 +149,9 @@ def test_with_elastic_the_others_continue_every_answer(folder):
         assert re.search(rb"parallel_llama:rank_returns_total{[^}]*} 2.0", exported)
         assert re.search(rb"parallel_llama:tp_size{[^}]*} 3.0", exported)
     assert re.search(r"rank \d of 3 was killed by SIGKILL; the others go on", served.stderr)
-    assert re.search(r"tp_size=3 goes on after .* s, 1 of the ranks a spare before", served.stderr)
+    assert re.search(
+        r"continuing with tp_size=3 after .* s; former spares among the ranks: 1", served.stderr
+    )
 
 
 def test_an_idle_rank_that_is_killed_is_seen_at_once(restarted):

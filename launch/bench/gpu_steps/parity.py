@@ -97,7 +97,8 @@ def _as_whole(
     logits = whole(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
     behind = logits.amax(1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     if not float(behind.max()) <= most:
-        yield Row(f"transformers, {dtype}", wrong=f"a token is {float(behind.max()):.3g} behind")
+        worst = f"a token's logit is {float(behind.max()):.3g} below the largest"
+        yield Row(f"transformers, {dtype}", wrong=worst)
         return
     yield Row(f"transformers, {dtype}", error, "nats at most", note=f"{n_new} greedy tokens right")
 

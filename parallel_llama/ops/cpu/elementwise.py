@@ -183,7 +183,7 @@ class _ActivationArguments(Generic[T]):
 class ActivationKernel:
     """f(gate) * up, or f(x) if not gated.
 
-    It does not call torch's functions: there, a result depends on its position in the tensor.
+    It does not call torch's functions, whose results depend on an element's position.
 
     Args:
         kind: silu, gelu, or gelu_tanh for its tanh approximation.

@@ -1,4 +1,4 @@
-"""Collectives by kernels: sums and columns over all ranks, as a part of recorded steps.
+"""Kernels for the collectives all_reduce and gather_columns, as a part of recorded steps.
 
 Ranks of one host exchange messages in shared memory, other ranks over sockets;
 `parallel.shared_memory` and `parallel.sockets` describe the messages and the protocols. In one
@@ -55,9 +55,9 @@ class _ExchangeArguments(Generic[T]):
     exit: Exit[T]
 
 
-# Emits an exchange of the values at an address around the code that reads those of all ranks. The
-# function that it is given returns the number of values that a rank sends, and the function that it
-# yields returns their address.
+# Emits an exchange of the values at an address. The code emitted inside the `with` block reads the
+# values of all ranks. The function argument returns the number of values that a rank sends; the
+# yielded function returns the address of a rank's values.
 _Exchanging = Callable[
     [Lanes, Value, Callable[[Value], Value], _ExchangeArguments[Value]],
     AbstractContextManager[Callable[[Value], Value]],
@@ -310,7 +310,7 @@ def _send_to_all(message: Value, n_bytes: Value, args: _ExchangeArguments[Value]
 def _receive_from_all(
     n_bytes_of: Callable[[Value], Value], args: _ExchangeArguments[Value]
 ) -> None:
-    """Receives until all messages are there, or `n_looks` have found nothing."""
+    """Receives until all messages are complete, at most for about `n_looks` attempts per rank."""
     b = args.size.b
     n_left, n_missing = Variable(args.n_looks), Variable(args.size.like(0))
     with repeat(b) as leave_if:

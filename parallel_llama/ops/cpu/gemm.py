@@ -6,8 +6,9 @@ packs the next panel.
 
 The sums have the same bits as those of `gemv`. There a vector of W lanes runs along the inputs:
 lane i sums the inputs i, i + W, i + 2 W, ..., and then one half of the lanes is added to the other
-until one lane is left. Here the lanes are outputs: the inputs of one lane of `gemv` after another
-are summed, and these sums are added as in that tree. Inputs are packed in this order.
+until one lane is left. Here the lanes are outputs: for each output, the inputs of each lane of
+`gemv` are summed, one lane's inputs after another's, and these sums are added in the same order as
+the lanes there. Inputs are packed in the order in which they are summed.
 
     block of rows      [inputs, n_rows]
     panel of outputs   [inputs, n_vectors, lanes]
@@ -42,8 +43,9 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 
-# Rows per chunk, which fits a cache and is multiplied by all panels. With few panels it is smaller:
-# a thread then gets about this many products.
+# The maximum number of rows per chunk; a chunk fits a cache and is multiplied by all panels. With
+# few panels, chunks are smaller, so that each thread gets about _PANELS_PER_THREAD pairs of a chunk
+# and a panel.
 _MAX_CHUNK = 512
 _PANELS_PER_THREAD = 4
 

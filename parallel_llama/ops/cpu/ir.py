@@ -356,7 +356,7 @@ def repeat(b: ir.IRBuilder) -> Iterator[Callable[[Value], None]]:
 
 
 def in_groups(start: Operand, stop: Value, size: int, build: Callable[[Value, int], None]) -> None:
-    """Emits `build(first, n)` for all numbers from start to before stop, n numbers at a time.
+    """Emits `build(first, n)` for the numbers from start up to but excluding stop, n at a time.
 
     n is `size`; the remainder, at most 7, is split into 4, 2 and 1.
     """

@@ -63,7 +63,7 @@ class CPUFeatures:
     byte_dots: ByteDots = "plain"
 
     def lanes(self, dtype: torch.dtype, size: int = 0) -> Lanes:
-        """A vector register, or as many lanes of it as divide rows of this size evenly."""
+        """All lanes of a vector register; for rows of a size, the most lanes that divide it."""
         return Lanes(dtype, dtype, math.gcd(self.vector_bytes // dtype.itemsize, size))
 
 
@@ -96,7 +96,7 @@ def compute_alone() -> None:
     Each thread that calls torch has its own team of OpenMP threads. Two teams have more threads
     than there are cores, and then GNU OpenMP lets its threads sleep after every operation.
     """
-    torch.get_num_threads()  # the first call would reset the number if it came later
+    torch.get_num_threads()  # torch's first call of it resets the number of threads, so call it now
     library = openmp()
     if library is not None:
         library.omp_set_num_threads(1)
@@ -125,7 +125,7 @@ class _Team(threading.local):
         self.limit = ThreadLimit(self._waited_s)
 
     def _waited_s(self) -> float:
-        """How long these threads have waited for a core; NaN the first time that they are read."""
+        """How long these threads have waited for a core; NaN if their ids were looked up anew."""
         waited_s = run_delay_s(self._ids)
         if len(self._ids) == torch.get_num_threads() and not math.isnan(waited_s):
             return waited_s
@@ -371,7 +371,7 @@ def _place() -> Path | None:
 
 
 def _folder() -> Path | None:
-    """The cache folder, created if missing; None if others than this user may write to it."""
+    """The cache folder, created if missing; None if users other than this one may write to it."""
     folder = _place()
     with suppress(OSError):
         if folder is not None:

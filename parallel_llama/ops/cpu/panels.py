@@ -54,7 +54,7 @@ def panel_at(panels: Value, number: Value, args: PanelArguments[Value]) -> Panel
 
 @dataclass(frozen=True)
 class Group:
-    """The numbers of a group of inputs and of its block."""
+    """The index of a group of inputs, and the index of its block."""
 
     number: Value
     block: Value

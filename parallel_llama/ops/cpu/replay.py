@@ -10,7 +10,7 @@ interrupt the replay so that Python can continue: it writes its number to `AT`. 
 exit at the same barrier, though some may still be leaving the previous one; so a thread exits only
 at the first barrier after the call that interrupted.
 
-    calls    cells of 8 bytes: the address of the program's part, the address of its arguments, the
+    calls    cells of 8 bytes: the address of the kernel's `part`, the address of its arguments, the
              largest number of threads, and 1 if there is a barrier before the call
     state    cells of 8 bytes on separate cache lines: threads at the barrier, barriers passed, AT
 

@@ -179,7 +179,7 @@ def _routes(b: ir.IRBuilder, _: Thread, args: _RoutesArguments[Value]) -> None:
     following, n_pairs, n = args.following, args.n_pairs, args.n
 
     def place(pair: Value) -> Value:
-        """The index of a pair's expert among this rank's; their number for other experts."""
+        """The index of a pair's expert among this rank's; `n` if another rank has the expert."""
         number = args.experts[pair] - args.first
         return where(number < 0, n, where(number < n, number, n))
 

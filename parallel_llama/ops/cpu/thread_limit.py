@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 LOOK_S = 0.03  # time in kernels after which the waiting times of threads are read
-MEAN_S = 0.25  # time over which they are averaged, so that short bursts of work change nothing
+MEAN_S = 0.25  # time over which waiting is averaged, so that short bursts of work change nothing
 HOLD_S = 1.0  # how long a limit holds
 
 # If one of n threads waits for a core during a fraction f of the time, n (1 - f) threads that each
@@ -42,7 +42,7 @@ class ThreadLimit:
         self._mean = 0.0
 
     def run(self, n_threads: int, kernel: Callable[[int], object]) -> None:
-        """Call a kernel that has work for `n_threads` with the number of threads to use."""
+        """Call a kernel with at most `n_threads` threads, or fewer while the limit holds."""
         start_s = self._clock_s()
         if n_threads > self._limit and start_s >= self._until_s:
             self._limit = sys.maxsize

@@ -146,5 +146,5 @@ def add_byte_dots(how: ByteDots, total: Value, unsigned: Value, signed: Value) -
 
 
 def _madd(one: Value, other: Value, n: int) -> Value:
-    """Sums of the products of two neighbours each. Shapes: 2 n I16 -> n I32."""
+    """Multiplies two vectors and adds adjacent products in pairs. Shapes: 2 n I16 -> n I32."""
     return intrinsic(_MADD[4 * n], ir.VectorType(I32, n), one, other)

@@ -157,7 +157,7 @@ def routed_linear(
 
 
 def most_tiles(n: int, n_weights: int) -> int:
-    """The most tiles that n rows can need, each row with a weight or none."""
+    """The most tiles that n rows can need; each row is assigned to one weight or to none."""
     n_used = min(n, n_weights + 1)
     return n_used + (n - n_used) // MAX_ROWS
 

@@ -2,8 +2,8 @@
 
 A row of logits is split over several programs, so that one row fills the device, and further
 launches merge what they find. A candidate is one `sort_key` of a logit and its token. The K largest
-keys are found without sorting: a bit-by-bit search finds the smallest one; the last launch orders
-the keys by counting the larger ones.
+keys are found without sorting: a bit-by-bit search finds the smallest of the K keys. The last
+launch orders the keys by counting, for each key, the larger keys.
 
 The noise is that of `ops.gumbel`, in float64; only the last bits of a logarithm may differ from the
 CPU's.
@@ -19,7 +19,7 @@ from parallel_llama.ops.cuda.sort_key import number_of, score_of, sort_key
 from parallel_llama.ops.filters import TOP_P_SLACK, Filters
 from parallel_llama.ops.gumbel import GAMMA, MULTIPLIERS, TILE, SamplingKeys
 
-_TILES = 8  # per program of a plain draw; a thread has a token of each
+_TILES = 8  # per program of a plain draw; a thread has one token of each tile
 
 # Logits per program that searches candidates: 32 for each thread of one warp, so that sums need no
 # barrier.
@@ -131,7 +131,7 @@ def _of_rows(scores, tokens, pairs, n_parts, SIZE: tl.constexpr):
 
 @triton.jit
 def _first_best(scores, tokens):
-    """The best score, NaN if there is one, and the smallest of its tokens."""
+    """The best score, or NaN if any score is NaN, and the smallest token that has this score."""
     is_nan = scores != scores
     has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
     best = tl.max(tl.where(is_nan, -float("inf"), scores), 0)

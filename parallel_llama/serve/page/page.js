@@ -269,7 +269,7 @@ function showContext() {
 
 // ---- room for a question ----
 
-// Does not wait if the server has not sent its model yet.
+// Returns without counting tokens if the server has not sent its model yet.
 async function fits(text, warning, at) {
   const { id, max_model_len } = model ?? {};
   const messages = conversation.messages(settings.system, at, text);

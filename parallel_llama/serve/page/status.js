@@ -33,7 +33,7 @@ async function askStatus() {
 const WORDS = {
   ready: "ready",
   loading: "loading the model",
-  restarting: "restarting its ranks",
+  restarting: "restarting the ranks",
   draining: "shutting down, accepts no new requests",
   ended: "the model has stopped",
 };
