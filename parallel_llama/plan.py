@@ -34,9 +34,13 @@ from parallel_llama.families.weights import Axis, Param, cut_by_outputs
 MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
 
 # Experts are split over all ranks, which balances them for any routing, if each part has at least
-# this many channels. Smaller products take about as long as their call, so groups of ranks get
+# this many channels. The time of smaller products is mostly call overhead, so groups of ranks get
 # different experts instead. Both ways exchange the same data between ranks.
 MIN_EXPERT_CHANNELS = 256
+
+# Keys per part of a query's softmax on the CPU: positions 0 to 127 of its sequence, 128 to 255, and
+# so on. Parts are computed apart, by threads or ranks, and merged in order.
+PART_KEYS = 128
 
 # Tokens in a tile of the vocabulary. In an exact log-sum-exp, one rank sums a whole tile.
 VOCAB_TILE = 128
@@ -58,7 +62,7 @@ class HeadRun:
 
 @dataclass(frozen=True)
 class ExactCut:
-    """The ranges of every rank, in rank order, along the axes that exact sums gather.
+    """The ranges of all ranks, in rank order, along the axes that are all-gathered for exact sums.
 
     Args:
         heads: query heads.
@@ -98,6 +102,15 @@ class Shard:
     def kv_parts(self) -> int:
         """Number of ranks over which the tokens of a KV head are sharded."""
         return max(1, len(self.peers))
+
+    def block_size(self, wanted: int) -> int:
+        """Tokens per block of the KV cache: `wanted`, rounded up where a block needs whole parts.
+
+        With exact sums and a cache sharded by token, one rank computes a part of a softmax.
+        """
+        if self.exact is None or self.kv_parts == 1:
+            return wanted
+        return -(-wanted // PART_KEYS) * PART_KEYS
 
     @property
     def n_local_kv_heads(self) -> int:
@@ -290,7 +303,11 @@ def make_plan(
             f"use 1 to {args.n_heads} ranks"
         )
     if exact:
-        _require_whole_sums(args, tp_size, ranks_per_expert, kv_split)
+        if ranks_per_expert not in (None, tp_size):
+            raise UsageError(
+                f"exact sums and ranks_per_expert={ranks_per_expert} of {tp_size} ranks cannot be "
+                "combined: every rank needs a part of every expert; drop one"
+            )
         ranks_per_expert = tp_size
     weights = _weights(tp_size, memory)
     cut, heads, balance = _cut_heads(args, weights)
@@ -327,46 +344,22 @@ def make_plan(
     return ShardPlan(shards, cut, balance, placement)
 
 
-def resolve_exact(
-    asked: bool | None,
-    args: ModelArgs,
-    tp_size: int,
-    device: str,
-    kv_split: KVSplit,
-) -> bool:
+def resolve_exact(asked: bool | None, args: ModelArgs, tp_size: int, device: str) -> bool:
     """Whether sums are exact: `asked`, or by default on the CPU, where they cost a few per cent.
 
-    The default excludes settings that split sums, and models with small experts, which the plan
-    would distribute.
+    The default excludes models with small experts, which the plan would distribute.
 
     Raises: UsageError for exact sums on a GPU.
     """
     if asked is None:
-        is_plain = kv_split == "heads" and not args.attention_sinks
         is_split = len(_expert_ranks(args, tp_size, None)) == 1  # every rank has every expert
-        return device == "cpu" and is_plain and is_split
+        return device == "cpu" and is_split
     if asked and device != "cpu":
         raise UsageError(
             "exact sums need the CPU: on a GPU the order of a sum depends on the shape of its "
             "matrix; leave --exact out"
         )
     return asked
-
-
-def _require_whole_sums(
-    args: ModelArgs, tp_size: int, ranks_per_expert: int | None, kv_split: KVSplit
-) -> None:
-    what = "kv_split='sequence'" if kv_split == "sequence" else "attention_sinks"
-    if kv_split == "sequence" or args.attention_sinks:
-        raise UsageError(
-            f"exact sums and {what} cannot be combined: the parts of a softmax would depend on the "
-            "number of ranks; drop one"
-        )
-    if ranks_per_expert not in (None, tp_size):
-        raise UsageError(
-            f"exact sums and ranks_per_expert={ranks_per_expert} of {tp_size} ranks cannot be "
-            "combined: every rank needs a part of every expert; drop one"
-        )
 
 
 def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:

@@ -64,7 +64,7 @@ class PlanRequest:
     @property
     def is_exact(self) -> bool:
         """Whether the sums over ranks are exact."""
-        return resolve_exact(self.exact, self.args, self.tp_size, self.device, self.kv_split)
+        return resolve_exact(self.exact, self.args, self.tp_size, self.device)
 
     @property
     def step_tokens(self) -> int:
@@ -95,13 +95,13 @@ class PlanRequest:
         """Capacity in tokens of each KV group if the first has a capacity of `n_tokens`."""
         return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, self.step_tokens)
 
-    def cache_bytes(self, per_kv_group: Sequence[int]) -> int:
+    def cache_bytes(self, per_kv_group: Sequence[int], block_size: int) -> int:
         """The --kv-cache-bytes needed, in whole blocks, given each KV group's bytes per token."""
         full = kv_groups(self.args)[0]
-        each = blocks_held(self.max_seq_len, BLOCK_TOKENS, full.window, self.step_tokens)
+        each = blocks_held(self.max_seq_len, block_size, full.window, self.step_tokens)
         n_blocks = self.batch * each
-        sizes = pool_sizes(self.args, n_blocks, BLOCK_TOKENS, self.max_seq_len, self.step_tokens)
-        n_bytes: int = BLOCK_TOKENS * sum(map(mul, sizes, per_kv_group))
+        sizes = pool_sizes(self.args, n_blocks, block_size, self.max_seq_len, self.step_tokens)
+        n_bytes: int = block_size * sum(map(mul, sizes, per_kv_group))
         return n_bytes
 
     @property
@@ -185,7 +185,10 @@ class Estimate:
     @property
     def cache_bytes(self) -> int:
         """The --kv-cache-bytes that the workload needs."""
-        return max(self.asked.cache_bytes(rank.kv.per_kv_group) for rank in self.ranks)
+        return max(map(self._cache_bytes, self.ranks))
+
+    def _cache_bytes(self, rank: RankEstimate) -> int:
+        return self.asked.cache_bytes(rank.kv.per_kv_group, rank.shard.block_size(BLOCK_TOKENS))
 
     @property
     def default_rooms(self) -> list[int] | None:
@@ -210,8 +213,7 @@ class Estimate:
         """Whether the workload needs --kv-cache-bytes, because the default is too small."""
         rooms = self.default_rooms or []
         return any(
-            self.asked.cache_bytes(rank.kv.per_kv_group) > room
-            for rank, room in zip(self.ranks, rooms, strict=False)
+            self._cache_bytes(rank) > room for rank, room in zip(self.ranks, rooms, strict=False)
         )
 
     @property

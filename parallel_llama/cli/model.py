@@ -81,7 +81,9 @@ ATTENTION_SINKS: Flag[int] = Flag(
     token_count(0), "N", default=LLMConfig.attention_sinks, subject="context and KV cache",
 )  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(
-    "block-size", "tokens per block of the paged KV cache", token_count(1, 4096), "N",
+    "block-size",
+    "tokens per block of the paged KV cache; rounded up to a multiple of 128 with --exact and "
+    "--kv-split sequence", token_count(1, 4096), "N",
     default=LLMConfig.block_size, subject="context and KV cache",
 )  # fmt: skip
 KV_CACHE_DTYPE: Flag[str] = Flag(

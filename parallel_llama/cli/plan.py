@@ -356,9 +356,7 @@ def _copies(found: Estimate) -> str:
         return f"each KV head stored once, its tokens sharded over {n_ranks} ranks"
     if found.n_kv_heads == own:
         return "each KV head stored once"
-    copies = f"{found.n_kv_heads} copies of {own} KV heads ({found.kv_overhead:+.0%})"
-    if found.asked.exact:  # and --kv-split sequence exclude each other
-        return copies
+    copies = f"{found.n_kv_heads} KV heads stored instead of {own} ({found.kv_overhead:+.0%})"
     spread = estimate(replace(found.asked, kv_split="sequence"))
     if found.room_for_tokens is not None and spread.room_for_tokens is not None:
         if spread.room_for_tokens <= found.room_for_tokens:
@@ -443,7 +441,7 @@ def _advice(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
     if fits is not False:
         return []
     if not remedies:
-        text = "give each rank more memory: no other format, number of ranks or of tokens fits"
+        text = "give each rank more memory: no other format, rank count or token count fits"
         return _line("remedy", text)
     width = max(len(remedy.words) for remedy in remedies)
     rows = [(remedy.words, _numbers(remedy.found)) for remedy in remedies]

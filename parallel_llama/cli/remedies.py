@@ -27,7 +27,7 @@ class Remedy:
 
     @property
     def words(self) -> str:
-        """The change as flags, after the ranks' memory in words if the change lists it."""
+        """The change as flags; if it lists each rank's memory, the ranks come first, in words."""
         flags = [
             f"--{FLAGS.get(name, name).replace('_', '-')} {value}"
             for name, value in self.change.items()
@@ -97,8 +97,7 @@ def _lossless(asked: PlanRequest) -> list[Change]:
 
 
 def _splits(asked: PlanRequest) -> list[Change]:
-    is_free = asked.kv_split == "heads" and not asked.exact
-    return [{"kv_split": "sequence"}] if is_free else []
+    return [{"kv_split": "sequence"}] if asked.kv_split == "heads" else []
 
 
 def _is_wider(asked: PlanRequest, dtype: str) -> bool:

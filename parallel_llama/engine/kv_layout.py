@@ -26,9 +26,9 @@ class CachePart:
         return -(-n_blocks // self.n_parts) + 1
 
     def local(self, blocks: Sequence[int]) -> list[int]:
-        """The numbers of these blocks in this rank's cache; -1 for blocks that other ranks keep."""
+        """The numbers of these blocks in this rank's cache; -1 - r for blocks that rank r keeps."""
         n = self.n_parts
-        return [block // n if block % n == self.number else -1 for block in blocks]
+        return [block // n if block % n == self.number else -1 - block % n for block in blocks]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class KVLayout:
         return KVGroupStep(slots, spare_slot, queries, both)
 
     def slots(self, number: int, chunks: Sequence[Chunk]) -> list[int]:
-        """The slots of a step's tokens in one KV group, which no part of the cache may shard."""
+        """The slots of a step's tokens in one KV group; for a cache not sharded by token."""
         assert self.part is None
         slots: list[int] = []
         for chunk in chunks:

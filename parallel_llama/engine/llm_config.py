@@ -98,15 +98,16 @@ class LLMConfig:
         kv_split: how the KV cache is sharded: by heads; or by sequence (tokens) where several ranks
             would hold the same head.
         exact: the same bits on any number of ranks: ranks exchange the inputs of wo and w2 instead
-            of partial sums. By default on the CPU ranks of one host, but not with
-            kv_split='sequence', nor where experts are distributed; False is faster.
+            of partial sums. By default True on the CPU ranks of one host, except where experts are
+            distributed; False is faster.
         attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
-        block_size: tokens of a block of the KV cache.
+        block_size: tokens of a block of the KV cache; rounded up to a multiple of 128 with exact
+            sums and kv_split='sequence'.
         max_drafts: maximum draft tokens per sequence and step, guessed from earlier text and then
             verified; 0 for none. Drafts change the speed and never the tokens.
         integrity_check: on the CPU, look for flipped bits in weights and KV cache, and for wrong
-            products. By default with exact sums.
+            products. By default True with exact sums.
         timeout_s: seconds that a rank waits for another one in a step.
         start_timeout_s: seconds that a rank waits for another one while the ranks join and load.
         log_dir: where a folder with the stacks of the ranks is made after a failure. By default the

@@ -38,11 +38,11 @@ from parallel_llama.model.layers import Backend
 from parallel_llama.model.rope import RotaryTables, back_rotations_of, rotary_of_windows
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import WeightLoader
-from parallel_llama.ops import CPUOps, Scores, TorchOps, choose_ops
+from parallel_llama.ops import CPUOps, Scores, TorchOps, choose_ops, part_tiles
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import use_device
-from parallel_llama.plan import ShardPlan, why_unrecorded
+from parallel_llama.plan import PART_KEYS, ShardPlan, why_unrecorded
 
 # Number of weights to prefetch.
 _READ_AHEAD = 2
@@ -272,7 +272,7 @@ class ModelRunner:
             return self._drawn(hidden, batch)
 
     def _check(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
-        """Tell the integrity check of a forward pass, if there is a check."""
+        """Report a forward pass to the integrity check, if there is one."""
         if self.integrity is None:
             return
         residual = bytes_of(hidden.contiguous())
@@ -338,7 +338,12 @@ class ModelRunner:
     ) -> KVGroupBatch:
         own, _, queries, beyond_window = self._layout.step(number, chunks)
         slots = self._int64(own)
-        if self._layout.part is not None:
+        part = self._layout.part
+        if part is not None and self.shard.exact is not None:
+            assert self.block_size % PART_KEYS == 0  # a part is on one rank
+            tiles_of_parts = part_tiles(queries, part.number, part.n_parts)
+            return KVGroupBatch(slots, rotations, part_tiles=tuple(tiles_of_parts))
+        if part is not None:
             tiles = queries.tiles(self.dtype, self.device)
             return KVGroupBatch(slots, rotations, tiles=tuple(tiles))
         plan = self.model.ops.plan(queries, self.device) if queries.ranges else None
@@ -346,11 +351,9 @@ class ModelRunner:
         if beyond_window is not None:
             latest = self.args.attention_sinks + (queries.window or 0) - 1
             wide = torch.promote_types(self.dtype, torch.float32).to_complex()
-            near, far = (each.tiles(self.dtype, self.device) for each in beyond_window)
-            for window, sinks in zip(near, far, strict=True):
-                back_rotations = back_rotations_of(self.args, window.positions, latest)
-                back_rotations = back_rotations.to(self.device, wide)
-                sink_tiles.append(SinkTile(window, sinks, back_rotations))
+            for own_plan in self.model.ops.plan_sinks(*beyond_window, self.dtype, self.device):
+                back_rotations = back_rotations_of(self.args, own_plan.positions, latest)
+                sink_tiles.append(SinkTile(own_plan, back_rotations.to(self.device, wide)))
         return KVGroupBatch(slots, rotations, plan, tuple(sink_tiles))
 
     def _int64(self, values: Sequence[object]) -> Tensor:

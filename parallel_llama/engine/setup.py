@@ -73,7 +73,7 @@ class ModelSetup:
         played, n_shards = slice_of or (0, self.size)
         # Exact sums send more messages, so on several hosts they are not the default.
         asked = config.exact if n_local_ranks == self.size else bool(config.exact)
-        self.exact = resolve_exact(asked, self.args, n_shards, self.kind, config.kv_split)
+        self.exact = resolve_exact(asked, self.args, n_shards, self.kind)
         is_checked = config.integrity_check
         if is_checked is None:
             is_checked = self.exact and slice_of is None
@@ -110,7 +110,7 @@ class ModelSetup:
             self.args,
             self.plan,
             self.kv_format,
-            self.config.block_size,
+            self.plan.shards[0].block_size(self.config.block_size),
             self.config.kv_cache_bytes,
             self.inputs.max_seq_len,
             [
@@ -169,7 +169,7 @@ def _input_processor(config: LLMConfig) -> InputProcessor:
 
 
 def _why_without_tiles() -> str | None:
-    """That a faster way to read prompts is not used, and the remedy; None on most CPUs."""
+    """Why prompts are read more slowly than this CPU could, and the remedy; None on most CPUs."""
     if not tiles_are_allowed():
         return None
     return (

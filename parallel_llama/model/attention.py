@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs, kv_groups
-from parallel_llama.model.batch import Batch, SinkTile
+from parallel_llama.model.batch import Batch
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (
     Backend,
@@ -22,9 +22,8 @@ from parallel_llama.model.layers import (
     RowParallelLinear,
     concat_outputs,
 )
-from parallel_llama.model.sharded_attention import attend_to_all_parts, merge_lse
-from parallel_llama.ops import TorchOps
-from parallel_llama.ops.torch_ops import rotate_
+from parallel_llama.model.sharded_attention import attend_in_order, attend_to_all_parts
+from parallel_llama.ops import CPUOps
 from parallel_llama.plan import Shard
 
 
@@ -34,7 +33,8 @@ class Attention:
     `fuse` concatenates the loaded wq, wk and wv; it must run before a call.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: that of wo; two all_gathers more if the cache is sharded by token.
+    Collective: that of wo; if the cache is sharded by token also two all_gathers, or with exact
+        sums one for each tile and one more.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
@@ -84,30 +84,33 @@ class Attention:
         k, v = cache.layer(self.layer)
         self.ops.rotate_and_store(qkv, own.rotations, own.slots, k, v)
         q = qkv[:, : self.n_local_heads]
-        if self.shard.peers:
-            tiles, heads = own.tiles, cache.heads
-            o = attend_to_all_parts(q, k, v, tiles, heads, self.shard, self.ops, self.comm)
+        if own.part_tiles:
+            assert isinstance(self.ops, CPUOps)
+            o = attend_in_order(
+                q, k, v, own.part_tiles, cache.heads, self.shard, self.ops, self.comm
+            )
+        elif self.shard.peers:
+            o = attend_to_all_parts(
+                q, k, v, own.tiles, cache.heads, self.shard, self.ops, self.comm
+            )
         else:
             o = q.new_empty(q.shape)  # [T, H, D] local
             if own.plan is not None:
                 self.ops.attention(q, k, v, own.plan, cache.heads, o)
             for tile in own.sink_tiles:
-                for run, kv in cache.heads.runs:
-                    at = tile.window.rows, run
-                    o[at] = _with_sinks(q[at], k[kv], v[kv], tile, self.ops)
+                rotated = _rotated(q[tile.plan.rows], tile.back_rotations)
+                self.ops.sink_attention(q, rotated, k, v, tile.plan, cache.heads, o)
         o = o.flatten(1)  # [T, H * D] local
         return o if rows is None else o[rows]
 
 
-def _with_sinks(q: Tensor, k: Tensor, v: Tensor, tile: SinkTile, ops: TorchOps) -> Tensor:
-    """Attention to the window and to the sinks. Shapes: q and the result [t, K * G, D]."""
-    turned = q.clone()
-    rotate_(turned, tile.back_rotations)
-    parts = [
-        torch.cat((o, lse[..., None].to(o.dtype)), -1)
-        for o, lse in (
-            ops.partial_attention(queries, k, v, seen)
-            for queries, seen in ((q, tile.window), (turned, tile.sinks))
-        )
-    ]
-    return merge_lse(torch.stack(parts))
+def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
+    """The rows of x, rotated, with bits that depend neither on the other rows nor on the heads.
+
+    Torch may round a product of complex numbers differently in a vector loop and its scalar tail.
+
+    Shapes: x [T, H, D], heads in interleaved order; rotations [T, 1, D / 2] complex.
+    """
+    pairs = x.to(rotations.dtype.to_real()).view(*x.shape[:-1], -1, 2)
+    (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(rotations).unbind(-1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)

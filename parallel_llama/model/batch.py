@@ -10,25 +10,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel_llama.ops import Plan, QueryTile, SamplingKeys
+from parallel_llama.ops import PartTile, Plan, QueryTile, SamplingKeys, SinkPlan
 
 
 @dataclass(frozen=True)
 class SinkTile:
-    """Consecutive queries that attend to their window and to attention sinks outside of it.
+    """Queries that attend to their window, and to attention sinks as if these came right before it.
 
     Args:
-        window: The queries with the keys of their windows.
-        sinks: The queries with the sinks, which are attended to as if they came right before the
-            window.
-        back_rotations: [len(queries), 1, D / 2] complex, rotates the queries back by the gap
-            between the sinks and the window.
+        plan: The queries.
+        back_rotations: [t, 1, D / 2] complex, rotates the queries back by the gap between the sinks
+            and the window.
 
     Source: positions within the cache, StreamingLLM, arXiv 2309.17453, section 3.2.
     """
 
-    window: QueryTile
-    sinks: QueryTile
+    plan: SinkPlan
     back_rotations: Tensor
 
 
@@ -43,6 +40,7 @@ class KVGroupBatch:
         sink_tiles: The queries that attend to attention sinks outside of their window.
         tiles: If the cache is sharded by token: the queries with keys on this rank; then `plan` and
             `sink_tiles` are unused.
+        part_tiles: The same with exact sums: all queries.
     """
 
     slots: Tensor
@@ -50,6 +48,7 @@ class KVGroupBatch:
     plan: Plan | None = None
     sink_tiles: tuple[SinkTile, ...] = ()
     tiles: tuple[QueryTile, ...] = ()
+    part_tiles: tuple[PartTile, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ Source: RoFormer, arXiv 2104.09864, section 3.2.2.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -128,13 +129,13 @@ def rotations(args: ModelArgs, positions: range, n_tokens: int) -> Tensor:
     return torch.polar(torch.full_like(angles, scale), angles)
 
 
-def back_rotations_of(args: ModelArgs, positions: range, latest: int) -> Tensor:
+def back_rotations_of(args: ModelArgs, positions: Sequence[int], latest: int) -> Tensor:
     """Rotations that move queries at later positions back to position `latest`.
 
     Shapes: [T, 1, head_dim / 2] complex128.
     """
     freqs, _ = frequencies(args, 0)
-    at = torch.arange(positions.start, positions.stop, dtype=torch.float64)
+    at = torch.tensor(positions, dtype=torch.float64)
     angles = (latest - at).clamp(max=0)[:, None, None] * freqs
     return torch.polar(torch.ones_like(angles), angles)
 

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import HeadMap, QueryTile, TorchOps
+from parallel_llama.ops import CPUOps, HeadMap, PartTile, QueryTile, TorchOps
+from parallel_llama.ops.torch_ops import merge_lse
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Shard
 
@@ -48,16 +49,31 @@ def attend_to_all_parts(
     return merge_lse(parts[:, :, shard.heads.start : shard.heads.stop]).to(q.dtype)
 
 
-def merge_lse(parts: Tensor) -> Tensor:
-    """Merges partial attention results, whose last column is the log-sum-exp of the scores.
+def attend_in_order(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Sequence[PartTile],
+    heads: HeadMap,
+    shard: Shard,
+    ops: CPUOps,
+    comm: Communicator,
+) -> Tensor:
+    """`attend_to_all_parts` with the bits of attention on one rank: parts are merged by position.
 
-    The log-sum-exp of a part without keys is -inf. Shapes: [n_parts, T, H, D + 1] -> [T, H, D].
+    The ranks exchange a result for each 128 keys of a query, not one for each rank.
+
+    Shapes: as in `attend_to_all_parts`.
+    Collective: an all_gather of the queries, and one for each tile.
     """
-    weights = parts[..., -1:].softmax(0)
-    total = parts[0, ..., :-1] * weights[0]
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
-        total += part[..., :-1] * weight
-    return total
+    every = _of_all_ranks(q, shard.peers, comm)  # [T, n_heads, D] replicated
+    out, head_dim = q.new_empty(q.shape), q.shape[2]
+    own = slice(shard.heads.start, shard.heads.stop)
+    for tile in tiles:
+        found = torch.cat(ops.part_attention(every, k, v, tile, heads), -1)
+        parts = comm.all_gather(found).flatten(0, 1)[:, own]  # [size * n_most, H, D + 2]
+        out[tile.rows] = ops.merge_parts(parts[..., :head_dim], parts[..., head_dim:], tile)
+    return out
 
 
 def _of_all_ranks(q: Tensor, peers: Sequence[range], comm: Communicator) -> Tensor:

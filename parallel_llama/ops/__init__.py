@@ -20,8 +20,9 @@ from parallel_llama.ops.attention import (
     QueryRange,
     QueryTile,
     Scores,
+    SinkPlan,
 )
-from parallel_llama.ops.cpu.attention_plan import DecodeRoom
+from parallel_llama.ops.cpu.attention_plan import DecodeRoom, PartTile, part_tiles
 from parallel_llama.ops.cpu.jit import computes
 from parallel_llama.ops.cpu.replay import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps
@@ -37,6 +38,7 @@ __all__ = [
     "NotRecorded",
     "PagedPlan",
     "PagedQueries",
+    "PartTile",
     "Plan",
     "Queries",
     "QueryRange",
@@ -44,8 +46,10 @@ __all__ = [
     "Recording",
     "SamplingKeys",
     "Scores",
+    "SinkPlan",
     "TorchOps",
     "choose_ops",
+    "part_tiles",
 ]
 
 _CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # those of the Triton kernels

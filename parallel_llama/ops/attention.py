@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel_llama.plan import HeadRun
+from parallel_llama.plan import PART_KEYS, HeadRun
 
 NO_WINDOW = 2**31 - 1  # a window that is longer than any sequence
 
@@ -87,8 +87,8 @@ class QueryRange(NamedTuple):
         positions: The queries' positions in the sequence.
         first_key: The position of the first key in `blocks`: a multiple of the block size, not
             above the first key that is attended to.
-        blocks: The block table from there on, up to the last key that is attended to; negative
-            where the keys of a block are on another rank.
+        blocks: The block table from there on, up to the last key that is attended to; -1 - r where
+            the keys of a block are on another rank r.
         is_decoded: Whether each query is computed alone, bitwise as in decoding.
     """
 
@@ -141,6 +141,33 @@ class QueryTile:
     mask: Tensor
 
 
+class KeyPart(NamedTuple):
+    """Keys that a query attends to, all in the same part of their sequence.
+
+    Args:
+        row: The row of the query.
+        number: The number of the part: positions number * PART_KEYS to before (number + 1) *
+            PART_KEYS.
+        first_key: The position of the first key.
+        slots: The slots of the keys; empty where they are on another rank.
+        other: The rank that has the keys; None for this rank.
+    """
+
+    row: int
+    number: int
+    first_key: int
+    slots: Sequence[slice]
+    other: int | None = None
+
+
+class QueryParts(NamedTuple):
+    """A query and the parts of its keys in order of position; `row` as in `QueryRange`."""
+
+    row: int
+    position: int
+    parts: Sequence[KeyPart]
+
+
 @dataclass(frozen=True)
 class Queries:
     """The queries of a batch and their keys, in the layers of one KV group.
@@ -190,8 +217,29 @@ class Queries:
                 rows = slice(row, row + len(positions))
                 yield QueryChunk(rows, positions, slots, taken, self.window)
 
+    def in_parts(self) -> Iterator[QueryParts]:
+        """Yields each query with the parts of its keys. A part is in one block, or on this rank."""
+        for row, positions, first_key, blocks, _ in self.ranges:
+            for number, at in enumerate(positions):
+                seen = self.seen(range(at, at + 1))
+                parts = tuple(self._parts_of(row + number, seen, first_key, blocks))
+                yield QueryParts(row + number, at, parts)
+
+    def _parts_of(
+        self, row: int, seen: range, first_key: int, blocks: Sequence[int]
+    ) -> Iterator[KeyPart]:
+        for number in range(seen.start // PART_KEYS, -(-seen.stop // PART_KEYS)):
+            start = max(seen.start, number * PART_KEYS)
+            own = range(start, min(seen.stop, (number + 1) * PART_KEYS))
+            block = blocks[(start - first_key) // self.block_size]
+            if block < 0:
+                yield KeyPart(row, number, start, (), -1 - block)
+            else:
+                slots = slices_of(blocks, self.block_size, after(first_key, own))
+                yield KeyPart(row, number, start, slots)
+
     def tiles(self, dtype: torch.dtype, device: torch.device) -> Iterator[QueryTile]:
-        """The queries for `TorchOps.partial_attention`, without those whose keys are elsewhere."""
+        """The queries for `TorchOps.partial_attention`, without those that have no key here."""
         for row, positions, first_key, blocks, is_decoded in self.ranges:
             size = 1 if is_decoded else MAX_QUERIES
             for first in range(0, len(positions), size):
@@ -205,6 +253,32 @@ class Queries:
 
 class Plan:
     """`Queries` converted for the kernels of one set of operators; others cannot read it."""
+
+
+@dataclass(frozen=True)
+class SinkPlan(Plan):
+    """Queries that attend to their window and to attention sinks outside of it.
+
+    Args:
+        rows: The queries' rows of the batch.
+        positions: The queries' positions in their sequences.
+    """
+
+    rows: slice | Tensor
+    positions: Sequence[int]
+
+
+@dataclass(frozen=True)
+class SinkTile(SinkPlan):
+    """Consecutive queries of one sequence, for torch.
+
+    Args:
+        window: The queries with the keys of their windows.
+        sinks: The queries with the sinks.
+    """
+
+    window: QueryTile
+    sinks: QueryTile
 
 
 @dataclass(frozen=True)
@@ -348,7 +422,7 @@ def _held(
 ) -> tuple[list[range], list[slice]]:
     """The positions whose keys are on this rank, and their slots; arguments as in `QueryRange`.
 
-    >>> _held([7, -1, 9, 10], 4, 0, range(2, 16))
+    >>> _held([7, -2, 9, 10], 4, 0, range(2, 16))
     ([range(2, 4), range(8, 12), range(12, 16)], [slice(30, 32, None), slice(36, 44, None)])
     """
     held: list[range] = []

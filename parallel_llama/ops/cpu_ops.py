@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import QuantFormat
-from parallel_llama.ops.attention import PLAIN, HeadMap, Plan, Queries, Scores
-from parallel_llama.ops.cpu.attention_plan import CPUPlan
-from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
+from parallel_llama.ops.attention import PLAIN, HeadMap, Plan, Queries, Scores, SinkPlan
+from parallel_llama.ops.cpu.attention_plan import CPUPlan, CPUSinkPlan, PartTile
+from parallel_llama.ops.cpu.decode_attention import (
+    PARTIAL_FIELDS,
+    DecodeAttentionKernel,
+    make_decode_attention,
+)
 from parallel_llama.ops.cpu.elementwise import (
     Activation,
     make_activation,
@@ -27,6 +31,7 @@ from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, make_gemm_amx
 from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
 from parallel_llama.ops.cpu.jit import Launcher, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
+from parallel_llama.ops.cpu.merge_parts import make_merge_parts
 from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel, make_prefill_attention
 from parallel_llama.ops.cpu.prefill_attention_amx import (
     PrefillAttentionAMXKernel,
@@ -249,6 +254,60 @@ class CPUOps(TorchOps):
                 decode(q_run, k_run, v_run, plan.decode, o_run, self._run)
             for chunk in plan.chunks:
                 self._prefill_attention(k.dtype)(q_run, k_run, v_run, chunk, o_run, self._run)
+
+    def plan_sinks(
+        self,
+        window: Queries,
+        sinks: Queries,
+        dtype: torch.dtype,  # noqa: ARG002
+        device: torch.device,
+    ) -> Iterator[SinkPlan]:
+        assert device.type == "cpu"
+        return CPUSinkPlan.of(window, sinks)
+
+    def sink_attention(
+        self,
+        q: Tensor,
+        rotated: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: SinkPlan,
+        heads: HeadMap,
+        out: Tensor,
+    ) -> None:
+        assert isinstance(plan, CPUSinkPlan)
+        results = self.part_attention(torch.cat((rotated, q)), k, v, plan.tile, heads)
+        out[plan.rows] = self.merge_parts(*results, plan.tile)
+
+    def part_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: PartTile, heads: HeadMap
+    ) -> tuple[Tensor, Tensor]:
+        """The attention over each part of this rank, for `merge_parts`.
+
+        Parts beyond those of this rank, up to `tile.n_most`, are undefined.
+
+        Shapes: q [n, H, D], with the rows that `tile.batch` names; k, v as in `attention`; the
+        results [n_most, H, D], and their largest scores and sums of weights [n_most, H, 2].
+        """
+        results = q.new_empty(tile.n_most, *q.shape[1:])
+        partials = q.new_empty(tile.n_most, q.shape[1], PARTIAL_FIELDS)
+        if tile.batch is not None:
+            n = len(tile.batch.parts)
+            for own, kv in heads.runs:
+                q_run, k_run, v_run = q[:, own], k[kv], v[kv]
+                decode = self._decode_attention(k.dtype, q_run.shape[1] // len(k_run))
+                results[:n, own], partials[:n, own] = decode.parts(q_run, k_run, v_run, tile.batch)
+        return results, partials
+
+    def merge_parts(self, results: Tensor, partials: Tensor, tile: PartTile) -> Tensor:
+        """Merges the parts of all ranks, in order of their positions.
+
+        Shapes: results [n_ranks * n_most, H, D]; partials [n_ranks * n_most, H, 2]; the result
+        [t, H, D].
+        """
+        merge = make_merge_parts(results.dtype, self._head_dim)
+        own, own_partials = (each[tile.order].contiguous() for each in (results, partials))
+        return merge(own, own_partials, tile.bounds)
 
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
         return make_largest(x.dtype)(x, first, self._run)

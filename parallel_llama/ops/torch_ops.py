@@ -1,6 +1,6 @@
 """The operators in torch: the reference, on any device and in any dtype."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -20,6 +20,8 @@ from parallel_llama.ops.attention import (
     QueryChunk,
     QueryTile,
     Scores,
+    SinkPlan,
+    SinkTile,
     SlotPlan,
     causal_mask,
 )
@@ -333,6 +335,42 @@ class TorchOps:
             for chunk in plan.chunks:
                 self._chunk_attention(q_run, k_run, v_run, chunk, o_run)
 
+    def plan_sinks(
+        self, window: Queries, sinks: Queries, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[SinkPlan]:
+        """What `sink_attention` reads for queries with the keys of their windows, and with sinks.
+
+        The queries attend to the sinks at positions one window earlier.
+        """
+        both = (each.tiles(dtype, device) for each in (window, sinks))
+        for near, far in zip(*both, strict=True):
+            yield SinkTile(near.rows, near.positions, near, far)
+
+    def sink_attention(
+        self,
+        q: Tensor,
+        rotated: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: SinkPlan,
+        heads: HeadMap,
+        out: Tensor,
+    ) -> None:
+        """Softmax attention of a plan's queries over window and sinks, into their rows of out.
+
+        Shapes: as in `attention`; rotated [t, H, D], the plan's queries as they attend to sinks.
+        """
+        assert isinstance(plan, SinkTile)
+        for run, kv in heads.runs:
+            both = (q[plan.rows], plan.window), (rotated, plan.sinks)
+            parts = [
+                torch.cat((o, lse[..., None].to(o.dtype)), -1)
+                for o, lse in (
+                    self.partial_attention(each[:, run], k[kv], v[kv], tile) for each, tile in both
+                )
+            ]
+            out[plan.rows, run] = merge_lse(torch.stack(parts))
+
     def partial_attention(
         self, q: Tensor, k: Tensor, v: Tensor, tile: QueryTile
     ) -> tuple[Tensor, Tensor]:
@@ -450,3 +488,15 @@ def rotate_(x: Tensor, rotations: Tensor) -> None:
     torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2)).mul_(rotations)
     if wide is not x:
         x.copy_(wide)
+
+
+def merge_lse(parts: Tensor) -> Tensor:
+    """Merges partial attention results, whose last column is the log-sum-exp of the scores.
+
+    The log-sum-exp of a part without keys is -inf. Shapes: [n_parts, T, H, D + 1] -> [T, H, D].
+    """
+    weights = parts[..., -1:].softmax(0)
+    total = parts[0, ..., :-1] * weights[0]
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        total += part[..., :-1] * weight
+    return total

@@ -762,7 +762,7 @@ def test_a_range_with_memory_shows_which_sizes_fit(capsys):
 def test_a_kv_head_that_several_ranks_hold_counts_as_copies(capsys):
     """The page said that 6 of 3 KV heads were held again."""
     page = plan_words(capsys, "--nproc", "9")
-    assert "9 copies of 3 KV heads (+200%)" in page
+    assert "9 KV heads stored instead of 3 (+200%)" in page
 
 
 def test_text_into_a_pipe_has_no_escape_codes(capsys):

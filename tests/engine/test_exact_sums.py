@@ -3,7 +3,6 @@
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -178,37 +177,24 @@ def test_the_softmax_over_the_vocabulary_has_the_same_bits_wherever_shards_end()
 def test_settings_that_cut_sums_are_refused(folders):
     args = load_model_args(find_model(str(folders["experts"])))
     with pytest.raises(UsageError, match="drop one"):
-        make_plan(args, 3, kv_split="sequence", exact=True)
-    with pytest.raises(UsageError, match="drop one"):
         make_plan(args, 4, ranks_per_expert=2, exact=True)
-    with pytest.raises(UsageError, match=r"attention_sinks .* drop one"):
-        make_plan(replace(args, attention_sinks=4), 3, exact=True)
     with pytest.raises(UsageError, match="leave --exact out"):
-        resolve_exact(True, args, 2, "cuda", "heads")
+        resolve_exact(True, args, 2, "cuda")
 
 
 @pytest.mark.parametrize(
-    ("name", "tp_size", "device", "kv_split", "expected"),
+    ("name", "tp_size", "device", "expected"),
     [
-        ("wide", 3, "cpu", "heads", True),
-        ("wide", 3, "cuda", "heads", False),
-        ("wide", 3, "cpu", "sequence", False),
-        ("experts", 3, "cpu", "heads", False),
-        ("experts", 1, "cpu", "heads", True),
+        ("wide", 3, "cpu", True),
+        ("wide", 3, "cuda", False),
+        ("experts", 3, "cpu", False),
+        ("experts", 1, "cpu", True),
     ],
 )
-def test_the_default_leaves_out_what_would_be_slow(
-    folders, name, tp_size, device, kv_split, expected
-):
+def test_the_default_leaves_out_what_would_be_slow(folders, name, tp_size, device, expected):
     args = load_model_args(find_model(str(folders[name])))
-    assert resolve_exact(None, args, tp_size, device, kv_split) == expected
-    assert not resolve_exact(False, args, tp_size, device, kv_split)
-
-
-def test_attention_sinks_have_no_exact_sums_by_default(folders):
-    args = load_model_args(find_model(str(folders["wide"])))
-    sinks = replace(args, attention_sinks=4)
-    assert not resolve_exact(None, sinks, 2, "cpu", "heads")
+    assert resolve_exact(None, args, tp_size, device) == expected
+    assert not resolve_exact(False, args, tp_size, device)
 
 
 def answers(tp_size: int, quant: str) -> str:

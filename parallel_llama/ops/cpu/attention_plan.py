@@ -5,22 +5,30 @@ queries that are computed together. A recorded decode step reads its queries fro
 addresses of a `DecodeRoom`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from parallel_llama.ops.attention import Plan, Queries, QueryChunk, SeenKeys
-
-# Keys per part of a query: its sequence's positions 0 to 127, 128 to 255, and so on. Threads share
-# the parts of a long query. The prefill kernel uses the same parts, so that the scores of one fit
-# in the L1 cache.
-PART_KEYS = 128
+from parallel_llama.ops.attention import (
+    MAX_QUERIES,
+    Plan,
+    Queries,
+    QueryChunk,
+    QueryParts,
+    SeenKeys,
+    SinkPlan,
+)
+from parallel_llama.plan import PART_KEYS
 
 # Columns of `DecodeBatch.parts`.
 PART_FIELDS = 7
+
+Q = TypeVar("Q")
 
 # The minimum capacity per row: keys, and ranges of slots.
 _LEAST_KEYS, _LEAST_RANGES = 1024, 8
@@ -55,6 +63,16 @@ class DecodeBatch:
     def of(cls, seen: Mapping[int, SeenKeys]) -> "DecodeBatch":
         """Build it from the keys of each row; every row has at least one key."""
         parts, slot_ranges, max_len = _parts_of(seen)
+        return cls.of_parts(parts, slot_ranges, max_len)
+
+    @classmethod
+    def of_parts(
+        cls,
+        parts: Sequence[tuple[int, ...]],
+        slot_ranges: Sequence[tuple[int, int]],
+        max_len: int = PART_KEYS,
+    ) -> "DecodeBatch":
+        """Build it from its rows of `parts` and `slot_ranges`."""
         return cls(
             _int64(parts),
             _int64([len(parts)]),
@@ -78,11 +96,99 @@ class CPUPlan(Plan):
         return cls(tuple(queries.chunks()), DecodeBatch.of(decoded) if decoded else None)
 
 
+# The count of a part that no kernel merges, because others have to be merged with it.
+_UNMERGED = 1 << 30
+
+
+@dataclass(frozen=True)
+class PartTile:
+    """Queries whose keys are in parts that are computed apart, perhaps on several ranks.
+
+    Args:
+        rows: [t] int64, the queries' rows of the batch.
+        batch: The parts on this rank, or None if all parts are on other ranks.
+        n_most: The largest number of parts on a rank.
+        order: [m] int64, the parts by query and position, as indices of the parts of all ranks,
+            which have `n_most` parts each.
+        bounds: [t + 1] int64: the parts bounds[i] to bounds[i + 1] of `order` are those of query i.
+    """
+
+    rows: Tensor
+    batch: DecodeBatch | None
+    n_most: int
+    order: Tensor
+    bounds: Tensor
+
+    @classmethod
+    def of(cls, queries: Sequence[QueryParts], rank: int = 0, n_ranks: int = 1) -> "PartTile":
+        """Build it from some queries, on a rank that has the parts whose slots are known."""
+        every = [part for query in queries for part in query.parts]
+        held: list[list[int]] = [[] for _ in range(n_ranks)]  # indices in `every`
+        # Queries that read the same keys follow each other, so that the keys stay in the cache.
+        for at in sorted(range(len(every)), key=lambda at: every[at].number):
+            other = every[at].other
+            held[rank if other is None else other].append(at)
+        n_most, order = max(map(len, held)), [0] * len(every)
+        for owner, own in enumerate(held):
+            for number, at in enumerate(own):
+                order[at] = owner * n_most + number
+        parts: list[tuple[int, ...]] = []
+        slot_ranges: list[tuple[int, int]] = []
+        for row, _, first_key, slots, _ in (every[at] for at in held[rank]):
+            first = len(slot_ranges)
+            slot_ranges += [(each.start, each.stop) for each in slots]
+            size = sum(each.stop - each.start for each in slots)
+            fields = row, size, first, len(slot_ranges), 0, _UNMERGED, first_key % PART_KEYS
+            parts.append(fields)
+        return cls(
+            _int64([query.row for query in queries]),
+            DecodeBatch.of_parts(parts, slot_ranges) if parts else None,
+            n_most,
+            _int64(order),
+            _int64([*accumulate((len(query.parts) for query in queries), initial=0)]),
+        )
+
+
+@dataclass(frozen=True)
+class CPUSinkPlan(SinkPlan):
+    """The queries, twice in a row: rotated back for the sinks, and as they are for the window.
+
+    `tile` has the parts of the sinks and of the window; a part's row counts the queries that are
+    rotated back first, and then those of the batch.
+    """
+
+    tile: PartTile
+
+    @classmethod
+    def of(cls, window: Queries, sinks: Queries) -> "Iterator[CPUSinkPlan]":
+        """Yields plans of up to MAX_QUERIES queries."""
+        for both in _batched(zip(window.in_parts(), sinks.in_parts(), strict=True)):
+            queries = []
+            for number, (near, far) in enumerate(both):
+                parts = [part._replace(row=number) for part in far.parts]
+                parts += [part._replace(row=len(both) + near.row) for part in near.parts]
+                queries.append(near._replace(parts=parts))
+            tile = PartTile.of(queries)
+            yield cls(tile.rows, [query.position for query in queries], tile)
+
+
+def part_tiles(queries: Queries, rank: int, n_ranks: int) -> Iterator[PartTile]:
+    """Yields tiles of up to MAX_QUERIES queries, on a rank as in `PartTile.of`."""
+    for own in _batched(queries.in_parts()):
+        yield PartTile.of(own, rank, n_ranks)
+
+
+def _batched(queries: Iterable[Q]) -> Iterator[tuple[Q, ...]]:
+    remaining = iter(queries)
+    while batch := tuple(islice(remaining, MAX_QUERIES)):
+        yield batch
+
+
 class DecodeRoom:
     """A `CPUPlan` of decode rows at fixed addresses, which is filled anew for every step.
 
     Args:
-        queries: The first step; later steps have equally many rows, and perhaps more keys.
+        queries: Those of the first step. Later steps have as many rows, and may have more keys.
     """
 
     def __init__(self, queries: Queries) -> None:
@@ -139,7 +245,7 @@ def _parts_of(
 def _in_parts(slices: Sequence[slice], before: int, n_keys: int) -> list[list[tuple[int, int]]]:
     """The slot ranges of each part; a slice may span several parts.
 
-    The first part has `before` keys fewer than PART_KEYS; all parts together have `n_keys`.
+    The first part has room for only PART_KEYS - `before` keys; all parts together have `n_keys`.
 
     >>> _in_parts([slice(9, 12), slice(100, 300)], 0, 203)
     [[(9, 12), (100, 225)], [(225, 300)]]

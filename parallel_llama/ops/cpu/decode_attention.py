@@ -26,7 +26,7 @@ from torch import Tensor
 
 from parallel_llama.ops.attention import Scores
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
-from parallel_llama.ops.cpu.attention_plan import PART_FIELDS, PART_KEYS, DecodeBatch
+from parallel_llama.ops.cpu.attention_plan import PART_FIELDS, DecodeBatch
 from parallel_llama.ops.cpu.ir import (
     LINE_BYTES,
     Lanes,
@@ -46,13 +46,14 @@ from parallel_llama.ops.cpu.ir import (
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
+from parallel_llama.plan import PART_KEYS
 
 _MAX_CHUNK = 4  # queries of a KV head whose outputs are in registers together
-_BLOCK_BYTES = 1 << 13  # of values per block, which the queries of a KV head use one by one
+_BLOCK_BYTES = 1 << 13  # of values per block; each query of a KV head reads the whole block in turn
 # The distance, in blocks of keys or values, from the block that is read to the one prefetched.
 _AHEAD = 2
 # Per result: the largest score, and the sum of exp(score - largest).
-_PARTIAL_FIELDS = 2
+PARTIAL_FIELDS = 2
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class _Shape:
 
     @property
     def block(self) -> int:
-        """Keys per block; all queries of a KV head use its values before the next."""
+        """Keys per block; all queries of a KV head use a block's values before the next block's."""
         return max(1, _BLOCK_BYTES // (self.head_dim * self.lanes.stored.itemsize))
 
     @property
@@ -152,13 +153,29 @@ class DecodeAttentionKernel:
         out: Tensor,
         run: Launcher = at_once,
     ) -> None:
+        self._run(q, k, v, batch, out, run)
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+        """The results of each part of a `PartTile`.
+
+        A result is not yet divided by the sum of its weights; arguments of `MergePartsKernel`.
+
+        Shapes: the results [n_parts, K * G, D]; their largest scores and sums [n_parts, K * G, 2].
+        """
+        results, partials = self._run(q, k, v, batch, q, at_once)
+        n_heads = len(k) * self.heads_per_kv
+        return results.view(-1, n_heads, self.head_dim), partials.view(-1, n_heads, PARTIAL_FIELDS)
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor, run: Launcher
+    ) -> tuple[Tensor, Tensor]:
         n_kv_heads = len(k)
         assert q.shape == out.shape == (len(q), n_kv_heads * self.heads_per_kv, self.head_dim)
         assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
-        # Up to width - 1 scores precede a part's first key. One vector of scores may begin at its
-        # last key, and one of -inf follows.
+        # The row of a part begins with up to width - 1 scores without a key. The last vector of
+        # scores may begin at the part's last key, and a vector of -inf is stored after that key.
         n_keys = min(batch.max_len, PART_KEYS)
         stride = -(-n_keys // self._width) * self._width + 2 * self._width
         n_items = len(batch.parts) * n_kv_heads
@@ -166,7 +183,7 @@ class DecodeAttentionKernel:
         scores = torch.empty(n_threads * self.heads_per_kv * stride, dtype=self.dtype)
         n_results = n_items * self.heads_per_kv
         results = torch.empty(n_results, self.head_dim, dtype=self.dtype)
-        partials = torch.empty(n_results, _PARTIAL_FIELDS, dtype=self.dtype)
+        partials = torch.empty(n_results, PARTIAL_FIELDS, dtype=self.dtype)
         arguments = _Arguments(
             taken=batch.taken.data_ptr(), done=batch.done.data_ptr(),
             n_parts=batch.n_parts.data_ptr(), n_kv_heads=n_kv_heads, parts=batch.parts.data_ptr(),
@@ -176,6 +193,7 @@ class DecodeAttentionKernel:
             scores_stride=stride, results=results.data_ptr(), partials=partials.data_ptr(),
         )  # fmt: skip
         run(self._program, n_threads, arguments)
+        return results, partials
 
 
 @cache
@@ -225,7 +243,7 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
         with _blocks(*seen, lanes.width, start) as block:
             _score(shape, scaled, args.k + head * args.k_stride, own, stride, block, spare)
         with loop(b, 0, heads_per_kv) as query:
-            own_partial = partials + (item * heads_per_kv + query) * _PARTIAL_FIELDS
+            own_partial = partials + (item * heads_per_kv + query) * PARTIAL_FIELDS
             _weigh(lanes, own + query * stride, start + n_keys, own_partial)
         own_out = args.out + row * args.out_stride
         result = where(count > 1, results + item * group_size, own_out + group)
@@ -235,7 +253,7 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
             values = args.v + head * args.v_stride
             _add_values(shape, result, values, own, stride, block, spare)
         with when(count < 2), loop(b, 0, heads_per_kv) as query:
-            total = partials[(item * heads_per_kv + query) * _PARTIAL_FIELDS + 1]
+            total = partials[(item * heads_per_kv + query) * PARTIAL_FIELDS + 1]
             _divide(shape, result + query * shape.head_dim, total)
         with when(count > 1):
             first_part, n_queries = part - number, n_kv_heads * heads_per_kv
@@ -244,9 +262,9 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
                 args.done[first_part] = count.like(0)
                 with loop(b, 0, n_queries) as query:
                     at = first_part * n_queries + query
-                    own_results = results + at * shape.head_dim, partials + at * _PARTIAL_FIELDS
+                    own_results = results + at * shape.head_dim, partials + at * PARTIAL_FIELDS
                     own_query = own_out + query * shape.head_dim
-                    _merge(shape, own_query, *own_results, count, n_queries)
+                    merge(lanes, shape.head_dim, own_query, *own_results, count, n_queries)
 
 
 @dataclass(frozen=True)
@@ -319,7 +337,7 @@ def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) 
 
 
 def _readable(shape: _Shape, keys: Value, n_keys: Value, spare: Value) -> Value:
-    """W keys; if fewer are left, a copy, since memory may end after the last key."""
+    """The address of W keys: a copy if fewer are left, since memory may end after the last."""
     are_few = n_keys < shape.lanes.width
     with when(are_few, likely=False):
         copy(spare, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))
@@ -363,7 +381,7 @@ def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
 
 
 def _weigh(lanes: Lanes, row: Value, n: Value, own_partial: Value) -> None:
-    """row = exp(row - max(row)) for n numbers; overwrites a vector after them.
+    """row = exp(row - max(row)) for n numbers; overwrites one vector of memory after these numbers.
 
     Stores the maximum and the sum of the results at `own_partial`.
     """
@@ -388,20 +406,26 @@ def _divide(shape: _Shape, result: Value, total: Value) -> None:
         shape.lanes.store(result + i, shape.lanes.load(result + i) * inverse)
 
 
-def _merge(
-    shape: _Shape, out: Value, results: Value, partials: Value, n: Value, step: Value
+def merge(
+    lanes: Lanes,
+    head_dim: int,
+    out: Value,
+    results: Value,
+    partials: Value,
+    n: Value,
+    step: Value,
 ) -> None:
     """out = the merged results of a query's n parts.
 
     The results of a query are `step` results apart. Overwrites each part's partial with two
-    factors: of the results before it, and of its result.
+    factors: one for the merged results of the earlier parts, and one for the part's own result.
     """
-    lanes, b = shape.lanes, out.b
+    b = out.b
 
     def partial_at(part: Value) -> Value:
-        return partials + part * step * _PARTIAL_FIELDS
+        return partials + part * step * PARTIAL_FIELDS
 
-    largest, total = (Variable(lanes.splat(partials[i])) for i in range(_PARTIAL_FIELDS))
+    largest, total = (Variable(lanes.splat(partials[i])) for i in range(PARTIAL_FIELDS))
     with loop(b, 1, n) as part:
         own_partial, before = partial_at(part), largest.value
         own = lanes.splat(own_partial[0])
@@ -411,11 +435,11 @@ def _merge(
         for number, factor in enumerate(factors):
             own_partial[number] = lanes.reduce(larger, factor)  # all lanes have the same
     inverse = 1 / total.value
-    with loop(b, 0, shape.head_dim, lanes.width) as i:
+    with loop(b, 0, head_dim, lanes.width) as i:
         value = Variable(lanes.load(results + i))
         with loop(b, 1, n) as part:
-            before, factor = (lanes.splat(partial_at(part)[i]) for i in range(_PARTIAL_FIELDS))
-            own = lanes.load(results + part * step * shape.head_dim + i)
+            before, factor = (lanes.splat(partial_at(part)[i]) for i in range(PARTIAL_FIELDS))
+            own = lanes.load(results + part * step * head_dim + i)
             value.value = fma(own, factor, value.value * before)
         lanes.store(out + i, value.value * inverse)
 

@@ -241,6 +241,7 @@ def _sources() -> tuple[Path, ...]:
     return (
         *sorted((*kernels.glob("*.py"), *kernels.parent.glob("*.py"))),
         package / "dtypes.py",
+        package / "plan.py",
         *(package / "parallel" / name for name in exchanges),
     )
 

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from parallel_llama.ops.attention import NO_WINDOW, QueryChunk, Scores
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
-from parallel_llama.ops.cpu.attention_plan import PART_KEYS
 from parallel_llama.ops.cpu.ir import (
     I64,
     LINE_BYTES,
@@ -55,6 +54,7 @@ from parallel_llama.ops.cpu.ir import (
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
+from parallel_llama.plan import PART_KEYS
 
 _VECTORS = 3  # of columns in a block
 _KEYS = 2  # keys that are scored together; their partial sums fit the registers
@@ -485,7 +485,7 @@ class _VectorProducts:
                 lanes.store(block.scores + t * shape.n_columns + at * lanes.width, total)
 
     def _dots(self, keys: list[Value], lane: int, apart: int) -> list[Value]:
-        """Products of keys with all columns, over every `apart`-th number of a head from `lane` on.
+        """Dot products of keys with all columns, over dimensions `lane`, `lane + apart`, ... only.
 
         The order of summation is that of `decode_attention`, whose lanes are added up by halves.
         """
