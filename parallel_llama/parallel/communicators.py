@@ -442,7 +442,7 @@ def _never_came(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
     elif missing:
         who = f"rank {listed_ranks(missing)} of {env.size} never joined"
     else:
-        who = f"all {env.size} ranks have joined, but one rank stopped answering"
+        who = f"all {env.size} ranks have joined, but at least one rank did not answer"
     unseen = f", or has another {SECRET_FILE}" if SECRET_FILE in os.environ else ""
     return (
         f"{who} within {timeouts.start_s:g} s; check its output, and whether it was started"

@@ -231,7 +231,8 @@ def beyond_ctrl_c() -> dict[str, Any]:
 
     Linux schedules each session as a group, and compares priorities of threads only inside it. So
     the process gets its own process group but stays in this session: there, the threads of a step
-    take precedence over a server's low-priority threads.
+    take precedence over a server's low-priority threads. Before Python 3.11 it gets its own session
+    instead.
     Source: sched(7), "The autogroup feature".
     """
     if sys.version_info >= (3, 11):
@@ -240,7 +241,7 @@ def beyond_ctrl_c() -> dict[str, Any]:
 
 
 def write_in_background() -> None:
-    """Lets this process write to the terminal from the background, where `stty tostop` stops it."""
+    """Lets this process write to the terminal from the background, even under `stty tostop`."""
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 

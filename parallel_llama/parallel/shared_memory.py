@@ -76,7 +76,7 @@ SHARED_SUM_BYTES = 1 << 16
 # Cells of 8 bytes in a rank's line of the header: two cache lines, fetched as a pair.
 LINE = 16
 # Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots. EXCHANGE
-# counts finished exchanges, and only its own rank reads it.
+# counts finished exchanges; other ranks read it only for the report of a failure.
 SIGNATURE, _KEEPALIVES, EXCHANGE = 1, 3, 5
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 

@@ -47,8 +47,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     A connection is admitted by its first request that passes `Access`, except health checks. It
     keeps its slot until it closes, or its client stops reading while another connection needs a
-    slot. Connections that are not admitted share the remaining slots, at least MAX_OTHERS; if all
-    are taken, the oldest such connection is closed for a new one. So neither silent clients nor
+    slot. Connections that are not admitted share the remaining slots, at least `max_others()`; if
+    all are taken, the oldest such connection is closed for a new one. So neither silent clients nor
     clients without a key can lock out health checks and clients with a key.
 
     Each request has its own parser, which receives no byte of the next request, so that one request
@@ -80,8 +80,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def admit(self) -> bool:
         """Admits the connection; False if no slot is free.
 
-        If all slots are taken, closes the connection that has not been read from for longest, if
-        that is more than UNREAD_LIMIT_S.
+        If all slots are taken, closes the connection whose client has not read for longest, if that
+        is more than UNREAD_LIMIT_S.
         """
         if not self._is_admitted:
             admitted = [each for each in self._every() if each._is_admitted]

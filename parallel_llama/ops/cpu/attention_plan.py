@@ -46,10 +46,10 @@ class DecodeBatch:
         n_parts: [1] int64, the number of parts in use.
         slot_ranges: [m, 2] int64, the first slot and the last + 1 of each range of keys.
         max_len: The largest number of keys of a row.
-        taken: [1] int64, the number of parts that a kernel's threads have taken; 0 while no kernel
-            runs.
-        done: [room] int64, at each row's first part the number of its parts that are done; 0 while
-            no kernel runs.
+        taken: [1] int64, the number of pairs of a part and a KV head that a kernel's threads have
+            taken; 0 while no kernel runs.
+        done: [room] int64, at each row's first part the number of the row's results that are done,
+            one for each part and KV head; 0 while no kernel runs.
     """
 
     parts: Tensor
@@ -96,7 +96,8 @@ class CPUPlan(Plan):
         return cls(tuple(queries.chunks()), DecodeBatch.of(decoded) if decoded else None)
 
 
-# The count of a part that no kernel merges, because others have to be merged with it.
+# Stands for a row's number of parts where the attention kernel must not merge them:
+# `MergePartsKernel` merges them later, with parts of other rows or other ranks.
 _UNMERGED = 1 << 30
 
 
@@ -151,10 +152,10 @@ class PartTile:
 
 @dataclass(frozen=True)
 class CPUSinkPlan(SinkPlan):
-    """The queries, twice in a row: rotated back for the sinks, and as they are for the window.
+    """The queries in two versions: rotated back for the sinks, and as they are for the window.
 
-    `tile` has the parts of the sinks and of the window; a part's row counts the queries that are
-    rotated back first, and then those of the batch.
+    `tile` has the parts of the sinks and of the window. Their row numbers count the plan's rotated
+    queries first, and then the rows of the batch.
     """
 
     tile: PartTile

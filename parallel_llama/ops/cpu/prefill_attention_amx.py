@@ -55,7 +55,7 @@ from parallel_llama.ops.cpu.prefill_attention import (
 )
 from parallel_llama.ops.cpu.vector_math import to_bfloat16
 
-_SIDE = 16  # rows of a tile, and its columns, keys or numbers
+_SIDE = 16  # rows of a tile; the columns, keys or numbers along one side of it
 _DEPTH = 2 * _SIDE  # numbers that a product of two tiles sums over
 _VECTORS = 2  # of columns in a block
 _TILE = 128  # keys of a tile of the softmax
@@ -238,7 +238,9 @@ class _TileProducts:
     ) -> None:
         """out = rows @ a block's columns, in steps that sum over 32 numbers.
 
-        Shapes: rows [32, n_steps * 32], where a step's tiles have rows of `row_bytes`; out [32, C].
+        The rows of a step's tiles are `row_bytes` apart in memory, and the steps `step_bytes`.
+
+        Shapes: rows [32, n_steps * 32]; out [32, C].
         """
         b, totals, of_rows, of_pairs = rows.b, [0, 1, 2, 3], [4, 5], [6, 7]
         in_out, in_rows, in_pairs = (
