@@ -19,6 +19,7 @@ from parallel_llama.cli.model import (
     NPROC,
     RANDOM_WEIGHTS,
     RANKS,
+    SECRET_FILE,
     START_TIMEOUT,
     TIMEOUT,
     check_model,
@@ -267,7 +268,7 @@ VERB = Verb(
     "[MODEL] [flags]",
     (
         MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, JSON, *RANKS, RANDOM_WEIGHTS,
-        TIMEOUT, START_TIMEOUT, LOG_DIR,
+        TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
     ),
     "parallel-llama bench --nproc 2",
     prepare,

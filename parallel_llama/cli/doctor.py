@@ -109,7 +109,7 @@ VERB = Verb(
     "doctor",
     "Checks this machine and the ranks on it, and says what cures each fault.",
     "[--nproc N] [--model PATH_OR_NAME] [--json]",
-    (NPROC, MODEL, model.TIMEOUT, model.START_TIMEOUT, JSON),
+    (NPROC, MODEL, model.TIMEOUT, model.START_TIMEOUT, model.SECRET_FILE, JSON),
     "parallel-llama doctor --nproc 2",
     prepare,
 )

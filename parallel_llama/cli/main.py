@@ -11,12 +11,12 @@ import fire
 
 from parallel_llama.cli import arguments
 from parallel_llama.cli.arguments import HelpRequested, Job, Verb, parse_flags
-from parallel_llama.cli.model import LOG_DIR
+from parallel_llama.cli.model import LOG_DIR, SECRET_FILE
 from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.parallel.failures import DONE, WRONG_USE, exit_code
 from parallel_llama.parallel.launch import run_ranks, threads_per_rank
-from parallel_llama.parallel.rank_env import is_started_as_rank
+from parallel_llama.parallel.rank_env import is_started_as_rank, use_secret_file
 
 # Each is a module of this package, imported only when it is called.
 VERBS = (
@@ -75,6 +75,9 @@ def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
     flags, and report unknown flags only after the work.
     """
     flags = parse_flags(verb, argv)
+    secret_file = flags[SECRET_FILE]
+    if secret_file is not None:
+        use_secret_file(secret_file)
     commands = {verb.name: lambda: verb.prepare(flags)}
     job = fire.Fire(commands, [verb.name], name="parallel-llama", serialize=lambda _: None)
     assert isinstance(job, Job)

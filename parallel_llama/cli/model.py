@@ -122,6 +122,11 @@ LOG_DIR: Flag[str | None] = Flag(
     "log-dir", "where a folder with the stacks of all ranks is made after a failure",
     filled_text, "FOLDER", default_text="the folder of temporary files", subject="ranks",
 )  # fmt: skip
+SECRET_FILE: Flag[str | None] = Flag(
+    "secret-file",
+    "file with a secret of at least 32 bytes, the same for all ranks; for ranks that torchrun, "
+    "srun or mpirun starts", filled_text, "FILE", default_text="no secret", subject="ranks",
+)  # fmt: skip
 ELASTIC: Flag[bool] = Flag(
     "elastic", "after the loss of a rank above 0, go on with the others, continue all requests, "
     "and replace the rank; for CPU ranks that this command starts", subject="ranks",
@@ -135,7 +140,7 @@ RANKS: tuple[Flag[Any], ...] = (
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (
-    RANDOM_WEIGHTS, VERIFY, INTEGRITY_CHECK, TIMEOUT, START_TIMEOUT, LOG_DIR,
+    RANDOM_WEIGHTS, VERIFY, INTEGRITY_CHECK, TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
 )  # fmt: skip
 # Flags with the names of LLMConfig's fields.
 _SETTINGS: tuple[Flag[Any], ...] = (

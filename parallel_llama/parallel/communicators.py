@@ -443,7 +443,7 @@ def _never_came(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
         who = f"rank {listed_ranks(missing)} of {env.size} never joined"
     else:
         who = f"all {env.size} ranks have joined, but at least one rank did not answer"
-    unseen = f", or has another {SECRET_FILE}" if SECRET_FILE in os.environ else ""
+    unseen = ", or has another secret file" if SECRET_FILE in os.environ else ""
     return (
         f"{who} within {timeouts.start_s:g} s; check its output, and whether it was started"
         f"{unseen} (--start-timeout waits longer)"

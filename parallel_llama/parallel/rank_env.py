@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from parallel_llama.errors import UsageError
@@ -188,10 +189,23 @@ def _secret() -> bytes:
     secret = read_private(expanded(path), _MAX_SECRET_BYTES).strip()
     if len(secret) < SECRET_BYTES:
         raise UsageError(
-            f"{SECRET_FILE}={path} has {len(secret)} bytes; use {SECRET_BYTES} to "
+            f"secret file {path} has {len(secret)} bytes; use {SECRET_BYTES} to "
             f"{_MAX_SECRET_BYTES} random ones, such as: openssl rand -hex 32"
         )
     return secret
+
+
+def use_secret_file(path: str) -> None:
+    """Read the secret of the run from this file, here and in all processes that this one starts.
+
+    Raises: UsageError if no launcher has started this process as a rank.
+    """
+    if not is_started_as_rank():
+        raise UsageError(
+            f"--secret-file {path}: ranks that this command starts have a secret of their own; the "
+            "flag is for ranks that torchrun, srun or mpirun starts, so drop it"
+        )
+    os.environ[SECRET_FILE] = str(Path(expanded(path)).absolute())
 
 
 def is_started_as_rank() -> bool:

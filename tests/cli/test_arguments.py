@@ -484,6 +484,11 @@ def test_torchrun_decides_the_number_of_ranks(monkeypatch):
         rank_count(None)
 
 
+def test_a_secret_file_is_for_ranks_of_another_launcher(capsys):
+    assert command_line.main(["generate", "--secret-file", "secret", "--prompt", "a"]) == 2
+    assert "ranks that this command starts have a secret of their own" in capsys.readouterr().err
+
+
 def test_without_torchrun_the_flag_decides(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)

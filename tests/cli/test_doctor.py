@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jsonschema
@@ -53,6 +54,28 @@ def test_a_rank_that_is_stopped_is_named_and_the_report_is_a_table():
     assert not psutil.pid_exists(ranks[1].pid)
 
 
+def by_hand(folders: Sequence[Path], *flags: Sequence[str]) -> list[tuple[int, str, str]]:
+    """The exit code, stdout and stderr of doctor on ranks with sources and flags of their own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank, folder in enumerate(folders):
+        env = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(folder),
+        }  # fmt: skip
+        own = flags[rank] if flags else ()
+        command = [sys.executable, "-m", "parallel_llama", "doctor", "--json", *own]
+        pipe = subprocess.PIPE
+        processes.append(
+            subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+        )
+    printed = [process.communicate(timeout=LIMIT_S) for process in processes]
+    return [(each.returncode, *own) for each, own in zip(processes, printed, strict=True)]
+
+
 def test_ranks_of_another_launcher_are_compared(tmp_path):
     """By hand, as torchrun starts them; one runs another source of the package."""
     other = tmp_path / "parallel_llama"
@@ -60,25 +83,23 @@ def test_ranks_of_another_launcher_are_compared(tmp_path):
     for path in (ROOT / "parallel_llama").iterdir():
         (other / path.name).symlink_to(path)
     (other / "lm_eval.py").unlink()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank, folder in enumerate((ROOT, tmp_path)):
-        env = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(folder),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "parallel_llama", "doctor", "--json"]
-        processes.append(
-            subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
-        )
-    printed = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    assert printed[1] == "" and processes[0].returncode == 1
-    checks = {check["id"]: check for check in json.loads(printed[0])["checks"]}
+    (code, printed, _), (_, nothing, _) = by_hand([ROOT, tmp_path])
+    assert nothing == "" and code == 1
+    checks = {check["id"]: check for check in json.loads(printed)["checks"]}
     assert "source of parallel_llama: rank 1 has" in checks["versions"]["seen"]
     assert checks["arithmetic"]["status"] == "skip" and "versions" in checks["arithmetic"]["seen"]
+
+
+@pytest.mark.parametrize("others", ["s" * 64, "t" * 64], ids=["same", "different"])
+def test_ranks_of_another_launcher_meet_by_a_secret_file(tmp_path, others):
+    flags = []
+    for rank, secret in enumerate(("s" * 64, others)):
+        (tmp_path / f"{rank}").write_text(secret)
+        (tmp_path / f"{rank}").chmod(0o600)
+        flags.append(["--secret-file", str(tmp_path / f"{rank}"), "--start-timeout=8"])
+    (_, printed, errors), _ = by_hand([ROOT, ROOT], *flags)
+    have_met = "secret" not in errors + printed
+    assert have_met == (others == "s" * 64), errors + printed
 
 
 @pytest.mark.parametrize("name", ["generate", "serve"])
