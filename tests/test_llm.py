@@ -158,6 +158,19 @@ def test_an_llm_starts_its_other_ranks_and_ends_them(model, llm, name, tp_size):
     assert (torch.get_num_threads(), dict(os.environ)) == (n_threads, environment)
 
 
+def test_ranks_get_shares_in_proportion_to_their_memory(model, llm):
+    expected = llm.generate(["Hello", [5, 6, 7]], PARAMS)
+    with LLM(str(model), dtype="float64", memory=(1, 3, 2)) as uneven:
+        assert uneven.tp_size == 3
+        assert uneven.ranks.setup.plan == make_plan(uneven.args, 3, (1, 3, 2), exact=True)
+        small, large, middle = uneven.statistics.weight_bytes
+        assert small < middle < large
+        found = uneven.generate(["Hello", [5, 6, 7]], PARAMS)
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    with pytest.raises(UsageError, match="memory has 3 sizes for 2 ranks"):
+        LLM(str(model), tp_size=2, memory=(1, 3, 2))
+
+
 @pytest.mark.parametrize(
     ("tp_size", "says"),
     [(0, "from 1 to 1024"), (-1, "from 1 to 1024"), ("2", "from 1 to 1024"), (10, "use 1 to 9")],

@@ -15,6 +15,7 @@ from parallel_llama.cli.model import (
     EXACT,
     KV_SPLIT,
     LOG_DIR,
+    MEMORY,
     MODEL,
     NPROC,
     RANDOM_WEIGHTS,
@@ -268,7 +269,7 @@ VERB = Verb(
     "[MODEL] [flags]",
     (
         MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, JSON, *RANKS, RANDOM_WEIGHTS,
-        TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
+        MEMORY, TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
     ),
     "parallel-llama bench --nproc 2",
     prepare,

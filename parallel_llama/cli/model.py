@@ -1,5 +1,6 @@
 """Flags of the model that a command runs, and its checks before torch is loaded."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import Flag, Flags
@@ -12,6 +13,7 @@ from parallel_llama.cli.parsers import (
     number,
     one_of,
     quant_name,
+    rank_sizes,
     token_count,
     whole,
 )
@@ -122,6 +124,11 @@ LOG_DIR: Flag[str | None] = Flag(
     "log-dir", "where a folder with the stacks of all ranks is made after a failure",
     filled_text, "FOLDER", default_text="the folder of temporary files", subject="ranks",
 )  # fmt: skip
+MEMORY: Flag[list[int] | None] = Flag(
+    "memory",
+    "memory of each rank in GiB, such as 32,32,16 or 32x2,16: ranks get shares of the model in "
+    "proportion", rank_sizes, "SIZES", default_text="equal shares", subject="ranks",
+)  # fmt: skip
 SECRET_FILE: Flag[str | None] = Flag(
     "secret-file",
     "file with a secret of at least 32 bytes, the same for all ranks; for ranks that torchrun, "
@@ -140,11 +147,11 @@ RANKS: tuple[Flag[Any], ...] = (
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (
-    RANDOM_WEIGHTS, VERIFY, INTEGRITY_CHECK, TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
+    RANDOM_WEIGHTS, VERIFY, MEMORY, INTEGRITY_CHECK, TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
 )  # fmt: skip
 # Flags with the names of LLMConfig's fields.
 _SETTINGS: tuple[Flag[Any], ...] = (
-    MODEL, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
+    MODEL, MEMORY, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
     KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE, INTEGRITY_CHECK, LOG_DIR, ELASTIC,
     SPARES,
 )  # fmt: skip
@@ -166,14 +173,14 @@ def in_dtypes(dtype: str, quant: str, kv_cache_dtype: str) -> str:
     return weights if kv_cache_dtype == weights else f"{weights}, KV cache in {kv_cache_dtype}"
 
 
-def rank_count(nproc: int | None) -> int:
-    """The number of ranks that a command runs on.
+def rank_count(nproc: int | None, memory: Sequence[int] | None = None) -> int:
+    """The number of ranks that a command runs on: --nproc, or as many as --memory has sizes.
 
     Raises: UsageError if --nproc contradicts torchrun, or torchrun's variables are inconsistent.
     """
     _, size = world()
     if not is_started_as_rank():
-        return nproc or 1
+        return nproc or len(memory or (1,))
     if nproc is not None and nproc != size:
         raise UsageError(
             f"--nproc {nproc} inside {launcher_name()}, which started {size} ranks; omit --nproc"
@@ -210,9 +217,10 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     if flags[RANDOM_WEIGHTS] is None:
         files.require_weights()
     args = load_model_args(files, _count_vocab)
-    n_ranks = rank_count(flags[NPROC])
+    memory = flags[MEMORY]
+    n_ranks = rank_count(flags[NPROC], memory)
     require_spares(flags[SPARES], n_ranks)
-    make_plan(args, n_ranks, kv_split=flags[KV_SPLIT], exact=bool(flags[EXACT]))
+    make_plan(args, n_ranks, memory, kv_split=flags[KV_SPLIT], exact=bool(flags[EXACT]))
     inputs = InputProcessor(
         files,
         args,

@@ -245,6 +245,12 @@ def memory_sizes(text: str) -> int | list[int]:
     return sizes
 
 
+def rank_sizes(text: str) -> list[int]:
+    """Bytes of each rank, as in `memory_sizes`; one size is that of a single rank."""
+    sizes = memory_sizes(text)
+    return [sizes] if isinstance(sizes, int) else sizes
+
+
 def card_sizes(text: str) -> int | list[int]:
     """Bytes of each GPU: one number for all GPUs, or a list if counts or several GPUs are given.
 

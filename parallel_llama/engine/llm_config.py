@@ -49,6 +49,7 @@ class Settings(TypedDict, total=False):
     """The fields of `LLMConfig` without `model`: the keyword arguments of LLM, typed."""
 
     tp_size: int | None
+    memory: tuple[float, ...] | None
     dtype: str | None
     quant: str | None
     device: str
@@ -78,7 +79,10 @@ class LLMConfig:
 
     Args:
         model: a model folder, a .gguf file, or the name of a model.
-        tp_size: number of ranks. By default as many as torchrun has started, else 1.
+        tp_size: number of ranks. By default as many as torchrun has started or `memory` has
+            numbers, else 1.
+        memory: the memory of each rank in any unit: ranks get shares of the model in proportion.
+            By default equal shares.
         dtype: float32, bfloat16, float16 or float64. By default bfloat16 on CUDA, and
             on the CPU the dtype that the files state, or float32. The CPU keeps weights in 16 bits
             and computes in float32.
@@ -120,6 +124,7 @@ class LLMConfig:
 
     model: str = "smollm2"
     tp_size: int | None = None
+    memory: tuple[float, ...] | None = None
     dtype: str | None = None
     quant: str | None = None
     device: str = "auto"
@@ -152,6 +157,16 @@ class LLMConfig:
             require_elastic(self.device, self.kv_split, self.slice_of)
         elif self.spares:
             raise UsageError(f"spares={self.spares!r} without elastic: use both, or drop spares")
+        if self.memory is not None:
+            try:
+                object.__setattr__(self, "memory", tuple(map(float, self.memory)))
+            except (TypeError, ValueError):
+                raise UsageError(f"memory={self.memory!r}: use one number per rank") from None
+            if self.elastic:
+                raise UsageError(
+                    "elastic and memory cannot be combined: after a loss the others get equal "
+                    "shares; drop one"
+                )
         # The fields are frozen. Ranks compare their text, so each must have one type.
         for name in ("seed", "random_weights", "max_drafts", "spares"):
             if (value := getattr(self, name)) is not None:

@@ -46,7 +46,8 @@ class ModelSetup:
     """
 
     def __init__(self, config: LLMConfig, inputs: InputProcessor | None = None) -> None:
-        self.size = resolve_size(config.tp_size)
+        by_memory = config.tp_size is None and config.memory is not None
+        self.size = resolve_size(len(config.memory or ()) if by_memory else config.tp_size)
         slice_of, has_files = config.slice_of, config.random_weights is None
         _require_alone(slice_of, self.size)
         if config.verify:
@@ -100,6 +101,7 @@ class ModelSetup:
         plan = make_plan(
             self.args,
             n_shards,
+            self.config.memory,
             quant_group_size=self.precision.quant_group_size,
             kv_split=self.config.kv_split,
             exact=self.exact,

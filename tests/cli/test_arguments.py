@@ -493,6 +493,13 @@ def test_without_torchrun_the_flag_decides(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert (rank_count(None), rank_count(4)) == (1, 4)
+    assert (rank_count(None, [2, 1]), rank_count(4, [2, 1])) == (2, 4)
+
+
+def test_shares_of_memory_need_one_size_for_each_rank(capsys):
+    argv = ["generate", "--prompt", "a", "--nproc", "3", "--memory", "32x2"]
+    assert command_line.main(argv) == 2
+    assert "memory has 2 sizes for 3 ranks; give one per rank" in capsys.readouterr().err
 
 
 def plan_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:

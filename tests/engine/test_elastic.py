@@ -203,6 +203,7 @@ def test_weights_that_a_rank_holds_are_copied_and_the_others_are_read(
     [
         ({"elastic": True, "device": "cuda"}, "elastic and device=cuda cannot be combined"),
         ({"elastic": True, "kv_split": "sequence"}, "elastic and kv_split='sequence' cannot"),
+        ({"elastic": True, "memory": (1, 2)}, "elastic and memory cannot be combined"),
         ({"spares": 1}, "spares=1 without elastic"),
         ({"elastic": True, "spares": -1}, "spares=-1: use a whole number"),
     ],

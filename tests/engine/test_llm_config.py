@@ -1,5 +1,5 @@
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_type_hints
 
 import pytest
@@ -11,6 +11,7 @@ from parallel_llama.errors import UsageError
 
 def test_settings_reach_other_processes_unchanged():
     config = LLMConfig("model", dtype="float64", seed=2**70, slice_of=(1, 3), timeout_s=200)
+    config = replace(config, memory=(2, 1, 1))
     line = json.dumps(config.to_json()).encode()
     assert LLMConfig.from_json(line) == config
     assert LLMConfig.from_json(line).facts() == config.facts()
@@ -33,6 +34,7 @@ def test_a_slice_is_a_rank_of_its_ranks(slice_of):
     [
         ({"kv_split": "tokens"}, "kv_split='tokens': use heads or sequence"),
         ({"exact": "yes"}, "exact='yes': use True, False or None"),
+        ({"memory": "large"}, "memory='large': use one number per rank"),
         ({"max_drafts": -1}, "max_drafts=-1: use a whole number of at least 0"),
         ({"seed": "one"}, "seed='one': use a whole number of at least 0"),
         ({"random_weights": 0.5}, r"random_weights=0\.5: use a whole number"),
