@@ -161,11 +161,13 @@ def test_a_cache_of_the_bytes_that_plan_names_holds_the_sequences(capsys, argv):
     found = plan(capsys, *argv, "--device", "cpu", "--batch", "3", "--max-seq-len", "1001")
     args = load_model_args(find_model("smollm2"))
     split: Any = "sequence" if "sequence" in argv else "heads"
-    cut = make_plan(args, found["tp_size"], kv_split=split)
+    cut = make_plan(args, found["tp_size"], kv_split=split, exact=found["exact"])
     for n_bytes, n_requests in ((found["kv_cache_bytes"], 3), (found["kv_cache_bytes"] - 1, 2)):
         form = KVFormat("float32")
         sized = [
-            CacheSize(args, replace(cut, shards=(shard,)), form, 16, n_bytes, 1001)
+            CacheSize(
+                args, replace(cut, shards=(shard,)), form, shard.block_size(16), n_bytes, 1001
+            )
             for shard in cut.shards
         ]
         held = [each.agree(Solo(), DeviceMemory(1 << 40)) for each in sized]

@@ -1,0 +1,119 @@
+"""The files in launch/ that start ranks on a cluster and a server at boot."""
+
+import configparser
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+from served import Served
+from tiny_folder import write_chat_folder
+
+LIMIT_S = 120
+# Starts three tasks on one node as srun does, in place of the command in "$@" after the options.
+SRUN = """#!/usr/bin/env bash
+[ "$1" = --kill-on-bad-exit=1 ] && shift
+for rank in 0 1 2; do
+    SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=3 \\
+        SLURM_NTASKS=3 SLURM_STEP_TASKS_PER_NODE=3 "$@" &
+done
+code=0
+for rank in 0 1 2; do wait -n || code=$?; done
+exit $code
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$*" = "show hostnames node[1-2]" ] && printf '%s\\n' 127.0.0.1 127.0.0.2
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("launch") / "model")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """The environment of a batch job, with stand-ins for the programs that it calls."""
+    program = f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} -m parallel_llama "$@"\n'
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("parallel-llama", program)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "home").mkdir()
+    return os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path / "home"),
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_CPUS_PER_TASK": "1", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+
+
+def batch(cluster: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
+    script = ["bash", str(ROOT / "launch" / "slurm.sh"), *argv]
+    done = subprocess.run(script, env=cluster, capture_output=True, text=True, timeout=LIMIT_S)
+    assert not list((Path(cluster["HOME"])).glob(".parallel-llama-secret*"))
+    return done
+
+
+def test_a_slurm_job_gives_the_answer_of_one_rank(cluster, model):
+    argv = ["generate", "--model", str(model), "--prompt", "ab", "--max-tokens=8", "--json"]
+    seeded = [*argv, "--seed=1", "--dtype=float64"]
+    alone = subprocess.run(
+        [sys.executable, "-m", "parallel_llama", *seeded], cwd=ROOT, capture_output=True, text=True
+    )
+    together = batch(cluster, *seeded)
+    assert together.returncode == 0, together.stderr
+    assert "3 ranks" in together.stderr
+    assert json.loads(together.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
+
+
+def test_a_slurm_job_fails_as_its_command_does(cluster):
+    done = batch(cluster, "generate", "--model", "/no/such/model", "--prompt", "a")
+    assert done.returncode == 2 and "/no/such/model" in done.stderr
+
+
+def unit() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(interpolation=None, delimiters="=")
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(ROOT / "launch" / "parallel-llama.service")
+    return parser
+
+
+def test_the_unit_serves_with_keys_and_ends_at_sigterm(model, tmp_path):
+    program, *argv = shlex.split(unit()["Service"]["ExecStart"])
+    (tmp_path / "keys").write_text("secret-key-of-a-test\n")
+    (tmp_path / "keys").chmod(0o600)
+    places = {"${CREDENTIALS_DIRECTORY}": str(tmp_path), "/srv/model": str(model), "8000": "0"}
+    for place, own in places.items():
+        argv = [each.replace(place, own) for each in argv]
+    assert program.endswith("/bin/parallel-llama")
+    with Served(command=[sys.executable, "-m", "parallel_llama", *argv]) as served:
+        wanted = urllib.request.Request(f"{served.url}/v1/models")
+        wanted.add_header("Authorization", "Bearer secret-key-of-a-test")
+        with urllib.request.urlopen(wanted, timeout=LIMIT_S) as answer:
+            assert json.load(answer)["data"]
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(LIMIT_S) == 0
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_accepts_the_unit(tmp_path):
+    text = (ROOT / "launch" / "parallel-llama.service").read_text()
+    text = text.replace("/opt/parallel-llama/bin/parallel-llama", "/bin/true")
+    own = tmp_path / "parallel-llama.service"
+    own.write_text(text)
+    assert verify(["systemd-analyze", "verify", str(own)]) == ""
+    own.write_text(text.replace("KillMode=mixed", "KillMode=mixture"))
+    assert "kill mode" in verify(["systemd-analyze", "verify", str(own)])
+
+
+def verify(command: Sequence[str]) -> str:
+    """What a checker says about its own file."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    return "\n".join(line for line in done.stderr.splitlines() if "parallel-llama.service" in line)
