@@ -1,7 +1,7 @@
 """Reads Hugging Face folders: one file or an index of several, safetensors or torch's own."""
 
 from collections.abc import Collection, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
 from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, read_packed
+from parallel_llama.checkpoint.scaled import TYPES, ScaledMatrix
 from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged, read_header
-from parallel_llama.config.quantised import hf_packing, packed_weights
+from parallel_llama.config.quantised import Packing, hf_packing, packed_weights
+from parallel_llama.config.scaled import BYTE_DTYPES, MARKS, UNUSED, Schemes, scaled_weights
 from parallel_llama.dtypes import STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families import family_of, stored_slices
@@ -25,12 +27,12 @@ from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix, joined
 
 # Suffixes of tensors of GPTQ, AWQ, bitsandbytes and fp8 checkpoints.
-_QUANTISED = (".qweight", ".qzeros", ".absmax", ".weight_scale", ".weight_scale_inv")
+_QUANTISED = (".qweight", ".qzeros", ".absmax", *(f".{mark}" for mark in MARKS))
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
 
 
 class HFFolder(TensorFiles):
-    """The tensors of an HF folder; a matrix quantised by GPTQ or AWQ has several.
+    """The tensors of an HF folder; a quantised matrix has several.
 
     Raises: CheckpointError if a file is damaged, or the files and their index disagree.
     """
@@ -43,12 +45,21 @@ class HFFolder(TensorFiles):
         tensors = merged(files.path, headers)
         if files.index is not None:
             _require_index(files.index, headers, args)
-        has_words = any(name.endswith(".qweight") for name in tensors)
-        packing = hf_packing(files) if has_words else None
+        is_quantised = any(
+            name.endswith(_QUANTISED) or tensor.dtype in BYTE_DTYPES
+            for name, (_, tensor) in tensors.items()
+        )
+        packing, slices = hf_packing(files) if is_quantised else None, stored_slices(args, "hf")
         self._packed: dict[str, PackedMatrix] = {}
-        if packing is not None:
+        self._scaled: dict[str, ScaledMatrix] = {}
+        if isinstance(packing, Packing):
             for name in packed_weights(args, tensors):
-                self._packed[name] = PackedMatrix(packing, stored_slices(args, "hf")[name])
+                self._packed[name] = PackedMatrix(packing, slices[name])
+        elif isinstance(packing, Schemes):
+            held = {name: tensor for name, (_, tensor) in tensors.items()}
+            for name, scheme in scaled_weights(packing, args, held).items():
+                self._scaled[name] = ScaledMatrix(scheme, slices[name])
+            tensors = {name: held for name, held in tensors.items() if not UNUSED.search(name)}
         super().__init__(files, args, empty, tensors)
 
     def check(self, args: ModelArgs) -> None:
@@ -59,14 +70,20 @@ class HFFolder(TensorFiles):
                     f"{path}: tensor {name!r:.200} is part of a quantised weight, and "
                     f"config.json states no supported quantisation; {_INSTEAD}"
                 )
+        self._require_dtypes()
         super().check(args)
         for matrix in self._packed.values():
-            self._require_order(matrix)
+            self._require_order(matrix, "g_idx", matrix.packing.form.block)
             self._require_no_bias(matrix)
+        for scaled in self._scaled.values():
+            self._require_order(scaled, "weight_g_idx", scaled.scheme.block[1])
+            self._require_shape(scaled)
 
     def _slices_of(self, args: ModelArgs) -> Mapping[str, StoredSlice]:
         slices = {
-            name: p for name, p in super()._slices_of(args).items() if name not in self._packed
+            name: stored_slice
+            for name, stored_slice in super()._slices_of(args).items()
+            if name not in self._packed and name not in self._scaled
         }
         own = {stored_slice.name for stored_slice in slices.values()}
         for matrix in self._packed.values():
@@ -74,14 +91,45 @@ class HFFolder(TensorFiles):
                 name = matrix.base + end
                 if end in matrix.shapes or (name in self._tensors and name not in own):
                     slices[name] = whole(name, shape)
+        for name, (_, shapes) in self._scaled_tensors.items():
+            found = self._tensors[name][1].shape if name in self._tensors else ()
+            shape = found if found in shapes else shapes[0]
+            slices[name] = StoredSlice(name, shape, 0, 1, 1)
         return slices
 
+    @cached_property
+    def _scaled_tensors(self) -> dict[str, tuple[Collection[str], list[tuple[int, ...]]]]:
+        """The dtypes and possible shapes of the tensors of matrices with scales, by name."""
+        wanted: dict[str, tuple[Collection[str], list[tuple[int, ...]]]] = {}
+        for matrix in self._scaled.values():
+            wanted |= {matrix.base + end: each for end, each in matrix.tensors.items()}
+            optional = {matrix.base + end: each for end, each in matrix.optional_tensors.items()}
+            wanted |= {name: each for name, each in optional.items() if name in self._tensors}
+        return wanted
+
+    def _require_dtypes(self) -> None:
+        """Check the dtypes of the tensors of matrices with scales."""
+        for name, (dtypes, _) in self._scaled_tensors.items():
+            path, tensor = self._tensors.get(name, (None, None))
+            if tensor is not None and tensor.dtype not in dtypes:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r:.200} has the dtype {tensor.dtype}; config.json asks "
+                    f"for {' or '.join(dtypes)}; use the config.json that belongs to the weights"
+                )
+
     def _dtypes(self, name: str) -> Collection[str]:
+        if name in self._scaled_tensors:
+            return DTYPE_BITS  # checked before
         return PACKED_DTYPES.get(name.rpartition(".")[2]) or super()._dtypes(name)
 
     def _stored(self, param: Param, rows: range) -> Tensor:
         if param.name in self._packed:
             return decoded(param, rows, partial(self._groups, param))
+        if (matrix := self._scaled.get(param.name)) is not None:
+            read = partial(self._numbers, matrix)
+            blocks = as_blocks(param, matrix.stored_slice, rows)
+            parts = [matrix.values(block, read) for block in blocks]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         return super()._stored(param, rows)
 
     def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
@@ -96,7 +144,9 @@ class HFFolder(TensorFiles):
         parts = [read_packed(matrix.packing, block, read) for block in blocks]
         return parts[0] if len(parts) == 1 else joined(parts, dim=0)
 
-    def _part(self, matrix: PackedMatrix, end: str, rows: range, columns: range) -> Tensor:
+    def _part(
+        self, matrix: PackedMatrix | ScaledMatrix, end: str, rows: range, columns: range
+    ) -> Tensor:
         """A block of one tensor of a quantised weight, as bytes."""
         path, tensor = self._tensors[matrix.base + end]
         width = DTYPE_BITS[tensor.dtype] // 8
@@ -104,13 +154,35 @@ class HFFolder(TensorFiles):
         row_bytes = tensor.shape[-1] * width
         return self._files[path].matrix(tensor.offset, row_bytes, rows, of_columns)
 
-    def _require_order(self, matrix: PackedMatrix) -> None:
-        """Refuse a matrix whose groups are not consecutive inputs."""
-        name, n_inputs = matrix.base + "g_idx", matrix.stored_slice.shape[1]
-        if name not in self._tensors:
+    def _numbers(
+        self, matrix: ScaledMatrix, end: str, n_columns: int, rows: range, columns: range
+    ) -> Tensor:
+        """A block of one tensor of a matrix with scales, which has `n_columns`."""
+        path, tensor = self._tensors[matrix.base + end]
+        dtype = TYPES[tensor.dtype]
+        width = dtype.itemsize
+        of_columns = range(columns.start * width, columns.stop * width)
+        part = self._files[path].matrix(tensor.offset, n_columns * width, rows, of_columns)
+        return part.view(-1).view(dtype).view(len(rows), len(columns))
+
+    def _require_shape(self, matrix: ScaledMatrix) -> None:
+        """Refuse packed integers whose own shape is another than the model's."""
+        if not matrix.scheme.is_packed:
             return
-        groups = self._part(matrix, "g_idx", range(1), range(n_inputs)).view(torch.int32)[0]
-        size = matrix.packing.form.block
+        stated = self._numbers(matrix, "weight_shape", 2, range(1), range(2))[0].tolist()
+        if stated != [*matrix.stored_slice.shape]:
+            name = matrix.base + "weight_shape"
+            raise CheckpointError(
+                f"{self._tensors[name][0]}: {name!r:.200} is {stated}, expected "
+                f"{[*matrix.stored_slice.shape]}; use the config.json that belongs to the weights"
+            )
+
+    def _require_order(self, matrix: PackedMatrix | ScaledMatrix, end: str, size: int) -> None:
+        """Refuse a matrix whose groups are not consecutive inputs."""
+        name, n_inputs = matrix.base + end, matrix.stored_slice.shape[1]
+        if name not in self._slices:
+            return
+        groups = self._part(matrix, end, range(1), range(n_inputs)).view(torch.int32)[0]
         others = (groups != torch.arange(n_inputs) // size).nonzero().flatten()
         if len(others):
             at = int(others[0])

@@ -16,7 +16,9 @@ from parallel_llama.config.native import args_from_native
 from parallel_llama.config.quantised import (
     decoded_types,
     gguf_formats,
+    hf_decoded_types,
     hf_formats,
+    hf_not_applied,
     native_folder_formats,
 )
 from parallel_llama.dtypes import GGUF_QUANTS, MatrixFormat, why_unquantised
@@ -39,12 +41,15 @@ class FileLayout:
         formats: reads the formats of quantised matrices, by Meta's names; none by default.
         decoded_types: reads the types of quantised matrices that can only be decoded; none by
             default.
+        not_applied: reads what else is stored quantised and computed without rounding; nothing by
+            default.
     """
 
     args: Callable[[ModelFiles, CountVocab | None], ModelArgs]
     defaults: Callable[[ModelFiles], GenerationDefaults] = lambda _: GenerationDefaults()
     formats: Callable[[ModelFiles, ModelArgs], dict[str, MatrixFormat]] = lambda *_: {}
     decoded_types: Callable[[ModelFiles, ModelArgs], list[str]] = lambda *_: []
+    not_applied: Callable[[ModelFiles], tuple[str, ...]] = lambda _: ()
 
 
 def load_model_args(files: ModelFiles, count_vocab: CountVocab | None = None) -> ModelArgs:
@@ -120,10 +125,12 @@ def why_decoded(
     if quant is None and stored_formats(files, args) and (why := why_unquantised(args, dtype)):
         return f"{files.path.name}: quantised matrices are decoded to {dtype}: {why}"
     if types := LAYOUTS[files.kind].decoded_types(files, args):
-        return (
-            f"{files.path.name}: matrices in {', '.join(types)} are decoded to {dtype}; only "
-            f"{', '.join(GGUF_QUANTS)} stay as stored"
-        )
+        stays = f"only {', '.join(GGUF_QUANTS)} stay as stored"
+        if files.kind == "hf":
+            stays = "only 4-bit integers in groups of inputs stay as stored"
+            if parts := LAYOUTS[files.kind].not_applied(files):
+                stays = f"{' and '.join(parts)} are not rounded, although config.json asks for it"
+        return f"{files.path.name}: matrices in {', '.join(types)} are decoded to {dtype}; {stays}"
     return None
 
 
@@ -167,7 +174,13 @@ def _params_args(
 
 
 LAYOUTS = {
-    "hf": FileLayout(partial(_json_args, args_from_hf), folder_defaults, hf_formats),
+    "hf": FileLayout(
+        partial(_json_args, args_from_hf),
+        folder_defaults,
+        hf_formats,
+        hf_decoded_types,
+        hf_not_applied,
+    ),
     "meta": FileLayout(_meta_args, folder_defaults),
     "native": FileLayout(
         partial(_json_args, args_from_native), folder_defaults, native_folder_formats

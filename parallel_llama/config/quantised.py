@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parallel_llama.config.scaled import METHODS, Schemes, scaled_weights, schemes_of
 from parallel_llama.dtypes import (
     ASKED,
     GGUF_QUANTS,
@@ -25,7 +26,7 @@ from parallel_llama.families.names import hf_full_name
 from parallel_llama.files.fields import Fields, naming, read_json_object
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.files.safetensors_header import read_safetensors_header
+from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 
 # GPTQ and AWQ: a weight is scale * (integer - zero point). The zero points are stored as the
 # factors of a minimum.
@@ -53,6 +54,7 @@ _FORMAT_KEYS = {
 _OTHER_PROGRAMS = {"compression_config": "compressed-tensors", "quantization": "MLX"}
 
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
+_SUPPORTED = f"{', '.join(map(repr, (*_LOWERED, *METHODS)))} are"
 
 
 @dataclass(frozen=True)
@@ -138,14 +140,44 @@ def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
     Raises: CheckpointError as `hf_packing`, or if a file is damaged.
     """
     packing = hf_packing(files)
-    if packing is None:
+    if not isinstance(packing, Packing):
         return {}
+    return dict.fromkeys(packed_weights(args, _held(files, args)), packing.form)
+
+
+def hf_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
+    """The quantised types of an HF folder's matrices that do not stay as stored, sorted.
+
+    Raises: CheckpointError as `hf_packing`, or if a file is damaged.
+    """
+    schemes = hf_packing(files)
+    if not isinstance(schemes, Schemes):
+        return []
+    return sorted(
+        {form.name for form in scaled_weights(schemes, args, _held(files, args)).values()}
+    )
+
+
+def hf_not_applied(files: ModelFiles) -> tuple[str, ...]:
+    """What an HF folder's config.json quantises besides its weights, which is not applied.
+
+    Raises: CheckpointError as `hf_packing`.
+    """
+    schemes = hf_packing(files)
+    return schemes.not_applied if isinstance(schemes, Schemes) else ()
+
+
+def _held(files: ModelFiles, args: ModelArgs) -> dict[str, FileTensor]:
+    """The tensors of an HF folder by full name."""
     names = family_of(args).names
-    held = {hf_full_name(n, names) for path in files.weights for n in read_safetensors_header(path)}
-    return dict.fromkeys(packed_weights(args, held), packing.form)
+    return {
+        hf_full_name(name, names): tensor
+        for path in files.weights
+        for name, tensor in read_safetensors_header(path).items()
+    }
 
 
-def hf_packing(files: ModelFiles) -> Packing | None:
+def hf_packing(files: ModelFiles) -> Packing | Schemes | None:
     """How an HF folder packs its quantised matrices, or None if config.json names no quantisation.
 
     Raises: CheckpointError if the quantisation is not supported, or not in safetensors files.
@@ -162,8 +194,8 @@ def hf_packing(files: ModelFiles) -> Packing | None:
     return packing
 
 
-def packing_of(values: Mapping[str, Any]) -> Packing | None:
-    """The packing that a config.json states, or None if it names no quantisation.
+def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | None:
+    """The packing or the schemes that a config.json states, or None if it names no quantisation.
 
     quant_method 'gguf' counts as none: transformers saves weights that it read from a GGUF file as
     plain values.
@@ -174,19 +206,19 @@ def packing_of(values: Mapping[str, Any]) -> Packing | None:
         if values.get(key):
             raise UsageError(
                 f"has {key}, so its weights are quantised by {program}, which is not supported; "
-                f"'gptq' and 'awq' are; {_INSTEAD}"
+                f"quantization_config with {_SUPPORTED}; {_INSTEAD}"
             )
     stated = Fields(Fields(values).mapping("quantization_config"))
     method = stated.string("quant_method", "unknown")
     if not stated.values or method == "gguf":
         return None
-    if method not in _LOWERED:
+    if method not in _LOWERED and method not in METHODS:
         raise UsageError(
             f"quantization_config has quant_method={method[:80]!r}: a quantised checkpoint, which "
-            f"is not supported; 'gptq' and 'awq' are; {_INSTEAD}"
+            f"is not supported; {_SUPPORTED}; {_INSTEAD}"
         )
     try:
-        return _packing(method, stated)
+        return _packing(method, stated) if method in _LOWERED else schemes_of(method, stated)
     except UsageError as error:
         raise UsageError(f"quantization_config of {method!r}: {error}; {_INSTEAD}") from error
 

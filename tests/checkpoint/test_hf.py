@@ -96,6 +96,7 @@ def test_quantised_weights_of_which_config_json_says_nothing_are_named(tmp_path,
 def test_a_dtype_that_is_not_a_float_is_refused_with_the_tensor(tmp_path):
     weights = weights_of(TINY)
     weights["layers.0.feed_forward.w1.weight"] = torch.ones(50, 36, dtype=torch.int8)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.gate_proj\.weight.* dtype I8"):
         opened(write_hf(tmp_path, weights))
 

@@ -1,0 +1,173 @@
+"""Decodes matrices of compressed-tensors and fp8 folders, which have scales of their own.
+
+A matrix [out, in] is stored as several tensors:
+
+    weight             e4m3 floats or signed integers of 8 bits: [out, in]
+    weight_packed      integers in 32-bit words, the first in the lowest bits: [out, words]
+    weight_scale       for the matrix, each row, each group of a row, or each block; fp8 folders
+                       call it weight_scale_inv
+    weight_zero_point  as the scale; packed along the outputs if the integers are packed
+    weight_shape       [2], if the integers are packed
+    weight_g_idx       the group of each input: [in]
+
+A value is (stored - zero point) * scale, one product in float32, so it does not depend on how the
+matrix is cut.
+
+Source: compressed-tensors 0.20, its pack_quantized and naive_quantized compressors; transformers
+5.24, Fp8Dequantize.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.byte_ranges import MatrixBlock
+from parallel_llama.config.scaled import Scheme
+from parallel_llama.errors import DamagedWeights
+from parallel_llama.families.stored_slices import StoredSlice
+
+# Reads some rows and columns of the tensor with a name suffix, as a matrix of this many columns.
+Read = Callable[[str, int, range, range], Tensor]
+
+SCALE_DTYPES = "F32", "BF16", "F16"
+
+TYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class ScaledMatrix:
+    """A matrix [out, in] in one of config.json's schemes; `stored_slice` is the plain matrix's."""
+
+    scheme: Scheme
+    stored_slice: StoredSlice
+
+    @property
+    def base(self) -> str:
+        """The common prefix of the names of its tensors."""
+        return self.stored_slice.name.removesuffix("weight")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The numbers of blocks with a scale along the outputs and along the inputs."""
+        n_outputs, n_inputs = (
+            -(-size // side) if side else 1
+            for size, side in zip(self.stored_slice.shape, self.scheme.block, strict=True)
+        )
+        return n_outputs, n_inputs
+
+    @property
+    def tensors(self) -> dict[str, tuple[Collection[str], list[tuple[int, ...]]]]:
+        """The dtypes and possible shapes of its tensors, by the suffixes of their names."""
+        scheme, grid, shape = self.scheme, self.grid, self.stored_slice.shape
+        numbers = ("F8_E4M3",) if scheme.is_float else ("I8",)
+        scales: list[tuple[int, ...]] = [grid]
+        scales += [grid[:1]] if grid[1] == 1 else []
+        scales += [()] if grid == (1, 1) else []
+        wanted: dict[str, tuple[Collection[str], list[tuple[int, ...]]]] = {
+            scheme.scale: (SCALE_DTYPES, scales)
+        }
+        if scheme.is_packed:
+            per_word = 32 // scheme.n_bits
+            wanted["weight_packed"] = ("I32",), [(shape[0], -(-shape[1] // per_word))]
+            wanted["weight_shape"] = ("I64", "I32"), [(2,)]
+            scales, numbers = [(-(-shape[0] // per_word), grid[1])], ("I32",)
+        else:
+            wanted["weight"] = numbers, [shape]
+        if scheme.has_zeros:
+            wanted["weight_zero_point"] = numbers, scales
+        return wanted
+
+    @property
+    def optional_tensors(self) -> dict[str, tuple[Collection[str], list[tuple[int, ...]]]]:
+        """The tensors that it may have: the groups of the inputs, in order."""
+        is_grouped = self.scheme.block[1] and self.scheme.is_packed
+        return {"weight_g_idx": (("I32",), [self.stored_slice.shape[1:]])} if is_grouped else {}
+
+    def values(self, block: MatrixBlock, read: Read) -> Tensor:
+        """Decodes a block of the matrix.
+
+        Returns: [rows, columns] float32.
+
+        Raises: DamagedWeights if a scale is NaN or Inf.
+        """
+        scales = self._scales(block, read)
+        if self.scheme.is_packed:
+            values = self._integers(block, read).float()
+            values -= self._spread(block, self._packed_zeros(block, read).float())
+        else:
+            n_inputs = self.stored_slice.shape[1]
+            values = read("weight", n_inputs, block.rows, block.columns).float()
+            if self.scheme.has_zeros:
+                zeros = self._by_block(block, "weight_zero_point", read)
+                values -= self._spread(block, zeros.float())
+        return values.mul_(self._spread(block, scales))
+
+    def _scales(self, block: MatrixBlock, read: Read) -> Tensor:
+        """The scales of a block of the matrix. Shapes: [row blocks, column blocks] float32."""
+        scales = self._by_block(block, self.scheme.scale, read).float()
+        if not torch.isfinite(scales).all():
+            raise DamagedWeights(
+                f"{self.base + self.scheme.scale!r:.200} has a scale that is NaN or Inf; the "
+                "weights are damaged, fetch them again"
+            )
+        return scales
+
+    def _by_block(self, block: MatrixBlock, end: str, read: Read) -> Tensor:
+        rows, columns = self._blocks(block)
+        return read(end, self.grid[1], rows, columns)
+
+    def _blocks(self, block: MatrixBlock) -> tuple[range, range]:
+        """The blocks with a scale that a block of the matrix touches."""
+        rows, columns = (
+            range(part.start // side, -(-part.stop // side)) if side else range(1)
+            for part, side in zip((block.rows, block.columns), self.scheme.block, strict=True)
+        )
+        return rows, columns
+
+    def _spread(self, block: MatrixBlock, numbers: Tensor) -> Tensor:
+        """A number for every value of a block of the matrix; one column if all are equal."""
+        height, width = self.scheme.block
+        if height:
+            first = block.rows.start // height
+            numbers = numbers[torch.arange(block.rows.start, block.rows.stop) // height - first]
+        if width:
+            first, columns = block.columns.start // width, block.columns
+            numbers = numbers[:, torch.arange(columns.start, columns.stop) // width - first]
+        return numbers
+
+    def _integers(self, block: MatrixBlock, read: Read) -> Tensor:
+        """The packed integers of a block of the matrix, unsigned. Shapes: [rows, columns] uint8."""
+        per_word, columns = 32 // self.scheme.n_bits, block.columns
+        words = range(columns.start // per_word, -(-columns.stop // per_word))
+        n_words = -(-self.stored_slice.shape[1] // per_word)
+        integers = self._unpacked(read("weight_packed", n_words, block.rows, words))
+        return integers[:, columns.start - words.start * per_word :][:, : len(columns)]
+
+    def _packed_zeros(self, block: MatrixBlock, read: Read) -> Tensor:
+        """The zero points of packed integers. Shapes: [row blocks, column blocks] uint8."""
+        rows, columns = self._blocks(block)
+        if not self.scheme.has_zeros:
+            middle = 1 << (self.scheme.n_bits - 1)
+            return torch.full((len(rows), len(columns)), middle, dtype=torch.uint8)
+        per_word = 32 // self.scheme.n_bits
+        words = range(rows.start // per_word, -(-rows.stop // per_word))
+        packed = read("weight_zero_point", self.grid[1], words, columns)
+        zeros = self._unpacked(packed.transpose(0, 1).contiguous())
+        return zeros[:, rows.start - words.start * per_word :][:, : len(rows)].transpose(0, 1)
+
+    def _unpacked(self, words: Tensor) -> Tensor:
+        """Shapes: [n, words] int32 -> [n, integers] uint8."""
+        bytes_ = words.view(-1).view(torch.uint8).view(len(words), 4 * words.shape[1])
+        if self.scheme.n_bits == 8:
+            return bytes_
+        return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1)

@@ -1,0 +1,264 @@
+"""Matrices that an HF folder stores as integers or fp8 floats with scales of their own.
+
+`config.json` says where the scales are; `checkpoint.scaled` decodes the weights.
+
+Source: compressed-tensors 0.20, its quant_config.py, quant_args.py and match.py; transformers 5.24,
+FineGrainedFP8Config and FbgemmFp8Config.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parallel_llama.errors import CheckpointError, UsageError, listed
+from parallel_llama.families import parameters, stored_slices
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.files.fields import Fields, shown
+from parallel_llama.files.safetensors_header import FileTensor
+
+# The tensors that mark a quantised matrix, besides a weight in one of BYTE_DTYPES.
+MARKS = "weight_packed", "weight_scale", "weight_scale_inv"
+BYTE_DTYPES = "F8_E4M3", "I8"
+
+# Tensors with scales of activations and of the KV cache, which are not applied.
+UNUSED = re.compile(
+    r"\.(input_scale(_ub)?|input_zero_point|activation_scale|output_scale|output_zero_point"
+    r"|[qkv]_scale|[qkv]_zero_point)$"
+)
+
+_FORMATS: dict[str, dict[str, tuple[int, ...]]] = {  # by type of number: the numbers of bits
+    "pack-quantized": {"int": (4, 8)},
+    "float-quantized": {"float": (8,)},
+    "int-quantized": {"int": (4, 8)},
+    "naive-quantized": {"int": (4, 8), "float": (8,)},
+}
+_MIXED = "mixed-precision"
+_STRATEGIES = "tensor", "channel", "group", "block"
+
+# Patterns of config.json run on every matrix's name, so they are bounded: a repeated group takes
+# exponential time, and n repetitions take up to the n-th power of the name's length.
+_MAX_PATTERN_CHARS = 1000
+_MAX_REPETITIONS = 4
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a matrix [out, in] is stored.
+
+    Args:
+        is_float: whether it holds e4m3 floats; else integers.
+        n_bits: bits of an integer.
+        block: rows and columns that share a scale; 0 stands for all.
+        is_packed: whether several integers share a 32-bit word, without a sign.
+        has_zeros: whether scales have zero points.
+        scale: the suffix of the scale's name.
+    """
+
+    is_float: bool
+    n_bits: int
+    block: tuple[int, int]
+    is_packed: bool = False
+    has_zeros: bool = False
+    scale: str = "weight_scale"
+
+    @property
+    def name(self) -> str:
+        return "fp8" if self.is_float else f"int{self.n_bits}"
+
+
+@dataclass(frozen=True)
+class Schemes:
+    """The schemes of an HF folder's matrices.
+
+    Args:
+        method: the quant_method.
+        groups: targets and their scheme, the first match of a kind first.
+        ignored: modules that are not quantised, by name or as a pattern that begins with re:.
+        not_applied: what config.json also quantises.
+    """
+
+    method: str
+    groups: tuple[tuple[str, Scheme], ...]
+    ignored: tuple[str, ...] = ()
+    not_applied: tuple[str, ...] = ()
+
+    def of(self, module: str, is_embedding: bool = False) -> Scheme | None:
+        """The scheme of a module's weight; None if no group has it. Names come before classes."""
+        kind = "Embedding" if is_embedding else "Linear"
+        if any(_matches(module, target) or target == kind for target in self.ignored):
+            return None
+        exact = [scheme for target, scheme in self.groups if target == module]
+        named = [scheme for target, scheme in self.groups if _matches(module, target)]
+        of_kind = [scheme for target, scheme in self.groups if target == kind]
+        return next(iter((*exact, *named, *of_kind)), None)
+
+
+def schemes_of(method: str, stated: Fields) -> Schemes:
+    """The schemes that a quantization_config states for one of METHODS.
+
+    Raises: UsageError if they are not supported.
+    """
+    return METHODS[method](stated)
+
+
+def scaled_weights(
+    schemes: Schemes, args: ModelArgs, held: Mapping[str, FileTensor]
+) -> dict[str, Scheme]:
+    """The schemes of an HF folder's quantised matrices, by Meta's names, given its tensors `held`.
+
+    The tensors decide whether a matrix is quantised: a target without scales is read unchanged.
+
+    Raises: CheckpointError for a quantised matrix without a scheme.
+    """
+    slices, found = stored_slices(args, "hf"), {}
+    for param in parameters(args):
+        stored_slice = slices[param.name]
+        base, weight = stored_slice.name.removesuffix("weight"), held.get(stored_slice.name)
+        is_marked = any(base + mark in held for mark in MARKS)
+        is_scaled = is_marked or (weight is not None and weight.dtype in BYTE_DTYPES)
+        if param.kind == "vector" or len(stored_slice.shape) != 2 or not is_scaled:
+            continue
+        scheme = schemes.of(base[:-1], param.name == "tok_embeddings.weight")
+        if scheme is None:
+            raise CheckpointError(
+                f"{stored_slice.name!r:.200} is quantised, and config.json lists its layer as "
+                f"ignored or in no group; use the config.json that belongs to the weights"
+            )
+        if schemes.method == "fp8" and base + "weight_scale" in held:
+            scheme = replace(scheme, block=(0, 0), scale="weight_scale")  # as AutoFP8 writes
+        has_zeros = not scheme.is_packed and base + "weight_zero_point" in held
+        found[param.name] = replace(scheme, has_zeros=scheme.has_zeros or has_zeros)
+    return found
+
+
+def _compressed_tensors(stated: Fields) -> Schemes:
+    stated.refuse({"transform_config": "rotations of weights are not supported"})
+    sparsity = Fields(stated.mapping("sparsity_config")).string("format", "dense")
+    if sparsity != "dense":
+        raise UsageError(f"sparsity_config has the format {sparsity[:80]!r}; dense is supported")
+    form, groups, not_applied = stated.string("format"), [], set()
+    for name, values in stated.mapping("config_groups").items():
+        if not isinstance(values, dict):
+            raise UsageError(f"config_groups: {shown(name)} must be an object with targets")
+        group = Fields(values)
+        if group.has("input_activations") or group.has("output_activations"):
+            not_applied.add("activations")
+        if not group.has("weights"):
+            continue
+        scheme = _scheme(group.string("format", form), Fields(group.mapping("weights")))
+        groups += [(_target(target), scheme) for target in group.strings("targets")]
+    if not groups:
+        raise UsageError("config_groups has no group with weights; at least one is needed")
+    if stated.has("kv_cache_scheme"):
+        not_applied.add("the KV cache")
+    ignored = tuple(map(_target, stated.strings("ignore")))
+    return Schemes("compressed-tensors", tuple(groups), ignored, tuple(sorted(not_applied)))
+
+
+def _scheme(form: str, weights: Fields) -> Scheme:
+    """The scheme of a group's weights in one of _FORMATS."""
+    if form not in _FORMATS:
+        raise UsageError(f"the format {form[:80]!r} is not supported; {', '.join(_FORMATS)} are")
+    kind, n_bits = weights.string("type", "int").lower(), weights.integer("num_bits", 8)
+    if n_bits not in _FORMATS[form].get(kind, ()):
+        can = listed([f"{kind} of {bits}" for kind, of in _FORMATS[form].items() for bits in of])
+        raise UsageError(
+            f"{form} with type={kind[:80]!r} and num_bits={n_bits} is not supported; {can} bits are"
+        )
+    if weights.flag("dynamic", False):
+        raise UsageError("weights have dynamic=true; they must have scales of their own")
+    block, is_packed = _block(weights), form == "pack-quantized"
+    has_zeros = not weights.flag("symmetric", True)
+    if is_packed and block[0] != 1 and (has_zeros or block[0]):
+        raise UsageError(
+            f"{form} with strategy={weights.string('strategy', '')[:80]!r} and symmetric="
+            f"{str(not has_zeros).lower()} is not supported; 'group' and 'channel' are, and "
+            "'tensor' without zero points"
+        )
+    return Scheme(kind == "float", n_bits, block, is_packed, has_zeros)
+
+
+def _block(weights: Fields) -> tuple[int, int]:
+    size = weights.integer("group_size", 0)
+    inferred = "group" if size > 0 else "channel" if size == -1 else "tensor"
+    strategy = weights.string("strategy", inferred)
+    if strategy == "block":
+        structure = weights.values.get("block_structure")
+        if isinstance(structure, str):  # as it was written at first: 128x128
+            sides = [int(side) if side.isdecimal() else 0 for side in structure[:40].split("x")]
+            structure = sides
+        return _sides("block_structure", structure)
+    if strategy not in _STRATEGIES:
+        raise UsageError(
+            f"strategy={strategy[:80]!r} is not supported; {', '.join(_STRATEGIES)} are"
+        )
+    if strategy == "group" and size < 1:
+        raise UsageError(f"strategy='group' with group_size={size}; it must be at least 1")
+    return {"tensor": (0, 0), "channel": (1, 0), "group": (1, size)}[strategy]
+
+
+def _sides(key: str, value: Any) -> tuple[int, int]:
+    sides = Fields({key: value}).integers(key)
+    if len(sides) != 2 or min(sides) < 1:
+        raise UsageError(f"{key}={shown(value)}: must be the rows and columns of a block")
+    return sides[0], sides[1]
+
+
+def _fp8(stated: Fields) -> Schemes:
+    if (experts := stated.string("expert_dtype", "fp8")) != "fp8":
+        raise UsageError(f"expert_dtype={experts[:80]!r} is not supported; fp8 is")
+    size = stated.values.get("weight_block_size", [128, 128])
+    block = (0, 0) if size is None else _sides("weight_block_size", size)
+    return _all_matrices("fp8", Scheme(True, 8, block, scale="weight_scale_inv"))
+
+
+def _fbgemm_fp8(_: Fields) -> Schemes:
+    return _all_matrices("fbgemm_fp8", Scheme(True, 8, (1, 0)))
+
+
+def _all_matrices(method: str, scheme: Scheme) -> Schemes:
+    """One scheme for every matrix that has scales, so lists of ignored modules are not needed."""
+    groups = (("Linear", scheme), ("Embedding", scheme))
+    return Schemes(method, groups, not_applied=("activations",))
+
+
+# By quant_method.
+METHODS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8": _fbgemm_fp8}
+
+
+def _target(target: str) -> str:
+    """The target. Raises: UsageError for a pattern that is not one, or that might run for long."""
+    if not target.startswith("re:"):
+        return target
+    pattern = target.removeprefix("re:")
+    repetitions = [*_repetitions(pattern)]
+    if (
+        len(pattern) > _MAX_PATTERN_CHARS
+        or len(repetitions) > _MAX_REPETITIONS
+        or any(before == ")" for before in repetitions)
+        or re.search(r"\(\?[^:=!<]|\\[1-9]", pattern)
+    ):
+        raise UsageError(
+            f"the pattern {shown(target)} is not supported: at most {_MAX_PATTERN_CHARS} "
+            f"characters and {_MAX_REPETITIONS} repetitions, and no repeated groups; name the "
+            "modules instead"
+        )
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(f"the pattern {shown(target)} is not valid: {error}") from error
+    return target
+
+
+def _repetitions(pattern: str) -> Iterator[str]:
+    """What comes before each quantifier of a pattern; "x" for an escaped character."""
+    plain = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)
+    plain = re.sub(r"\(\?", "(", plain)  # not a quantifier
+    for match in re.finditer(r"(.)(?:[*+?]|\{\d*,?\d*\})", plain, re.DOTALL):
+        yield match[1]
+
+
+def _matches(module: str, target: str) -> bool:
+    pattern = target.removeprefix("re:")
+    return target == module or (pattern != target and re.match(pattern, module) is not None)

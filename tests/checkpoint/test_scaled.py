@@ -1,0 +1,216 @@
+"""HF folders of compressed-tensors and fp8: decoded to the same numbers on any number of ranks."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from packed_folders import meant_by
+from safetensors.torch import load_file
+from scaled_folders import KINDS, quantization_config, write_scaled
+from test_gptq_and_awq import loaded, logits_of, rewritten
+from thread_ranks import run_on_threads
+from tiny_models import TinyModel, write_hf
+from transformers_oracle import reference_logits
+
+from parallel_llama.cli.main import main
+from parallel_llama.config.layouts import load_model_args, why_decoded
+from parallel_llama.config.quantised import packing_of
+from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
+from parallel_llama.families import parameters
+from parallel_llama.files.model_files import find_model
+from parallel_llama.plan import make_plan
+
+# Blocks of 128 and groups of 32 that heads of 24 and channels cut inside; odd numbers of words.
+TINY = TinyModel(8, 2, 24, 160, ffn_dim=224, vocab_size=101)
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 89, 79, 32, 38]
+TP_SIZES = (1, 2, 3, 5, 7)
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(TINY, tmp_path_factory.mktemp("source") / "hf")
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each kind."""
+    home = tmp_path_factory.mktemp("made")
+    return {kind: write_scaled(source, home / kind, kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_has_its_part_of_the_decoded_matrices_to_the_last_bit(kind, made):
+    args = load_model_args(find_model(str(made[kind])))
+    (wholes,) = loaded(meant_by(made[kind]), 1)
+    for tp_size in TP_SIZES:
+        shards = make_plan(args, tp_size).shards
+        for shard, ours in zip(shards, loaded(made[kind], tp_size, "none"), strict=True):
+            for param, part, whole in zip(parameters(args), ours, wholes, strict=True):
+                rows = shard.rows_of(param)
+                assert torch.equal(part, whole.narrow(param.dim, rows.start, len(rows)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers_with_the_dequantised_values(kind, made):
+    expected = reference_logits(meant_by(made[kind]), TOKENS)
+    for tp_size in TP_SIZES:
+        ours = torch.cat(run_on_threads(tp_size, logits_of, made[kind], "none", "float64"), 1)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+
+
+def test_groups_name_their_matrices_and_ignored_ones_stay_plain(source, tmp_path):
+    """Several config_groups, by name, by pattern and by class."""
+    stated = quantization_config("float channel")
+    (group,) = stated["config_groups"].values()
+    other = {**group, "targets": ["re:.*mlp.*down_proj$"], "weights": {"num_bits": 8}}
+    packing = packing_of(
+        {
+            "quantization_config": {
+                **stated,
+                "format": "naive-quantized",
+                "config_groups": {"a": group, "b": other, "c": {**other, "targets": [Q_PROJ]}},
+                "ignore": ["lm_head", "re:.*layers\\.1\\..*"],
+            }
+        }
+    )
+    names = [Q_PROJ, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
+    assert [packing.of(name).name for name in names] == ["int8", "fp8", "int8"]
+    assert packing.of("lm_head") is None and packing.of("model.layers.1.mlp.up_proj") is None
+    folder = write_scaled(
+        source,
+        tmp_path / "model",
+        "float channel",
+        lambda name: name.endswith("_proj.weight") and "layers.1" not in name,
+        ignore=["lm_head", "re:.*layers\\.1\\..*"],
+    )
+    (ours,), (meant,) = loaded(folder, 1, "none"), loaded(meant_by(folder), 1)
+    assert all(torch.equal(a, b) for a, b in zip(ours, meant, strict=True))
+    rewritten(folder, {"lm_head.weight_scale": torch.ones(101, 1)})
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' is quantised, and config.json"):
+        loaded(folder, 1, "none")
+
+
+def test_scales_of_activations_and_of_the_cache_are_passed_over_with_a_line(made, tmp_path):
+    folder = shutil.copytree(made["float tensor"], tmp_path / "model")
+    ones = torch.ones(1)
+    rewritten(
+        folder,
+        {
+            f"{Q_PROJ}.input_scale": ones,
+            "model.layers.0.self_attn.k_scale": ones,
+            "model.layers.0.self_attn.k_proj.output_scale": ones,
+        },
+    )
+    config = json.loads((folder / "config.json").read_text())
+    stated = config["quantization_config"]
+    stated["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float"}
+    stated["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (ours,), (meant,) = loaded(folder, 1, "none"), loaded(meant_by(made["float tensor"]), 1)
+    assert all(torch.equal(a, b) for a, b in zip(ours, meant, strict=True))
+    files = find_model(str(folder))
+    assert re.search(
+        "in fp8 are decoded to bfloat16; activations and the KV cache are not rounded, although",
+        why_decoded(files, load_model_args(files), "bfloat16") or "",
+    )
+
+
+def test_plan_counts_the_decoded_bytes_and_reshard_writes_them(made, tmp_path, capsys):
+    folder = made["fp8"]
+    argv = ["plan", "--model", str(folder), "--nproc", "1", "--device", "cpu", "--json"]
+    assert main(argv) == 0
+    answer = json.loads(capsys.readouterr().out)
+    values = sum(
+        tensor.numel() for tensor in load_file(meant_by(folder) / "model.safetensors").values()
+    )
+    norms = 5 * TINY.dim
+    assert answer["ranks"][0]["weight_bytes"] == 2 * (values - norms) + 4 * norms
+    argv = ["reshard", str(folder), str(tmp_path / "hf"), "--tp", "2", "--format", "hf"]
+    assert main([*argv, "--quant", "none", "--dtype", "float32"]) == 0
+    (ours,), (meant,) = loaded(tmp_path / "hf", 1), loaded(meant_by(folder), 1)
+    assert all(torch.equal(a, b) for a, b in zip(ours, meant, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "expected"),
+    [
+        ("float channel", {f"{Q_PROJ}.weight_scale": None}, r"missing: .*q_proj\.weight_scale"),
+        (
+            "float channel",
+            {f"{Q_PROJ}.weight_scale": torch.ones(2, 1)},
+            r"misshapen: .*q_proj\.weight_scale is \[2, 1\], expected \[192, 1\]",
+        ),
+        (
+            "fp8",
+            {f"{Q_PROJ}.weight_scale_inv": torch.ones(2, 2, dtype=torch.int32)},
+            r"q_proj\.weight_scale_inv' has the dtype I32; .* F32 or BF16 or F16",
+        ),
+        (
+            "int channel",
+            {f"{Q_PROJ}.weight": torch.ones(192, 160, dtype=torch.float8_e4m3fn)},
+            r"q_proj\.weight' has the dtype F8_E4M3; .* asks for I8",
+        ),
+        (
+            "packed 4, group",
+            {f"{Q_PROJ}.weight_shape": torch.tensor([160, 192])},
+            r"q_proj\.weight_shape' is \[160, 192\], expected \[192, 160\]",
+        ),
+        (
+            "packed 4, group",
+            {f"{Q_PROJ}.weight_g_idx": torch.arange(160, dtype=torch.int32) % 5},
+            r"q_proj\.weight_g_idx' has input 1 in group 1, expected 0",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_config_json_are_refused(kind, changed, expected, made, tmp_path):
+    folder = shutil.copytree(made[kind], tmp_path / "model")
+    rewritten(folder, changed)
+    with pytest.raises(CheckpointError, match=expected):
+        loaded(folder, 1, "none")
+
+
+@pytest.mark.parametrize("kind", ["fp8", "packed 4, group"])
+def test_a_scale_that_is_not_finite_is_refused(kind, made, tmp_path):
+    folder = shutil.copytree(made[kind], tmp_path / "model")
+    name = f"{Q_PROJ}.weight_scale" + "_inv" * (kind == "fp8")
+    scales = load_file(folder / "model.safetensors")[name]
+    scales[1, 1] = torch.nan
+    rewritten(folder, {name: scales})
+    with pytest.raises(DamagedWeights, match=f"'{re.escape(name)}' has a scale that is NaN or Inf"):
+        loaded(folder, 1, "none")
+
+
+COMPRESSED = quantization_config("packed 4, group")
+WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is not supported; pack-qua"),
+        ({"format": "marlin-24"}, "'marlin-24' is not supported"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'; dense is"),
+        ({"transform_config": {"config_groups": {}}}, "transform_config': rotations"),
+        ({"config_groups": {}}, "no group with weights"),
+        ({"config_groups": {"W4A16": ["Linear"]}}, "'W4A16' must be an object"),
+        ({"weights": {"strategy": "tensor_group"}}, "strategy='tensor_group' .*; tensor, channel"),
+        ({"weights": {"num_bits": 3}}, "num_bits=3 is not supported; int of 4, int of 8"),
+        ({"weights": {"type": "float"}}, "type='float' and num_bits=4"),
+        ({"weights": {"group_size": None}}, "group_size=0; it must be at least 1"),
+        ({"weights": {"dynamic": True}}, "dynamic=true"),
+        ({"ignore": ["re:(a+)+$"]}, "no repeated groups"),
+        ({"ignore": ["re:(a"]}, "is not valid"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size=<list of 1>"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_value_and_a_remedy(stated, expected):
+    group = {"targets": ["Linear"], "weights": {**WEIGHTS, **stated.get("weights", {})}}
+    config = {**COMPRESSED, "config_groups": {"group_0": group}, **stated}
+    with pytest.raises(UsageError, match=f"{expected}.*; use the unquantised model"):
+        packing_of({"quantization_config": config})

@@ -1,0 +1,144 @@
+"""HF folders as compressed-tensors, DeepSeek and fbgemm write them, packed here.
+
+The published packing is written out; no package that writes these formats is used.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from packed_folders import is_projection, meant_by
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+# By kind: rows and columns that share a scale (0 for all), bits, whether they are floats, whether
+# they are packed, whether there are zero points, and the dtype of scales.
+KINDS: dict[str, tuple[tuple[int, int], int, bool, bool, bool, torch.dtype]] = {
+    "fp8": ((128, 128), 8, True, False, False, torch.float32),
+    "fbgemm_fp8": ((1, 0), 8, True, False, False, torch.float32),
+    "float tensor": ((0, 0), 8, True, False, False, torch.bfloat16),
+    "float channel": ((1, 0), 8, True, False, False, torch.bfloat16),
+    "float block": ((128, 128), 8, True, False, False, torch.float32),
+    "int channel": ((1, 0), 8, False, False, False, torch.bfloat16),
+    "int tensor, zeros": ((0, 0), 8, False, False, True, torch.float32),
+    "packed 4, group": ((1, 32), 4, False, True, False, torch.bfloat16),
+    "packed 4, group, zeros": ((1, 32), 4, False, True, True, torch.float16),
+    "packed 4, channel": ((1, 0), 4, False, True, False, torch.float32),
+    "packed 8, channel, zeros": ((1, 0), 8, False, True, True, torch.bfloat16),
+    "packed 8, tensor": ((0, 0), 8, False, True, False, torch.float32),
+}
+
+
+def write_scaled(
+    source: Path,
+    folder: Path,
+    kind: str,
+    is_quantised: Callable[[str], bool] = is_projection,
+    **own: Any,
+) -> Path:
+    """Writes an HF folder's model with quantised matrices and all else in bfloat16.
+
+    The folder `meant` beside it holds the same model in float64 with the dequantised values.
+    """
+    written: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    for name, values in load_file(source / "model.safetensors").items():
+        if is_quantised(name):
+            tensors, meant[name] = scaled(values.float(), kind)
+            base = name.removesuffix("weight")
+            written |= {base + end: tensor for end, tensor in tensors.items()}
+        else:
+            written[name] = values.bfloat16()
+            meant[name] = written[name].double()
+    config = json.loads((source / "config.json").read_text())
+    stated = {**quantization_config(kind), **own}
+    for path, tensors, of_it in (
+        (folder, written, {**config, "dtype": "bfloat16", "quantization_config": stated}),
+        (meant_by(folder), meant, config),
+    ):
+        path.mkdir(parents=True)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, path / "model.safetensors", {"format": "pt"})
+        (path / "config.json").write_text(json.dumps(of_it))
+    return folder
+
+
+def quantization_config(kind: str) -> dict[str, Any]:
+    block, n_bits, is_float, is_packed, has_zeros, _ = KINDS[kind]
+    if kind == "fp8":
+        return {"quant_method": "fp8", "weight_block_size": [*block], "fmt": "e4m3"}
+    if kind == "fbgemm_fp8":
+        return {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    strategy = {(0, 0): "tensor", (1, 0): "channel", (128, 128): "block"}.get(block, "group")
+    weights: dict[str, Any] = {
+        "type": "float" if is_float else "int",
+        "num_bits": n_bits,
+        "symmetric": not has_zeros,
+        "strategy": strategy,
+        "group_size": block[1] if strategy == "group" else None,
+        "block_structure": [*block] if strategy == "block" else None,
+    }
+    form = "float-quantized" if is_float else "pack-quantized" if is_packed else "int-quantized"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def scaled(values: Tensor, kind: str) -> tuple[Mapping[str, Tensor], Tensor]:
+    """The tensors of a matrix by suffix, and the values that they stand for in float64."""
+    block, n_bits, is_float, is_packed, has_zeros, dtype = KINDS[kind]
+    height, width = (side or size for side, size in zip(block, values.shape, strict=True))
+    n_rows, n_columns = -(-len(values) // height), -(-values.shape[1] // width)
+    row_of = torch.arange(len(values)) // height
+    column_of = torch.arange(values.shape[1]) // width
+    generator = torch.Generator().manual_seed(values.numel())
+    top = 448.0 if is_float else float((1 << (n_bits - 1)) - 1)
+    scales = torch.empty(n_rows, n_columns)
+    for row in range(n_rows):
+        for column in range(n_columns):
+            part = values[row * height :, column * width :][:height, :width]
+            scales[row, column] = part.abs().max() / top
+    scales = scales.to(dtype)
+    every = scales.float()[row_of][:, column_of]
+    zeros = torch.zeros(n_rows, n_columns, dtype=torch.int32)
+    if has_zeros:
+        zeros = torch.randint(-3, 4, zeros.shape, generator=generator, dtype=torch.int32)
+    if is_float:
+        stored = (values / every).to(torch.float8_e4m3fn)
+        meant = stored.float() * every
+    else:
+        of_each = zeros[row_of][:, column_of]
+        stored = ((values / every).round() + of_each).clamp(-top - 1, top).to(torch.int32)
+        meant = (stored - of_each).float() * every
+        stored = stored if is_packed else stored.to(torch.int8)
+    scale = scales if block != (0, 0) else scales.reshape(1)
+    tensors = {"weight_scale_inv" if kind == "fp8" else "weight_scale": scale}
+    if is_packed:
+        tensors["weight_packed"] = packed(stored, n_bits)
+        tensors["weight_shape"] = torch.tensor(values.shape)
+    else:
+        tensors["weight"] = stored
+    if has_zeros:
+        whole = packed(zeros.T, n_bits).T if is_packed else zeros.to(torch.int8).reshape(1)
+        tensors["weight_zero_point"] = whole
+    return tensors, meant.double()
+
+
+def packed(integers: Tensor, n_bits: int) -> Tensor:
+    """Signed integers in 32-bit words, the first in the lowest bits. Shapes: [n, m] -> [n, words].
+
+    compressed-tensors adds half the range, so that no integer has a sign.
+    """
+    per_word = 32 // n_bits
+    words = torch.zeros(len(integers), -(-integers.shape[1] // per_word), dtype=torch.int64)
+    for at in range(integers.shape[1]):
+        words[:, at // per_word] |= (integers[:, at].long() + (1 << (n_bits - 1))) << (
+            n_bits * (at % per_word)
+        )
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
