@@ -137,8 +137,7 @@ def packed(integers: Tensor, n_bits: int) -> Tensor:
     """
     per_word = 32 // n_bits
     words = torch.zeros(len(integers), -(-integers.shape[1] // per_word), dtype=torch.int64)
-    for at in range(integers.shape[1]):
-        words[:, at // per_word] |= (integers[:, at].long() + (1 << (n_bits - 1))) << (
-            n_bits * (at % per_word)
-        )
+    for at in range(per_word):
+        part = integers[:, at::per_word].long() + (1 << (n_bits - 1))
+        words[:, : part.shape[1]] |= part << (n_bits * at)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
