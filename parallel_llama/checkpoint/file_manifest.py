@@ -88,7 +88,7 @@ def damaged_files(
     report: Report,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Returns the files whose hash differs from the manifest's, without reporting them.
+    """Returns the files that differ from their hash in the manifest, and does not report these.
 
     Reports files that are missing, lead out of the folder or have another size, and files in
     `present` that the manifest does not list. An unlisted file is a problem if it could change the

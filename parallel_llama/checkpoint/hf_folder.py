@@ -166,7 +166,7 @@ class HFFolder(TensorFiles):
         return part.view(-1).view(dtype).view(len(rows), len(columns))
 
     def _require_shape(self, matrix: ScaledMatrix) -> None:
-        """Refuse packed integers whose own shape is another than the model's."""
+        """Refuse packed integers if the shape stored with them is not the model's."""
         if not matrix.scheme.is_packed:
             return
         stated = self._numbers(matrix, "weight_shape", 2, range(1), range(2))[0].tolist()

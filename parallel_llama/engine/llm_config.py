@@ -162,6 +162,8 @@ class LLMConfig:
                 object.__setattr__(self, "memory", tuple(map(float, self.memory)))
             except (TypeError, ValueError):
                 raise UsageError(f"memory={self.memory!r}: use one number per rank") from None
+            if self.tp_size is None:
+                object.__setattr__(self, "tp_size", len(self.memory))
             if self.elastic:
                 raise UsageError(
                     "elastic and memory cannot be combined: after a loss the others get equal "

@@ -46,8 +46,7 @@ class ModelSetup:
     """
 
     def __init__(self, config: LLMConfig, inputs: InputProcessor | None = None) -> None:
-        by_memory = config.tp_size is None and config.memory is not None
-        self.size = resolve_size(len(config.memory or ()) if by_memory else config.tp_size)
+        self.size = resolve_size(config.tp_size)
         slice_of, has_files = config.slice_of, config.random_weights is None
         _require_alone(slice_of, self.size)
         if config.verify:

@@ -8,6 +8,9 @@ partial results are merged by their log-sum-exps, which is exact:
 
 where o is the result over one part and l the log-sum-exp of its scores s.
 
+With exact sums, a part is 128 consecutive keys instead of all keys of a rank, and parts are merged
+in order of position.
+
 Source: online softmax, arXiv 1805.02867; the same across devices, arXiv 2310.01889.
 """
 

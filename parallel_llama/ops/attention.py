@@ -269,7 +269,7 @@ class SinkPlan(Plan):
 
 
 @dataclass(frozen=True)
-class SinkTile(SinkPlan):
+class TorchSinkPlan(SinkPlan):
     """Consecutive queries of one sequence, for torch.
 
     Args:

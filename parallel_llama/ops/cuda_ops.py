@@ -81,9 +81,8 @@ class CUDAOps(TorchOps):
         if not takes_routed(x, weights, dispatch):
             return super().routed_linear(x, weights, dispatch)
         places = tuple(weight.data_ptr() for weight in weights)
-        if (
-            places not in self._addresses
-        ):  # never during CUDA graph capture: the step has run once before
+        # Never new during the capture of a CUDA graph: the step has run once before.
+        if places not in self._addresses:
             self._addresses[places] = Addresses.of(places, weights[0].device)
         return routed_linear(x, weights, self._addresses[places], dispatch)
 

@@ -21,8 +21,8 @@ from parallel_llama.ops.attention import (
     QueryTile,
     Scores,
     SinkPlan,
-    SinkTile,
     SlotPlan,
+    TorchSinkPlan,
     causal_mask,
 )
 from parallel_llama.ops.dispatch import Dispatch
@@ -344,7 +344,7 @@ class TorchOps:
         """
         both = (each.tiles(dtype, device) for each in (window, sinks))
         for near, far in zip(*both, strict=True):
-            yield SinkTile(near.rows, near.positions, near, far)
+            yield TorchSinkPlan(near.rows, near.positions, near, far)
 
     def sink_attention(
         self,
@@ -360,7 +360,7 @@ class TorchOps:
 
         Shapes: as in `attention`; rotated [t, H, D], the plan's queries as they attend to sinks.
         """
-        assert isinstance(plan, SinkTile)
+        assert isinstance(plan, TorchSinkPlan)
         for run, kv in heads.runs:
             both = (q[plan.rows], plan.window), (rotated, plan.sinks)
             parts = [
@@ -491,7 +491,7 @@ def rotate_(x: Tensor, rotations: Tensor) -> None:
 
 
 def merge_lse(parts: Tensor) -> Tensor:
-    """Merges partial attention results, whose last column is the log-sum-exp of the scores.
+    """Merges partial attention results; the last column is the log-sum-exp of the scores.
 
     The log-sum-exp of a part without keys is -inf. Shapes: [n_parts, T, H, D + 1] -> [T, H, D].
     """

@@ -34,7 +34,7 @@ SINKS = {
     "two parts": replace(ARGS, sliding_window=20, attention_sinks=150, n_kv_heads=1),
     "soft cap": replace(ARGS, sliding_window=33, attention_sinks=9, attention_soft_cap=5.0),
 }
-# 9 query heads on 1 and 3 KV heads; a window whose keys begin and end within parts.
+# 9 query heads on 1 and 3 KV heads; a window that begins and ends within parts.
 SHARDED = {
     "one KV head": replace(ARGS, n_kv_heads=1),
     "three KV heads": ARGS,

@@ -107,24 +107,43 @@ def write_packed(
     is_quantised: Callable[[str], bool] = is_projection,
     **own: Any,
 ) -> Path:
-    """Writes an HF folder's model with quantised matrices and all else in float16.
+    """Writes an HF folder's model with matrices of one of KINDS, as `write_quantised`."""
+
+    def quantise(values: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        matrix = rounded(values, size)
+        return matrix.packed(kind), matrix.values
+
+    stated = {**KINDS[kind], "group_size": size, **own}
+    return write_quantised(source, folder, quantise, stated, torch.float16, is_quantised)
+
+
+def write_quantised(
+    source: Path,
+    folder: Path,
+    quantise: Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]],
+    stated: Mapping[str, Any],
+    dtype: torch.dtype,
+    is_quantised: Callable[[str], bool] = is_projection,
+) -> Path:
+    """Writes an HF folder's model with quantised matrices and all else in `dtype`.
 
     The folder `meant` beside it holds the same model in float64 with the dequantised values.
+    `quantise` returns a matrix's tensors by the suffixes of their names, and its dequantised
+    values.
     """
-    packed: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, values in load_file(source / "model.safetensors").items():
         if is_quantised(name):
-            matrix = rounded(values, size)
+            tensors, meant[name] = quantise(values)
             base = name.removesuffix("weight")
-            packed |= {base + end: tensor for end, tensor in matrix.packed(kind).items()}
-            meant[name] = matrix.values
+            stored |= {base + end: tensor for end, tensor in tensors.items()}
         else:
-            packed[name] = values.to(torch.float16)
-            meant[name] = packed[name].double()
+            stored[name] = values.to(dtype)
+            meant[name] = stored[name].double()
     config = json.loads((source / "config.json").read_text())
-    quantised = {**KINDS[kind], "group_size": size, **own}
-    _write(folder, packed, {**config, "dtype": "float16", "quantization_config": quantised})
+    in_files = str(dtype).removeprefix("torch.")
+    _write(folder, stored, {**config, "dtype": in_files, "quantization_config": stated})
     _write(meant_by(folder), meant, config)
     return folder
 

@@ -3,14 +3,12 @@
 The published packing is written out; no package that writes these formats is used.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from packed_folders import is_projection, meant_by
-from safetensors.torch import load_file, save_file
+from packed_folders import is_projection, write_quantised
 from torch import Tensor
 
 # By kind: rows and columns that share a scale (0 for all), bits, whether they are floats, whether
@@ -38,31 +36,13 @@ def write_scaled(
     is_quantised: Callable[[str], bool] = is_projection,
     **own: Any,
 ) -> Path:
-    """Writes an HF folder's model with quantised matrices and all else in bfloat16.
-
-    The folder `meant` beside it holds the same model in float64 with the dequantised values.
-    """
-    written: dict[str, Tensor] = {}
-    meant: dict[str, Tensor] = {}
-    for name, values in load_file(source / "model.safetensors").items():
-        if is_quantised(name):
-            tensors, meant[name] = scaled(values.float(), kind)
-            base = name.removesuffix("weight")
-            written |= {base + end: tensor for end, tensor in tensors.items()}
-        else:
-            written[name] = values.bfloat16()
-            meant[name] = written[name].double()
-    config = json.loads((source / "config.json").read_text())
+    """Writes an HF folder's model with matrices of one of KINDS, as `write_quantised`."""
     stated = {**quantization_config(kind), **own}
-    for path, tensors, of_it in (
-        (folder, written, {**config, "dtype": "bfloat16", "quantization_config": stated}),
-        (meant_by(folder), meant, config),
-    ):
-        path.mkdir(parents=True)
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, path / "model.safetensors", {"format": "pt"})
-        (path / "config.json").write_text(json.dumps(of_it))
-    return folder
+
+    def quantise(values: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        return scaled(values.float(), kind)
+
+    return write_quantised(source, folder, quantise, stated, torch.bfloat16, is_quantised)
 
 
 def quantization_config(kind: str) -> dict[str, Any]:

@@ -103,7 +103,7 @@ _UNMERGED = 1 << 30
 
 @dataclass(frozen=True)
 class PartTile:
-    """Queries whose keys are in parts that are computed apart, perhaps on several ranks.
+    """Queries and the parts of their keys. Parts are computed apart, perhaps on several ranks.
 
     Args:
         rows: [t] int64, the queries' rows of the batch.
@@ -122,7 +122,7 @@ class PartTile:
 
     @classmethod
     def of(cls, queries: Sequence[QueryParts], rank: int = 0, n_ranks: int = 1) -> "PartTile":
-        """Build it from some queries, on a rank that has the parts whose slots are known."""
+        """Build it from some queries, on rank `rank`; a part without slots is on another rank."""
         every = [part for query in queries for part in query.parts]
         held: list[list[int]] = [[] for _ in range(n_ranks)]  # indices in `every`
         # Queries that read the same keys follow each other, so that the keys stay in the cache.

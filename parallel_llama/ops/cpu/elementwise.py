@@ -183,7 +183,7 @@ class _ActivationArguments(Generic[T]):
 class ActivationKernel:
     """f(gate) * up, or f(x) if not gated.
 
-    It does not call torch's functions, whose results depend on an element's position.
+    It does not call torch's functions: their results depend on the position of an element.
 
     Args:
         kind: silu, gelu, or gelu_tanh for its tanh approximation.
