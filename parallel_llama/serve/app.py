@@ -255,7 +255,7 @@ async def _body(context: RequestContext) -> bytes:
         if len(body) > bodies.MAX_BODY_BYTES:
             raise too_long
         if len(body) > LARGE_WORK:
-            await context.room_for_large()
+            await context.room_for_large(len(piece))
     return bytes(body)
 
 

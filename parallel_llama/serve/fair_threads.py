@@ -1,24 +1,20 @@
-"""Threads that are shared fairly between clients.
-
-Source: self-clocked and start-time fair queueing (Golestani 1994; Goyal, Vin and Cheng 1996).
-"""
+"""Threads that are shared fairly between clients."""
 
 import asyncio
-import itertools
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from heapq import heappop, heappush
 from typing import TypeVar
+
+from parallel_llama.serve.fair_queue import FairQueue, Turns
 
 T = TypeVar("T")
 
 LARGE_WORK = 64 << 10  # bytes of a body; more takes milliseconds and runs in the large lane
 MAX_LARGE_WAITING = 4 << 20  # bytes of large work in all; above this no large body is read
 _NICE = 10  # of low-priority threads: they get a tenth of a contended core
-_MAX_CLIENTS = 4096  # with more, idle clients are dropped
 
 
 class FairThreads:
@@ -31,6 +27,7 @@ class FairThreads:
         self._small = _Lane(n_threads - 2, "small")
         self._large = _Lane(1, "large", yields=True)
         self._templates = _Lane(1, "templates", yields=True)  # all are rendered by one process
+        self._reads = Turns()
 
     async def run(
         self,
@@ -54,14 +51,21 @@ class FairThreads:
             lane = self._large
         return await lane.run(work, size, client, wait_s)
 
-    async def room_for_large(self, wait_s: float) -> None:
+    async def room_for_large(self, n_bytes: int, client: str, wait_s: float) -> None:
         """Waits until less than MAX_LARGE_WAITING of large work is queued or running.
+
+        Then waits for the client's turn, because reading a piece of each of many large bodies in
+        one iteration of the event loop would take tens of milliseconds.
+
+        Args:
+            n_bytes: size of the piece that the client has sent last.
 
         Raises: TimeoutError.
         """
         deadline_s = time.monotonic() + wait_s
         while self._large.size >= MAX_LARGE_WAITING:
             await self._large.next_end(deadline_s - time.monotonic())
+        await self._reads.wait(n_bytes, client)
 
 
 def yield_cores() -> None:
@@ -74,20 +78,12 @@ def yield_cores() -> None:
 
 
 class _Lane:
-    """Some threads, and a fair queue of work for them.
-
-    `_now` is the virtual time: the amount of work that each busy client has received. A client's
-    work gets a virtual start, the virtual end of its previous work but not before `_now`, and a
-    virtual end, the start plus its size. The waiting work with the earliest virtual end runs first.
-    """
+    """Some threads, and a fair queue of work for them."""
 
     def __init__(self, n_threads: int, name: str, *, yields: bool = False) -> None:
         self._threads = ThreadPoolExecutor(n_threads, name, yield_cores if yields else None)
         self._n_free = n_threads
-        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
-        self._numbers = itertools.count()
-        self._now = 0
-        self._ends: dict[str, int] = {}  # virtual end of each client's last work
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
         self.size = 0  # of queued and running work
         self._ended: asyncio.Future[None] | None = None  # done when the next work ends
 
@@ -115,9 +111,7 @@ class _Lane:
     async def _run(self, work: Callable[[], T], size: int, client: str, wait_s: float | None) -> T:
         loop = asyncio.get_running_loop()
         assigned: asyncio.Future[None] = loop.create_future()
-        start = max(self._now, self._ends.get(client, 0))
-        self._ends[client] = start + size
-        heappush(self._waiting, (start + size, next(self._numbers), start, assigned))
+        self._waiting.push(assigned, size, client)
         self._assign_threads()
         try:
             await asyncio.wait((assigned,), timeout=wait_s)
@@ -138,10 +132,7 @@ class _Lane:
 
     def _assign_threads(self) -> None:
         while self._n_free and self._waiting:
-            _end, _number, start, assigned = heappop(self._waiting)
+            assigned = self._waiting.pop()
             if not assigned.done():  # otherwise the caller was cancelled or timed out
-                self._now = max(self._now, start)
                 self._n_free -= 1
                 assigned.set_result(None)
-        if len(self._ends) > _MAX_CLIENTS:
-            self._ends = {who: end for who, end in self._ends.items() if end > self._now}

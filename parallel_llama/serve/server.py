@@ -16,7 +16,12 @@ from parallel_llama.engine.free_memory import give_back_memory, n_kept_bytes
 from parallel_llama.errors import UsageError
 from parallel_llama.serve.asgi import RequestIds
 from parallel_llama.serve.engine_client import EngineClient, EngineEnded
-from parallel_llama.serve.protocol import BoundedProtocol, max_connections, max_others
+from parallel_llama.serve.protocol import (
+    BoundedProtocol,
+    max_connections,
+    max_others,
+    protocol_factory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +88,7 @@ async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s:
     server = _Server(
         uvicorn.Config(
             RequestIds(app),
-            http=BoundedProtocol,
+            http=cast(type[asyncio.Protocol], protocol_factory()),
             ws="none",
             loop="none",
             lifespan="off",

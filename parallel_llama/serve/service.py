@@ -92,13 +92,13 @@ class RequestContext:
             except TimeoutError as error:
                 raise self._no_thread() from error
 
-    async def room_for_large(self) -> None:
-        """Waits until more of a large body may be read.
+    async def room_for_large(self, n_bytes: int) -> None:
+        """Waits until more of a large body may be read, after a piece of `n_bytes`.
 
         Raises: Busy if that takes longer than WAIT_LIMIT_S.
         """
         try:
-            await self.service.threads.room_for_large(WAIT_LIMIT_S)
+            await self.service.threads.room_for_large(n_bytes, self.client, WAIT_LIMIT_S)
         except TimeoutError as error:
             raise self._no_thread() from error
 

@@ -49,13 +49,13 @@ async def test_a_client_of_little_work_passes_the_queue_of_one_with_much():
 async def test_large_bodies_wait_while_much_large_work_is_waiting():
     """The server read all bodies at once, and 100 clients took 900 MB."""
     threads = FairThreads()
-    await threads.room_for_large(0.05)
+    await threads.room_for_large(1, "a", 0.05)
     goes_on = threading.Event()
     half = MAX_LARGE_WAITING // 2
     tasks = [await started(threads.run(goes_on.wait, half, str(n))) for n in range(2)]
     with pytest.raises(TimeoutError):
-        await threads.room_for_large(0.05)
-    waiting = [await started(threads.room_for_large(60)) for _ in range(3)]
+        await threads.room_for_large(1, "a", 0.05)
+    waiting = [await started(threads.room_for_large(1, "a", 60)) for _ in range(3)]
     assert not any(task.done() for task in waiting)
     tasks[1].cancel()
     await asyncio.gather(*waiting)

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 import uvicorn
@@ -14,12 +16,15 @@ from uvicorn.server import ServerState
 from parallel_llama.serve import protocol
 from parallel_llama.serve.access import Access
 from parallel_llama.serve.asgi import RequestIds
+from parallel_llama.serve.fair_queue import Turns
 from parallel_llama.serve.protocol import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
     MAX_UNREAD_BYTES,
     MAX_URL_BYTES,
+    PIPELINE_GAP_S,
     BoundedProtocol,
+    protocol_factory,
 )
 from parallel_llama.serve.server import abort_slow_readers
 
@@ -52,7 +57,8 @@ async def listening(app):
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: BoundedProtocol(config, state, {}), "127.0.0.1", 0)
+    make = partial(protocol_factory(), config, state, {})
+    server = await loop.create_server(make, "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1], state
     finally:
@@ -514,3 +520,43 @@ def test_every_reply_has_an_id():
 def test_an_id_that_is_long_or_not_printable_is_not_given_back(given):
     own = asked(GET + b"x-request-id: " + given + b"\r\n\r\n")[1]["x-request-id"]
     assert re.fullmatch("[0-9a-f]{32}", own)
+
+
+async def test_a_request_waits_for_few_requests_of_many_pipelines():
+    """A request waited for one request of every pipeline at each step of its answer."""
+    served: list[str] = []
+
+    async def app(scope, receive, send) -> None:
+        served.append(scope["path"])
+        await reads_all(scope, receive, send)
+
+    async with listening(app) as (port, _):
+        started = time.monotonic()
+        busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        for _, writer in busy:
+            writer.write((GET + b"\r\n") * 1000)
+        while len(served) < 200:
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        n_before = len(served)
+        writer.write(GET.replace(b"/", b"/honest", 1) + b"\r\n")
+        assert (await reply(reader))[0] == 200
+        assert served.index("/honest") - n_before < len(busy)
+        # The first requests of connections are not pipelined.
+        assert len(served) - len(busy) - 1 <= (time.monotonic() - started) / PIPELINE_GAP_S
+        for _, writer in busy:
+            writer.close()
+
+
+async def test_requests_that_arrive_together_begin_one_after_the_other():
+    begun = []
+    turns = Turns()
+    for number in range(3):
+        turns.take(partial(begun.append, number), 1, "greedy")
+    turns.take(partial(begun.append, "fair"), 1, "fair")
+    assert begun == [0]
+    for n_before in range(1, 4):
+        while len(begun) == n_before:
+            await asyncio.sleep(0)
+        assert len(begun) == n_before + 1
+    assert begun == [0, "fair", 1, 2]

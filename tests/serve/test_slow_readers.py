@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import uvloop
 from uvicorn.server import ServerState
 
 from parallel_llama.serve import server
-from parallel_llama.serve.protocol import BoundedProtocol
+from parallel_llama.serve.protocol import BoundedProtocol, protocol_factory
 from parallel_llama.serve.server import (
     MIN_READ_BYTES,
     READ_LIMIT_S,
@@ -52,7 +53,8 @@ async def listening(app):
     config.load()
     state, own = ServerState(), bound_socket("127.0.0.1", 0)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: BoundedProtocol(config, state, {}, loop), sock=own)
+    make = partial(protocol_factory(), config, state, {}, loop)
+    server = await loop.create_server(make, sock=own)
     try:
         yield own.getsockname()[1], state.connections
     finally:

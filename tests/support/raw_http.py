@@ -9,7 +9,7 @@ import h11
 import uvicorn
 from uvicorn.server import ServerState
 
-from parallel_llama.serve.protocol import BoundedProtocol
+from parallel_llama.serve.protocol import protocol_factory
 
 _N_TURNS = 10  # of the event loop, in which whatever can happen has happened
 
@@ -81,7 +81,7 @@ def read_by_server(
         config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)
         config.load()
         state, transport = ServerState(), MemoryTransport()
-        protocol = BoundedProtocol(config, state, {}, asyncio.get_running_loop())
+        protocol = protocol_factory(0.0)(config, state, {}, asyncio.get_running_loop())
         protocol.connection_made(transport)
         for packet in packets:
             while transport.is_paused:  # the socket keeps it

@@ -1,0 +1,78 @@
+"""A queue that is shared fairly between clients, and turns on the event loop that it gives out.
+
+Source: self-clocked and start-time fair queueing (Golestani 1994; Goyal, Vin and Cheng 1996).
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Hashable
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_MAX_CLIENTS = 4096  # with more, idle clients are dropped
+
+
+class FairQueue(Generic[T]):
+    """Items with sizes, in an order in which waiting clients receive equal amounts of work.
+
+    `_now` is the virtual time: the amount of work that each busy client has received. An item gets
+    a virtual start, the virtual end of its client's previous item but not before `_now`, and a
+    virtual end, the start plus its size. The item with the earliest virtual end comes first.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, int, int, T]] = []
+        self._numbers = itertools.count()
+        self._now = 0
+        self._ends: dict[Hashable, int] = {}  # virtual end of each client's last item
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, item: T, size: int, client: Hashable) -> None:
+        start = max(self._now, self._ends.get(client, 0))
+        self._ends[client] = start + size
+        heappush(self._waiting, (start + size, next(self._numbers), start, item))
+
+    def pop(self) -> T:
+        _end, _number, start, item = heappop(self._waiting)
+        self._now = max(self._now, start)
+        if len(self._ends) > _MAX_CLIENTS:
+            self._ends = {who: end for who, end in self._ends.items() if end > self._now}
+        return item
+
+
+class Turns:
+    """Lets one connection at a time begin work, one in each iteration of the event loop.
+
+    A request then waits for one request of another connection, not for one of every connection.
+
+    Args:
+        gap_s: minimum time between two turns.
+    """
+
+    def __init__(self, gap_s: float = 0.0) -> None:
+        self._gap_s = gap_s
+        self._waiting: FairQueue[Callable[[], None]] = FairQueue()
+        self._is_taken = False  # the current turn
+
+    def take(self, begin: Callable[[], None], size: int, client: Hashable) -> None:
+        """Calls `begin` at once, or when the turn comes."""
+        self._waiting.push(begin, size, client)
+        if not self._is_taken:
+            self._next()
+
+    async def wait(self, size: int, client: Hashable) -> None:
+        """Waits for the turn."""
+        turn = asyncio.Event()
+        self.take(turn.set, size, client)
+        await turn.wait()
+
+    def _next(self) -> None:
+        self._is_taken = len(self._waiting) > 0
+        if self._is_taken:
+            begin = self._waiting.pop()
+            asyncio.get_running_loop().call_later(self._gap_s, self._next)
+            begin()
