@@ -11,7 +11,7 @@ from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
 from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, read_packed
 from parallel_llama.checkpoint.scaled import TYPES, ScaledMatrix
 from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged, read_header
-from parallel_llama.config.quantised import Packing, hf_packing, packed_weights
+from parallel_llama.config.quantised import Packing, hf_packing, packed_weights, stored_form
 from parallel_llama.config.scaled import BYTE_DTYPES, MARKS, UNUSED, Schemes, scaled_weights
 from parallel_llama.dtypes import STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, listed
@@ -133,16 +133,20 @@ class HFFolder(TensorFiles):
         return super()._stored(param, rows)
 
     def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
-        matrix = self._packed.get(param.name)
-        is_so = matrix is not None and matrix.packing.form == form
-        return self._groups(param, rows) if is_so else None
+        if (matrix := self._packed.get(param.name)) is not None:
+            return self._groups(param, rows) if matrix.packing.form == form else None
+        if (scaled := self._scaled.get(param.name)) is not None:
+            stored_slice, read = scaled.stored_slice, partial(self._numbers, scaled)
+            if stored_form(scaled.scheme, stored_slice.shape[1]) == form:
+                blocks = as_blocks(param, stored_slice, rows)
+                return _joined([scaled.quantised(form, block, read) for block in blocks])
+        return None
 
     def _groups(self, param: Param, rows: range) -> QuantMatrix:
         """A slice of a quantised weight; slices of columns must be whole groups of 32."""
         matrix = self._packed[param.name]
         read, blocks = partial(self._part, matrix), as_blocks(param, matrix.stored_slice, rows)
-        parts = [read_packed(matrix.packing, block, read) for block in blocks]
-        return parts[0] if len(parts) == 1 else joined(parts, dim=0)
+        return _joined([read_packed(matrix.packing, block, read) for block in blocks])
 
     def _part(
         self, matrix: PackedMatrix | ScaledMatrix, end: str, rows: range, columns: range
@@ -205,6 +209,10 @@ class HFFolder(TensorFiles):
                 f"{path}: {name!r:.200} is not zero, and the model that config.json describes "
                 "has no such bias; use the config.json that belongs to the weights"
             )
+
+
+def _joined(parts: list[QuantMatrix]) -> QuantMatrix:
+    return parts[0] if len(parts) == 1 else joined(parts, dim=0)
 
 
 def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:

@@ -1,4 +1,4 @@
-"""Decodes matrices of compressed-tensors and fp8 folders, which have scales of their own.
+"""Reads matrices of compressed-tensors and fp8 folders, which have scales of their own.
 
 A matrix [out, in] is stored as several tensors:
 
@@ -25,8 +25,10 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
 from parallel_llama.config.scaled import Scheme
-from parallel_llama.errors import DamagedWeights
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
+from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families.stored_slices import StoredSlice
+from parallel_llama.ops.quant import QuantMatrix
 
 # Reads some rows and columns of the tensor with a name suffix, as a matrix of this many columns.
 Read = Callable[[str, int, range, range], Tensor]
@@ -111,6 +113,33 @@ class ScaledMatrix:
                 zeros = self._by_block(block, "weight_zero_point", read)
                 values -= self._spread(block, zeros.float())
         return values.mul_(self._spread(block, scales))
+
+    def quantised(self, form: QuantFormat, block: MatrixBlock, read: Read) -> QuantMatrix:
+        """A block of the matrix with its integers as stored, in the format of `stored_form`.
+
+        The columns of the block must be whole groups of 32 inputs.
+
+        Raises: DamagedWeights if a scale is NaN or Inf; CheckpointError if float16 cannot hold it.
+        """
+        wide = self._scales(block, read)
+        scales = wide.half()
+        if (lost := (scales.float() != wide).nonzero()).numel():
+            row, column = lost[0].tolist()
+            raise CheckpointError(
+                f"{self.base + self.scheme.scale!r:.200} has the scale {wide[row, column]:g}, "
+                "which float16 cannot hold exactly; decode the weights with --quant none"
+            )
+        n_before = block.columns.start % form.block // QUANT_GROUP_SIZE
+        factors = self._packed_zeros(block, read).repeat_interleave(form.n_shared, 1)
+        factors = factors[:, n_before:][:, : len(block.columns) // QUANT_GROUP_SIZE]
+        return QuantMatrix(
+            form,
+            self._integers(block, read).contiguous().view(torch.int8),
+            scales,
+            -scales,
+            factors.contiguous().view(torch.int8),
+            n_before,
+        )
 
     def _scales(self, block: MatrixBlock, read: Read) -> Tensor:
         """The scales of a block of the matrix. Shapes: [row blocks, column blocks] float32."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel_llama.config.scaled import METHODS, Schemes, scaled_weights, schemes_of
+from parallel_llama.config.scaled import METHODS, Scheme, Schemes, scaled_weights, schemes_of
 from parallel_llama.dtypes import (
     ASKED,
     GGUF_QUANTS,
@@ -28,8 +28,8 @@ from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 
-# GPTQ and AWQ: a weight is scale * (integer - zero point). The zero points are stored as the
-# factors of a minimum.
+# GPTQ, AWQ and 4 bits of compressed-tensors: a weight is scale * (integer - zero point). The zero
+# points are stored as the factors of a minimum.
 HF_QUANTS = {
     size: QuantFormat(4, has_min=True, block=size, min_factors=True) for size in (32, 64, 128)
 }
@@ -140,9 +140,12 @@ def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
     Raises: CheckpointError as `hf_packing`, or if a file is damaged.
     """
     packing = hf_packing(files)
-    if not isinstance(packing, Packing):
-        return {}
-    return dict.fromkeys(packed_weights(args, _held(files, args)), packing.form)
+    if isinstance(packing, Packing):
+        return dict.fromkeys(packed_weights(args, _held(files, args)), packing.form)
+    if isinstance(packing, Schemes):
+        forms, _ = _scaled_forms(packing, files, args)
+        return dict(forms)
+    return {}
 
 
 def hf_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
@@ -153,9 +156,32 @@ def hf_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
     schemes = hf_packing(files)
     if not isinstance(schemes, Schemes):
         return []
-    return sorted(
-        {form.name for form in scaled_weights(schemes, args, _held(files, args)).values()}
-    )
+    _, decoded = _scaled_forms(schemes, files, args)
+    return sorted({scheme.name for scheme in decoded.values()})
+
+
+def _scaled_forms(
+    schemes: Schemes, files: ModelFiles, args: ModelArgs
+) -> tuple[dict[str, QuantFormat], dict[str, Scheme]]:
+    """The matrices that can stay as stored, and those that must be decoded, by Meta's names."""
+    slices, held = stored_slices(args, "hf"), _held(files, args)
+    stored, decoded = {}, {}
+    for name, scheme in scaled_weights(schemes, args, held).items():
+        stored_slice = slices[name]
+        scale = held.get(stored_slice.name.removesuffix("weight") + scheme.scale)
+        form = stored_form(scheme, stored_slice.shape[1])
+        if form is not None and scale is not None and scale.dtype in ("F16", "BF16"):
+            stored[name] = form
+        else:
+            decoded[name] = scheme
+    return stored, decoded
+
+
+def stored_form(scheme: Scheme, n_inputs: int) -> QuantFormat | None:
+    """The format in which a matrix of a scheme can stay as stored, if its scales have 16 bits."""
+    height, width = scheme.block
+    is_grouped = scheme.is_packed and scheme.n_bits == 4 and height == 1
+    return HF_QUANTS.get(width) if is_grouped and n_inputs % QUANT_GROUP_SIZE == 0 else None
 
 
 def hf_not_applied(files: ModelFiles) -> tuple[str, ...]:

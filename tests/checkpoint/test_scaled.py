@@ -1,4 +1,4 @@
-"""HF folders of compressed-tensors and fp8: decoded to the same numbers on any number of ranks."""
+"""HF folders of compressed-tensors and fp8: the same numbers on any number of ranks."""
 
 import json
 import re
@@ -10,14 +10,15 @@ import torch
 from packed_folders import meant_by
 from safetensors.torch import load_file
 from scaled_folders import KINDS, quantization_config, write_scaled
-from test_gptq_and_awq import loaded, logits_of, rewritten
+from test_gptq_and_awq import TINY as WITH_HEADS_OF_32
+from test_gptq_and_awq import loaded, logits_of, precision_of, rewritten
 from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
 from transformers_oracle import reference_logits
 
 from parallel_llama.cli.main import main
 from parallel_llama.config.layouts import load_model_args, why_decoded
-from parallel_llama.config.quantised import packing_of
+from parallel_llama.config.quantised import HF_QUANTS, packing_of
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import find_model
@@ -27,6 +28,7 @@ from parallel_llama.plan import make_plan
 TINY = TinyModel(8, 2, 24, 160, ffn_dim=224, vocab_size=101)
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 89, 79, 32, 38]
 TP_SIZES = (1, 2, 3, 5, 7)
+STORED = {"packed 4, group": 32, "packed 4, group, zeros": 32, "packed 4, group of 64, zeros": 64}
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -42,6 +44,14 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return {kind: write_scaled(source, home / kind, kind) for kind in KINDS}
 
 
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each kind of STORED, with heads of 32, which groups need to stay as stored."""
+    home = tmp_path_factory.mktemp("grouped")
+    source = write_hf(WITH_HEADS_OF_32, home / "hf")
+    return {kind: write_scaled(source, home / kind, kind) for kind in STORED}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_has_its_part_of_the_decoded_matrices_to_the_last_bit(kind, made):
     args = load_model_args(find_model(str(made[kind])))
@@ -52,6 +62,42 @@ def test_every_rank_has_its_part_of_the_decoded_matrices_to_the_last_bit(kind, m
             for param, part, whole in zip(parameters(args), ours, wholes, strict=True):
                 rows = shard.rows_of(param)
                 assert torch.equal(part, whole.narrow(param.dim, rows.start, len(rows)))
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_every_rank_has_its_part_of_groups_that_stay_as_stored(kind, grouped):
+    args, size = load_model_args(find_model(str(grouped[kind]))), STORED[kind]
+    precision = precision_of(grouped[kind])
+    assert {*precision.stored.values()} == {HF_QUANTS[size]}
+    (wholes,) = loaded(meant_by(grouped[kind]), 1)
+    for tp_size in TP_SIZES:
+        shards = make_plan(args, tp_size, quant_group_size=precision.quant_group_size).shards
+        for shard, ours in zip(shards, loaded(grouped[kind], tp_size), strict=True):
+            for param, part, whole in zip(parameters(args), ours, wholes, strict=True):
+                rows = shard.rows_of(param)
+                assert torch.equal(part, whole.narrow(param.dim, rows.start, len(rows)))
+
+
+@pytest.mark.slow
+def test_logits_of_groups_as_stored_are_those_of_transformers_but_for_rounded_inputs(grouped):
+    folder = grouped["packed 4, group of 64, zeros"]
+    expected = reference_logits(meant_by(folder), TOKENS)
+    for tp_size in (1, 3):
+        ours = torch.cat(run_on_threads(tp_size, logits_of, folder), 1)
+        error = float((ours - expected).norm() / expected.norm())
+        assert 1e-4 < error < 0.02  # decoded weights would have 1e-6
+
+
+def test_a_scale_that_float16_cannot_hold_is_refused_unless_weights_are_decoded(grouped, tmp_path):
+    folder = shutil.copytree(grouped["packed 4, group"], tmp_path / "model")
+    scales = load_file(folder / "model.safetensors")[f"{Q_PROJ}.weight_scale"]
+    scales[3, 1] = 1e-9
+    rewritten(folder, {f"{Q_PROJ}.weight_scale": scales})
+    with pytest.raises(
+        CheckpointError, match=r"q_proj\.weight_scale' has the scale 9.* --quant none"
+    ):
+        loaded(folder, 1)
+    loaded(folder, 1, "none")
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[tuple[int, int], int, bool, bool, bool, torch.dtype]] = {
     "int tensor, zeros": ((0, 0), 8, False, False, True, torch.float32),
     "packed 4, group": ((1, 32), 4, False, True, False, torch.bfloat16),
     "packed 4, group, zeros": ((1, 32), 4, False, True, True, torch.float16),
+    "packed 4, group of 64, zeros": ((1, 64), 4, False, True, True, torch.bfloat16),
     "packed 4, channel": ((1, 0), 4, False, True, False, torch.float32),
     "packed 8, channel, zeros": ((1, 0), 8, False, True, True, torch.bfloat16),
     "packed 8, tensor": ((0, 0), 8, False, True, False, torch.float32),
