@@ -129,6 +129,11 @@ class ScaledMatrix:
                 f"{self.base + self.scheme.scale!r:.200} has the scale {wide[row, column]:g}, "
                 "which float16 cannot hold exactly; decode the weights with --quant none"
             )
+        if not form.has_min:
+            n_groups = len(block.columns) // QUANT_GROUP_SIZE
+            by_group = self._spread(block, scales)[:, ::QUANT_GROUP_SIZE]
+            by_group = by_group.expand(len(block.rows), n_groups).contiguous()
+            return QuantMatrix(form, self._signed(block, read), by_group)
         n_before = block.columns.start % form.block // QUANT_GROUP_SIZE
         factors = self._packed_zeros(block, read).repeat_interleave(form.n_shared, 1)
         factors = factors[:, n_before:][:, : len(block.columns) // QUANT_GROUP_SIZE]
@@ -181,6 +186,13 @@ class ScaledMatrix:
         n_words = -(-self.stored_slice.shape[1] // per_word)
         integers = self._unpacked(read("weight_packed", n_words, block.rows, words))
         return integers[:, columns.start - words.start * per_word :][:, : len(columns)]
+
+    def _signed(self, block: MatrixBlock, read: Read) -> Tensor:
+        """The integers of a block of a matrix without zero points. Shapes: [rows, columns] int8."""
+        if not self.scheme.is_packed:
+            return read("weight", self.stored_slice.shape[1], block.rows, block.columns)
+        middle = 1 << (self.scheme.n_bits - 1)
+        return (self._integers(block, read) - middle).view(torch.int8)
 
     def _packed_zeros(self, block: MatrixBlock, read: Read) -> Tensor:
         """The zero points of packed integers. Shapes: [row blocks, column blocks] uint8."""

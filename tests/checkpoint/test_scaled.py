@@ -19,6 +19,7 @@ from transformers_oracle import reference_logits
 from parallel_llama.cli.main import main
 from parallel_llama.config.layouts import load_model_args, why_decoded
 from parallel_llama.config.quantised import HF_QUANTS, packing_of
+from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import find_model
@@ -28,7 +29,15 @@ from parallel_llama.plan import make_plan
 TINY = TinyModel(8, 2, 24, 160, ffn_dim=224, vocab_size=101)
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 89, 79, 32, 38]
 TP_SIZES = (1, 2, 3, 5, 7)
-STORED = {"packed 4, group": 32, "packed 4, group, zeros": 32, "packed 4, group of 64, zeros": 64}
+STORED = {
+    "packed 4, group": HF_QUANTS[32],
+    "packed 4, group, zeros": HF_QUANTS[32],
+    "packed 4, group of 64, zeros": HF_QUANTS[64],
+    "packed 4, channel": QuantFormat(4),
+    "packed 8, channel": QuantFormat(8),
+    "int channel": QuantFormat(8),
+    "int tensor": QuantFormat(8),
+}
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -65,10 +74,10 @@ def test_every_rank_has_its_part_of_the_decoded_matrices_to_the_last_bit(kind, m
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_every_rank_has_its_part_of_groups_that_stay_as_stored(kind, grouped):
-    args, size = load_model_args(find_model(str(grouped[kind]))), STORED[kind]
+def test_every_rank_has_its_part_of_matrices_that_stay_as_stored(kind, grouped):
+    args = load_model_args(find_model(str(grouped[kind])))
     precision = precision_of(grouped[kind])
-    assert {*precision.stored.values()} == {HF_QUANTS[size]}
+    assert {*precision.stored.values()} == {STORED[kind]}
     (wholes,) = loaded(meant_by(grouped[kind]), 1)
     for tp_size in TP_SIZES:
         shards = make_plan(args, tp_size, quant_group_size=precision.quant_group_size).shards
@@ -79,8 +88,9 @@ def test_every_rank_has_its_part_of_groups_that_stay_as_stored(kind, grouped):
 
 
 @pytest.mark.slow
-def test_logits_of_groups_as_stored_are_those_of_transformers_but_for_rounded_inputs(grouped):
-    folder = grouped["packed 4, group of 64, zeros"]
+@pytest.mark.parametrize("kind", ["packed 4, group of 64, zeros", "int channel"])
+def test_logits_as_stored_are_those_of_transformers_but_for_rounded_inputs(kind, grouped):
+    folder = grouped[kind]
     expected = reference_logits(meant_by(folder), TOKENS)
     for tp_size in (1, 3):
         ours = torch.cat(run_on_threads(tp_size, logits_of, folder), 1)

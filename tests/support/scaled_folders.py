@@ -20,11 +20,13 @@ KINDS: dict[str, tuple[tuple[int, int], int, bool, bool, bool, torch.dtype]] = {
     "float channel": ((1, 0), 8, True, False, False, torch.bfloat16),
     "float block": ((128, 128), 8, True, False, False, torch.float32),
     "int channel": ((1, 0), 8, False, False, False, torch.bfloat16),
+    "int tensor": ((0, 0), 8, False, False, False, torch.bfloat16),
     "int tensor, zeros": ((0, 0), 8, False, False, True, torch.float32),
     "packed 4, group": ((1, 32), 4, False, True, False, torch.bfloat16),
     "packed 4, group, zeros": ((1, 32), 4, False, True, True, torch.float16),
     "packed 4, group of 64, zeros": ((1, 64), 4, False, True, True, torch.bfloat16),
-    "packed 4, channel": ((1, 0), 4, False, True, False, torch.float32),
+    "packed 4, channel": ((1, 0), 4, False, True, False, torch.bfloat16),
+    "packed 8, channel": ((1, 0), 8, False, True, False, torch.float16),
     "packed 8, channel, zeros": ((1, 0), 8, False, True, True, torch.bfloat16),
     "packed 8, tensor": ((0, 0), 8, False, True, False, torch.float32),
 }
@@ -96,6 +98,7 @@ def scaled(values: Tensor, kind: str) -> tuple[Mapping[str, Tensor], Tensor]:
     else:
         of_each = zeros[row_of][:, column_of]
         stored = ((values / every).round() + of_each).clamp(-top - 1, top).to(torch.int32)
+        stored[:, 0] = int(-top - 1)
         meant = (stored - of_each).float() * every
         stored = stored if is_packed else stored.to(torch.int8)
     scale = scales if block != (0, 0) else scales.reshape(1)
