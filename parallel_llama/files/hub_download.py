@@ -205,43 +205,51 @@ def _explaining(name: HubName) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UsageError(_why(error, name)) from error
+        raise _explained(error, name) from error
 
 
-def _why(error: Exception, name: HubName) -> str:
+def _explained(error: Exception, name: HubName) -> UsageError:
     """What has failed, and the remedy."""
     repo, hub = name.repo, endpoint()
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, GatedRepoError):
-        return f"{repo} is gated: accept its licence at {hub}/{repo}, then {_LOGIN}"
+        return UsageError(f"{repo} is gated: accept its licence at {hub}/{repo}, then {_LOGIN}")
     if isinstance(error, RepositoryNotFoundError):
-        return f"{repo} is not a model at {hub}: check the name; for a private model, {_LOGIN}"
+        return UsageError(
+            f"{repo} is not a model at {hub}: check the name; for a private model, {_LOGIN}"
+        )
     if isinstance(error, RevisionNotFoundError):
-        return (
+        return UsageError(
             f"{repo} has no revision {name.revision!r}; {hub}/{repo}/tree/main lists its branches "
             "and tags"
         )
     if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-        return f"{name}: a file of the repository is missing at {hub}; try later"
+        return UsageError(f"{name}: a file of the repository is missing at {hub}; try later")
     if isinstance(error, HfHubHTTPError):
-        return _why_refused(error.response.status_code, repo, hub)
+        return _refused(error.response.status_code, repo, hub)
     if isinstance(error, OfflineModeIsEnabled):
-        return f"{name} is not downloaded: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it"
+        return UsageError(
+            f"{name} is not downloaded: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it"
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{name}: the disk of {hub_folder(repo)} is full; free some space, or set HF_HOME"
+        return UsageError(
+            f"{name}: the disk of {hub_folder(repo)} is full; free some space, or set HF_HOME"
+        )
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; make it writable, or set HF_HOME"
+        return UsageError(f"{error.filename}: {error.strerror}; make it writable, or set HF_HOME")
     reason = printable((str(error).strip().splitlines() or [type(error).__name__])[0], 300)
-    return (
+    return UsageError(
         f"{name} was not downloaded from {hub}: {reason}; check the network and HF_ENDPOINT, and "
         "run the command again: complete files are kept"
     )
 
 
-def _why_refused(status: int, repo: str, hub: str) -> str:
+def _refused(status: int, repo: str, hub: str) -> UsageError:
     if status == 401:
-        return f"{hub} does not accept the token: {_LOGIN} to a valid token"
+        return UsageError(f"{hub} does not accept the token: {_LOGIN} to a valid token")
     if status == 403:
-        return f"{hub} refuses access to {repo}: use a token that may read it ({_LOGIN})"
-    return f"{hub} answered with status {status} for {repo}; try later"
+        return UsageError(
+            f"{hub} refuses access to {repo}: use a token that may read it ({_LOGIN})"
+        )
+    return UsageError(f"{hub} answered with status {status} for {repo}; try later")

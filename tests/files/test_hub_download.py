@@ -1,5 +1,6 @@
 """Downloads from a local hub: which files are fetched, resumed and selected, and the errors."""
 
+import errno
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from parallel_llama import LLM, SamplingParams
 from parallel_llama.cli.main import main
 from parallel_llama.engine.model_download import require_downloaded
 from parallel_llama.errors import UsageError
+from parallel_llama.files import hub_download
 from parallel_llama.files.hub_cache import HubName, parse_hub_name
 from parallel_llama.files.hub_download import download_model, select_files
 from parallel_llama.files.model_files import find_model, missing_from_hub
@@ -313,6 +315,16 @@ def test_a_disk_that_is_too_small_is_found_before_the_weights(hub, monkeypatch, 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert f"GB more in {tmp_path / 'hub'}, where 0.00 GB are free; free some" in refused()
     assert hub.fetched() == sorted([*SMALL, INDEX])
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_disk_that_other_programs_fill_meanwhile_is_named(monkeypatch, tmp_path):
+    def write(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hub_download, "hf_hub_download", write)
+    assert f"the disk of {tmp_path / 'hub'}/models--" in (message := refused())
+    assert message.endswith("is full; free some space, or set HF_HOME")
 
 
 @pytest.mark.usefixtures("hub")
