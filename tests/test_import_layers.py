@@ -44,15 +44,15 @@ TORCH_FREE = {
     "tokenizer", "structured", "serve", "parallel.failures", "reshard.target_folder",
     "doctor.check", "doctor.local_ranks", "doctor.machine", "engine.available_memory",
     "engine.kv_blocks", "engine.block_pool", "engine.detokenizer",
-    "engine.input_processor", "engine.llm_config", "engine.messages", "engine.outputs",
-    "engine.prompt_lookup", "engine.scheduler", "engine.statistics",
+    "engine.input_processor", "engine.llm_config", "engine.messages", "engine.model_download",
+    "engine.outputs", "engine.prompt_lookup", "engine.scheduler", "engine.statistics",
 }  # fmt: skip
 MATH = {"model", "ops"}
 
 # Imported inside functions: modules that need an optional package, and readers whose packages are
 # slow to import and only needed for some files.
 OPTIONAL = {"parallel_llama.ops.cuda_ops", "torch.distributed._symmetric_memory"}
-LATE = {"parallel_llama.checkpoint.gguf_file"}
+LATE = {"parallel_llama.checkpoint.gguf_file", "parallel_llama.files.hub_download"}
 
 OBJECT_COLLECTIVES = re.compile(r"(broadcast|all_gather|gather|scatter|send|recv)_object(_list)?$")
 ASKS = {"is_file", "is_dir", "exists", "iterdir", "isfile", "isdir"}

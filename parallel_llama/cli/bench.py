@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.model import (
+    DOWNLOAD,
     EXACT,
     KV_SPLIT,
     LOG_DIR,
@@ -269,7 +270,7 @@ VERB = Verb(
     "[MODEL] [flags]",
     (
         MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, JSON, *RANKS, RANDOM_WEIGHTS,
-        MEMORY, TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
+        DOWNLOAD, MEMORY, TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
     ),
     "parallel-llama bench --nproc 2",
     prepare,

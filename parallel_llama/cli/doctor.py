@@ -17,7 +17,6 @@ from parallel_llama.doctor.check import CHECKS, Check, in_order, is_ok, report
 from parallel_llama.doctor.local_ranks import examine_here
 from parallel_llama.doctor.machine import Host, machine_checks
 from parallel_llama.errors import escaped
-from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.cgroups import cpu_cores
 from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.parallel.timeouts import Timeouts
@@ -41,7 +40,7 @@ def prepare(flags: Flags) -> Job:
         n_ranks = 2 if cpu_cores() >= 2 else 1
     name, needs, has_weights = flags[MODEL], None, False
     if name is not None:
-        files = find_model(name)
+        files = model.found_model(flags, name)
         args = model.args_of(files)
         make_plan(args, n_ranks)
         has_weights = bool(files.weights)
@@ -109,7 +108,7 @@ VERB = Verb(
     "doctor",
     "Checks this machine and the ranks on it, and says what cures each fault.",
     "[--nproc N] [--model PATH_OR_NAME] [--json]",
-    (NPROC, MODEL, model.TIMEOUT, model.START_TIMEOUT, model.SECRET_FILE, JSON),
+    (NPROC, MODEL, model.DOWNLOAD, model.TIMEOUT, model.START_TIMEOUT, model.SECRET_FILE, JSON),
     "parallel-llama doctor --nproc 2",
     prepare,
 )

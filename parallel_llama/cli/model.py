@@ -1,9 +1,10 @@
 """Flags of the model that a command runs, and its checks before torch is loaded."""
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli.arguments import Flag, Flags
+from parallel_llama.cli.arguments import Flag, Flags, warn
 from parallel_llama.cli.parsers import (
     byte_size,
     device_name,
@@ -19,9 +20,11 @@ from parallel_llama.cli.parsers import (
 )
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.engine.llm_config import LLMConfig, require_elastic, require_spares
+from parallel_llama.engine.model_download import require_downloaded
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.files.model_files import ModelFiles, find_model
+from parallel_llama.files.hub_cache import HubName
+from parallel_llama.files.model_files import ModelFiles, find_model, missing_from_hub
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, world
 from parallel_llama.parallel.rank_stacks import require_log_dir
@@ -34,6 +37,11 @@ if TYPE_CHECKING:
 MODEL: Flag[str] = Flag(
     "model", "an HF folder, a Meta folder, a .gguf file, or the name of a model",
     filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
+)  # fmt: skip
+DOWNLOAD: Flag[bool] = Flag(
+    "download", "download what is missing of a model on the Hugging Face hub (org/name, "
+    "org/name@revision, org/name/file.gguf); without the flag, a terminal is asked",
+    subject="model",
 )  # fmt: skip
 # vLLM's names of --nproc.
 NPROC_ALIASES = "tp", "tensor-parallel-size"
@@ -147,14 +155,41 @@ RANKS: tuple[Flag[Any], ...] = (
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (
-    RANDOM_WEIGHTS, VERIFY, MEMORY, INTEGRITY_CHECK, TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
+    RANDOM_WEIGHTS, VERIFY, DOWNLOAD, MEMORY, INTEGRITY_CHECK, TIMEOUT, START_TIMEOUT, LOG_DIR,
+    SECRET_FILE,
 )  # fmt: skip
 # Flags with the names of LLMConfig's fields.
 _SETTINGS: tuple[Flag[Any], ...] = (
-    MODEL, MEMORY, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
-    KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE, INTEGRITY_CHECK, LOG_DIR, ELASTIC,
-    SPARES,
+    MODEL, MEMORY, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, DOWNLOAD,
+    KV_CACHE_BYTES, KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE, INTEGRITY_CHECK,
+    LOG_DIR, ELASTIC, SPARES,
 )  # fmt: skip
+
+
+def found_model(flags: Flags, name: str) -> ModelFiles:
+    """The files of a model, downloaded first if --download is given or a terminal answers yes.
+
+    Raises: UsageError as `find_model`, or if the download fails.
+    """
+    hub_name = missing_from_hub(name)
+    if hub_name is not None and (flags[DOWNLOAD] or _may_download(hub_name)):
+        require_downloaded(name, flags[START_TIMEOUT], warn)
+    return find_model(name)
+
+
+def _may_download(name: HubName) -> bool:
+    """Asks on a terminal whether to download a model; False without one, and in a rank."""
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()) or is_started_as_rank():
+        return False
+    from parallel_llama.files.hub_download import endpoint, is_offline  # slow
+
+    if is_offline():
+        return False
+    question = (
+        f"{name} is not a path that exists. Download the model of this name from {endpoint()}?"
+    )
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def args_of(files: ModelFiles) -> ModelArgs:
@@ -211,9 +246,9 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
         require_elastic(flags[DEVICE], flags[KV_SPLIT])
     elif flags[SPARES]:
         raise UsageError(f"--spares {flags[SPARES]} without --elastic: use both, or drop --spares")
+    files = found_model(flags, flags[MODEL])
     if flags[VERIFY]:
         _verify_metadata(flags)
-    files = find_model(flags[MODEL])
     if flags[RANDOM_WEIGHTS] is None:
         files.require_weights()
     args = load_model_args(files, _count_vocab)

@@ -25,7 +25,6 @@ from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs, context_length
-from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
 from parallel_llama.plan import ShardPlan, why_unrecorded
@@ -67,7 +66,7 @@ def prepare(flags: Flags) -> Job:
     that fits.
     """
     memory = _memory(flags)
-    files = find_model(flags[model.MODEL])
+    files = model.found_model(flags, flags[model.MODEL])
     args = model.args_of(files)
     nproc = flags[NPROC]
     first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
@@ -550,7 +549,7 @@ VERB = Verb(
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
         *(model.MODEL, NPROC, MEMORY, GPUS, model.MAX_SEQ_LEN, BATCH, model.DTYPE, model.QUANT),
-        *(model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT, model.DEVICE, JSON),
+        *(model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT, model.DEVICE, model.DOWNLOAD, JSON),
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,

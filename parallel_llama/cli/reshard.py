@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
-from parallel_llama.cli.model import args_of
+from parallel_llama.cli.model import DOWNLOAD, args_of, found_model
 from parallel_llama.cli.parsers import dtype_name, filled_text, one_of, quant_name, whole
 from parallel_llama.cli.terminal import StatusLine, ctrl_c_raises, duration, size
 from parallel_llama.errors import UsageError
-from parallel_llama.files.model_files import ModelFiles, find_model
+from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.reshard.target_folder import (
     TargetKind,
     check_parts,
@@ -51,7 +51,7 @@ def prepare(flags: Flags) -> Job:
         raise UsageError("reshard needs --tp N")
     if layout is None:
         raise UsageError("reshard needs --format meta, hf or native")
-    source, target = find_model(flags[SRC]), Path(flags[DST])
+    source, target = found_model(flags, flags[SRC]), Path(flags[DST])
     source.require_weights()
     check_target(source, target)
     args = args_of(source)
@@ -132,7 +132,7 @@ VERB = Verb(
     "reshard",
     "Rewrites a model's files in another layout, for any number of ranks.",
     "SRC DST --tp N --format meta|hf|native [flags]",
-    (TP, FORMAT, DTYPE, QUANT, RESUME, JSON),
+    (TP, FORMAT, DTYPE, QUANT, RESUME, DOWNLOAD, JSON),
     "parallel-llama reshard smollm2 smollm2-native --tp 1 --format native",
     prepare,
     (SRC, DST),

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
+from parallel_llama.cli.model import DOWNLOAD, found_model
 from parallel_llama.cli.parsers import filled_text
 from parallel_llama.cli.terminal import BOLD, GREEN, RED, Activity, painted, size
 from parallel_llama.errors import escaped, quoted
 from parallel_llama.files.bounded_files import is_folder
-from parallel_llama.files.model_files import find_model
 
 if TYPE_CHECKING:
     from parallel_llama.checkpoint.file_manifest import Report
@@ -27,7 +27,7 @@ def prepare(flags: Flags) -> Job:
     """Checks that the models exist, and returns the job."""
     for model in (flags[DIR], flags[AGAINST]):
         if model is not None and not is_folder(Path(model)):
-            find_model(model).require_weights()
+            found_model(flags, model).require_weights()
     return Job(lambda: _verify(flags[DIR], flags[AGAINST], flags[JSON]))
 
 
@@ -78,7 +78,7 @@ VERB = Verb(
     "verify",
     "Checks a model's files against its manifest, and lists what is damaged.",
     "DIR [--against DIR2] [--json]",
-    (AGAINST, JSON),
+    (AGAINST, DOWNLOAD, JSON),
     "parallel-llama verify /path/to/model",
     prepare,
     (DIR,),

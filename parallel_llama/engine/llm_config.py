@@ -58,6 +58,7 @@ class Settings(TypedDict, total=False):
     random_weights: int | None
     slice_of: tuple[int, int] | None
     verify: bool
+    download: bool
     kv_cache_bytes: int | None
     kv_cache_dtype: str
     kv_split: KVSplit
@@ -97,6 +98,8 @@ class LLMConfig:
             n_ranks, without communication. Its timing is meaningful, its tokens are not.
         verify: compare every file with the folder's manifest before reading it; each rank verifies
             a part of the files.
+        download: download the missing files of `model`, if it is the name of a model on the Hugging
+            Face hub. The first rank of each host downloads them, before the ranks connect.
         kv_cache_bytes: memory for the KV cache of each rank. By default a part of the free memory.
         kv_cache_dtype: bfloat16, int8 or fp8; auto for the dtype of computation.
         kv_split: how the KV cache is sharded: by heads; or by sequence (tokens) where several ranks
@@ -133,6 +136,7 @@ class LLMConfig:
     random_weights: int | None = None
     slice_of: tuple[int, int] | None = None
     verify: bool = False
+    download: bool = False
     kv_cache_bytes: int | None = None
     kv_cache_dtype: str = "auto"
     kv_split: KVSplit = "heads"
@@ -202,5 +206,5 @@ class LLMConfig:
 
     def facts(self) -> Mapping[str, str]:
         """The settings that must be equal on all ranks; a model's path may differ."""
-        own = ("model", "device", "tp_size", "log_dir")
+        own = ("model", "download", "device", "tp_size", "log_dir")
         return {name: str(value) for name, value in asdict(self).items() if name not in own}

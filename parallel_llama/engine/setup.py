@@ -21,6 +21,7 @@ from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import CacheSize
 from parallel_llama.engine.llm_config import LLMConfig, require_elastic, require_spares
+from parallel_llama.engine.model_download import require_downloaded
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families.model_args import ModelArgs
@@ -49,6 +50,8 @@ class ModelSetup:
         self.size = resolve_size(config.tp_size)
         slice_of, has_files = config.slice_of, config.random_weights is None
         _require_alone(slice_of, self.size)
+        if config.download and inputs is None:
+            require_downloaded(config.model, config.start_timeout_s)
         if config.verify:
             where = config.model if inputs is None else str(inputs.files.path)
             require_whole(where, part=slice(world()[0], None, self.size))

@@ -8,63 +8,101 @@ Source: huggingface_hub 2.4, constants.py and its guide to the cache.
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import expanded, is_folder, is_there, names_in, read_bytes
 
+MAIN = "main"
 MAX_REVISION_BYTES = 256
 
-_PART = r"\w(?:[\w.-]{0,94}\w)?"
-_NAME = re.compile(rf"(?!.*(?:--|\.\.)){_PART}/{_PART}", re.ASCII)
+_PART = r"\w(?:(?!--|\.\.)[\w.-]){0,95}(?<=\w)"
+_FILE = r"(?:\w[\w.+-]{0,200}/){0,9}\w[\w.+-]{0,200}\.gguf"
+_BRANCH = r"\w(?:(?!\.\.|//)[\w./+-]){0,199}(?<=\w)"
+_NAME = re.compile(rf"({_PART}/{_PART})(?:/({_FILE}))?(?:@({_BRANCH}))?", re.ASCII)
 _REVISION = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
-def is_hub_name(name: str) -> bool:
-    """Whether a name is valid for a model on the hub.
+@dataclass(frozen=True)
+class HubName:
+    """A model on the hub.
 
-    >>> is_hub_name("HuggingFaceTB/SmolLM2-135M-Instruct"), is_hub_name("./model")
-    (True, False)
+    Args:
+        repo: the repository, `org/name`.
+        file: the path of a .gguf file in the repository; empty for a model in a folder.
+        revision: a branch, a tag, or a commit.
     """
-    return _NAME.fullmatch(name) is not None
+
+    repo: str
+    file: str = ""
+    revision: str = MAIN
+
+    def __str__(self) -> str:
+        name = f"{self.repo}/{self.file}" if self.file else self.repo
+        return name if self.revision == MAIN else f"{name}@{self.revision}"
+
+    @property
+    def command(self) -> str:
+        """The command of the hub's own program that downloads the model."""
+        revision = "" if self.revision == MAIN else f" --revision {self.revision}"
+        return " ".join(filter(None, ("hf download", self.repo, self.file))) + revision
 
 
-def hub_folder(name: str) -> Path:
-    """The cache folder of a model, which need not exist."""
+def parse_hub_name(name: str) -> HubName | None:
+    """Splits `org/name`, `org/name/file.gguf` and `org/name@revision`; None for other names.
+
+    >>> parse_hub_name("HuggingFaceTB/SmolLM2-135M-Instruct@v1")
+    HubName(repo='HuggingFaceTB/SmolLM2-135M-Instruct', file='', revision='v1')
+    >>> parse_hub_name("./model") is None
+    True
+    """
+    match = _NAME.fullmatch(name)
+    return None if match is None else HubName(match[1], match[2] or "", match[3] or MAIN)
+
+
+def hub_folder(repo: str) -> Path:
+    """The cache folder of a repository, which need not exist."""
     caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = _followed(os.environ.get("HF_HOME", f"{caches}/huggingface"))
     cache = os.environ.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub")  # the older name
-    return _followed(os.environ.get("HF_HUB_CACHE", cache)) / f"models--{name.replace('/', '--')}"
+    return _followed(os.environ.get("HF_HUB_CACHE", cache)) / f"models--{repo.replace('/', '--')}"
 
 
-def find_snapshot(name: str) -> Path | None:
-    """The folder of the snapshot of a model's main branch, or None if nothing was downloaded.
+def find_snapshot(name: HubName) -> Path | None:
+    """The folder of the snapshot of a model's revision, or None if it was not downloaded.
 
-    The file refs/main names the snapshot; without that file there must be exactly one snapshot.
+    A commit is the name of its snapshot; for a branch or a tag, the file refs/REVISION names the
+    snapshot. Without any file in refs, the main branch is the only snapshot.
 
-    Raises: UsageError if refs/main names no snapshot, or is missing and the number of
-    snapshots is not one.
+    Raises: UsageError if the file in refs names no snapshot, or if no file in refs selects one of
+    several snapshots.
     """
-    folder = hub_folder(name)
-    snapshots, main = folder / "snapshots", folder / "refs" / "main"
+    folder = hub_folder(name.repo)
+    snapshots, ref = folder / "snapshots", folder / "refs" / name.revision
     if not is_folder(snapshots):
         return None
     held = [revision for revision in names_in(snapshots) if is_folder(snapshots / revision)]
-    wanted = [_noted(main)] if is_there(main) else held
+    if name.revision in held:
+        return snapshots / name.revision
+    is_noted = is_there(ref)
+    if not is_noted and (name.revision != MAIN or is_there(folder / "refs")):
+        return None
+    wanted = [_noted(ref)] if is_noted else held
     if len(wanted) != 1 or wanted[0] not in held:
-        meant = f"names {wanted[0][:80]!r}" if is_there(main) else "is missing"
+        meant = f"names {wanted[0][:80]!r}" if is_noted else "is missing"
         raise UsageError(
-            f"{folder}: has {len(held)} snapshots, and refs/main, which selects one, "
-            f"{meant}; run: hf download {name}"
+            f"{folder}: has {len(held)} snapshots, and refs/{name.revision}, which selects one, "
+            f"{meant}; add --download, or run: {name.command}"
         )
     return snapshots / wanted[0]
 
 
-def _noted(main: Path) -> str:
-    text = read_bytes(main, MAX_REVISION_BYTES).decode(errors="replace").strip()
+def _noted(ref: Path) -> str:
+    text = read_bytes(ref, MAX_REVISION_BYTES).decode(errors="replace").strip()
     if not _REVISION.fullmatch(text):
         raise UsageError(
-            f"{main}: {text[:80]!r} is not a revision; remove the file, or download the model again"
+            f"{ref}: {text[:80]!r} is not a revision; remove the file, or download the model again"
         )
     return text
 

@@ -27,7 +27,7 @@ from parallel_llama.files.bounded_files import (
     resolved,
 )
 from parallel_llama.files.fields import did_you_mean, read_json_object
-from parallel_llama.files.hub_cache import find_snapshot, hub_folder, is_hub_name
+from parallel_llama.files.hub_cache import HubName, find_snapshot, hub_folder, parse_hub_name
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_NATIVE_FILES = 99_999
@@ -44,14 +44,14 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tekken.json", "tokenizer.model.v7m1", "tokenizer.model.v7",
     "tokenizer.model.v3", "tokenizer.model.v2", "tokenizer.model.v1", "tokenizer.model",
 )  # fmt: skip
-_CONFIG, _PARAMS, _NATIVE = "config.json", "params.json", "native.json"
+CONFIG, PARAMS, _NATIVE = "config.json", "params.json", "native.json"
 # HF's weights: one file or an index of several; the first of these is read, as in transformers.
-_HF_WEIGHTS = (
+HF_WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json",
     "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 # Mistral's weights, unsharded, under Meta's names.
-_MISTRAL_WEIGHTS = ("consolidated.safetensors", "consolidated.safetensors.index.json")
+MISTRAL_WEIGHTS = ("consolidated.safetensors", "consolidated.safetensors.index.json")
 _CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")
 _NATIVE_PART = re.compile(r"weights-(\d{5})-of-(\d{5})\.safetensors")
 _GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
@@ -124,8 +124,8 @@ def find_model(name: str) -> ModelFiles:
     shape = shapes.get(name.removesuffix(".json"))
     if shape is not None:
         return _single_file(shape)
-    if is_hub_name(name):
-        return _downloaded(name, path)
+    if (hub_name := parse_hub_name(name)) is not None:
+        return _downloaded(hub_name, path)
     raise UsageError(
         f"model {name[:200]!r} is not a path that exists, not {SMOLLM2!r} and not a name in "
         f"configs/models{did_you_mean(name, [SMOLLM2, *shapes, *_neighbours(path)])}"
@@ -137,15 +137,39 @@ def model_names() -> list[str]:
     return [SMOLLM2, *_shapes()]
 
 
-def _downloaded(name: str, path: Path) -> ModelFiles:
+def missing_from_hub(name: str) -> HubName | None:
+    """The model on the hub whose files `find_model(name)` lacks; None if it finds the model.
+
+    It is None as well for an existing path, and for a name that no model on the hub can have.
+
+    Raises: CheckpointError if the cache or its files cannot be read.
+    """
+    hub_name = parse_hub_name(name)
+    if hub_name is None or is_there(expanded(name)):
+        return None
+    try:
+        find_model(name)
+    except UsageError:
+        return hub_name
+    return None
+
+
+def _downloaded(name: HubName, path: Path) -> ModelFiles:
     snapshot = find_snapshot(name)
-    if snapshot is None:
+    if snapshot is None or (name.file and not is_there(snapshot / name.file)):
         raise UsageError(
-            f"model {name!r} is not a path that exists, and was not downloaded from the hub (there "
-            f"is no {hub_folder(name)}); if it is a name there, run: hf download {name}"
-            f"{did_you_mean(name, _neighbours(path))}"
+            f"model {str(name)!r} is not a path that exists, and was not downloaded from the hub "
+            f"to {hub_folder(name.repo)}; if it is a name there, add --download, or run: "
+            f"{name.command}{did_you_mean(str(name), _neighbours(path))}"
         )
-    return _in_folder(snapshot)
+    if name.file:
+        return _single_file(snapshot / name.file)
+    try:
+        return _in_folder(snapshot)
+    except UsageError as error:
+        raise UsageError(
+            f"{error}; to download what is missing, add --download, or run: {name.command}"
+        ) from None
 
 
 def _neighbours(path: Path) -> list[str]:
@@ -186,46 +210,51 @@ def _single_file(path: Path) -> ModelFiles:
     if not is_file(path):
         raise UsageError(f"{path}: neither a file nor a folder")
     if path.suffix.lower() == ".gguf":
-        part = _GGUF_PART.search(path.name)
-        if part is not None and int(part[2]) > 1:
-            raise UsageError(
-                f"{path}: part {int(part[1])} of a GGUF file split in {int(part[2])}, and each "
-                "part holds only some of the weights; join them with llama-gguf-split --merge"
-            )
+        require_whole_gguf(path)
         return ModelFiles("gguf", path, path, (path,))
-    if path.suffix == ".json" and path.name not in (_CONFIG, *_HF_WEIGHTS):
+    if path.suffix == ".json" and path.name not in (CONFIG, *HF_WEIGHTS):
         return ModelFiles("config", path, path, ())
     if path.suffix in (".json", ".safetensors", ".pth", ".bin"):
         raise UsageError(f"{path}: one file of a model; give the folder that holds it")
     raise UsageError(f"{path}: not a model; give a folder, a .gguf file or a configs/models name")
 
 
+def require_whole_gguf(path: Path) -> None:
+    """Raises: UsageError if the name of a GGUF file says that it is one part of several."""
+    part = _GGUF_PART.search(path.name)
+    if part is not None and int(part[2]) > 1:
+        raise UsageError(
+            f"{path}: part {int(part[1])} of a GGUF file split in {int(part[2])}, and each "
+            "part holds only some of the weights; join them with llama-gguf-split --merge"
+        )
+
+
 def _in_folder(folder: Path) -> ModelFiles:
     """The model of a folder; HF's if the folder has both layouts, as in other programs."""
     names = names_in(folder)
-    has_config, has_params = is_file(folder / _CONFIG), is_file(folder / _PARAMS)
+    has_config, has_params = is_file(folder / CONFIG), is_file(folder / PARAMS)
     if is_file(folder / _NATIVE):
         return _native_folder(folder, names)
     if not has_config and not has_params:
         ggufs = [name for name in names if name.lower().endswith(".gguf")]
         hint = f"; give the file in it: {folder / ggufs[0]}" if ggufs else ""
-        raise UsageError(f"{folder}: has neither {_CONFIG} (HF) nor {_PARAMS} (Meta){hint}")
-    held = next((name for name in _HF_WEIGHTS if name in names), None) if has_config else None
-    mistral = next((name for name in _MISTRAL_WEIGHTS if name in names), None)
+        raise UsageError(f"{folder}: has neither {CONFIG} (HF) nor {PARAMS} (Meta){hint}")
+    held = next((name for name in HF_WEIGHTS if name in names), None) if has_config else None
+    mistral = next((name for name in MISTRAL_WEIGHTS if name in names), None)
     has_pickled = any(_CONSOLIDATED.fullmatch(name) for name in names)
     has_meta = has_params and (mistral is not None or has_pickled)
     if held and has_meta:
         logger.warning(
             "%s holds an HF and a Meta checkpoint; the HF one is read. Remove %s to read Meta's",
             folder,
-            _CONFIG,
+            CONFIG,
         )
     if held:
         weights, index = _files_held(folder, held)
-        return ModelFiles("hf", folder, folder / _CONFIG, weights, index)
+        return ModelFiles("hf", folder, folder / CONFIG, weights, index)
     if has_meta and mistral:
         weights, index = _files_held(folder, mistral)
-        return ModelFiles("meta", folder, folder / _PARAMS, weights, index)
+        return ModelFiles("meta", folder, folder / PARAMS, weights, index)
     if has_meta:
         return _meta_folder(folder, names)
     raise UsageError(f"{folder}: {_why_no_weights(names, has_config)}")
@@ -235,13 +264,13 @@ def _why_no_weights(names: list[str], has_config: bool) -> str:
     others = [n for n in names if n.endswith(".safetensors") or n.startswith("pytorch_model")]
     if has_config and others:
         return (
-            f"has {listed(others, 5)}, but no index and none of {', '.join(_HF_WEIGHTS)}; fetch "
+            f"has {listed(others, 5)}, but no index and none of {', '.join(HF_WEIGHTS)}; fetch "
             "the missing file"
         )
     wanted = (
-        f"{_HF_WEIGHTS[0]} or {_HF_WEIGHTS[1]}"
+        f"{HF_WEIGHTS[0]} or {HF_WEIGHTS[1]}"
         if has_config
-        else f"consolidated.00.pth or {_MISTRAL_WEIGHTS[0]}"
+        else f"consolidated.00.pth or {MISTRAL_WEIGHTS[0]}"
     )
     return (
         f"has no weights ({wanted}); fetch them, or use --random-weights with a configs/models name"
@@ -253,13 +282,7 @@ def _files_held(folder: Path, held: str) -> tuple[tuple[Path, ...], Path | None]
     index = folder / held
     if index.suffix != ".json":
         return (index,), None
-    weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UsageError(f"{index}: has no weight_map; fetch it again")
-    if not all(isinstance(file, str) for file in weight_map.values()):
-        raise UsageError(f"{index}: its weight_map has a value that is not a file name")
-    files = sorted(set(weight_map.values()))
-    _require_inside(index, files)
+    files = names_in_index(index)
     missing = [file for file in files if not is_file(folder / file)]
     if missing:
         raise UsageError(
@@ -267,6 +290,22 @@ def _files_held(folder: Path, held: str) -> tuple[tuple[Path, ...], Path | None]
             f"{listed(missing, 5)}; fetch them"
         )
     return tuple(folder / file for file in files), index
+
+
+def names_in_index(index: Path) -> list[str]:
+    """The sorted names of the files that an index of weights lists, which need not exist.
+
+    Raises: UsageError if it lists no files, or a file outside its folder; CheckpointError if it
+    cannot be read.
+    """
+    weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UsageError(f"{index}: has no weight_map; fetch it again")
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise UsageError(f"{index}: its weight_map has a value that is not a file name")
+    files = sorted(set(weight_map.values()))
+    _require_inside(index, files)
+    return files
 
 
 def _require_inside(index: Path, files: list[str]) -> None:
@@ -311,7 +350,7 @@ def _meta_folder(folder: Path, names: list[str]) -> ModelFiles:
             f"{listed((f'consolidated.{number:02d}.pth' for number in missing), 5)}; fetch them"
         )
     weights = tuple(folder / by_number[number] for number in sorted(by_number))
-    return ModelFiles("meta", folder, folder / _PARAMS, weights)
+    return ModelFiles("meta", folder, folder / PARAMS, weights)
 
 
 def _native_folder(folder: Path, names: list[str]) -> ModelFiles:

@@ -24,6 +24,19 @@ def take_lock(descriptor: int) -> bool:
     return True
 
 
+def is_locked(descriptor: int) -> bool:
+    """Whether another process has locked an open file with `take_lock`.
+
+    Raises: OSError on a file system without locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
 def whole_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file with their newlines, without an incomplete last line."""
     with open_file(path) as file:

@@ -1,0 +1,114 @@
+"""Downloads a model before the ranks start, once for all ranks of a host. No torch.
+
+Ranks that this program starts begin after the download. Ranks that torchrun, srun or mpirun has
+started run this before they connect to each other: the first rank of a host downloads, while the
+others look into the cache.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from parallel_llama.errors import UsageError
+from parallel_llama.files.hub_cache import HubName, hub_folder
+from parallel_llama.files.model_files import missing_from_hub
+from parallel_llama.files.partial_output import is_locked, take_lock
+from parallel_llama.parallel.rank_env import local_world, world
+
+_LOOK_S = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+def require_downloaded(
+    model: str, limit_s: float, announce: Callable[[str], None] = logger.info
+) -> None:
+    """Downloads what `find_model(model)` lacks, if the name can be that of a model on the hub.
+
+    The first rank of a host downloads. It holds a lock in the cache, which other programs and hosts
+    that share the cache wait for. The other ranks of the host wait while the lock is held.
+
+    Args:
+        limit_s: how many seconds the other ranks wait for the model while the lock is free.
+        announce: called with a line that says what is about to be downloaded.
+
+    Raises: UsageError if the download fails, or the wait ends without the model.
+    """
+    name = missing_from_hub(model)
+    if name is None:
+        return
+    local_rank, _ = local_world(world()[1])
+    if local_rank > 0:
+        _await_download(model, name, limit_s)
+        return
+    with _held_lock(name, announce):
+        if missing_from_hub(model) is not None:
+            from parallel_llama.files.hub_download import download_model  # slow
+
+            download_model(name, announce)
+
+
+def _await_download(model: str, name: HubName, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while missing_from_hub(model) is not None:
+        if _is_locked(name):
+            deadline = time.monotonic() + limit_s
+        elif time.monotonic() > deadline:
+            raise UsageError(
+                f"model {model!r}: the first rank of this host has not downloaded it, and has not "
+                f"been downloading it for {limit_s:g} s; see its message, or run: {name.command}"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _lock_path(name: HubName) -> Path:
+    folder = hub_folder(name.repo)
+    return folder.parent / ".locks" / folder.name / "parallel_llama.lock"
+
+
+@contextmanager
+def _held_lock(name: HubName, announce: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock of a model; without it where the cache or its file system has no locks.
+
+    The lock only prevents work from being done twice: huggingface_hub replaces files atomically.
+    """
+    path = _lock_path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        yield
+        return
+    try:
+        if not _can_go_on(descriptor):
+            announce(f"waiting for another process, which is downloading {name.repo}")
+            while not _can_go_on(descriptor):
+                time.sleep(_LOOK_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _can_go_on(descriptor: int) -> bool:
+    """Whether the lock was taken, or the file system has no locks."""
+    try:
+        return take_lock(descriptor)
+    except OSError:
+        return True
+
+
+def _is_locked(name: HubName) -> bool:
+    """Whether another process holds the lock of a model."""
+    try:
+        descriptor = os.open(_lock_path(name), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return is_locked(descriptor)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,255 @@
+"""Downloads models from the Hugging Face hub into its cache, through huggingface_hub.
+
+Only files that parallel_llama reads are downloaded, and no code. A revision is resolved to a commit
+once, and all files are those of this commit. Weights are downloaded last, and the file in the
+cache's `refs` that selects a snapshot is written when the snapshot is complete.
+
+Importing this module is slow, so it is imported only for a download.
+
+Source: huggingface_hub 2.4, file_download.py and its guide to the cache.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from parallel_llama.errors import UsageError, listed, printable
+from parallel_llama.files.bounded_files import is_file, is_there
+from parallel_llama.files.hub_cache import HubName, hub_folder, parse_hub_name
+from parallel_llama.files.model_files import (
+    CONFIG,
+    HF_WEIGHTS,
+    MISTRAL_WEIGHTS,
+    PARAMS,
+    TOKENIZER_FILES,
+    names_in_index,
+    require_whole_gguf,
+)
+from parallel_llama.files.partial_output import replace_file
+
+# Small files that are downloaded where a repository has them, besides one of TOKENIZER_FILES.
+BESIDE_WEIGHTS = (
+    CONFIG, PARAMS, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+)  # fmt: skip
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def endpoint() -> str:
+    """The address of the hub, or of the mirror that HF_ENDPOINT names."""
+    address: str = constants.ENDPOINT
+    return address
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE, or an equivalent variable, forbids downloads."""
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """A commit of a model's repository.
+
+    Args:
+        sizes: the bytes of each file of the repository.
+    """
+
+    name: HubName
+    id: str
+    sizes: Mapping[str, int]
+
+    @property
+    def snapshot(self) -> Path:
+        return hub_folder(self.name.repo) / "snapshots" / self.id
+
+    def missing(self, files: Sequence[str]) -> list[str]:
+        """Those of some files that the cache lacks.
+
+        Raises: UsageError if the repository lacks a file, or a disk has too little space.
+        """
+        if absent := [file for file in files if file not in self.sizes]:
+            raise UsageError(
+                f"{self.name}: the repository does not have {listed(absent, 5)}; "
+                f"{endpoint()}/{self.name.repo} lists its files"
+            )
+        found = [file for file in files if not is_file(self.snapshot / file)]
+        _require_space(self.name, self.n_bytes(found))
+        return found
+
+    def n_bytes(self, files: Sequence[str]) -> int:
+        return sum(self.sizes[file] for file in files)
+
+    def fetch(self, files: Sequence[str]) -> None:
+        cache = hub_folder(self.name.repo).parent
+        for file in files:
+            with _explaining(self.name):
+                hf_hub_download(
+                    self.name.repo, file, revision=self.id, cache_dir=cache, endpoint=endpoint()
+                )
+
+
+def download_model(name: HubName, announce: Callable[[str], None]) -> None:
+    """Downloads the files of a model that the cache lacks.
+
+    If a connection ends early, huggingface_hub connects again and goes on with the rest of the
+    file. If that fails too, a later call keeps the files that are complete. On a terminal,
+    huggingface_hub draws a progress bar for each file.
+
+    Args:
+        announce: called with a line that says which weights are about to be downloaded.
+
+    Raises: UsageError if the hub cannot be reached or refuses, if it has no such model, or if the
+    disk has too little space; CheckpointError if the index of the weights is damaged.
+    """
+    require_whole_gguf(Path(name.file))
+    commit = _resolve(name)
+    if name.file:
+        weights = [name.file]
+    else:
+        small, first = select_files(name, commit.sizes)
+        is_index = first.endswith(".json")
+        commit.fetch(commit.missing([*small, first] if is_index else small))
+        weights = names_in_index(commit.snapshot / first) if is_index else [first]
+    if missing := commit.missing(weights):
+        count, megabytes = len(missing), commit.n_bytes(missing) / 1e6
+        files = f"{count} file{'s' * (count > 1)}, {megabytes:,.1f} MB"
+        announce(f"downloading the weights of {name}: {files}, commit {commit.id}")
+        commit.fetch(missing)
+    with _explaining(name):
+        _note_commit(name, commit.id)
+
+
+def _resolve(name: HubName) -> _Commit:
+    """The commit of a model's revision."""
+    api = HfApi(endpoint=endpoint())
+    with _explaining(name):
+        info = api.model_info(
+            name.repo,
+            revision=name.revision,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,  # none by default
+            files_metadata=True,
+        )
+    commit = str(info.sha)
+    if not _COMMIT.fullmatch(commit):
+        raise UsageError(f"{endpoint()} says that {name} is commit {commit[:60]!r}; try later")
+    return _Commit(name, commit, {file.rfilename: file.size or 0 for file in info.siblings or ()})
+
+
+def select_files(name: HubName, held: Collection[str]) -> tuple[list[str], str]:
+    """The small files to download, and the file of weights or the index of weights.
+
+    The layout is the one that `find_model` reads if a folder has several.
+
+    Raises: UsageError if the repository holds no model that can be run.
+    """
+    candidates = HF_WEIGHTS if CONFIG in held else ()
+    if PARAMS in held:
+        candidates = (*candidates, *MISTRAL_WEIGHTS)
+    first = next((file for file in candidates if file in held), None)
+    if first is None:
+        # Only GGUF files have names of their own.
+        ggufs = sorted(own for file in held if parse_hub_name(own := f"{name.repo}/{file}"))
+        hint = f"; for one of its GGUF files, use --model {ggufs[0]}" if ggufs else ""
+        raise UsageError(
+            f"{name}: the repository has no {CONFIG} with weights ({', '.join(HF_WEIGHTS)}), and "
+            f"no {PARAMS} with {MISTRAL_WEIGHTS[0]}{hint}"
+        )
+    tokenizers = [file for file in TOKENIZER_FILES if file in held]
+    return [*(file for file in BESIDE_WEIGHTS if file in held), *tokenizers[:1]], first
+
+
+def _require_space(name: HubName, n_bytes: int) -> None:
+    """Raises: UsageError if the disk of the cache has less free space."""
+    cache = hub_folder(name.repo).parent
+    there = next(path for path in (cache, *cache.absolute().parents) if is_there(path))
+    free = shutil.disk_usage(there).free
+    if n_bytes > free:
+        raise UsageError(
+            f"{name}: needs {n_bytes / 1e9:.2f} GB more in {cache}, where {free / 1e9:.2f} GB are "
+            "free; free some space, or set HF_HOME to a folder on another disk"
+        )
+
+
+def _note_commit(name: HubName, commit: str) -> None:
+    """Selects a complete snapshot as that of its branch or tag."""
+    if name.revision != commit:
+        ref = hub_folder(name.repo) / "refs" / name.revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(ref, ref.with_name(f"{ref.name}.{os.getpid()}.tmp"), commit.encode())
+
+
+@contextmanager
+def _explaining(name: HubName) -> Iterator[None]:
+    """Turns an error of a download into a UsageError of one line.
+
+    The errors of huggingface_hub, its HTTP library and its Xet library have no common base.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise _explained(error, name) from error
+
+
+def _explained(error: Exception, name: HubName) -> UsageError:
+    """What has failed, and the remedy."""
+    repo, hub = name.repo, endpoint()
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    if isinstance(error, GatedRepoError):
+        return UsageError(f"{repo} is gated: accept its licence at {hub}/{repo}, then {_LOGIN}")
+    if isinstance(error, RepositoryNotFoundError):
+        return UsageError(
+            f"{repo} is not a model at {hub}: check the name; for a private model, {_LOGIN}"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return UsageError(
+            f"{repo} has no revision {name.revision!r}; {hub}/{repo}/tree/main lists its branches "
+            "and tags"
+        )
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return UsageError(f"{name}: a file of the repository is missing at {hub}; try later")
+    if isinstance(error, HfHubHTTPError):
+        return _refused(error.response.status_code, repo, hub)
+    if isinstance(error, OfflineModeIsEnabled):
+        return UsageError(
+            f"{name} is not downloaded: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UsageError(
+            f"{name}: the disk of {hub_folder(repo)} is full; free some space, or set HF_HOME"
+        )
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        return UsageError(f"{error.filename}: {error.strerror}; make it writable, or set HF_HOME")
+    reason = printable((str(error).strip().splitlines() or [type(error).__name__])[0], 300)
+    return UsageError(
+        f"{name} was not downloaded from {hub}: {reason}; check the network and HF_ENDPOINT, and "
+        "run the command again: complete files are kept"
+    )
+
+
+def _refused(status: int, repo: str, hub: str) -> UsageError:
+    if status == 401:
+        return UsageError(f"{hub} does not accept the token: {_LOGIN} to a valid token")
+    if status == 403:
+        return UsageError(
+            f"{hub} refuses access to {repo}: use a token that may read it ({_LOGIN})"
+        )
+    return UsageError(f"{hub} answered with status {status} for {repo}; try later")
