@@ -7,10 +7,12 @@ from parallel_llama.families.falcon import FALCON, PALM
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.glm import CHATGLM, GLM, GLM4
+from parallel_llama.families.granite import GRANITE
 from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
 from parallel_llama.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from parallel_llama.families.smollm3 import SMOLLM3
 from parallel_llama.families.stored_slices import StoredSlice, shared
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
@@ -31,6 +33,8 @@ FAMILIES = {
         GLM,
         GLM4,
         CHATGLM,
+        SMOLLM3,
+        GRANITE,
     )
 }
 

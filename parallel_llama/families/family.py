@@ -38,6 +38,14 @@ def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]
     return ()
 
 
+def layer_types(args: ModelArgs) -> list[str]:
+    """The value of layer_types in config.json."""
+    full = range(args.n_layers) if args.sliding_window is None else args.full_layers
+    return [
+        "full_attention" if layer in full else "sliding_attention" for layer in range(args.n_layers)
+    ]
+
+
 @dataclass(frozen=True)
 class GGUFForm:
     """A family in GGUF files.

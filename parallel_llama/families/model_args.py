@@ -112,6 +112,7 @@ class ModelArgs:
     shared_norm: bool = False  # in a parallel block: one norm for both
     post_norms: bool = False  # norms of the outputs of attention and feed-forward
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of the outputs of attention and feed-forward when added to x
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None  # c: logits become c tanh(logit / c)
     # Attention
@@ -122,6 +123,7 @@ class ModelArgs:
     full_layers: tuple[int, ...] = ()  # with a window: the layers that attend to all keys
     local_rope_theta: float | None = None  # unscaled base in layers with a window; None: rope_theta
     rotary_dim: int | None = None  # values of each head that are rotated; None: all
+    unrotated_layers: tuple[int, ...] = ()  # layers without rotary embeddings (NoPE)
     attention_sinks: int = 0  # first tokens that stay visible outside the window; not in files
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
@@ -143,7 +145,7 @@ class ModelArgs:
         if self.head_dim % 2:
             raise UsageError(f"head_dim={self.head_dim}: rotary pairs need an even number")
         self._check_numbers()
-        self._check_windows()
+        self._check_layers()
         self._check_combinations()
         if not 0 <= self.norm_eps < math.inf:
             raise UsageError(f"norm_eps={self.norm_eps}: use a finite number from 0, such as 1e-5")
@@ -174,7 +176,8 @@ class ModelArgs:
             raise UsageError("head_dim=2 has one rotary pair, and dynamic rope scaling needs two")
 
     def _check_numbers(self) -> None:
-        for name in ("attention_scale", "attention_soft_cap", "logit_soft_cap", "logit_scale"):
+        caps = "attention_soft_cap", "logit_soft_cap"
+        for name in ("attention_scale", "logit_scale", "residual_scale", *caps):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name}={value}: use a finite number above 0")
@@ -185,7 +188,7 @@ class ModelArgs:
         if local is not None and not (math.isfinite(local) and local > 1):
             raise UsageError(f"local_rope_theta={local}: use a finite number above 1")
 
-    def _check_windows(self) -> None:
+    def _check_layers(self) -> None:
         window, full = self.sliding_window, list(self.full_layers)
         if window is not None and window < 1:
             raise UsageError(
@@ -193,10 +196,14 @@ class ModelArgs:
             )
         if full and window is None:
             raise UsageError(f"full_layers={full[:10]} without a sliding_window; give one")
-        if full != sorted(set(full) & set(range(self.n_layers))):
-            raise UsageError(
-                f"full_layers={full[:10]}: use numbers from 0 to {self.n_layers - 1}, in order"
-            )
+        for name, layers in (
+            ("full_layers", full),
+            ("unrotated_layers", list(self.unrotated_layers)),
+        ):
+            if layers != sorted(set(layers) & set(range(self.n_layers))):
+                raise UsageError(
+                    f"{name}={layers[:10]}: use numbers from 0 to {self.n_layers - 1}, in order"
+                )
 
     def _check_combinations(self) -> None:
         impossible = {
@@ -205,6 +212,9 @@ class ModelArgs:
             "shared_norm needs parallel_block": self.shared_norm and not self.parallel_block,
             "post_norms and parallel_block cannot be combined": (
                 self.post_norms and self.parallel_block
+            ),
+            "post_norms and residual_scale cannot be combined": (
+                self.post_norms and self.residual_scale != 1
             ),
             "activation='silu' needs gated": not self.gated and self.activation == "silu",
             "n_experts and mlp_bias cannot be combined": self.n_experts > 0 and self.mlp_bias,
@@ -279,7 +289,8 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
 
     The window is the model's own, or `max_seq_len` less the sinks for a model without one.
 
-    Raises: UsageError for a model with layers without a window, or with dynamic rope scaling.
+    Raises: UsageError for a model with layers without a window or without rotary embeddings, or
+        with dynamic rope scaling.
     Source: StreamingLLM, arXiv 2309.17453.
     """
     scaling = args.rope_scaling
@@ -292,6 +303,11 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
         raise UsageError(
             f"attention_sinks={n_sinks} and dynamic rope scaling, whose base grows with the "
             "length, cannot be combined; drop one"
+        )
+    if args.unrotated_layers:
+        raise UsageError(
+            f"attention_sinks={n_sinks} and layers without rotary embeddings, which no position "
+            "moves closer to the window, cannot be combined; drop attention_sinks"
         )
     window = args.sliding_window or max_seq_len - n_sinks
     if not 1 <= n_sinks < max_seq_len or window < 1:

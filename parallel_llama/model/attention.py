@@ -45,6 +45,7 @@ class Attention:
             for number, kv_group in enumerate(kv_groups(args))
             if layer in kv_group.layers
         )
+        self.is_rotated = layer not in args.unrotated_layers
         self.head_dim, self.n_local_heads = args.head_dim, shard.n_local_heads
         self.n_local_kv_heads = shard.n_local_kv_heads
         q_rows = range(shard.n_local_heads * args.head_dim)
@@ -82,7 +83,8 @@ class Attention:
             self.q_norm.in_place(qkv[:, : self.n_local_heads])
             self.k_norm.in_place(qkv[:, self.n_local_heads : n_rotated])
         k, v = cache.layer(self.layer)
-        self.ops.rotate_and_store(qkv, own.rotations, own.slots, k, v)
+        rotations = own.rotations if self.is_rotated else None
+        self.ops.rotate_and_store(qkv, rotations, own.slots, k, v)
         q = qkv[:, : self.n_local_heads]
         if own.part_tiles:
             assert isinstance(self.ops, CPUOps)

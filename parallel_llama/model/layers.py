@@ -228,10 +228,15 @@ class LayerNorm:
 
 
 def norm_of(args: ModelArgs, backend: Backend) -> RMSNorm | LayerNorm:
-    """A new norm of the residual stream, of the model's kind."""
+    """A new norm of the residual stream, of the model's kind.
+
+    The model's residual stream is divided by `residual_scale` (see `transformer.Transformer`); with
+    eps divided by its square, the norm of the divided stream is that of the stream.
+    """
+    eps = args.norm_eps / args.residual_scale**2
     if args.norm == "layer":
-        return LayerNorm(args.dim, args.norm_eps, backend, bias=args.norm_bias)
-    return RMSNorm(args.dim, args.norm_eps, backend, args.norm_offset)
+        return LayerNorm(args.dim, eps, backend, bias=args.norm_bias)
+    return RMSNorm(args.dim, eps, backend, args.norm_offset)
 
 
 def activation_of(args: ModelArgs, ops: TorchOps) -> Callable[[Tensor], Tensor]:

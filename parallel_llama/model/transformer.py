@@ -122,13 +122,18 @@ class Transformer:
     """The whole model with this rank's shard of every weight.
 
     It takes no memory until `model.weights.WeightLoader` loads its weights.
+
+    With a `residual_scale` s, the residual stream is x / s. Blocks then add their outputs as they
+    are, since x / s + y is (x + s y) / s, and the norms (see `layers.norm_of`) take the s away.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
         self.ops = backend.ops
-        # Rounded to the dtype of the residual stream; None for a factor of 1.
-        scale = args.embedding_scale
-        self._embedding_scale = None if scale == 1 else torch.tensor(scale, dtype=backend.dtype)
+        # Rounded to the dtype of the residual stream, except with a `residual_scale`; None for a
+        # factor of 1.
+        scale = args.embedding_scale / args.residual_scale
+        rounded = backend.dtype if args.residual_scale == 1 else torch.float64
+        self._embedding_scale = None if scale == 1 else torch.tensor(scale, dtype=rounded)
         self._logit_scale, self._logit_soft_cap = args.logit_scale, args.logit_soft_cap
         block = ParallelBlock if args.parallel_block else TransformerBlock
         self.tok_embeddings = VocabParallelEmbedding(shard.vocab, args.dim, backend)

@@ -79,7 +79,7 @@ class CPUOps(TorchOps):
         self._arena = Arena()
         self._inputs = torch.empty(0)
 
-    def compile(self, *, has_experts: bool = False) -> None:
+    def compile(self, *, has_experts: bool = False, has_unrotated: bool = False) -> None:
         """Compile the kernels; all models share them."""
         for form in self._matrices:
             if isinstance(form, QuantFormat):
@@ -100,7 +100,9 @@ class CPUOps(TorchOps):
             make_route(self._dtype)
             make_routes()
             make_weighted_sum(self._dtype)
-        self._rotary(self._cache_dtype)
+        self._rotary(self._cache_dtype, rotates=True)
+        if has_unrotated:
+            self._rotary(self._cache_dtype, rotates=False)
         if self._cache_dtype != self._dtype:
             make_unpack(self._dtype, self._cache_dtype, self._head_dim)
         self._prefill_attention(self._cache_dtype)
@@ -235,9 +237,10 @@ class CPUOps(TorchOps):
         return make_activation(self._dtype, kind, gated=False)(x, self._run)
 
     def rotate_and_store(
-        self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
+        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        self._rotary(k.dtype)(qkv, rotations, slots, k, v, self._run)
+        rotary = self._rotary(k.dtype, rotates=rotations is not None)
+        rotary(qkv, rotations, slots, k, v, self._run)
 
     def plan(self, queries: Queries, device: torch.device) -> Plan:
         assert device.type == "cpu"
@@ -321,8 +324,8 @@ class CPUOps(TorchOps):
             return rows
         return make_unpack(dtype, rows.dtype, self._head_dim)(rows, self._run)
 
-    def _rotary(self, cache_dtype: torch.dtype) -> RotaryKernel:
-        return make_rotary(self._dtype, cache_dtype, self._head_dim)
+    def _rotary(self, cache_dtype: torch.dtype, *, rotates: bool) -> RotaryKernel:
+        return make_rotary(self._dtype, cache_dtype, self._head_dim, rotates=rotates)
 
     def _decode_attention(
         self, cache_dtype: torch.dtype, heads_per_kv: int

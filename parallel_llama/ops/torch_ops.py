@@ -47,7 +47,7 @@ class TorchOps:
     def __init__(self, scores: Scores = PLAIN) -> None:
         self._scores = scores
 
-    def compile(self, *, has_experts: bool = False) -> None:
+    def compile(self, *, has_experts: bool = False, has_unrotated: bool = False) -> None:
         """Compile the kernels, so that the first step does not wait for them."""
 
     def lookup(
@@ -288,18 +288,20 @@ class TorchOps:
         return F.gelu(x, approximate="tanh" if is_tanh else "none")
 
     def rotate_and_store(
-        self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
+        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
         """Rotates queries in place and stores rotated keys and values in their slots of the cache.
 
-        The keys in qkv are undefined afterwards.
+        Without `rotations` it stores keys and values as they are. The keys in qkv are undefined
+        afterwards.
 
         Shapes: qkv [T, H + 2 K, D], heads in interleaved order; rotations [T, 1, D / 2] complex;
         slots [T]; k, v [K, n_slots, W], rows as in `kv_rows`.
         """
         n_kv_heads = len(k)
         rotated = qkv[:, : qkv.shape[1] - n_kv_heads]
-        rotate_(rotated, rotations)
+        if rotations is not None:
+            rotate_(rotated, rotations)
         kv_rows.store(rotated[:, -n_kv_heads:], slots, k)
         kv_rows.store(qkv[:, -n_kv_heads:], slots, v)
 

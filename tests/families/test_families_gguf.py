@@ -30,6 +30,12 @@ _FULL = ["full_attention"] * 2
 _GEMMA = {"query_pre_attn_scalar": 8, "layer_types": None}
 _WINDOW = {"sliding_window": 9}
 _CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_SCALES = {  # exact in float32
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.25,
+    "attention_multiplier": 0.375,
+    "logits_scaling": 8.0,
+}
 _EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 18}
 
 MODELS: dict[str, TinyModel] = {
@@ -71,6 +77,8 @@ MODELS: dict[str, TinyModel] = {
         8, 2, 8, 56, tied=True, family="gemma3_text", own={**_GEMMA, "layer_types": _FULL}
     ),
     "falcon 7B": TINY_MODELS["7/1 falcon, tied"],
+    "smollm3": TinyModel(5, 1, 6, 34, n_layers=5, family="smollm3", own={"pad_token_id": 0}),
+    "granite": TinyModel(7, 1, 6, 42, family="granite", own=_SCALES),
     "falcon 40B": TinyModel(8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True}),
 }
 

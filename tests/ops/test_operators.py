@@ -297,6 +297,23 @@ def test_rotate_and_store(backend, cache):
     assert torch.equal(after[:, :, others], before[:, :, others])
 
 
+@pytest.mark.parametrize("cache", CACHES[:2], ids=str)
+def test_rotate_and_store_without_rotations(backend, cache):
+    """For layers without rotary embeddings: queries stay as they are, keys are stored so."""
+    ops, dtype, device = backend
+    n, n_heads, stored = 4, N_KV_HEADS * HEADS_PER_KV, cache or dtype
+    qkv = torch.randn(n, n_heads + 2 * N_KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
+    before, slots = qkv.clone(), torch.tensor([5, 60, 0, 31], device=device)
+    k, v = torch.zeros(2, N_KV_HEADS, N_SLOTS, HEAD_DIM, dtype=stored, device=device)
+    ops.rotate_and_store(qkv, None, slots, k, v)
+    assert torch.equal(qkv[:, :n_heads], before[:, :n_heads])
+    first_value = n_heads + N_KV_HEADS
+    for cached, heads in ((k, before[:, n_heads:first_value]), (v, before[:, first_value:])):
+        step = 3e-2 if stored == torch.bfloat16 else 0  # which Triton's interpreter truncates
+        kept = cached[:, slots].transpose(0, 1)
+        torch.testing.assert_close(kept.to(dtype), heads, rtol=step, atol=step)
+
+
 def in_pairs(*windows: int | None) -> list[tuple[torch.dtype | None, Scores, int | None]]:
     """Every cache with every window, and every window with every kind of scores."""
     return [

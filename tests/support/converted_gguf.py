@@ -23,6 +23,10 @@ ARCHITECTURES = {
 }
 
 
+# The model_types whose rows of q and k are in pairs in the file.
+_INTERLEAVED = "llama", "mistral", "mixtral", "smollm3", "granite"
+
+
 def rounded(folder: Path) -> Path:
     """Rounds the weights of a float64 folder so that a float32 GGUF file holds them exactly."""
     config = json.loads((folder / "config.json").read_text())
@@ -102,6 +106,11 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch in ("gemma2", "gemma3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if arch == "granite":
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
@@ -126,9 +135,7 @@ def _converted(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, 
             groups = weight.view(n_kv_heads, -1, head_dim, *weight.shape[1:])
             parts = groups[:, :-2], groups[:, -2], groups[:, -1]
             tensors[name] = torch.cat([part.reshape(-1, *weight.shape[1:]) for part in parts])
-        elif config["model_type"] in ("llama", "mistral", "mixtral") and (
-            ".q_proj." in name or ".k_proj." in name
-        ):
+        elif config["model_type"] in _INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
             tensors[name] = interleaved(weight, head_dim)
         else:
             tensors[name] = weight + _norm_offset(config, name)

@@ -1,0 +1,148 @@
+"""Families that share most of Llama, against transformers; all have head counts without 2 alone.
+
+Each model is also reshaped through every layout, and its decode steps are compared.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity_steps import logits_by_cuts, logits_of_models
+from safetensors.torch import load_file
+from thread_ranks import run_on_threads
+from tiny_models import TinyModel, write_hf
+from transformers_oracle import reference_logits
+
+from parallel_llama.config.layouts import load_model_args
+from parallel_llama.errors import UsageError
+from parallel_llama.files.model_files import find_model
+from parallel_llama.parallel.collectives import Solo
+from parallel_llama.reshard.reshard import reshard
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_PAD = {"pad_token_id": 0}  # else an id beyond this small vocabulary
+_SCALES = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 8.0,
+}
+
+MODELS: dict[str, TinyModel] = {
+    "smollm3": TinyModel(
+        5, 1, 6, 34, n_layers=5, family="smollm3", own={**_PAD, "no_rope_layer_interval": 2}
+    ),
+    "smollm3, biases, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        n_layers=3,
+        tied=True,
+        family="smollm3",
+        own={**_PAD, "no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True},
+        rope=_YARN,
+    ),
+    "smollm3, window": TinyModel(
+        7,
+        7,
+        6,
+        42,
+        n_layers=3,
+        family="smollm3",
+        own={**_PAD, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "granite": TinyModel(7, 7, 6, 42, family="granite", own=_SCALES),
+    "granite, biases, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        tied=True,
+        family="granite",
+        own={**_SCALES, "attention_bias": True, "mlp_bias": True},
+    ),
+    "granite without factors": TinyModel(5, 1, 6, 34, family="granite", rope=_YARN),
+}
+# By the number of heads: each family has models with 5, 7 and 9.
+_TP_SIZES = {5: (1, 5), 7: (2, 7), 9: (2, 3)}
+_OF_FAMILIES = {tiny.family: name for name, tiny in MODELS.items()}
+
+
+def some_tokens(tiny: TinyModel) -> list[int]:
+    return [(7 * at + 3) % tiny.vocab_size for at in range(24)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_what_transformers_does_at_any_tp_size(name, tmp_path):
+    tiny = MODELS[name]
+    folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), some_tokens(tiny)
+    expected = reference_logits(folder, tokens)
+    for tp_size in _TP_SIZES[tiny.n_heads]:
+        for (logits,) in run_on_threads(tp_size, logits_of_models, [(folder, tokens)]):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    cuts = [[5, *range(9, len(tokens))]]  # a prompt in two chunks, then tokens one by one
+    (logits,) = logits_by_cuts(Solo(), folder, tokens, cuts)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back_from_every_layout(name, tmp_path):
+    """Also its config.json, which transformers reads."""
+    folder = source = write_hf(MODELS[name], tmp_path / "source", seed=4)
+    args = load_model_args(find_model(str(source)))
+    for layout, n_parts in (("native", 2), ("meta", 3), ("hf", 2)):
+        reshard(
+            find_model(str(folder)), target := tmp_path / layout, layout=layout, n_parts=n_parts
+        )
+        assert load_model_args(find_model(str(target))) == args
+        folder = target
+    stored = load_file(source / "model.safetensors")
+    back = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[key], weight) for key, weight in stored.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "expected"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 layers"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "interval=0: use 1"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0: .*above 0"),
+        ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0: use"),
+    ],
+)
+def test_a_configuration_without_a_meaning_is_refused(family, values, expected, tmp_path):
+    folder = write_hf(MODELS[_OF_FAMILIES[family]], tmp_path / "hf")
+    with pytest.raises(UsageError, match=expected):
+        args_with(folder, values)
+
+
+def args_with(folder: Path, values: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    load_model_args(find_model(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("no_rope_layers", [1, 0]),
+        ("residual_multiplier", 0.5),
+        ("embedding_multiplier", 2.0),
+        ("logits_scaling", 2.0),
+        ("attention_multiplier", 0.5),
+    ],
+)
+def test_keys_of_these_families_are_refused_in_others(key, value, tmp_path):
+    """Llama would ignore them, and the weights were probably trained with them."""
+    folder = write_hf(TinyModel(2, 1, 4, 8, ffn_dim=5, n_layers=1), tmp_path / "hf")
+    with pytest.raises(UsageError, match=f"{key}=.* is not supported"):
+        args_with(folder, {key: value})
