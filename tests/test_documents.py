@@ -212,7 +212,7 @@ def test_the_benchmark_of_a_gpu_says_what_to_do_without_one(clone):
 TABLE = re.compile(r"^\| ([^|]+) \| `([^`]+)` \|(?:.*\| ([0-9, -]+) \|)?", re.M)
 
 # The families without a shape in configs/models, and so without such numbers.
-WITHOUT_SHAPES = {"chatglm", "glm", "glm4", "granite", "smollm3"}
+WITHOUT_SHAPES = {"chatglm", "glm", "glm4", "granite", "phi3", "smollm3"}
 
 
 def test_the_families_balance_on_the_numbers_of_ranks_that_the_table_has():

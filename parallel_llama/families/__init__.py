@@ -11,6 +11,7 @@ from parallel_llama.families.granite import GRANITE
 from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
+from parallel_llama.families.phi import PHI3
 from parallel_llama.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from parallel_llama.families.smollm3 import SMOLLM3
 from parallel_llama.families.stored_slices import StoredSlice, shared
@@ -35,6 +36,7 @@ FAMILIES = {
         CHATGLM,
         SMOLLM3,
         GRANITE,
+        PHI3,
     )
 }
 

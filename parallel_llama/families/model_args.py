@@ -32,34 +32,39 @@ class RopeScaling:
 
     kind `linear` divides positions by `factor`; `dynamic` raises the base with the length of the
     sequence when a token is processed; `llama3` and `yarn` treat low and high frequencies
-    differently; `factors` divides each frequency by its own factor (llama3 scaling in GGUF files).
+    differently; `factors` divides each frequency by its own factor (llama3 scaling in GGUF files);
+    `longrope` does so with one set of factors if the model's `max_seq_len` is at most that of the
+    trained context, and with another set if it is longer (see `for_context`).
 
     Raises: UsageError for a value that gives no valid rotary table.
-    Source: linear arXiv 2306.15595; yarn arXiv 2309.00071; llama3 as in Meta's llama-models.
+    Source: linear arXiv 2306.15595; yarn arXiv 2309.00071; llama3 as in Meta's llama-models;
+        longrope arXiv 2402.13753.
     """
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors", "longrope"]
     factor: float = 1.0
     original_max_seq_len: int | None = None
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: computed from factor and the mscales
+    attention_factor: float | None = None  # yarn, longrope; None: from factor and the mscales
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range outwards
-    factors: tuple[float, ...] = ()  # factors: one per rotary pair
+    factors: tuple[float, ...] = ()  # factors, longrope: one per rotary pair
+    long_factors: tuple[float, ...] = ()  # longrope: those of longer contexts
 
     def __post_init__(self) -> None:
         names = "factor", "low_freq_factor", "beta_fast", "beta_slow"
         positive: dict[str, float | None] = {name: getattr(self, name) for name in names}
-        positive |= {f"factors[{i}]": factor for i, factor in enumerate(self.factors)}
+        for name in ("factors", "long_factors"):
+            positive |= {f"{name}[{i}]": factor for i, factor in enumerate(getattr(self, name))}
         positive["attention_factor"] = self.attention_factor
         for name, value in positive.items():
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"rope scaling {name}={value}: use a finite number above 0")
-        if self.kind in ("llama3", "yarn") and self.original_max_seq_len is None:
+        if self.kind in ("llama3", "yarn", "longrope") and self.original_max_seq_len is None:
             raise UsageError(
                 f"rope scaling {self.kind!r} needs the length of the trained context; "
                 "set original_max_position_embeddings"
@@ -70,6 +75,8 @@ class RopeScaling:
                 f"rope scaling with a trained context of {self.original_max_seq_len} tokens; "
                 f"use 1 to {limit}"
             )
+        if self.kind == "longrope" and self.original_max_seq_len == 1:
+            raise UsageError("longrope scaling with a trained context of 1 token; use 2 or more")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise UsageError(
                 f"low_freq_factor={self.low_freq_factor} and high_freq_factor="
@@ -162,16 +169,19 @@ class ModelArgs:
             )
         if scaling is None:
             return
-        if rotary_dim is not None:
+        if rotary_dim is not None and scaling.kind != "longrope":
             raise UsageError(
                 f"rotary_dim={rotary_dim} and {scaling.kind} rope scaling cannot be combined; "
                 "drop one"
             )
-        if scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
-            raise UsageError(
-                f"rope scaling has {len(scaling.factors)} factors and head_dim={self.head_dim}: "
-                f"use one for each of the {self.head_dim // 2} rotary pairs"
-            )
+        n_pairs = (rotary_dim or self.head_dim) // 2
+        sets = {"factors": [scaling.factors], "longrope": [scaling.factors, scaling.long_factors]}
+        for factors in sets.get(scaling.kind, []):
+            if len(factors) != n_pairs:
+                raise UsageError(
+                    f"rope scaling has {len(factors)} factors and head_dim={self.head_dim}: "
+                    f"use one for each of the {n_pairs} rotary pairs"
+                )
         if scaling.kind == "dynamic" and self.head_dim == 2:
             raise UsageError("head_dim=2 has one rotary pair, and dynamic rope scaling needs two")
 
@@ -282,6 +292,18 @@ def context_length(args: ModelArgs, wanted: int | None = None) -> int:
             f"max_seq_len={wanted}: this model's context is {limit} tokens; use 1 to {limit}"
         )
     return wanted
+
+
+def for_context(args: ModelArgs, max_seq_len: int) -> ModelArgs:
+    """The model for sequences of at most `max_seq_len` tokens, which LongRoPE's factors depend on.
+
+    All sequences of a run have the same factors, so that cached keys stay valid while sequences
+    grow.
+    """
+    scaling = args.rope_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return args
+    return replace(args, max_seq_len=max_seq_len)
 
 
 def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:

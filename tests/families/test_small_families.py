@@ -4,18 +4,20 @@ Each model is also reshaped through every layout, and its decode steps are compa
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parity_steps import logits_by_cuts, logits_of_models
+from parity_steps import load_runner, logits_by_cuts, logits_in_pieces, logits_of_models
 from safetensors.torch import load_file
 from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
 from transformers_oracle import reference_logits
 
 from parallel_llama.config.layouts import load_model_args
+from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.collectives import Solo
@@ -28,12 +30,23 @@ _YARN = {
     "original_max_position_embeddings": 16,
 }
 _PAD = {"pad_token_id": 0}  # else an id beyond this small vocabulary
+_TRAINED = "original_max_position_embeddings"
 _SCALES = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.3,
     "logits_scaling": 8.0,
 }
+
+
+def _longrope(n_pairs: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": [1.0 + 0.3 * pair for pair in range(n_pairs)],
+        "long_factor": [2.0 + 1.7 * pair for pair in range(n_pairs)],
+    }
+
 
 MODELS: dict[str, TinyModel] = {
     "smollm3": TinyModel(
@@ -70,6 +83,28 @@ MODELS: dict[str, TinyModel] = {
         own={**_SCALES, "attention_bias": True, "mlp_bias": True},
     ),
     "granite without factors": TinyModel(5, 1, 6, 34, family="granite", rope=_YARN),
+    "phi3": TinyModel(
+        5,
+        1,
+        6,
+        30,
+        family="phi3",
+        own={**_PAD, "partial_rotary_factor": 0.75, _TRAINED: 16},
+        rope=_longrope(2),
+    ),
+    "phi3, window, tied": TinyModel(
+        9, 3, 6, 54, tied=True, family="phi3", own={**_PAD, "sliding_window": 7}
+    ),
+    "phi3, attention factor": TinyModel(
+        7,
+        7,
+        6,
+        42,
+        family="phi3",
+        own={**_PAD, _TRAINED: 8},
+        rope={**_longrope(3), "attention_factor": 1.3},
+        old_config=True,
+    ),
 }
 # By the number of heads: each family has models with 5, 7 and 9.
 _TP_SIZES = {5: (1, 5), 7: (2, 7), 9: (2, 3)}
@@ -91,6 +126,23 @@ def test_a_model_computes_what_transformers_does_at_any_tp_size(name, tmp_path):
     cuts = [[5, *range(9, len(tokens))]]  # a prompt in two chunks, then tokens one by one
     (logits,) = logits_by_cuts(Solo(), folder, tokens, cuts)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def test_phi3_has_its_short_factors_in_a_run_with_a_context_as_short_as_the_trained_one(tmp_path):
+    """transformers has them for every sequence that is as short."""
+    tiny = replace(MODELS["phi3"], own={**MODELS["phi3"].own, _TRAINED: 40})
+    folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), some_tokens(tiny)
+    args = load_model_args(find_model(str(folder)))
+    inputs = [InputProcessor(find_model(str(folder)), args, max_seq_len=n) for n in (40, 41)]
+    short, long = (
+        logits_in_pieces(
+            load_runner(Solo(), folder, len(tokens), max_seq_len=each.args.max_seq_len), tokens
+        )
+        for each in inputs
+    )
+    expected = reference_logits(folder, tokens)
+    torch.testing.assert_close(short, expected, rtol=0, atol=1e-10)
+    assert (long - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -115,6 +167,14 @@ def test_a_model_comes_back_from_every_layout(name, tmp_path):
     [
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 layers"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "interval=0: use 1"),
+        ("phi3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "only 'default' and"),
+        ("phi3", {"original_max_position_embeddings": 1}, "trained context of 1 token"),
+        (
+            "phi3",
+            {"rope_scaling": {**_longrope(2), "rope_type": "su"}},
+            "2 factors .* the 3 rotary",
+        ),
+        ("phi3", {"rope_scaling": {"rope_type": "longrope", "factor": 0.0}}, r"factor=0.0: use a"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling=0: .*above 0"),
         ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0: use"),
     ],
