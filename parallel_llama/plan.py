@@ -382,6 +382,8 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
             f"decode steps run operator by operator{where} because of attention sinks; drop "
             "attention_sinks if sequences fit in the context"
         )
+    if device == "cpu" and args.norm == "layer":
+        return "decode steps run operator by operator: LayerNorm has no kernel for the CPU"
     scaling = args.rope_scaling
     if device == "cuda" and scaling is not None and scaling.kind == "dynamic":
         return (

@@ -51,7 +51,7 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
     max_seq_len = own.integer(f"{arch}.context_length")
     tokens, tensors = header.fields.get("tokenizer.ggml.tokens"), header.tensors
     stated = {
-        **_sizes(own, arch),
+        **_sizes(own, arch, rotates_part=form.rotates_part),
         "vocab_size": fields.integer(
             f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else None
         ),
@@ -86,17 +86,21 @@ def _family(arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
     raise UsageError(f"{what} is not supported; supported: {', '.join(map(repr, known))}")
 
 
-def _sizes(own: Fields, arch: str) -> dict[str, int]:
-    """Number and sizes of layers and heads."""
+def _sizes(own: Fields, arch: str, *, rotates_part: bool) -> dict[str, int]:
+    """Number and sizes of layers and heads, and the rotated part of a head, if it is a part."""
     dim_key, heads_key = f"{arch}.embedding_length", f"{arch}.attention.head_count"
     dim, n_heads = own.integer(dim_key), own.integer(heads_key)
     head_dim = own.optional_integer(f"{arch}.attention.key_length")
     if head_dim is None:
         head_dim = head_size(dim_key, dim, heads_key, n_heads)
-    for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
+    rotary_key = f"{arch}.rope.dimension_count"
+    rotary_dim = own.integer(rotary_key, head_dim)
+    value_key = f"{arch}.attention.value_length"
+    for key in (value_key,) if rotates_part else (value_key, rotary_key):
         if (size := own.integer(key, head_dim)) != head_dim:
             raise UsageError(f"{key}={size} must equal the head size of {head_dim}")
     return {
+        **({} if rotary_dim == head_dim else {"rotary_dim": rotary_dim}),
         "dim": dim,
         "n_layers": require_size("n_layers", own.integer(f"{arch}.block_count")),
         "n_heads": n_heads,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
+from parallel_llama.families.arcee import ARCEE, NEMOTRON
 from parallel_llama.families.falcon import FALCON, PALM
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -13,7 +14,10 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
 from parallel_llama.families.phi import PHI3
 from parallel_llama.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from parallel_llama.families.seed_oss import SEED_OSS
 from parallel_llama.families.smollm3 import SMOLLM3
+from parallel_llama.families.stablelm import STABLELM
+from parallel_llama.families.starcoder2 import STARCODER2
 from parallel_llama.families.stored_slices import StoredSlice, shared
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
@@ -37,6 +41,11 @@ FAMILIES = {
         SMOLLM3,
         GRANITE,
         PHI3,
+        SEED_OSS,
+        ARCEE,
+        NEMOTRON,
+        STABLELM,
+        STARCODER2,
     )
 }
 

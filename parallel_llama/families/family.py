@@ -31,11 +31,23 @@ USUAL_KEYS = {
     "sliding_window": "sliding_window",
 }
 
+# The rotary orders of families whose GGUF files keep HF's order of rows.
+HALF_IN_GGUF: Mapping[Layout, RotaryOrder] = {"meta": "interleaved", "hf": "half", "gguf": "half"}
+
 FullLayers = Callable[[Fields, int], Iterable[int]]
 
 
 def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]:
     return ()
+
+
+def rotary_dim_of(fields: Fields, usual_part: float) -> int | None:
+    """The values of each head that are rotated, by partial_rotary_factor; None for all."""
+    key, n_heads = "partial_rotary_factor", fields.integer("num_attention_heads")
+    rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
+    part = rope.number(key, fields.number(key, usual_part))
+    head_dim = fields.integer("head_dim", fields.integer("hidden_size") // max(1, n_heads))
+    return None if part == 1 else int(head_dim * part)
 
 
 def layer_types(args: ModelArgs) -> list[str]:
@@ -57,12 +69,14 @@ class GGUFForm:
         reads: The keys that `features` reads and other architectures lack, without the
             architecture's prefix.
         has_experts: Whether the models have experts.
+        rotates_part: Whether rope.dimension_count may be less than the size of a head.
     """
 
     architecture: str
     features: Callable[[Fields, Collection[str]], Mapping[str, Any]] = lambda *_: {}
     reads: frozenset[str] = frozenset()
     has_experts: bool = False
+    rotates_part: bool = False
 
 
 @dataclass(frozen=True)

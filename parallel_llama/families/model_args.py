@@ -114,7 +114,7 @@ class ModelArgs:
     # Norms and residual stream
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False  # of LayerNorm
-    norm_offset: float = 0.0  # added to every norm's weight; 1 in Gemma
+    norm_offset: float = 0.0  # added to every norm's weight; 1 in Gemma and Nemotron
     parallel_block: bool = False  # x + attention + feed-forward, both of the same x
     shared_norm: bool = False  # in a parallel block: one norm for both
     post_norms: bool = False  # norms of the outputs of attention and feed-forward
@@ -133,7 +133,7 @@ class ModelArgs:
     unrotated_layers: tuple[int, ...] = ()  # layers without rotary embeddings (NoPE)
     attention_sinks: int = 0  # first tokens that stay visible outside the window; not in files
     # Feed-forward
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     gated: bool = True  # w2(f(w1 x) * w3 x), else w2(f(w1 x))
     n_experts: int = 0  # 0: one feed-forward; ffn_dim is that of one expert
     n_active_experts: int = 0  # experts per token
@@ -218,7 +218,6 @@ class ModelArgs:
     def _check_combinations(self) -> None:
         impossible = {
             "norm_bias needs norm='layer'": self.norm_bias and self.norm == "rms",
-            "norm_offset needs norm='rms'": self.norm_offset != 0 and self.norm == "layer",
             "shared_norm needs parallel_block": self.shared_norm and not self.parallel_block,
             "post_norms and parallel_block cannot be combined": (
                 self.post_norms and self.parallel_block
@@ -227,6 +226,9 @@ class ModelArgs:
                 self.post_norms and self.residual_scale != 1
             ),
             "activation='silu' needs gated": not self.gated and self.activation == "silu",
+            "activation='relu2' and gated cannot be combined": (
+                self.gated and self.activation == "relu2"
+            ),
             "n_experts and mlp_bias cannot be combined": self.n_experts > 0 and self.mlp_bias,
             "n_experts needs gated": self.n_experts > 0 and not self.gated,
             "n_experts and parallel_block cannot be combined": (

@@ -8,7 +8,7 @@ Source: Phi3Config of transformers 5.24; arXiv 2404.14219; LongRoPE, arXiv 2402.
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family, every_layer_has_the_window
+from parallel_llama.families.family import Family, every_layer_has_the_window, rotary_dim_of
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import in_layers, names_with
 from parallel_llama.files.fields import Fields
@@ -21,10 +21,7 @@ def _features(fields: Fields) -> dict[str, Any]:
     kind = rope.string("rope_type", rope.string("type", "default"))
     if kind not in ("default", "longrope", "su"):
         raise UsageError(f"rope_type={kind[:80]!r}: Phi-3 has only 'default' and 'longrope'")
-    dim, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", dim // max(1, n_heads))
-    part = rope.number(_PART, fields.number(_PART, 1.0))
-    return {"rotary_dim": None if part == 1 else int(head_dim * part)}
+    return {"rotary_dim": rotary_dim_of(fields, 1.0)}
 
 
 def _writes(args: ModelArgs) -> dict[str, Any]:

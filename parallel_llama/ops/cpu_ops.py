@@ -236,6 +236,9 @@ class CPUOps(TorchOps):
         kind: Activation = "gelu_tanh" if is_tanh else "gelu"
         return make_activation(self._dtype, kind, gated=False)(x, self._run)
 
+    def relu2(self, x: Tensor) -> Tensor:
+        return make_activation(self._dtype, "relu2", gated=False)(x, self._run)
+
     def rotate_and_store(
         self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
     ) -> None:

@@ -254,13 +254,15 @@ class TorchOps:
         """As `gather_columns`; the next call may overwrite the result."""
         return self.gather_columns(x, widths, comm)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """(x - mean(x)) / std(x) * weight + bias.
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0
+    ) -> Tensor:
+        """(x - mean(x)) / std(x) * (weight + offset) + bias.
 
         Shapes: x and the result [T, dim].
         Source: arXiv 1607.06450.
         """
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return F.layer_norm(x, x.shape[-1:], weight + offset if offset else weight, bias, eps)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(gate) * up, the two halves of each row; may overwrite x.
@@ -286,6 +288,13 @@ class TorchOps:
         Source: arXiv 1606.08415.
         """
         return F.gelu(x, approximate="tanh" if is_tanh else "none")
+
+    def relu2(self, x: Tensor) -> Tensor:
+        """max(x, 0)^2, as a new tensor.
+
+        Source: Primer, arXiv 2109.08668.
+        """
+        return F.relu(x).square_()
 
     def rotate_and_store(
         self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor

@@ -79,6 +79,14 @@ MODELS: dict[str, TinyModel] = {
     "falcon 7B": TINY_MODELS["7/1 falcon, tied"],
     "smollm3": TinyModel(5, 1, 6, 34, n_layers=5, family="smollm3", own={"pad_token_id": 0}),
     "granite": TinyModel(7, 1, 6, 42, family="granite", own=_SCALES),
+    "seed_oss": TinyModel(5, 1, 6, 34, family="seed_oss", own={"pad_token_id": 0}),
+    "arcee": TinyModel(5, 1, 6, 35, family="arcee", own={"mlp_bias": True}),
+    "nemotron": TinyModel(5, 1, 8, 34, family="nemotron"),
+    "stablelm": TinyModel(5, 1, 8, 40, family="stablelm", own={"use_qkv_bias": True}),
+    "stablelm, parallel": TinyModel(
+        5, 1, 8, 40, family="stablelm", own={"use_parallel_residual": True}
+    ),
+    "starcoder2": TinyModel(5, 1, 6, 34, family="starcoder2"),
     "falcon 40B": TinyModel(8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True}),
 }
 

@@ -30,6 +30,7 @@ _YARN = {
     "original_max_position_embeddings": 16,
 }
 _PAD = {"pad_token_id": 0}  # else an id beyond this small vocabulary
+_ALL = {"partial_rotary_factor": 1.0}
 _TRAINED = "original_max_position_embeddings"
 _SCALES = {
     "embedding_multiplier": 12.0,
@@ -105,6 +106,51 @@ MODELS: dict[str, TinyModel] = {
         rope={**_longrope(3), "attention_factor": 1.3},
         old_config=True,
     ),
+    "seed_oss": TinyModel(5, 1, 6, 34, family="seed_oss", own=_PAD),
+    "seed_oss, biases, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        tied=True,
+        family="seed_oss",
+        own={**_PAD, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "seed_oss, all biases": TinyModel(
+        7, 7, 6, 42, family="seed_oss", own={**_PAD, "attention_out_bias": True}, rope=_YARN
+    ),
+    "arcee": TinyModel(5, 1, 6, 35, family="arcee"),
+    "arcee, biases, tied": TinyModel(
+        9, 3, 6, 54, tied=True, family="arcee", own={"attention_bias": True, "mlp_bias": True}
+    ),
+    "arcee, yarn": TinyModel(7, 7, 6, 42, family="arcee", rope=_YARN),
+    "nemotron": TinyModel(5, 1, 8, 34, family="nemotron"),
+    "nemotron, biases, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        tied=True,
+        family="nemotron",
+        own={**_ALL, "attention_bias": True, "mlp_bias": True},
+    ),
+    "nemotron, GELU": TinyModel(
+        7, 7, 6, 42, family="nemotron", own={**_ALL, "hidden_act": "gelu"}, rope=_YARN
+    ),
+    "stablelm": TinyModel(5, 1, 8, 40, family="stablelm"),
+    "stablelm, biases, tied": TinyModel(
+        9, 3, 6, 54, tied=True, family="stablelm", own={**_ALL, "use_qkv_bias": True}
+    ),
+    "stablelm, parallel": TinyModel(
+        7, 7, 8, 56, family="stablelm", own={"use_parallel_residual": True}
+    ),
+    "starcoder2": TinyModel(5, 1, 6, 34, family="starcoder2"),
+    "starcoder2, window, tied": TinyModel(
+        9, 3, 6, 54, tied=True, family="starcoder2", own={"sliding_window": 7, "hidden_act": "gelu"}
+    ),
+    "starcoder2 without biases": TinyModel(
+        7, 7, 6, 42, family="starcoder2", own={"use_bias": False}, rope=_YARN
+    ),
 }
 # By the number of heads: each family has models with 5, 7 and 9.
 _TP_SIZES = {5: (1, 5), 7: (2, 7), 9: (2, 3)}
@@ -175,6 +221,10 @@ def test_a_model_comes_back_from_every_layout(name, tmp_path):
             "2 factors .* the 3 rotary",
         ),
         ("phi3", {"rope_scaling": {"rope_type": "longrope", "factor": 0.0}}, r"factor=0.0: use a"),
+        ("seed_oss", {"hidden_act": "relu2"}, "activation='relu2' and gated"),
+        ("arcee", {"hidden_act": "silu"}, "activation='silu' needs gated"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
+        ("nemotron", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary_dim=3 .*even"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling=0: .*above 0"),
         ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0: use"),
     ],

@@ -257,6 +257,7 @@ def test_gates(backend, shape):
     check(ops.silu_and_mul(x.clone()), gate * gate.sigmoid() * up)
     check(ops.gelu_and_mul(x.clone(), is_tanh=False), gate * (1 + (gate / sqrt(2)).erf()) / 2 * up)
     check(ops.gelu_and_mul(x.clone(), is_tanh=True), gate * (1 + cubic.tanh()) / 2 * up)
+    check(ops.relu2(x), x.double().clamp(min=0).square())
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)

@@ -24,7 +24,13 @@ ARCHITECTURES = {
 
 
 # The model_types whose rows of q and k are in pairs in the file.
-_INTERLEAVED = "llama", "mistral", "mixtral", "smollm3", "granite"
+_INTERLEAVED = "llama", "mistral", "mixtral", "smollm3", "granite", "arcee"
+# The key of the epsilon of LayerNorm in config.json.
+_LAYER_NORM_EPS = {
+    "nemotron": "norm_eps",
+    "stablelm": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+}
 
 
 def rounded(folder: Path) -> Path:
@@ -77,6 +83,9 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_tensor_data_layout("jploski")
         writer.add_feed_forward_length(config["ffn_hidden_size"])
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    elif arch in _LAYER_NORM_EPS:
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_layer_norm_eps(config[_LAYER_NORM_EPS[arch]])
     else:
         writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -106,6 +115,12 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch in ("gemma2", "gemma3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if arch in ("nemotron", "stablelm"):
+        head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
+        part = config["rope_parameters"]["partial_rotary_factor"]
+        writer.add_rope_dimension_count(int(part * head_dim))
+    if arch == "stablelm":
+        writer.add_parallel_residual(config["use_parallel_residual"])
     if arch == "granite":
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -152,4 +167,5 @@ def _n_kv_heads(config: dict[str, Any]) -> int:
 
 
 def _norm_offset(config: dict[str, Any], name: str) -> float:
-    return 1.0 if config["model_type"].startswith("gemma") and name.endswith("norm.weight") else 0.0
+    has_offset = config["model_type"].startswith(("gemma", "nemotron"))
+    return 1.0 if has_offset and name.endswith("norm.weight") else 0.0
