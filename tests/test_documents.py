@@ -215,9 +215,11 @@ TABLE = re.compile(r"^\| ([^|]+) \| `([^`]+)` \|(?:.*\| ([0-9, -]+) \|)?", re.M)
 WITHOUT_SHAPES = {
     "arcee",
     "chatglm",
+    "exaone4",
     "glm",
     "glm4",
     "granite",
+    "internlm2",
     "nemotron",
     "phi3",
     "seed_oss",

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from parallel_llama.families.arcee import ARCEE, NEMOTRON
+from parallel_llama.families.exaone4 import EXAONE4
 from parallel_llama.families.falcon import FALCON, PALM
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.glm import CHATGLM, GLM, GLM4
 from parallel_llama.families.granite import GRANITE
+from parallel_llama.families.internlm2 import INTERNLM2
 from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
@@ -46,6 +48,8 @@ FAMILIES = {
         NEMOTRON,
         STABLELM,
         STARCODER2,
+        EXAONE4,
+        INTERNLM2,
     )
 }
 

@@ -117,6 +117,7 @@ class ModelArgs:
     norm_offset: float = 0.0  # added to every norm's weight; 1 in Gemma and Nemotron
     parallel_block: bool = False  # x + attention + feed-forward, both of the same x
     shared_norm: bool = False  # in a parallel block: one norm for both
+    pre_norms: bool = True  # norms of the inputs of attention and feed-forward
     post_norms: bool = False  # norms of the outputs of attention and feed-forward
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of the outputs of attention and feed-forward when added to x
@@ -222,6 +223,8 @@ class ModelArgs:
             "post_norms and parallel_block cannot be combined": (
                 self.post_norms and self.parallel_block
             ),
+            "parallel_block needs pre_norms": self.parallel_block and not self.pre_norms,
+            "pre_norms or post_norms is needed": not (self.pre_norms or self.post_norms),
             "post_norms and residual_scale cannot be combined": (
                 self.post_norms and self.residual_scale != 1
             ),

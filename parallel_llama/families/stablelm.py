@@ -1,4 +1,4 @@
-"""StableLM: Llama with LayerNorm, of which a quarter of each head is rotated.
+"""StableLM: Llama with LayerNorm, and with a quarter of each head rotated.
 
 Blocks may compute attention and feed-forward in parallel, after one norm. The norms of queries and
 keys of StableLM 2 12B, which have weights of their own for each head, are not supported.

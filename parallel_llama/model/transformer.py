@@ -65,7 +65,8 @@ class FeedForward:
 class TransformerBlock:
     """Attention and feed-forward, each on the normalised residual stream and added to it.
 
-    With `post_norms` both outputs are normalised before they are added.
+    With `post_norms` both outputs are normalised before they are added; without `pre_norms` the
+    residual stream is not normalised.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
@@ -74,8 +75,9 @@ class TransformerBlock:
         feed_forward: type[FeedForward | MixtureOfExperts]
         feed_forward = MixtureOfExperts if args.n_experts else FeedForward
         self.feed_forward = feed_forward(args, shard, backend)
-        self.attention_norm = norm_of(args, backend)
-        self.ffn_norm = None if args.shared_norm else norm_of(args, backend)
+        self.attention_norm = norm_of(args, backend) if args.pre_norms else None
+        has_ffn_norm = args.pre_norms and not args.shared_norm
+        self.ffn_norm = norm_of(args, backend) if has_ffn_norm else None
         self.post_attention_norm, self.post_ffn_norm = (
             norm_of(args, backend) if args.post_norms else None for _ in range(2)
         )
@@ -88,12 +90,15 @@ class TransformerBlock:
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
         """Overwrites x. With `rows` the result has only these rows, [n, dim]."""
-        assert self.ffn_norm is not None
-        o = self.attention(self.attention_norm(x), batch, caches, rows)
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        o = self.attention(normed, batch, caches, rows)
         if self.post_attention_norm is not None:
             o = self.post_attention_norm(o)
-        normed = self.ffn_norm.add_and_norm(o, x if rows is None else x[rows])
-        y = self.feed_forward(normed)
+        before = x if rows is None else x[rows]
+        if self.ffn_norm is None:
+            y = self.feed_forward(self.ops.add_(o, before))
+        else:
+            y = self.feed_forward(self.ffn_norm.add_and_norm(o, before))
         return self.ops.add_(o, y if self.post_ffn_norm is None else self.post_ffn_norm(y))
 
 
@@ -106,7 +111,7 @@ class ParallelBlock(TransformerBlock):
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
-        assert isinstance(self.feed_forward, FeedForward)
+        assert isinstance(self.feed_forward, FeedForward) and self.attention_norm is not None
         normed = self.attention_norm(x)
         o = self.attention.heads(normed, batch, caches, rows)  # [T, H * D] local
         if rows is not None:

@@ -87,6 +87,12 @@ MODELS: dict[str, TinyModel] = {
         5, 1, 8, 40, family="stablelm", own={"use_parallel_residual": True}
     ),
     "starcoder2": TinyModel(5, 1, 6, 34, family="starcoder2"),
+    "exaone4": TinyModel(
+        5, 1, 6, 34, n_layers=5, family="exaone4", own={**_WINDOW, "sliding_window_pattern": 4}
+    ),
+    "exaone4 without a window": TinyModel(
+        5, 1, 6, 34, family="exaone4", own={"sliding_window": None, "layer_types": _FULL}
+    ),
     "falcon 40B": TinyModel(8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True}),
 }
 

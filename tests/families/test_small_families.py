@@ -30,6 +30,7 @@ _YARN = {
     "original_max_position_embeddings": 16,
 }
 _PAD = {"pad_token_id": 0}  # else an id beyond this small vocabulary
+_PATTERN, _FULL = "sliding_window_pattern", "full_attention"
 _ALL = {"partial_rotary_factor": 1.0}
 _TRAINED = "original_max_position_embeddings"
 _SCALES = {
@@ -151,6 +152,23 @@ MODELS: dict[str, TinyModel] = {
     "starcoder2 without biases": TinyModel(
         7, 7, 6, 42, family="starcoder2", own={"use_bias": False}, rope=_YARN
     ),
+    "exaone4": TinyModel(
+        5, 1, 6, 34, n_layers=5, family="exaone4", own={"sliding_window": 7, _PATTERN: 2}
+    ),
+    "exaone4, layer types, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        n_layers=3,
+        tied=True,
+        family="exaone4",
+        own={"sliding_window": 5, "layer_types": [_FULL, "sliding_attention", _FULL]},
+        rope=_YARN,
+    ),
+    "exaone4 without a window": TinyModel(
+        7, 7, 6, 42, family="exaone4", own={"sliding_window": None, "layer_types": [_FULL] * 2}
+    ),
 }
 # By the number of heads: each family has models with 5, 7 and 9.
 _TP_SIZES = {5: (1, 5), 7: (2, 7), 9: (2, 3)}
@@ -221,6 +239,8 @@ def test_a_model_comes_back_from_every_layout(name, tmp_path):
             "2 factors .* the 3 rotary",
         ),
         ("phi3", {"rope_scaling": {"rope_type": "longrope", "factor": 0.0}}, r"factor=0.0: use a"),
+        ("exaone4", {"sliding_window": 9, _PATTERN: "LXG", "layer_types": None}, "'LXG': use"),
+        ("exaone4", {"sliding_window": 9, _PATTERN: 0, "layer_types": None}, "=0: use"),
         ("seed_oss", {"hidden_act": "relu2"}, "activation='relu2' and gated"),
         ("arcee", {"hidden_act": "silu"}, "activation='silu' needs gated"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),

@@ -36,6 +36,7 @@ CARRIED = {
     "mixtral": OF_FAMILIES["mixtral"],
     "biases everywhere": replace(ARGS, attention_bias=True, mlp_bias=True),
     "post norms": replace(ARGS, post_norms=True, norm_offset=1.0, attention_soft_cap=2.0),
+    "post norms only": replace(ARGS, pre_norms=False, post_norms=True),
     "squared ReLU": replace(ARGS, gated=False, activation="relu2", mlp_bias=True),
     "unrotated layers": replace(ARGS, unrotated_layers=(1,), residual_scale=0.3),
     "parallel blocks": replace(ARGS, parallel_block=True, shared_norm=True, mlp_bias=True),

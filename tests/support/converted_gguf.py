@@ -115,6 +115,9 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch in ("gemma2", "gemma3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if arch == "exaone4" and config["sliding_window"] is not None:
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
     if arch in ("nemotron", "stablelm"):
         head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
         part = config["rope_parameters"]["partial_rotary_factor"]
