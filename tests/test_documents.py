@@ -221,6 +221,7 @@ WITHOUT_SHAPES = {
     "granite",
     "internlm2",
     "nemotron",
+    "olmo2",
     "phi3",
     "seed_oss",
     "smollm3",

@@ -125,6 +125,7 @@ class ModelArgs:
     logit_soft_cap: float | None = None  # c: logits become c tanh(logit / c)
     # Attention
     qk_norm: bool = False  # norms of every head's query and key before rotation
+    qk_norm_across_heads: bool = False  # qk_norm: one norm of all queries, and one of all keys
     attention_scale: float | None = None  # of q k^T; None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     sliding_window: int | None = None  # keys that a token attends to, its own among them
@@ -222,6 +223,10 @@ class ModelArgs:
             "shared_norm needs parallel_block": self.shared_norm and not self.parallel_block,
             "post_norms and parallel_block cannot be combined": (
                 self.post_norms and self.parallel_block
+            ),
+            "qk_norm_across_heads needs qk_norm": self.qk_norm_across_heads and not self.qk_norm,
+            "qk_norm_across_heads and norm_offset cannot be combined": (
+                self.qk_norm_across_heads and self.norm_offset != 0
             ),
             "parallel_block needs pre_norms": self.parallel_block and not self.pre_norms,
             "pre_norms or post_norms is needed": not (self.pre_norms or self.post_norms),

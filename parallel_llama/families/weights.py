@@ -102,7 +102,10 @@ def _attention(name: str, args: ModelArgs) -> Iterator[Param]:
         yield Param(f"{name}.wv.bias", (kv_dim,), "kv_heads", 0, head_dim)
     if args.has_wo_bias:
         yield Param(f"{name}.wo.bias", (dim,))
-    if args.qk_norm:
+    if args.qk_norm_across_heads:
+        yield Param(f"{name}.q_norm.weight", (q_dim,), "heads", 0, head_dim)
+        yield Param(f"{name}.k_norm.weight", (kv_dim,), "kv_heads", 0, head_dim)
+    elif args.qk_norm:
         yield Param(f"{name}.q_norm.weight", (head_dim,))
         yield Param(f"{name}.k_norm.weight", (head_dim,))
 

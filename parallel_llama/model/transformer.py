@@ -3,8 +3,9 @@
 The residual stream x is replicated; inside a block each rank works on its own heads and channels,
 and the row-parallel layer at the block's end sums over the ranks. One forward pass takes
 2 n_layers + 1 all_reduces: one for the embedding, and one for each attention and feed-forward.
-Blocks that run both in parallel need one, so n_layers + 1 in all. With exact sums, exchanges of
-inputs and outputs replace the all_reduces of the layers; see `layers.RowCut`.
+Blocks that run both in parallel need one, so n_layers + 1 in all. A norm of queries and keys across
+heads (`qk_norm_across_heads`) adds one to each attention, so 3 n_layers + 1 in all. With exact
+sums, exchanges of inputs and outputs replace those of row-parallel layers; see `layers.RowCut`.
 
 Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053.
 """

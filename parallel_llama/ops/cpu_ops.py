@@ -32,6 +32,7 @@ from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
 from parallel_llama.ops.cpu.jit import Launcher, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
 from parallel_llama.ops.cpu.merge_parts import make_merge_parts
+from parallel_llama.ops.cpu.norm_across_heads import make_head_squares, make_norm_heads
 from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel, make_prefill_attention
 from parallel_llama.ops.cpu.prefill_attention_amx import (
     PrefillAttentionAMXKernel,
@@ -179,6 +180,14 @@ class CPUOps(TorchOps):
 
     def rms_norm_(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> None:
         make_norm(self._dtype)(x, weight, eps, offset, x, self._run)
+
+    def head_squares_(self, x: Tensor, squares: Tensor, columns: range, first: int) -> None:
+        make_head_squares(self._dtype)(x, squares, columns, first, self._run)
+
+    def norm_heads_(
+        self, x: Tensor, squares: Tensor, columns: range, weight: Tensor, eps: float
+    ) -> None:
+        make_norm_heads(self._dtype)(x, squares, columns, weight, eps, self._run)
 
     def add_(self, x: Tensor, y: Tensor) -> Tensor:
         make_add(self._dtype)(x, y, self._run)

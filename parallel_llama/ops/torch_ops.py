@@ -232,6 +232,32 @@ class TorchOps:
         """`rms_norm` of each head, in place. Shapes: x [T, H, D], contiguous in [H, D]."""
         x.copy_(self.rms_norm(x.contiguous(), weight, eps, offset))
 
+    def head_squares_(self, x: Tensor, squares: Tensor, columns: range, first: int) -> None:
+        """Writes the sum of squares of head i of x to column first + i of `squares`.
+
+        The other `columns` become 0, so that the sum over ranks has the squares of all heads.
+
+        Shapes: x [T, H, D]; squares [T, n], in at least float32.
+        """
+        squares[:, columns.start : columns.stop] = 0
+        squares[:, first : first + x.shape[1]] = x.to(squares.dtype).square().sum(-1)
+
+    def norm_heads_(
+        self, x: Tensor, squares: Tensor, columns: range, weight: Tensor, eps: float
+    ) -> None:
+        """`rms_norm` of all heads of all ranks together, in place for the heads of this rank.
+
+        The `columns` of `squares` are the sums of squares of all heads.
+
+        Shapes: x [T, H, D]; squares [T, n], in at least float32; weight [H * D].
+        Source: OLMo 2, arXiv 2501.00656.
+        """
+        _, n_heads, head_dim = x.shape
+        of_heads = squares[:, columns.start : columns.stop]
+        mean = of_heads.sum(1).div_(len(columns) * head_dim).add_(eps)
+        inverse_rms = (mean * 0).add_(mean.rsqrt())  # NaN for an infinite mean
+        x.copy_(x * inverse_rms[:, None, None] * weight.view(n_heads, head_dim))
+
     def add_(self, x: Tensor, y: Tensor) -> Tensor:
         """Adds y to x in place and returns x. Shapes: x [T, n]; y [T, n], or [n] for every row."""
         return x.add_(y)

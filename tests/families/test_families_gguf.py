@@ -93,6 +93,7 @@ MODELS: dict[str, TinyModel] = {
     "exaone4 without a window": TinyModel(
         5, 1, 6, 34, family="exaone4", own={"sliding_window": None, "layer_types": _FULL}
     ),
+    "olmo2": TinyModel(9, 3, 6, 54, family="olmo2", own={"pad_token_id": 0}),
     "falcon 40B": TinyModel(8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True}),
 }
 

@@ -4,6 +4,7 @@ Each model is also reshaped through every layout, and its decode steps are compa
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ import pytest
 import torch
 from parity_steps import load_runner, logits_by_cuts, logits_in_pieces, logits_of_models
 from safetensors.torch import load_file
-from thread_ranks import run_on_threads
+from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TinyModel, write_hf
+from torch import Tensor
 from transformers_oracle import reference_logits
 
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.engine.input_processor import InputProcessor
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
-from parallel_llama.parallel.collectives import Solo
+from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.reshard.reshard import reshard
 
 _YARN = {
@@ -169,6 +172,11 @@ MODELS: dict[str, TinyModel] = {
     "exaone4 without a window": TinyModel(
         7, 7, 6, 42, family="exaone4", own={"sliding_window": None, "layer_types": [_FULL] * 2}
     ),
+    "olmo2": TinyModel(5, 1, 6, 34, family="olmo2", own=_PAD),
+    "olmo2, biases, tied": TinyModel(
+        9, 3, 6, 54, tied=True, family="olmo2", own={**_PAD, "attention_bias": True}
+    ),
+    "olmo2, yarn": TinyModel(7, 7, 6, 42, family="olmo2", own=_PAD, rope=_YARN),
 }
 # By the number of heads: each family has models with 5, 7 and 9.
 _TP_SIZES = {5: (1, 5), 7: (2, 7), 9: (2, 3)}
@@ -207,6 +215,47 @@ def test_phi3_has_its_short_factors_in_a_run_with_a_context_as_short_as_the_trai
     expected = reference_logits(folder, tokens)
     torch.testing.assert_close(short, expected, rtol=0, atol=1e-10)
     assert (long - expected).abs().max() > 1e-3
+
+
+def cut_logits(
+    comm: Communicator, folder: Path, tokens: Sequence[int], cut: Mapping[str, Any]
+) -> Tensor:
+    return logits_in_pieces(load_runner(comm, folder, len(tokens), cut), tokens, [9])
+
+
+# One of each new feature of the model.
+FEATURES = "smollm3", "granite", "phi3", "arcee", "exaone4", "olmo2"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, tmp_path):
+    folder, tokens = write_hf(MODELS[name], tmp_path / "hf", seed=3), some_tokens(MODELS[name])
+    alone = cut_logits(Solo(), folder, tokens, {"exact": True})
+    for logits in run_on_threads(3, cut_logits, folder, tokens, {"exact": True}):
+        assert torch.equal(logits, alone)
+
+
+@pytest.mark.parametrize("name", ["smollm3", "olmo2"])
+def test_a_cache_that_is_sharded_by_token_changes_nothing(name, tmp_path):
+    """Every rank then holds the one KV head, whose sum of squares must count once."""
+    folder, tokens = write_hf(MODELS[name], tmp_path / "hf", seed=3), some_tokens(MODELS[name])
+    expected = reference_logits(folder, tokens)
+    for logits in run_on_threads(5, cut_logits, folder, tokens, {"kv_split": "sequence"}):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def all_reduces_of_a_forward(comm: ThreadComm, folder: Path, tokens: Sequence[int]) -> int:
+    runner = load_runner(comm, folder, len(tokens))
+    runner.forward([Chunk(tokens, 0, [[0]], len(tokens))])
+    return comm.counts["all_reduce"]
+
+
+@pytest.mark.parametrize(("name", "per_layer"), [("granite", 2), ("olmo2", 3)])
+def test_norms_across_heads_take_one_all_reduce_more_in_each_layer(name, per_layer, tmp_path):
+    tiny = MODELS[name]
+    folder = write_hf(tiny, tmp_path / "hf")
+    counts = run_on_threads(3, all_reduces_of_a_forward, folder, some_tokens(tiny))
+    assert counts == [per_layer * tiny.n_layers + 1] * 3
 
 
 @pytest.mark.parametrize("name", MODELS)

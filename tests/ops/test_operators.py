@@ -315,6 +315,29 @@ def test_rotate_and_store_without_rotations(backend, cache):
         torch.testing.assert_close(kept.to(dtype), heads, rtol=step, atol=step)
 
 
+@pytest.mark.parametrize("n_heads", [0, 3])
+def test_norms_across_heads(backend, n_heads):
+    """This rank has some heads of ten, whose sums of squares are in columns 2 to 11."""
+    ops, dtype, device = backend
+    columns, first, n, eps = range(2, 12), 5, 4, 0.1
+    around = torch.randn(n, 6, HEAD_DIM, device=device).to(dtype)
+    x, before = around[:, 1 : 1 + n_heads], around.double().clone()
+    weight = torch.randn(n_heads * HEAD_DIM, device=device).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    squares = torch.full((n, 13), 7.0, dtype=wide, device=device)
+    ops.head_squares_(x, squares, columns, first)
+    own = before[:, 1 : 1 + n_heads]
+    check(squares[:, first : first + n_heads], own.square().sum(-1))
+    assert not squares[:, 2:first].any() and not squares[:, first + n_heads : 12].any()
+    assert (squares[:, :2] == 7).all() and (squares[:, 12:] == 7).all()
+    squares[:, 2:first] = 3.0  # of other ranks
+    total = squares[:, 2:12].double().sum(1)
+    ops.norm_heads_(x, squares, columns, weight, eps)
+    expected = own / (total / (10 * HEAD_DIM) + eps).sqrt()[:, None, None]
+    check(x, expected * weight.double().view(n_heads, HEAD_DIM))
+    assert torch.equal(around[:, 1 + n_heads :].double(), before[:, 1 + n_heads :])
+
+
 def in_pairs(*windows: int | None) -> list[tuple[torch.dtype | None, Scores, int | None]]:
     """Every cache with every window, and every window with every kind of scores."""
     return [
