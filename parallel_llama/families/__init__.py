@@ -69,6 +69,7 @@ MISSING = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3"), _LATENT),
     **dict.fromkeys(("qwen2_moe", "glm4_moe", "ernie4_5_moe", "granitemoeshared"), _SHARED),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), _STATE),
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), _FIRST_FALCON),
     "gemma3": f"{_IMAGES}; use a text-only form of it (gemma3_text)",
