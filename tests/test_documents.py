@@ -222,6 +222,7 @@ WITHOUT_SHAPES = {
     "internlm2",
     "nemotron",
     "olmo2",
+    "olmo3",
     "phi3",
     "seed_oss",
     "smollm3",

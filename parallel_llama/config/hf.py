@@ -34,8 +34,6 @@ _ACTIVATIONS = {
 
 _TRAINED = "original_max_position_embeddings"
 _SHORT, _LONG = "short_factor", "long_factor"
-# The rotary base of sliding-window layers, before transformers 5.
-_LOCAL_ROPE = "rope_local_base_freq"
 # The keys of each type of rope scaling other than _ROPE_COMMON, in the order of writing.
 _ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -242,7 +240,7 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
     Source: transformers 5.23, modeling_rope_utils.py.
     """
     rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
-    if _LOCAL_ROPE in family.reads and rope.has(_FULL):
+    if family.has_local_rope and rope.has(_FULL):
         rope = Fields(rope.mapping(_FULL))  # sliding-window layers have their own
     kind = rope.string("rope_type", rope.string("type", "default"))
     kind = _OLD_ROPE_TYPES.get(kind, kind)

@@ -14,7 +14,7 @@ from parallel_llama.families.internlm2 import INTERNLM2
 from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
-from parallel_llama.families.olmo2 import OLMO2
+from parallel_llama.families.olmo import OLMO2, OLMO3
 from parallel_llama.families.phi import PHI3
 from parallel_llama.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from parallel_llama.families.seed_oss import SEED_OSS
@@ -51,6 +51,7 @@ FAMILIES = {
         STARCODER2,
         EXAONE4,
         OLMO2,
+        OLMO3,
         INTERNLM2,
     )
 }

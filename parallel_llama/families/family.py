@@ -93,6 +93,7 @@ class Family:
         keys: Keys that differ from `USUAL_KEYS`, by argument; empty for an argument without a key.
         full_layers: Returns the layers without a sliding window, if the family has one.
         window_switch: A key that must be true for the sliding window to be used.
+        has_local_rope: Whether rope_parameters may have an object for each type of layer.
         defaults: Arguments for keys that config.json does not have.
         names: The names of the weights in each layout. Weights with the same name in a layout share
             a tensor.
@@ -111,6 +112,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     full_layers: FullLayers | None = None
     window_switch: str | None = None
+    has_local_rope: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     names: tuple[Names, ...] = LLAMA_NAMES
     more_names: Callable[[ModelArgs], tuple[Names, ...]] = lambda _: ()

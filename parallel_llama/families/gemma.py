@@ -183,6 +183,7 @@ GEMMA3 = Family(
     writes=lambda args: {**_writes_of_2_and_3(args), _LOCAL_THETA: args.local_rope_theta},
     keys=GEMMA2.keys,
     full_layers=_every_sixth,
+    has_local_rope=True,
     defaults={**GEMMA2.defaults, "max_seq_len": 131072, "rope_theta": 1000000.0},
     names=names_with(*POST_NORM_NAMES, *QK_NORM_NAMES),
     gguf=GGUFForm(

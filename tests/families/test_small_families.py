@@ -34,6 +34,10 @@ _PAD = {"pad_token_id": 0}  # else an id beyond this small vocabulary
 _PATTERN, _FULL = "sliding_window_pattern", "full_attention"
 _ALL = {"partial_rotary_factor": 1.0}
 _TRAINED = "original_max_position_embeddings"
+_BY_LAYER = {
+    "full_attention": _YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
 _SCALES = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -175,6 +179,34 @@ MODELS: dict[str, TinyModel] = {
         9, 3, 6, 54, tied=True, family="olmo2", own={**_PAD, "attention_bias": True}
     ),
     "olmo2, yarn": TinyModel(7, 7, 6, 42, family="olmo2", own=_PAD, rope=_YARN),
+    "olmo3": TinyModel(
+        5, 1, 6, 34, n_layers=5, family="olmo3", own={**_PAD, "sliding_window": 7}, rope=_BY_LAYER
+    ),
+    "olmo3, layer types, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        n_layers=3,
+        tied=True,
+        family="olmo3",
+        own={
+            **_PAD,
+            "attention_bias": True,
+            "sliding_window": 5,
+            "layer_types": [_FULL, "sliding_attention", _FULL],
+        },
+        rope=_BY_LAYER,
+    ),
+    "olmo3 without a window": TinyModel(
+        7,
+        7,
+        6,
+        42,
+        family="olmo3",
+        own={**_PAD, "layer_types": [_FULL] * 2},
+        rope={**_BY_LAYER, "sliding_attention": None},
+    ),
 }
 # By the number of heads: each family has models with 5, 7 and 9.
 _TP_SIZES = {5: (1, 5), 7: (2, 7), 9: (2, 3)}
@@ -272,6 +304,7 @@ RESHARDED = (
     "exaone4",
     "exaone4, layer types, tied",
     "olmo2, biases, tied",
+    "olmo3, layer types, tied",
 )
 
 
