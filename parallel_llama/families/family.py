@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import (
     LLAMA_NAMES,
@@ -42,10 +43,15 @@ def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]
 
 
 def rotary_dim_of(fields: Fields, usual_part: float) -> int | None:
-    """The values of each head that are rotated, by partial_rotary_factor; None for all."""
+    """The values of each head that are rotated, by partial_rotary_factor; None for all.
+
+    Raises: UsageError for a factor that is not above 0 and at most 1.
+    """
     key, n_heads = "partial_rotary_factor", fields.integer("num_attention_heads")
     rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
     part = rope.number(key, fields.number(key, usual_part))
+    if not 0 < part <= 1:
+        raise UsageError(f"{key}={part:g}: use a number above 0, at most 1")
     head_dim = fields.integer("head_dim", fields.integer("hidden_size") // max(1, n_heads))
     return None if part == 1 else int(head_dim * part)
 

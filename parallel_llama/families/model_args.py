@@ -189,10 +189,12 @@ class ModelArgs:
 
     def _check_numbers(self) -> None:
         caps = "attention_soft_cap", "logit_soft_cap"
-        for name in ("attention_scale", "logit_scale", "residual_scale", *caps):
+        for name in ("attention_scale", "logit_scale", *caps):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name}={value}: use a finite number above 0")
+        if not 1e-6 <= self.residual_scale <= 1e6:  # norm_eps is divided by its square
+            raise UsageError(f"residual_scale={self.residual_scale}: use a number from 1e-6 to 1e6")
         for name in ("norm_offset", "embedding_scale"):
             if not math.isfinite(value := getattr(self, name)):
                 raise UsageError(f"{name}={value}: use a finite number")

@@ -348,6 +348,8 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tm
         ("nemotron", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary_dim=3 .*even"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling=0: .*above 0"),
         ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0: use"),
+        ("granite", {"residual_multiplier": 1e-200}, "residual_scale=1e-200: use"),
+        ("stablelm", {"rope_parameters": {"partial_rotary_factor": 1e308}}, "at most 1"),
     ],
 )
 def test_a_configuration_without_a_meaning_is_refused(family, values, expected, tmp_path):
