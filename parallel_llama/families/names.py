@@ -108,7 +108,7 @@ _ROTARY_TABLES: dict[Layout, tuple[str, ...]] = {
         "model.layers.*.self_attn.rotary_emb.inv_freq",
         "transformer.rotary_pos_emb.inv_freq",
     ),
-    "gguf": ("rope_freqs.weight",),
+    "gguf": ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
 }
 
 

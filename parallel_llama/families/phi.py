@@ -2,17 +2,26 @@
 
 Phi-4-mini rotates a part of each head.
 
-Source: Phi3Config of transformers 5.24; arXiv 2404.14219; LongRoPE, arXiv 2402.13753.
+Source: Phi3Config of transformers 5.24; arXiv 2404.14219; LongRoPE, arXiv 2402.13753; llama.cpp's
+phi3, which ignores the window that its files state.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family, every_layer_has_the_window, rotary_dim_of
+from parallel_llama.families.family import (
+    HALF_IN_GGUF,
+    Family,
+    GGUFForm,
+    every_layer_has_the_window,
+    rotary_dim_of,
+)
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import in_layers, names_with
 from parallel_llama.files.fields import Fields
 
+_WINDOW_IN_GGUF = "attention.sliding_window"
 _PART, _TRAINED = "partial_rotary_factor", "original_max_position_embeddings"
 
 
@@ -22,6 +31,12 @@ def _features(fields: Fields) -> dict[str, Any]:
     if kind not in ("default", "longrope", "su"):
         raise UsageError(f"rope_type={kind[:80]!r}: Phi-3 has only 'default' and 'longrope'")
     return {"rotary_dim": rotary_dim_of(fields, 1.0)}
+
+
+def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
+    window = fields.integer(f"phi3.{_WINDOW_IN_GGUF}", 0)
+    is_used = 0 < window < fields.integer("phi3.context_length")
+    return {"sliding_window": window} if is_used else {}
 
 
 def _writes(args: ModelArgs) -> dict[str, Any]:
@@ -53,4 +68,6 @@ PHI3 = Family(
             ("feed_forward.w3.*", "mlp.gate_up_proj.*", "ffn_up.*"),
         )
     ),
+    gguf=GGUFForm("phi3", _gguf_features, frozenset({_WINDOW_IN_GGUF}), rotates_part=True),
+    rotary_order=HALF_IN_GGUF,
 )

@@ -118,7 +118,15 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
     if arch == "exaone4" and config["sliding_window"] is not None:
         writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
-    if arch in ("nemotron", "stablelm"):
+    if arch == "phi3":
+        writer.add_sliding_window(config["sliding_window"] or 0)
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        if config["rope_parameters"]["rope_type"] == "longrope":
+            writer.add_rope_scaling_attn_factors(config["rope_parameters"]["attention_factor"])
+            for name in ("long", "short"):
+                factors = torch.tensor(config["rope_parameters"][f"{name}_factor"])
+                writer.add_tensor(f"rope_factors_{name}.weight", factors.float().numpy())
+    if arch in ("nemotron", "stablelm", "phi3"):
         head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
         part = config["rope_parameters"]["partial_rotary_factor"]
         writer.add_rope_dimension_count(int(part * head_dim))
