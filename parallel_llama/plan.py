@@ -211,6 +211,15 @@ def local_kv_heads(heads: range, heads_per_kv: int) -> range:
     return range(heads.start // heads_per_kv, -(-heads.stop // heads_per_kv))
 
 
+def counted_kv_heads(heads: range, heads_per_kv: int) -> range:
+    """The KV heads whose first query head is on a rank, so that each is counted on one rank.
+
+    >>> counted_kv_heads(range(0, 5), 3), counted_kv_heads(range(5, 9), 3)
+    (range(0, 2), range(2, 3))
+    """
+    return range(-(-heads.start // heads_per_kv), -(-heads.stop // heads_per_kv))
+
+
 def equal_runs(heads: range, heads_per_kv: int) -> tuple[HeadRun, ...]:
     """Split the query heads of a rank into at most three runs (head, body, tail).
 
@@ -382,6 +391,8 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
             f"decode steps run operator by operator{where} because of attention sinks; drop "
             "attention_sinks if sequences fit in the context"
         )
+    if device == "cpu" and args.norm == "layer":
+        return "decode steps run operator by operator: LayerNorm has no kernel for the CPU"
     scaling = args.rope_scaling
     if device == "cuda" and scaling is not None and scaling.kind == "dynamic":
         return (

@@ -183,7 +183,7 @@ class MetaFolder(Checkpoint):
         query heads of the files do not add up to those of the model.
         """
         head_dim, heads_per_kv = self.args.head_dim, self.args.n_heads // self.args.n_kv_heads
-        queries = re.sub(r"\.w[kv]\.", ".wq.", param.name)
+        queries = re.sub(r"\.(w[kv]|k_norm)\.", ".wq.", param.name)
         if not all(queries in state for state in self._states):
             return []
         rows = [state[queries].shape[0] for state in self._states]
@@ -274,7 +274,7 @@ def differing_norms(files: ModelFiles) -> dict[str, list[Tensor]]:
     norms = {
         name: [state[name].clone() for state in states]
         for name in held
-        if name.endswith("norm.weight")
+        if name.endswith("norm.weight") and ".attention." not in name  # which may be sharded
     }
     return {
         name: copies

@@ -1,4 +1,4 @@
-"""Reads `ModelArgs` from the fields of a GGUF header and its rope_freqs.weight."""
+"""Reads `ModelArgs` from the fields of a GGUF header and its tensors of rotary factors."""
 
 import math
 import struct
@@ -19,6 +19,7 @@ from parallel_llama.files.bounded_files import open_file
 from parallel_llama.files.fields import Fields
 from parallel_llama.files.gguf_header import GGUFHeader
 
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _RELATIVE_FACTOR, _ABSOLUTE_FACTOR = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
 
 # Known keys, after the prefix of the architecture, as in llama.block_count.
@@ -36,7 +37,7 @@ _KEYS = {
 def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
     """The arguments of a GGUF header.
 
-    Raises: UsageError as in `load_model_args`; CheckpointError if rope_freqs.weight is damaged.
+    Raises: UsageError as in `load_model_args`; CheckpointError if rotary factors are damaged.
     Source: ggml's docs/gguf.md; defaults as in llama.cpp.
     """
     fields = Fields(header.fields)
@@ -51,7 +52,7 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
     max_seq_len = own.integer(f"{arch}.context_length")
     tokens, tensors = header.fields.get("tokenizer.ggml.tokens"), header.tensors
     stated = {
-        **_sizes(own, arch),
+        **_sizes(own, arch, rotates_part=form.rotates_part),
         "vocab_size": fields.integer(
             f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else None
         ),
@@ -86,17 +87,21 @@ def _family(arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
     raise UsageError(f"{what} is not supported; supported: {', '.join(map(repr, known))}")
 
 
-def _sizes(own: Fields, arch: str) -> dict[str, int]:
-    """Number and sizes of layers and heads."""
+def _sizes(own: Fields, arch: str, *, rotates_part: bool) -> dict[str, int]:
+    """Number and sizes of layers and heads, and the rotated part of a head, if it is a part."""
     dim_key, heads_key = f"{arch}.embedding_length", f"{arch}.attention.head_count"
     dim, n_heads = own.integer(dim_key), own.integer(heads_key)
     head_dim = own.optional_integer(f"{arch}.attention.key_length")
     if head_dim is None:
         head_dim = head_size(dim_key, dim, heads_key, n_heads)
-    for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
+    rotary_key = f"{arch}.rope.dimension_count"
+    rotary_dim = own.integer(rotary_key, head_dim)
+    value_key = f"{arch}.attention.value_length"
+    for key in (value_key,) if rotates_part else (value_key, rotary_key):
         if (size := own.integer(key, head_dim)) != head_dim:
             raise UsageError(f"{key}={size} must equal the head size of {head_dim}")
     return {
+        **({} if rotary_dim == head_dim else {"rotary_dim": rotary_dim}),
         "dim": dim,
         "n_layers": require_size("n_layers", own.integer(f"{arch}.block_count")),
         "n_heads": n_heads,
@@ -114,6 +119,8 @@ def _gguf_dtype(header: GGUFHeader) -> str:
 def _gguf_rope(
     own: Fields, arch: str, header: GGUFHeader, path: Path, max_seq_len: int
 ) -> RopeScaling | None:
+    if _SHORT in header.tensors or _LONG in header.tensors:
+        return _longrope(own, arch, header, path, max_seq_len)
     factor = own.number(f"{arch}.rope.scaling.factor", own.number(f"{arch}.rope.scale_linear", 0.0))
     # As in llama.cpp, a factor without a type means linear scaling, and a factor of 0 none.
     kind = own.string(f"{arch}.rope.scaling.type", "linear" if factor else "none")
@@ -131,7 +138,7 @@ def _gguf_rope(
             raise UsageError(
                 f"has rope_freqs.weight and {kind} rope scaling, which cannot be combined"
             )
-        return RopeScaling("factors", factors=_rope_factors(header, path))
+        return RopeScaling("factors", factors=_rope_factors(header, path, "rope_freqs.weight"))
     if not scales:
         return None
     if kind == "linear":
@@ -143,6 +150,31 @@ def _gguf_rope(
         beta_fast=own.number(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=own.number(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(own, arch, factor),
+    )
+
+
+def _longrope(
+    own: Fields, arch: str, header: GGUFHeader, path: Path, max_seq_len: int
+) -> RopeScaling:
+    """LongRoPE, whose two sets of factors are tensors; attn_factor is the scale of its paper.
+
+    Raises: UsageError for one set without the other, or with another kind of scaling.
+    """
+    kind = own.string(f"{arch}.rope.scaling.type", "longrope")
+    has_both = _SHORT in header.tensors and _LONG in header.tensors
+    if not has_both or kind not in ("longrope", "none"):
+        raise UsageError(
+            f"{arch}.rope.scaling.type={kind[:80]!r} with the factors of LongRoPE: only both of "
+            f"{_SHORT} and {_LONG}, and the types longrope and none, are supported"
+        )
+    trained = own.integer(f"{arch}.rope.scaling.original_context_length", max_seq_len)
+    return RopeScaling(
+        "longrope",
+        max_seq_len / max(1, trained),
+        trained,
+        attention_factor=own.number(f"{arch}.{_RELATIVE_FACTOR}", 1.0),
+        factors=_rope_factors(header, path, _SHORT),
+        long_factors=_rope_factors(header, path, _LONG),
     )
 
 
@@ -168,20 +200,18 @@ def _yarn_attention_factor(own: Fields, arch: str, factor: float) -> float | Non
     return relative * (1 + 0.1 * math.log(max(factor, 1.0)))
 
 
-def _rope_factors(header: GGUFHeader, path: Path) -> tuple[float, ...]:
-    tensor = header.tensors["rope_freqs.weight"]
+def _rope_factors(header: GGUFHeader, path: Path, name: str) -> tuple[float, ...]:
+    tensor = header.tensors[name]
     if tensor.dtype != "F32" or len(tensor.shape) != 1:
         raise UsageError(
-            f"rope_freqs.weight is {tensor.dtype} of shape {list(tensor.shape)}; "
+            f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; "
             "only one row of F32 is supported"
         )
     if tensor.shape[0] > MAX_SIZES["head_dim"]:
-        raise UsageError(
-            f"rope_freqs.weight has {tensor.shape[0]} values; at most {MAX_SIZES['head_dim']}"
-        )
+        raise UsageError(f"{name} has {tensor.shape[0]} values; at most {MAX_SIZES['head_dim']}")
     with open_file(path) as file:
         file.seek(tensor.offset)
         data = file.read(tensor.n_bytes)
     if len(data) != tensor.n_bytes:
-        raise CheckpointError(f"{path}: the file ends inside rope_freqs.weight")
+        raise CheckpointError(f"{path}: the file ends inside {name}")
     return struct.unpack(f"<{tensor.shape[0]}f", data)

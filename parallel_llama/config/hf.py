@@ -29,11 +29,11 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 
 _TRAINED = "original_max_position_embeddings"
-# The rotary base of sliding-window layers, before transformers 5.
-_LOCAL_ROPE = "rope_local_base_freq"
+_SHORT, _LONG = "short_factor", "long_factor"
 # The keys of each type of rope scaling other than _ROPE_COMMON, in the order of writing.
 _ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -44,7 +44,10 @@ _ROPE_TYPES: dict[str, tuple[str, ...]] = {
         "factor", _TRAINED, "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale",
         "mscale_all_dim",
     ),
+    "longrope": ("factor", _TRAINED, _SHORT, _LONG, "attention_factor"),
 }  # fmt: skip
+# Older names of types of rope scaling.
+_OLD_ROPE_TYPES = {"su": "longrope"}
 _ROTARY_PART = "partial_rotary_factor"
 # The first YaRN models have the key `finetuned`, which does not change the model.
 _ROPE_COMMON = {"rope_type", "type", "rope_theta", _ROTARY_PART, "finetuned"}
@@ -237,9 +240,10 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
     Source: transformers 5.23, modeling_rope_utils.py.
     """
     rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
-    if _LOCAL_ROPE in family.reads and rope.has(_FULL):
+    if family.has_local_rope and rope.has(_FULL):
         rope = Fields(rope.mapping(_FULL))  # sliding-window layers have their own
     kind = rope.string("rope_type", rope.string("type", "default"))
+    kind = _OLD_ROPE_TYPES.get(kind, kind)
     if kind not in _ROPE_TYPES:
         raise UsageError(
             f"rope_type={kind[:80]!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
@@ -257,23 +261,35 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
             raise UsageError(f"{_ROTARY_PART}={rotary} is not supported in {family.name!r}, only 1")
     default = family.defaults.get("rope_theta", 10000.0)
     theta = rope.number("rope_theta", fields.number("rope_theta", default))
-    return {"rope_theta": theta, "rope_scaling": _scaling(kind, rope, fields, max_seq_len)}
+    trained = family.defaults.get("original_max_seq_len")
+    if trained is None:
+        trained = rope.integer(_TRAINED, max_seq_len)
+    scaling = _scaling(kind, rope, max_seq_len, fields.integer(_TRAINED, trained))
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _scaling(kind: str, rope: Fields, fields: Fields, max_seq_len: int) -> RopeScaling | None:
+def _scaling(kind: str, rope: Fields, max_seq_len: int, trained: int) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind == "linear":
         return RopeScaling("linear", rope.number("factor"))
     if kind == "dynamic":
         return RopeScaling("dynamic", rope.number("factor"), max_seq_len)
-    trained = fields.integer(_TRAINED, rope.integer(_TRAINED, max_seq_len))
     if kind == "llama3":
         keys = "factor", "low_freq_factor", "high_freq_factor"
         factor, low, high = (rope.number(key) for key in keys)
         return RopeScaling("llama3", factor, trained, low, high)
     if trained < 1:
         raise UsageError(f"{_TRAINED}={trained}: use 1 or more")
+    if kind == "longrope":
+        return RopeScaling(
+            "longrope",
+            rope.number("factor", max_seq_len / trained),
+            trained,
+            attention_factor=rope.optional_number("attention_factor"),
+            factors=rope.numbers(_SHORT),
+            long_factors=rope.numbers(_LONG),
+        )
     return RopeScaling(
         "yarn",
         rope.number("factor", max_seq_len / trained),
@@ -365,7 +381,12 @@ def _rope_scaling(args: ModelArgs) -> dict[str, Any] | None:
             f"dynamic rope scaling from a context of {scaling.original_max_seq_len} in a model of "
             f"{args.max_seq_len}: config.json cannot express it; use --format native"
         )
-    stated = {**vars(scaling), _TRAINED: scaling.original_max_seq_len}
+    stated = {
+        **vars(scaling),
+        _TRAINED: scaling.original_max_seq_len,
+        _SHORT: list(scaling.factors),
+        _LONG: list(scaling.long_factors),
+    }
     keys = [key for key in _ROPE_TYPES[scaling.kind] if stated[key] is not None]
     return {"rope_type": scaling.kind, **{key: stated[key] for key in keys}}
 

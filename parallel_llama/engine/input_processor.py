@@ -12,7 +12,13 @@ from typing import Any
 from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.layouts import load_generation_defaults
 from parallel_llama.errors import UsageError, shown
-from parallel_llama.families.model_args import MAX_SIZES, ModelArgs, context_length, with_sinks
+from parallel_llama.families.model_args import (
+    MAX_SIZES,
+    ModelArgs,
+    context_length,
+    for_context,
+    with_sinks,
+)
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.request import (
     Request,
@@ -145,6 +151,7 @@ class InputProcessor:
         attention_sinks: int = 0,
     ) -> None:
         self.max_seq_len = context_length(args, max_seq_len)
+        args = for_context(args, self.max_seq_len)
         if attention_sinks:
             args = with_sinks(args, attention_sinks, self.max_seq_len)
         self.files, self.args, self.seed = files, args, seed

@@ -120,7 +120,11 @@ class ModelRunner:
         own = partial(use_device, device)
         with ThreadPoolExecutor(1, initializer=own) as thread:
             # Concurrently with reading the weights.
-            compiled = thread.submit(ops.compile, has_experts=args.n_experts > 0)
+            compiled = thread.submit(
+                ops.compile,
+                has_experts=args.n_experts > 0,
+                has_unrotated=bool(args.unrotated_layers),
+            )
             weights = load(checkpoint, args, shard, precision, device, on_bytes, held=held)
             with closing(prefetch(weights, _READ_AHEAD, own)) as read:
                 for name, value in read:

@@ -3,14 +3,24 @@
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
+from parallel_llama.families.arcee import ARCEE, NEMOTRON
+from parallel_llama.families.exaone4 import EXAONE4
 from parallel_llama.families.falcon import FALCON, PALM
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.glm import CHATGLM, GLM, GLM4
+from parallel_llama.families.granite import GRANITE
+from parallel_llama.families.internlm2 import INTERNLM2
 from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
+from parallel_llama.families.olmo import OLMO2, OLMO3
+from parallel_llama.families.phi import PHI3
 from parallel_llama.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from parallel_llama.families.seed_oss import SEED_OSS
+from parallel_llama.families.smollm3 import SMOLLM3
+from parallel_llama.families.stablelm import STABLELM
+from parallel_llama.families.starcoder2 import STARCODER2
 from parallel_llama.families.stored_slices import StoredSlice, shared
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
@@ -31,6 +41,18 @@ FAMILIES = {
         GLM,
         GLM4,
         CHATGLM,
+        SMOLLM3,
+        GRANITE,
+        PHI3,
+        SEED_OSS,
+        ARCEE,
+        NEMOTRON,
+        STABLELM,
+        STARCODER2,
+        EXAONE4,
+        OLMO2,
+        OLMO3,
+        INTERNLM2,
     )
 }
 
@@ -48,6 +70,7 @@ MISSING = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3"), _LATENT),
     **dict.fromkeys(("qwen2_moe", "glm4_moe", "ernie4_5_moe", "granitemoeshared"), _SHARED),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), _STATE),
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), _FIRST_FALCON),
     "gemma3": f"{_IMAGES}; use a text-only form of it (gemma3_text)",

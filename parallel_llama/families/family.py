@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import (
     LLAMA_NAMES,
@@ -31,11 +32,36 @@ USUAL_KEYS = {
     "sliding_window": "sliding_window",
 }
 
+# The rotary orders of families whose GGUF files keep HF's order of rows.
+HALF_IN_GGUF: Mapping[Layout, RotaryOrder] = {"meta": "interleaved", "hf": "half", "gguf": "half"}
+
 FullLayers = Callable[[Fields, int], Iterable[int]]
 
 
 def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]:
     return ()
+
+
+def rotary_dim_of(fields: Fields, usual_part: float) -> int | None:
+    """The values of each head that are rotated, by partial_rotary_factor; None for all.
+
+    Raises: UsageError for a factor that is not above 0 and at most 1.
+    """
+    key, n_heads = "partial_rotary_factor", fields.integer("num_attention_heads")
+    rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
+    part = rope.number(key, fields.number(key, usual_part))
+    if not 0 < part <= 1:
+        raise UsageError(f"{key}={part:g}: use a number above 0, at most 1")
+    head_dim = fields.integer("head_dim", fields.integer("hidden_size") // max(1, n_heads))
+    return None if part == 1 else int(head_dim * part)
+
+
+def layer_types(args: ModelArgs) -> list[str]:
+    """The value of layer_types in config.json."""
+    full = range(args.n_layers) if args.sliding_window is None else args.full_layers
+    return [
+        "full_attention" if layer in full else "sliding_attention" for layer in range(args.n_layers)
+    ]
 
 
 @dataclass(frozen=True)
@@ -49,12 +75,14 @@ class GGUFForm:
         reads: The keys that `features` reads and other architectures lack, without the
             architecture's prefix.
         has_experts: Whether the models have experts.
+        rotates_part: Whether rope.dimension_count may be less than the size of a head.
     """
 
     architecture: str
     features: Callable[[Fields, Collection[str]], Mapping[str, Any]] = lambda *_: {}
     reads: frozenset[str] = frozenset()
     has_experts: bool = False
+    rotates_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +99,7 @@ class Family:
         keys: Keys that differ from `USUAL_KEYS`, by argument; empty for an argument without a key.
         full_layers: Returns the layers without a sliding window, if the family has one.
         window_switch: A key that must be true for the sliding window to be used.
+        has_local_rope: Whether rope_parameters may have an object for each type of layer.
         defaults: Arguments for keys that config.json does not have.
         names: The names of the weights in each layout. Weights with the same name in a layout share
             a tensor.
@@ -89,6 +118,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     full_layers: FullLayers | None = None
     window_switch: str | None = None
+    has_local_rope: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     names: tuple[Names, ...] = LLAMA_NAMES
     more_names: Callable[[ModelArgs], tuple[Names, ...]] = lambda _: ()

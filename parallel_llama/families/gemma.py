@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family, GGUFForm
+from parallel_llama.families.family import Family, GGUFForm, layer_types
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
@@ -128,13 +128,6 @@ def _gguf_window(fields: Fields, arch: str, usual: int, full: Iterable[int]) -> 
     return {"sliding_window": window, "full_layers": full_layers}
 
 
-def _layer_types(args: ModelArgs) -> list[str]:
-    full = range(args.n_layers) if args.sliding_window is None else args.full_layers
-    return [
-        "full_attention" if layer in full else "sliding_attention" for layer in range(args.n_layers)
-    ]
-
-
 def _writes(args: ModelArgs) -> dict[str, Any]:
     return {"attention_bias": args.attention_bias}
 
@@ -147,7 +140,7 @@ def _writes_of_2_and_3(args: ModelArgs) -> dict[str, Any]:
         _SCALAR: int(scalar) if scalar.is_integer() else scalar,
         _ATTENTION_CAP: args.attention_soft_cap,
         _LOGIT_CAP: args.logit_soft_cap,
-        "layer_types": _layer_types(args),
+        "layer_types": layer_types(args),
         # transformers needs a number even if no layer has a window.
         "sliding_window": args.sliding_window or args.max_seq_len,
     }
@@ -190,6 +183,7 @@ GEMMA3 = Family(
     writes=lambda args: {**_writes_of_2_and_3(args), _LOCAL_THETA: args.local_rope_theta},
     keys=GEMMA2.keys,
     full_layers=_every_sixth,
+    has_local_rope=True,
     defaults={**GEMMA2.defaults, "max_seq_len": 131072, "rope_theta": 1000000.0},
     names=names_with(*POST_NORM_NAMES, *QK_NORM_NAMES),
     gguf=GGUFForm(

@@ -32,34 +32,39 @@ class RopeScaling:
 
     kind `linear` divides positions by `factor`; `dynamic` raises the base with the length of the
     sequence when a token is processed; `llama3` and `yarn` treat low and high frequencies
-    differently; `factors` divides each frequency by its own factor (llama3 scaling in GGUF files).
+    differently; `factors` divides each frequency by its own factor (llama3 scaling in GGUF files);
+    `longrope` does so with one set of factors if the model's `max_seq_len` is at most that of the
+    trained context, and with another set if it is longer (see `for_context`).
 
     Raises: UsageError for a value that gives no valid rotary table.
-    Source: linear arXiv 2306.15595; yarn arXiv 2309.00071; llama3 as in Meta's llama-models.
+    Source: linear arXiv 2306.15595; yarn arXiv 2309.00071; llama3 as in Meta's llama-models;
+        longrope arXiv 2402.13753.
     """
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors", "longrope"]
     factor: float = 1.0
     original_max_seq_len: int | None = None
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: computed from factor and the mscales
+    attention_factor: float | None = None  # yarn, longrope; None: from factor and the mscales
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range outwards
-    factors: tuple[float, ...] = ()  # factors: one per rotary pair
+    factors: tuple[float, ...] = ()  # factors, longrope: one per rotary pair
+    long_factors: tuple[float, ...] = ()  # longrope: those of longer contexts
 
     def __post_init__(self) -> None:
         names = "factor", "low_freq_factor", "beta_fast", "beta_slow"
         positive: dict[str, float | None] = {name: getattr(self, name) for name in names}
-        positive |= {f"factors[{i}]": factor for i, factor in enumerate(self.factors)}
+        for name in ("factors", "long_factors"):
+            positive |= {f"{name}[{i}]": factor for i, factor in enumerate(getattr(self, name))}
         positive["attention_factor"] = self.attention_factor
         for name, value in positive.items():
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"rope scaling {name}={value}: use a finite number above 0")
-        if self.kind in ("llama3", "yarn") and self.original_max_seq_len is None:
+        if self.kind in ("llama3", "yarn", "longrope") and self.original_max_seq_len is None:
             raise UsageError(
                 f"rope scaling {self.kind!r} needs the length of the trained context; "
                 "set original_max_position_embeddings"
@@ -70,6 +75,8 @@ class RopeScaling:
                 f"rope scaling with a trained context of {self.original_max_seq_len} tokens; "
                 f"use 1 to {limit}"
             )
+        if self.kind == "longrope" and self.original_max_seq_len == 1:
+            raise UsageError("longrope scaling with a trained context of 1 token; use 2 or more")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise UsageError(
                 f"low_freq_factor={self.low_freq_factor} and high_freq_factor="
@@ -107,24 +114,28 @@ class ModelArgs:
     # Norms and residual stream
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False  # of LayerNorm
-    norm_offset: float = 0.0  # added to every norm's weight; 1 in Gemma
+    norm_offset: float = 0.0  # added to every norm's weight; 1 in Gemma and Nemotron
     parallel_block: bool = False  # x + attention + feed-forward, both of the same x
     shared_norm: bool = False  # in a parallel block: one norm for both
+    pre_norms: bool = True  # norms of the inputs of attention and feed-forward
     post_norms: bool = False  # norms of the outputs of attention and feed-forward
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of the outputs of attention and feed-forward when added to x
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None  # c: logits become c tanh(logit / c)
     # Attention
     qk_norm: bool = False  # norms of every head's query and key before rotation
+    qk_norm_across_heads: bool = False  # qk_norm: one norm of all queries, and one of all keys
     attention_scale: float | None = None  # of q k^T; None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     sliding_window: int | None = None  # keys that a token attends to, its own among them
     full_layers: tuple[int, ...] = ()  # with a window: the layers that attend to all keys
     local_rope_theta: float | None = None  # unscaled base in layers with a window; None: rope_theta
     rotary_dim: int | None = None  # values of each head that are rotated; None: all
+    unrotated_layers: tuple[int, ...] = ()  # layers without rotary embeddings (NoPE)
     attention_sinks: int = 0  # first tokens that stay visible outside the window; not in files
     # Feed-forward
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     gated: bool = True  # w2(f(w1 x) * w3 x), else w2(f(w1 x))
     n_experts: int = 0  # 0: one feed-forward; ffn_dim is that of one expert
     n_active_experts: int = 0  # experts per token
@@ -143,7 +154,7 @@ class ModelArgs:
         if self.head_dim % 2:
             raise UsageError(f"head_dim={self.head_dim}: rotary pairs need an even number")
         self._check_numbers()
-        self._check_windows()
+        self._check_layers()
         self._check_combinations()
         if not 0 <= self.norm_eps < math.inf:
             raise UsageError(f"norm_eps={self.norm_eps}: use a finite number from 0, such as 1e-5")
@@ -160,24 +171,30 @@ class ModelArgs:
             )
         if scaling is None:
             return
-        if rotary_dim is not None:
+        if rotary_dim is not None and scaling.kind != "longrope":
             raise UsageError(
                 f"rotary_dim={rotary_dim} and {scaling.kind} rope scaling cannot be combined; "
                 "drop one"
             )
-        if scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
-            raise UsageError(
-                f"rope scaling has {len(scaling.factors)} factors and head_dim={self.head_dim}: "
-                f"use one for each of the {self.head_dim // 2} rotary pairs"
-            )
+        n_pairs = (rotary_dim or self.head_dim) // 2
+        sets = {"factors": [scaling.factors], "longrope": [scaling.factors, scaling.long_factors]}
+        for factors in sets.get(scaling.kind, []):
+            if len(factors) != n_pairs:
+                raise UsageError(
+                    f"rope scaling has {len(factors)} factors and head_dim={self.head_dim}: "
+                    f"use one for each of the {n_pairs} rotary pairs"
+                )
         if scaling.kind == "dynamic" and self.head_dim == 2:
             raise UsageError("head_dim=2 has one rotary pair, and dynamic rope scaling needs two")
 
     def _check_numbers(self) -> None:
-        for name in ("attention_scale", "attention_soft_cap", "logit_soft_cap", "logit_scale"):
+        caps = "attention_soft_cap", "logit_soft_cap"
+        for name in ("attention_scale", "logit_scale", *caps):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name}={value}: use a finite number above 0")
+        if not 1e-6 <= self.residual_scale <= 1e6:  # norm_eps is divided by its square
+            raise UsageError(f"residual_scale={self.residual_scale}: use a number from 1e-6 to 1e6")
         for name in ("norm_offset", "embedding_scale"):
             if not math.isfinite(value := getattr(self, name)):
                 raise UsageError(f"{name}={value}: use a finite number")
@@ -185,7 +202,7 @@ class ModelArgs:
         if local is not None and not (math.isfinite(local) and local > 1):
             raise UsageError(f"local_rope_theta={local}: use a finite number above 1")
 
-    def _check_windows(self) -> None:
+    def _check_layers(self) -> None:
         window, full = self.sliding_window, list(self.full_layers)
         if window is not None and window < 1:
             raise UsageError(
@@ -193,20 +210,35 @@ class ModelArgs:
             )
         if full and window is None:
             raise UsageError(f"full_layers={full[:10]} without a sliding_window; give one")
-        if full != sorted(set(full) & set(range(self.n_layers))):
-            raise UsageError(
-                f"full_layers={full[:10]}: use numbers from 0 to {self.n_layers - 1}, in order"
-            )
+        for name, layers in (
+            ("full_layers", full),
+            ("unrotated_layers", list(self.unrotated_layers)),
+        ):
+            if layers != sorted(set(layers) & set(range(self.n_layers))):
+                raise UsageError(
+                    f"{name}={layers[:10]}: use numbers from 0 to {self.n_layers - 1}, in order"
+                )
 
     def _check_combinations(self) -> None:
         impossible = {
             "norm_bias needs norm='layer'": self.norm_bias and self.norm == "rms",
-            "norm_offset needs norm='rms'": self.norm_offset != 0 and self.norm == "layer",
             "shared_norm needs parallel_block": self.shared_norm and not self.parallel_block,
             "post_norms and parallel_block cannot be combined": (
                 self.post_norms and self.parallel_block
             ),
+            "qk_norm_across_heads needs qk_norm": self.qk_norm_across_heads and not self.qk_norm,
+            "qk_norm_across_heads and norm_offset cannot be combined": (
+                self.qk_norm_across_heads and self.norm_offset != 0
+            ),
+            "parallel_block needs pre_norms": self.parallel_block and not self.pre_norms,
+            "pre_norms or post_norms is needed": not (self.pre_norms or self.post_norms),
+            "post_norms and residual_scale cannot be combined": (
+                self.post_norms and self.residual_scale != 1
+            ),
             "activation='silu' needs gated": not self.gated and self.activation == "silu",
+            "activation='relu2' and gated cannot be combined": (
+                self.gated and self.activation == "relu2"
+            ),
             "n_experts and mlp_bias cannot be combined": self.n_experts > 0 and self.mlp_bias,
             "n_experts needs gated": self.n_experts > 0 and not self.gated,
             "n_experts and parallel_block cannot be combined": (
@@ -274,12 +306,25 @@ def context_length(args: ModelArgs, wanted: int | None = None) -> int:
     return wanted
 
 
+def for_context(args: ModelArgs, max_seq_len: int) -> ModelArgs:
+    """The model for sequences of at most `max_seq_len` tokens, which LongRoPE's factors depend on.
+
+    All sequences of a run have the same factors, so that cached keys stay valid while sequences
+    grow.
+    """
+    scaling = args.rope_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return args
+    return replace(args, max_seq_len=max_seq_len)
+
+
 def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
     """The model with attention sinks and a sliding window, for sequences of any length.
 
     The window is the model's own, or `max_seq_len` less the sinks for a model without one.
 
-    Raises: UsageError for a model with layers without a window, or with dynamic rope scaling.
+    Raises: UsageError for a model with layers without a window or without rotary embeddings, or
+        with dynamic rope scaling.
     Source: StreamingLLM, arXiv 2309.17453.
     """
     scaling = args.rope_scaling
@@ -292,6 +337,11 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
         raise UsageError(
             f"attention_sinks={n_sinks} and dynamic rope scaling, whose base grows with the "
             "length, cannot be combined; drop one"
+        )
+    if args.unrotated_layers:
+        raise UsageError(
+            f"attention_sinks={n_sinks} and layers without rotary embeddings, which no position "
+            "moves closer to the window, cannot be combined; drop attention_sinks"
         )
     window = args.sliding_window or max_seq_len - n_sinks
     if not 1 <= n_sinks < max_seq_len or window < 1:

@@ -56,6 +56,20 @@ QK_NORM_NAMES = in_layers(
     ("attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight"),
 )
 
+# The biases of LayerNorm.
+NORM_BIAS_NAMES = (
+    Names("norm.bias", "model.norm.bias", "output_norm.bias"),
+    *in_layers(
+        ("attention_norm.bias", "input_layernorm.bias", "attn_norm.bias"),
+        ("ffn_norm.bias", "post_attention_layernorm.bias", "ffn_norm.bias"),
+    ),
+)
+
+# Feed-forward without a gate, where up_proj is w1.
+UNGATED_NAMES = in_layers(
+    ("feed_forward.w1.*", "mlp.up_proj.*", "ffn_up.*"), ("feed_forward.w3.*", "-", "-")
+)
+
 # In these families post_attention_layernorm normalises the output of attention.
 POST_NORM_NAMES = in_layers(
     ("post_attention_norm.weight", "post_attention_layernorm.weight", "post_attention_norm.weight"),
@@ -94,7 +108,7 @@ _ROTARY_TABLES: dict[Layout, tuple[str, ...]] = {
         "model.layers.*.self_attn.rotary_emb.inv_freq",
         "transformer.rotary_pos_emb.inv_freq",
     ),
-    "gguf": ("rope_freqs.weight",),
+    "gguf": ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
 }
 
 

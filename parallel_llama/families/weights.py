@@ -71,11 +71,12 @@ def outer_parameters(args: ModelArgs) -> Iterator[Param]:
 
 def layer_parameters(args: ModelArgs, layer: int) -> Iterator[Param]:
     """The weights of one layer, in the order of the forward pass."""
-    yield from _norm(f"layers.{layer}.attention_norm", args)
+    if args.pre_norms:
+        yield from _norm(f"layers.{layer}.attention_norm", args)
     yield from _attention(f"layers.{layer}.attention", args)
     if args.post_norms:
         yield from _norm(f"layers.{layer}.post_attention_norm", args)
-    if not args.shared_norm:
+    if args.pre_norms and not args.shared_norm:
         yield from _norm(f"layers.{layer}.ffn_norm", args)
     yield from (_experts if args.n_experts else _feed_forward)(f"layers.{layer}.feed_forward", args)
     if args.post_norms:
@@ -101,7 +102,10 @@ def _attention(name: str, args: ModelArgs) -> Iterator[Param]:
         yield Param(f"{name}.wv.bias", (kv_dim,), "kv_heads", 0, head_dim)
     if args.has_wo_bias:
         yield Param(f"{name}.wo.bias", (dim,))
-    if args.qk_norm:
+    if args.qk_norm_across_heads:
+        yield Param(f"{name}.q_norm.weight", (q_dim,), "heads", 0, head_dim)
+        yield Param(f"{name}.k_norm.weight", (kv_dim,), "kv_heads", 0, head_dim)
+    elif args.qk_norm:
         yield Param(f"{name}.q_norm.weight", (head_dim,))
         yield Param(f"{name}.k_norm.weight", (head_dim,))
 

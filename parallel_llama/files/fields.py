@@ -131,6 +131,11 @@ class Fields:
         items = value if isinstance(value, list) else [value]
         return tuple(Fields({key: item}).integer(key) for item in items)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """The list of numbers under a key; empty if the key is missing."""
+        value: list[object] = self._typed(key, [], list, "not a list of numbers")
+        return tuple(Fields({key: item}).number(key) for item in value)
+
     def refuse(self, reasons: Mapping[str, str]) -> None:
         """Refuse keys of unsupported settings, with the reason for each."""
         for key, reason in reasons.items():

@@ -24,7 +24,7 @@ from parallel_llama.model.layers import (
 )
 from parallel_llama.model.sharded_attention import attend_in_order, attend_to_all_parts
 from parallel_llama.ops import CPUOps
-from parallel_llama.plan import Shard
+from parallel_llama.plan import Shard, counted_kv_heads
 
 
 class Attention:
@@ -33,8 +33,8 @@ class Attention:
     `fuse` concatenates the loaded wq, wk and wv; it must run before a call.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: that of wo; if the cache is sharded by token also two all_gathers, or with exact
-        sums one for each tile and one more.
+    Collective: that of wo; with `qk_norm_across_heads` one all_reduce more, before it; if the cache
+        is sharded by token also two all_gathers, or with exact sums one for each tile and one more.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
@@ -45,6 +45,7 @@ class Attention:
             for number, kv_group in enumerate(kv_groups(args))
             if layer in kv_group.layers
         )
+        self.is_rotated = layer not in args.unrotated_layers
         self.head_dim, self.n_local_heads = args.head_dim, shard.n_local_heads
         self.n_local_kv_heads = shard.n_local_kv_heads
         q_rows = range(shard.n_local_heads * args.head_dim)
@@ -56,11 +57,13 @@ class Attention:
         self.wo = RowParallelLinear(
             RowCut.of_heads(shard, args.head_dim), args.dim, backend, bias=args.has_wo_bias
         )
+        self.n_heads, self.n_kv_heads = args.n_heads, args.n_kv_heads
+        self.is_normed_across_heads = args.qk_norm_across_heads
+        self.wide_dtype = torch.promote_types(backend.dtype, torch.float32)
+        of_one = range(args.head_dim)
         self.q_norm, self.k_norm = (
-            RMSNorm(args.head_dim, args.norm_eps, backend, args.norm_offset)
-            if args.qk_norm
-            else None
-            for _ in range(2)
+            RMSNorm(len(rows), args.norm_eps, backend, args.norm_offset) if args.qk_norm else None
+            for rows in ((q_rows, kv_rows) if args.qk_norm_across_heads else (of_one, of_one))
         )
 
     def fuse(self) -> None:
@@ -79,10 +82,15 @@ class Attention:
         qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
         if self.q_norm is not None and self.k_norm is not None:
             n_rotated = self.n_local_heads + self.n_local_kv_heads
-            self.q_norm.in_place(qkv[:, : self.n_local_heads])
-            self.k_norm.in_place(qkv[:, self.n_local_heads : n_rotated])
+            q, k = qkv[:, : self.n_local_heads], qkv[:, self.n_local_heads : n_rotated]
+            if self.is_normed_across_heads:
+                self._norm_across_heads(q, self.q_norm, k, self.k_norm)
+            else:
+                self.q_norm.in_place(q)
+                self.k_norm.in_place(k)
         k, v = cache.layer(self.layer)
-        self.ops.rotate_and_store(qkv, own.rotations, own.slots, k, v)
+        rotations = own.rotations if self.is_rotated else None
+        self.ops.rotate_and_store(qkv, rotations, own.slots, k, v)
         q = qkv[:, : self.n_local_heads]
         if own.part_tiles:
             assert isinstance(self.ops, CPUOps)
@@ -102,6 +110,27 @@ class Attention:
                 self.ops.sink_attention(q, rotated, k, v, tile.plan, cache.heads, o)
         o = o.flatten(1)  # [T, H * D] local
         return o if rows is None else o[rows]
+
+    def _norm_across_heads(self, q: Tensor, q_norm: RMSNorm, k: Tensor, k_norm: RMSNorm) -> None:
+        """Normalises the queries of all ranks together, and the keys, in place.
+
+        The result does not depend on the number of ranks: one rank gives the sum of squares of each
+        head, and every rank adds those of all heads in the same order.
+
+        Shapes: q [T, H, D] local; k [T, K, D] local.
+        Collective: one all_reduce of [T, n_heads + n_kv_heads].
+        """
+        heads, kv_heads = self.shard.heads, self.shard.kv_heads
+        n_heads, n_all = self.n_heads, self.n_heads + self.n_kv_heads
+        squares = q.new_empty((len(q), n_all), dtype=self.wide_dtype)
+        self.ops.head_squares_(q, squares, range(n_heads), heads.start)
+        # A KV head that several ranks hold counts once.
+        own = counted_kv_heads(heads, n_heads // self.n_kv_heads)
+        counted = k[:, own.start - kv_heads.start : own.stop - kv_heads.start]
+        self.ops.head_squares_(counted, squares, range(n_heads, n_all), n_heads + own.start)
+        squares = self.ops.all_reduce(squares, self.comm)  # [T, n_heads + n_kv_heads] replicated
+        for x, columns, norm in ((q, range(n_heads), q_norm), (k, range(n_heads, n_all), k_norm)):
+            self.ops.norm_heads_(x, squares, columns, norm.weight.values, norm.eps)
 
 
 def _rotated(x: Tensor, rotations: Tensor) -> Tensor:

@@ -208,19 +208,21 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """(x - mean(x)) / std(x) * weight + bias; every rank holds the whole weight and bias.
+    """(x - mean(x)) / std(x) * (weight + offset) + bias; every rank holds both weights whole.
 
     Shapes: x and the result [T, dim] replicated.
     """
 
-    def __init__(self, dim: int, eps: float, backend: Backend, *, bias: bool) -> None:
-        self.eps, self.ops = eps, backend.ops
+    def __init__(
+        self, dim: int, eps: float, backend: Backend, offset: float = 0.0, *, bias: bool
+    ) -> None:
+        self.eps, self.ops, self.offset = eps, backend.ops, offset
         self.weight = backend.empty_weight(dim)
         self.bias = backend.empty_weight(dim) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.values
-        return self.ops.layer_norm(x, self.weight.values, bias, self.eps)
+        return self.ops.layer_norm(x, self.weight.values, bias, self.eps, self.offset)
 
     def add_and_norm(self, x: Tensor, y: Tensor) -> Tensor:
         """Adds y to x in place and returns norm(x)."""
@@ -228,10 +230,15 @@ class LayerNorm:
 
 
 def norm_of(args: ModelArgs, backend: Backend) -> RMSNorm | LayerNorm:
-    """A new norm of the residual stream, of the model's kind."""
+    """A new norm of the residual stream, of the model's kind.
+
+    The model's residual stream is divided by `residual_scale` (see `transformer.Transformer`); with
+    eps divided by its square, the norm of the divided stream is that of the stream.
+    """
+    eps = args.norm_eps / args.residual_scale**2
     if args.norm == "layer":
-        return LayerNorm(args.dim, args.norm_eps, backend, bias=args.norm_bias)
-    return RMSNorm(args.dim, args.norm_eps, backend, args.norm_offset)
+        return LayerNorm(args.dim, eps, backend, args.norm_offset, bias=args.norm_bias)
+    return RMSNorm(args.dim, eps, backend, args.norm_offset)
 
 
 def activation_of(args: ModelArgs, ops: TorchOps) -> Callable[[Tensor], Tensor]:
@@ -241,5 +248,7 @@ def activation_of(args: ModelArgs, ops: TorchOps) -> Callable[[Tensor], Tensor]:
     """
     if args.activation == "silu":
         return ops.silu_and_mul
+    if args.activation == "relu2":
+        return ops.relu2
     gelu = ops.gelu_and_mul if args.gated else ops.gelu
     return partial(gelu, is_tanh=args.activation == "gelu_tanh")

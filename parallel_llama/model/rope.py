@@ -46,6 +46,8 @@ def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
         return freqs / scaling.factor, 1.0
     if scaling.kind == "factors":
         return freqs / torch.tensor(scaling.factors, dtype=torch.float64), 1.0
+    if scaling.kind == "longrope":
+        return _longrope(freqs, args, scaling), _longrope_attention_factor(scaling)
     if scaling.kind == "llama3":
         return _llama3(freqs, scaling), 1.0
     return _yarn(freqs, args, scaling), _yarn_attention_factor(scaling)
@@ -126,7 +128,9 @@ def rotations(args: ModelArgs, positions: range, n_tokens: int) -> Tensor:
     freqs, scale = frequencies(args, n_tokens)
     at = torch.arange(positions.start, positions.stop, dtype=torch.float64)
     angles = at[:, None, None] * freqs
-    return torch.polar(torch.full_like(angles, scale), angles)
+    scales = torch.full_like(angles, scale)
+    scales[..., (args.rotary_dim or args.head_dim) // 2 :] = 1  # values that are not rotated
+    return torch.polar(scales, angles)
 
 
 def back_rotations_of(args: ModelArgs, positions: Sequence[int], latest: int) -> Tensor:
@@ -174,6 +178,25 @@ def _llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
     )  # within the trained context
     kept = ((back_rotations - low) / (high - low)).clamp(0, 1)
     return freqs * kept + freqs / scaling.factor * (1 - kept)
+
+
+def _longrope(freqs: Tensor, args: ModelArgs, scaling: RopeScaling) -> Tensor:
+    """Source: LongRoPE, arXiv 2402.13753, section 3; the choice of factors is transformers'."""
+    assert scaling.original_max_seq_len is not None
+    is_long = args.max_seq_len > scaling.original_max_seq_len
+    own = torch.tensor(scaling.long_factors if is_long else scaling.factors, dtype=torch.float64)
+    factors = torch.ones_like(freqs)
+    factors[: len(own)] = own
+    return freqs / factors
+
+
+def _longrope_attention_factor(scaling: RopeScaling) -> float:
+    """Source: as for `_longrope`, the temperature of the attention."""
+    assert scaling.original_max_seq_len is not None
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    stretch = math.log(max(scaling.factor, 1.0))
+    return math.sqrt(1 + stretch / math.log(scaling.original_max_seq_len))
 
 
 def _yarn(freqs: Tensor, args: ModelArgs, scaling: RopeScaling) -> Tensor:

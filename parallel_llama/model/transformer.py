@@ -3,8 +3,9 @@
 The residual stream x is replicated; inside a block each rank works on its own heads and channels,
 and the row-parallel layer at the block's end sums over the ranks. One forward pass takes
 2 n_layers + 1 all_reduces: one for the embedding, and one for each attention and feed-forward.
-Blocks that run both in parallel need one, so n_layers + 1 in all. With exact sums, exchanges of
-inputs and outputs replace the all_reduces of the layers; see `layers.RowCut`.
+Blocks that run both in parallel need one, so n_layers + 1 in all. A norm of queries and keys across
+heads (`qk_norm_across_heads`) adds one to each attention, so 3 n_layers + 1 in all. With exact
+sums, exchanges of inputs and outputs replace those of row-parallel layers; see `layers.RowCut`.
 
 Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053.
 """
@@ -65,7 +66,8 @@ class FeedForward:
 class TransformerBlock:
     """Attention and feed-forward, each on the normalised residual stream and added to it.
 
-    With `post_norms` both outputs are normalised before they are added.
+    With `post_norms` both outputs are normalised before they are added; without `pre_norms` the
+    residual stream is not normalised.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
@@ -74,8 +76,9 @@ class TransformerBlock:
         feed_forward: type[FeedForward | MixtureOfExperts]
         feed_forward = MixtureOfExperts if args.n_experts else FeedForward
         self.feed_forward = feed_forward(args, shard, backend)
-        self.attention_norm = norm_of(args, backend)
-        self.ffn_norm = None if args.shared_norm else norm_of(args, backend)
+        self.attention_norm = norm_of(args, backend) if args.pre_norms else None
+        has_ffn_norm = args.pre_norms and not args.shared_norm
+        self.ffn_norm = norm_of(args, backend) if has_ffn_norm else None
         self.post_attention_norm, self.post_ffn_norm = (
             norm_of(args, backend) if args.post_norms else None for _ in range(2)
         )
@@ -88,12 +91,15 @@ class TransformerBlock:
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
         """Overwrites x. With `rows` the result has only these rows, [n, dim]."""
-        assert self.ffn_norm is not None
-        o = self.attention(self.attention_norm(x), batch, caches, rows)
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        o = self.attention(normed, batch, caches, rows)
         if self.post_attention_norm is not None:
             o = self.post_attention_norm(o)
-        normed = self.ffn_norm.add_and_norm(o, x if rows is None else x[rows])
-        y = self.feed_forward(normed)
+        before = x if rows is None else x[rows]
+        if self.ffn_norm is None:
+            y = self.feed_forward(self.ops.add_(o, before))
+        else:
+            y = self.feed_forward(self.ffn_norm.add_and_norm(o, before))
         return self.ops.add_(o, y if self.post_ffn_norm is None else self.post_ffn_norm(y))
 
 
@@ -106,7 +112,7 @@ class ParallelBlock(TransformerBlock):
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
-        assert isinstance(self.feed_forward, FeedForward)
+        assert isinstance(self.feed_forward, FeedForward) and self.attention_norm is not None
         normed = self.attention_norm(x)
         o = self.attention.heads(normed, batch, caches, rows)  # [T, H * D] local
         if rows is not None:
@@ -122,13 +128,18 @@ class Transformer:
     """The whole model with this rank's shard of every weight.
 
     It takes no memory until `model.weights.WeightLoader` loads its weights.
+
+    With a `residual_scale` s, the residual stream is x / s. Blocks then add their outputs as they
+    are, since x / s + y is (x + s y) / s, and the norms (see `layers.norm_of`) take the s away.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
         self.ops = backend.ops
-        # Rounded to the dtype of the residual stream; None for a factor of 1.
-        scale = args.embedding_scale
-        self._embedding_scale = None if scale == 1 else torch.tensor(scale, dtype=backend.dtype)
+        # Rounded to the dtype of the residual stream, except with a `residual_scale`; None for a
+        # factor of 1.
+        scale = args.embedding_scale / args.residual_scale
+        rounded = backend.dtype if args.residual_scale == 1 else torch.float64
+        self._embedding_scale = None if scale == 1 else torch.tensor(scale, dtype=rounded)
         self._logit_scale, self._logit_soft_cap = args.logit_scale, args.logit_soft_cap
         block = ParallelBlock if args.parallel_block else TransformerBlock
         self.tok_embeddings = VocabParallelEmbedding(shard.vocab, args.dim, backend)

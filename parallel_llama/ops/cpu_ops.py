@@ -32,6 +32,7 @@ from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
 from parallel_llama.ops.cpu.jit import Launcher, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
 from parallel_llama.ops.cpu.merge_parts import make_merge_parts
+from parallel_llama.ops.cpu.norm_across_heads import make_head_squares, make_norm_heads
 from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel, make_prefill_attention
 from parallel_llama.ops.cpu.prefill_attention_amx import (
     PrefillAttentionAMXKernel,
@@ -79,7 +80,7 @@ class CPUOps(TorchOps):
         self._arena = Arena()
         self._inputs = torch.empty(0)
 
-    def compile(self, *, has_experts: bool = False) -> None:
+    def compile(self, *, has_experts: bool = False, has_unrotated: bool = False) -> None:
         """Compile the kernels; all models share them."""
         for form in self._matrices:
             if isinstance(form, QuantFormat):
@@ -100,7 +101,9 @@ class CPUOps(TorchOps):
             make_route(self._dtype)
             make_routes()
             make_weighted_sum(self._dtype)
-        self._rotary(self._cache_dtype)
+        self._rotary(self._cache_dtype, rotates=True)
+        if has_unrotated:
+            self._rotary(self._cache_dtype, rotates=False)
         if self._cache_dtype != self._dtype:
             make_unpack(self._dtype, self._cache_dtype, self._head_dim)
         self._prefill_attention(self._cache_dtype)
@@ -178,6 +181,14 @@ class CPUOps(TorchOps):
     def rms_norm_(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> None:
         make_norm(self._dtype)(x, weight, eps, offset, x, self._run)
 
+    def head_squares_(self, x: Tensor, squares: Tensor, columns: range, first: int) -> None:
+        make_head_squares(self._dtype)(x, squares, columns, first, self._run)
+
+    def norm_heads_(
+        self, x: Tensor, squares: Tensor, columns: range, weight: Tensor, eps: float
+    ) -> None:
+        make_norm_heads(self._dtype)(x, squares, columns, weight, eps, self._run)
+
     def add_(self, x: Tensor, y: Tensor) -> Tensor:
         make_add(self._dtype)(x, y, self._run)
         return x
@@ -234,10 +245,14 @@ class CPUOps(TorchOps):
         kind: Activation = "gelu_tanh" if is_tanh else "gelu"
         return make_activation(self._dtype, kind, gated=False)(x, self._run)
 
+    def relu2(self, x: Tensor) -> Tensor:
+        return make_activation(self._dtype, "relu2", gated=False)(x, self._run)
+
     def rotate_and_store(
-        self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
+        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        self._rotary(k.dtype)(qkv, rotations, slots, k, v, self._run)
+        rotary = self._rotary(k.dtype, rotates=rotations is not None)
+        rotary(qkv, rotations, slots, k, v, self._run)
 
     def plan(self, queries: Queries, device: torch.device) -> Plan:
         assert device.type == "cpu"
@@ -321,8 +336,8 @@ class CPUOps(TorchOps):
             return rows
         return make_unpack(dtype, rows.dtype, self._head_dim)(rows, self._run)
 
-    def _rotary(self, cache_dtype: torch.dtype) -> RotaryKernel:
-        return make_rotary(self._dtype, cache_dtype, self._head_dim)
+    def _rotary(self, cache_dtype: torch.dtype, *, rotates: bool) -> RotaryKernel:
+        return make_rotary(self._dtype, cache_dtype, self._head_dim, rotates=rotates)
 
     def _decode_attention(
         self, cache_dtype: torch.dtype, heads_per_kv: int

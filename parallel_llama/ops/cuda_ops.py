@@ -125,7 +125,7 @@ class CUDAOps(TorchOps):
         return gelu_and_mul(x, is_tanh=is_tanh)
 
     def rotate_and_store(
-        self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
+        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
         if can_store(qkv.shape[2], k.dtype):
             rotate_and_store(qkv, rotations, slots, k, v)

@@ -47,7 +47,7 @@ class TorchOps:
     def __init__(self, scores: Scores = PLAIN) -> None:
         self._scores = scores
 
-    def compile(self, *, has_experts: bool = False) -> None:
+    def compile(self, *, has_experts: bool = False, has_unrotated: bool = False) -> None:
         """Compile the kernels, so that the first step does not wait for them."""
 
     def lookup(
@@ -232,6 +232,32 @@ class TorchOps:
         """`rms_norm` of each head, in place. Shapes: x [T, H, D], contiguous in [H, D]."""
         x.copy_(self.rms_norm(x.contiguous(), weight, eps, offset))
 
+    def head_squares_(self, x: Tensor, squares: Tensor, columns: range, first: int) -> None:
+        """Writes the sum of squares of head i of x to column first + i of `squares`.
+
+        The other `columns` become 0, so that the sum over ranks has the squares of all heads.
+
+        Shapes: x [T, H, D]; squares [T, n], in at least float32.
+        """
+        squares[:, columns.start : columns.stop] = 0
+        squares[:, first : first + x.shape[1]] = x.to(squares.dtype).square().sum(-1)
+
+    def norm_heads_(
+        self, x: Tensor, squares: Tensor, columns: range, weight: Tensor, eps: float
+    ) -> None:
+        """`rms_norm` of all heads of all ranks together, in place for the heads of this rank.
+
+        The `columns` of `squares` are the sums of squares of all heads.
+
+        Shapes: x [T, H, D]; squares [T, n], in at least float32; weight [H * D].
+        Source: OLMo 2, arXiv 2501.00656.
+        """
+        _, n_heads, head_dim = x.shape
+        of_heads = squares[:, columns.start : columns.stop]
+        mean = of_heads.sum(1).div_(len(columns) * head_dim).add_(eps)
+        inverse_rms = (mean * 0).add_(mean.rsqrt())  # NaN for an infinite mean
+        x.copy_(x * inverse_rms[:, None, None] * weight.view(n_heads, head_dim))
+
     def add_(self, x: Tensor, y: Tensor) -> Tensor:
         """Adds y to x in place and returns x. Shapes: x [T, n]; y [T, n], or [n] for every row."""
         return x.add_(y)
@@ -254,13 +280,15 @@ class TorchOps:
         """As `gather_columns`; the next call may overwrite the result."""
         return self.gather_columns(x, widths, comm)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """(x - mean(x)) / std(x) * weight + bias.
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0
+    ) -> Tensor:
+        """(x - mean(x)) / std(x) * (weight + offset) + bias.
 
         Shapes: x and the result [T, dim].
         Source: arXiv 1607.06450.
         """
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return F.layer_norm(x, x.shape[-1:], weight + offset if offset else weight, bias, eps)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(gate) * up, the two halves of each row; may overwrite x.
@@ -287,19 +315,28 @@ class TorchOps:
         """
         return F.gelu(x, approximate="tanh" if is_tanh else "none")
 
+    def relu2(self, x: Tensor) -> Tensor:
+        """max(x, 0)^2, as a new tensor.
+
+        Source: Primer, arXiv 2109.08668.
+        """
+        return F.relu(x).square_()
+
     def rotate_and_store(
-        self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
+        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
         """Rotates queries in place and stores rotated keys and values in their slots of the cache.
 
-        The keys in qkv are undefined afterwards.
+        Without `rotations` it stores keys and values as they are. The keys in qkv are undefined
+        afterwards.
 
         Shapes: qkv [T, H + 2 K, D], heads in interleaved order; rotations [T, 1, D / 2] complex;
         slots [T]; k, v [K, n_slots, W], rows as in `kv_rows`.
         """
         n_kv_heads = len(k)
         rotated = qkv[:, : qkv.shape[1] - n_kv_heads]
-        rotate_(rotated, rotations)
+        if rotations is not None:
+            rotate_(rotated, rotations)
         kv_rows.store(rotated[:, -n_kv_heads:], slots, k)
         kv_rows.store(qkv[:, -n_kv_heads:], slots, v)
 

@@ -56,6 +56,13 @@ def test_the_cpu_records_what_is_within_the_window_and_any_rotary_embedding() ->
     assert "beyond the window of 7 tokens" in (why_unrecorded(SINKING, 1, "cpu") or "")
 
 
+def test_the_cpu_has_no_kernel_for_layer_norm() -> None:
+    """test_recorded_steps shows that such steps are not recorded."""
+    args = replace(ARGS, norm="layer")
+    assert "LayerNorm has no kernel" in (why_unrecorded(args, 1, "cpu") or "")
+    assert why_unrecorded(args, 1, "cuda") is None
+
+
 def test_the_start_and_plan_give_the_same_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

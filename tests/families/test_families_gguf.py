@@ -30,6 +30,13 @@ _FULL = ["full_attention"] * 2
 _GEMMA = {"query_pre_attn_scalar": 8, "layer_types": None}
 _WINDOW = {"sliding_window": 9}
 _CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_TRAINED = "original_max_position_embeddings"
+_SCALES = {  # exact in float32
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.25,
+    "attention_multiplier": 0.375,
+    "logits_scaling": 8.0,
+}
 _EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 18}
 
 MODELS: dict[str, TinyModel] = {
@@ -71,6 +78,41 @@ MODELS: dict[str, TinyModel] = {
         8, 2, 8, 56, tied=True, family="gemma3_text", own={**_GEMMA, "layer_types": _FULL}
     ),
     "falcon 7B": TINY_MODELS["7/1 falcon, tied"],
+    "smollm3": TinyModel(5, 1, 6, 34, n_layers=5, family="smollm3", own={"pad_token_id": 0}),
+    "granite": TinyModel(7, 1, 6, 42, family="granite", own=_SCALES),
+    "phi3": TinyModel(
+        5,
+        1,
+        8,
+        40,
+        family="phi3",
+        own={"pad_token_id": 0, "partial_rotary_factor": 0.5, _TRAINED: 16},
+        rope={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "short_factor": [1.0, 1.25],
+            "long_factor": [2.0, 3.5],
+            "attention_factor": 1.25,
+        },
+    ),
+    "phi3, window": TinyModel(
+        9, 3, 6, 54, tied=True, family="phi3", own={"pad_token_id": 0, **_WINDOW}
+    ),
+    "seed_oss": TinyModel(5, 1, 6, 34, family="seed_oss", own={"pad_token_id": 0}),
+    "arcee": TinyModel(5, 1, 6, 35, family="arcee", own={"mlp_bias": True}),
+    "nemotron": TinyModel(5, 1, 8, 34, family="nemotron"),
+    "stablelm": TinyModel(5, 1, 8, 40, family="stablelm", own={"use_qkv_bias": True}),
+    "stablelm, parallel": TinyModel(
+        5, 1, 8, 40, family="stablelm", own={"use_parallel_residual": True}
+    ),
+    "starcoder2": TinyModel(5, 1, 6, 34, family="starcoder2"),
+    "exaone4": TinyModel(
+        5, 1, 6, 34, n_layers=5, family="exaone4", own={**_WINDOW, "sliding_window_pattern": 4}
+    ),
+    "exaone4 without a window": TinyModel(
+        5, 1, 6, 34, family="exaone4", own={"sliding_window": None, "layer_types": _FULL}
+    ),
+    "olmo2": TinyModel(9, 3, 6, 54, family="olmo2", own={"pad_token_id": 0}),
     "falcon 40B": TinyModel(8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True}),
 }
 
@@ -209,9 +251,17 @@ def test_experts_in_a_tensor_of_another_shape_are_refused(tmp_path):
         open_checkpoint(files, args).check(args)
 
 
+def test_one_set_of_longrope_factors_is_refused(tmp_path):
+    """It would be read for a model without scaling."""
+    path = convert(write_hf(MODELS["phi3"], tmp_path / "hf"), tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes().replace(b"rope_factors_long", b"rope_factors_lost"))
+    with pytest.raises(UsageError, match="only both of rope_factors_short"):
+        load_model_args(find_model(str(path)))
+
+
 def test_experts_of_a_family_without_them_are_refused(tmp_path):
     path = convert(
         write_hf(MODELS["qwen2"], tmp_path / "hf"), tmp_path / "tiny.gguf", expert_count=4
     )
-    with pytest.raises(UsageError, match="'qwen2' with experts is not supported; supported: 'f"):
+    with pytest.raises(UsageError, match="'qwen2' with experts is not supported; supported: 'a"):
         load_model_args(find_model(str(path)))

@@ -135,6 +135,8 @@ def test_what_cannot_go_on_without_end_is_refused():
     dynamic = replace(ARGS, rope_scaling=RopeScaling("dynamic", 2.0, 2048))
     with pytest.raises(UsageError, match="dynamic rope scaling"):
         with_sinks(dynamic, 4, 2048)
+    with pytest.raises(UsageError, match="layers without rotary embeddings"):
+        with_sinks(replace(ARGS, unrotated_layers=(1,)), 4, 2048)
     with pytest.raises(UsageError, match="attention_sinks=64: use 1 to 63"):
         with_sinks(ARGS, 64, 64)
     with pytest.raises(UsageError, match="attention_sinks cannot be combined; drop one"):

@@ -36,6 +36,10 @@ CARRIED = {
     "mixtral": OF_FAMILIES["mixtral"],
     "biases everywhere": replace(ARGS, attention_bias=True, mlp_bias=True),
     "post norms": replace(ARGS, post_norms=True, norm_offset=1.0, attention_soft_cap=2.0),
+    "post norms only": replace(ARGS, pre_norms=False, post_norms=True),
+    "norms across heads": replace(ARGS, qk_norm=True, qk_norm_across_heads=True),
+    "squared ReLU": replace(ARGS, gated=False, activation="relu2", mlp_bias=True),
+    "unrotated layers": replace(ARGS, unrotated_layers=(1,), residual_scale=0.3),
     "parallel blocks": replace(ARGS, parallel_block=True, shared_norm=True, mlp_bias=True),
 }
 NOT_CARRIED = ["falcon 40b", "palm"]
@@ -144,7 +148,9 @@ def test_ranks_leave_their_programs_to_sum_in_any_way(tp_size):
         assert n_recorded > 20
 
 
-@pytest.mark.parametrize(("name", "tp_size"), [("biases everywhere", 2), ("mixtral", 3)])
+@pytest.mark.parametrize(
+    ("name", "tp_size"), [("biases everywhere", 2), ("mixtral", 3), ("norms across heads", 3)]
+)
 def test_ranks_sum_within_their_programs(ranks, name, tp_size):
     for n_recorded in ranks(tp_size).run(run_both_ways, CARRIED[name], range(2)):
         assert n_recorded > 20

@@ -257,6 +257,7 @@ def test_gates(backend, shape):
     check(ops.silu_and_mul(x.clone()), gate * gate.sigmoid() * up)
     check(ops.gelu_and_mul(x.clone(), is_tanh=False), gate * (1 + (gate / sqrt(2)).erf()) / 2 * up)
     check(ops.gelu_and_mul(x.clone(), is_tanh=True), gate * (1 + cubic.tanh()) / 2 * up)
+    check(ops.relu2(x), x.double().clamp(min=0).square())
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
@@ -295,6 +296,46 @@ def test_rotate_and_store(backend, cache):
         assert torch.equal(kv_rows.take(v, slots).view(torch.uint8), packed)
     others = [slot for slot in range(N_SLOTS) if slot not in slots.tolist()]
     assert torch.equal(after[:, :, others], before[:, :, others])
+
+
+@pytest.mark.parametrize("cache", CACHES[:2], ids=str)
+def test_rotate_and_store_without_rotations(backend, cache):
+    """For layers without rotary embeddings: queries stay as they are, keys are stored so."""
+    ops, dtype, device = backend
+    n, n_heads, stored = 4, N_KV_HEADS * HEADS_PER_KV, cache or dtype
+    qkv = torch.randn(n, n_heads + 2 * N_KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
+    before, slots = qkv.clone(), torch.tensor([5, 60, 0, 31], device=device)
+    k, v = torch.zeros(2, N_KV_HEADS, N_SLOTS, HEAD_DIM, dtype=stored, device=device)
+    ops.rotate_and_store(qkv, None, slots, k, v)
+    assert torch.equal(qkv[:, :n_heads], before[:, :n_heads])
+    first_value = n_heads + N_KV_HEADS
+    for cached, heads in ((k, before[:, n_heads:first_value]), (v, before[:, first_value:])):
+        step = 3e-2 if stored == torch.bfloat16 else 0  # which Triton's interpreter truncates
+        kept = cached[:, slots].transpose(0, 1)
+        torch.testing.assert_close(kept.to(dtype), heads, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("n_heads", [0, 3])
+def test_norms_across_heads(backend, n_heads):
+    """This rank has some heads of ten, whose sums of squares are in columns 2 to 11."""
+    ops, dtype, device = backend
+    columns, first, n, eps = range(2, 12), 5, 4, 0.1
+    around = torch.randn(n, 6, HEAD_DIM, device=device).to(dtype)
+    x, before = around[:, 1 : 1 + n_heads], around.double().clone()
+    weight = torch.randn(n_heads * HEAD_DIM, device=device).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    squares = torch.full((n, 13), 7.0, dtype=wide, device=device)
+    ops.head_squares_(x, squares, columns, first)
+    own = before[:, 1 : 1 + n_heads]
+    check(squares[:, first : first + n_heads], own.square().sum(-1))
+    assert not squares[:, 2:first].any() and not squares[:, first + n_heads : 12].any()
+    assert (squares[:, :2] == 7).all() and (squares[:, 12:] == 7).all()
+    squares[:, 2:first] = 3.0  # of other ranks
+    total = squares[:, 2:12].double().sum(1)
+    ops.norm_heads_(x, squares, columns, weight, eps)
+    expected = own / (total / (10 * HEAD_DIM) + eps).sqrt()[:, None, None]
+    check(x, expected * weight.double().view(n_heads, HEAD_DIM))
+    assert torch.equal(around[:, 1 + n_heads :].double(), before[:, 1 + n_heads :])
 
 
 def in_pairs(*windows: int | None) -> list[tuple[torch.dtype | None, Scores, int | None]]:

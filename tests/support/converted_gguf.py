@@ -23,6 +23,16 @@ ARCHITECTURES = {
 }
 
 
+# The model_types whose rows of q and k are in pairs in the file.
+_INTERLEAVED = "llama", "mistral", "mixtral", "smollm3", "granite", "arcee"
+# The key of the epsilon of LayerNorm in config.json.
+_LAYER_NORM_EPS = {
+    "nemotron": "norm_eps",
+    "stablelm": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+}
+
+
 def rounded(folder: Path) -> Path:
     """Rounds the weights of a float64 folder so that a float32 GGUF file holds them exactly."""
     config = json.loads((folder / "config.json").read_text())
@@ -73,6 +83,9 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_tensor_data_layout("jploski")
         writer.add_feed_forward_length(config["ffn_hidden_size"])
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    elif arch in _LAYER_NORM_EPS:
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_layer_norm_eps(config[_LAYER_NORM_EPS[arch]])
     else:
         writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -102,6 +115,28 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch in ("gemma2", "gemma3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if arch == "exaone4" and config["sliding_window"] is not None:
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
+    if arch == "phi3":
+        writer.add_sliding_window(config["sliding_window"] or 0)
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        if config["rope_parameters"]["rope_type"] == "longrope":
+            writer.add_rope_scaling_attn_factors(config["rope_parameters"]["attention_factor"])
+            for name in ("long", "short"):
+                factors = torch.tensor(config["rope_parameters"][f"{name}_factor"])
+                writer.add_tensor(f"rope_factors_{name}.weight", factors.float().numpy())
+    if arch in ("nemotron", "stablelm", "phi3"):
+        head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
+        part = config["rope_parameters"]["partial_rotary_factor"]
+        writer.add_rope_dimension_count(int(part * head_dim))
+    if arch == "stablelm":
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if arch == "granite":
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
@@ -126,9 +161,7 @@ def _converted(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, 
             groups = weight.view(n_kv_heads, -1, head_dim, *weight.shape[1:])
             parts = groups[:, :-2], groups[:, -2], groups[:, -1]
             tensors[name] = torch.cat([part.reshape(-1, *weight.shape[1:]) for part in parts])
-        elif config["model_type"] in ("llama", "mistral", "mixtral") and (
-            ".q_proj." in name or ".k_proj." in name
-        ):
+        elif config["model_type"] in _INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
             tensors[name] = interleaved(weight, head_dim)
         else:
             tensors[name] = weight + _norm_offset(config, name)
@@ -145,4 +178,5 @@ def _n_kv_heads(config: dict[str, Any]) -> int:
 
 
 def _norm_offset(config: dict[str, Any], name: str) -> float:
-    return 1.0 if config["model_type"].startswith("gemma") and name.endswith("norm.weight") else 0.0
+    has_offset = config["model_type"].startswith(("gemma", "nemotron"))
+    return 1.0 if has_offset and name.endswith("norm.weight") else 0.0

@@ -214,6 +214,10 @@ TINY_MODELS: dict[str, TinyModel] = {
 }
 
 
+# The key of the epsilon of norms, where it is not that of Llama.
+_NORM_EPS = {"nemotron": "norm_eps", "stablelm": "layer_norm_eps", "starcoder2": "norm_epsilon"}
+
+
 def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
     """Writes a model as an HF folder of float64 safetensors with random weights.
 
@@ -225,8 +229,8 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
         own |= {"num_kv_heads": tiny.n_kv_heads, "ffn_hidden_size": tiny.ffn_dim}
     else:
         own |= {"num_key_value_heads": tiny.n_kv_heads, "intermediate_size": tiny.ffn_dim}
-        own["rms_norm_eps"] = 1e-5
-    if tiny.family not in ("qwen2", "falcon"):  # whose head size follows from dim
+        own[_NORM_EPS.get(tiny.family, "rms_norm_eps")] = 1e-5
+    if tiny.family not in ("qwen2", "falcon", "stablelm"):  # whose head size follows from dim
         own["head_dim"] = tiny.head_dim
     if tiny.family == "llama":
         own |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}

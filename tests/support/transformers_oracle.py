@@ -31,7 +31,7 @@ def load_transformers(folder: Path) -> PreTrainedModel:
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = next(w for name, w in weights.items() if "embed" in name)
     model.load_state_dict(weights)
-    return model
+    return model.eval()  # without the dropout that some configurations state
 
 
 def decoded_smollm2(folder: Path) -> PreTrainedModel:

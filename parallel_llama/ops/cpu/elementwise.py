@@ -38,7 +38,7 @@ from parallel_llama.ops.cpu.jit import (
 )
 from parallel_llama.ops.cpu.vector_math import erfc, exp
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,11 +186,12 @@ class ActivationKernel:
     It does not call torch's functions: their results depend on the position of an element.
 
     Args:
-        kind: silu, gelu, or gelu_tanh for its tanh approximation.
+        kind: silu, gelu, gelu_tanh for its tanh approximation, or relu2 for the squared ReLU.
 
     Shapes: [n, 2 * channels], contiguous, a row being gate and up, or [n, channels]; the result
     [n, channels].
-    Sources: SwiGLU and GEGLU, arXiv 2002.05202; GELU, arXiv 1606.08415.
+    Sources: SwiGLU and GEGLU, arXiv 2002.05202; GELU, arXiv 1606.08415; squared ReLU, Primer, arXiv
+        2109.08668.
     """
 
     def __init__(
@@ -261,6 +262,12 @@ def _gelu(lanes: Lanes, x: Value) -> Value:
     return x * where(x < 0, tail, 1 - tail)
 
 
+def _relu2(lanes: Lanes, x: Value) -> Value:
+    """max(x, 0)^2; NaN stays NaN."""
+    positive = where(x < 0, lanes.constant(x.b, 0), x)
+    return positive * positive
+
+
 def _sigmoid(lanes: Lanes, x: Value) -> Value:
     """1 / (1 + exp(-x)), computed with exp(-|x|), which cannot overflow."""
     e = exp(lanes, -abs(x))
@@ -271,6 +278,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Lanes, Value], Value]] = {
     "silu": _silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
+    "relu2": _relu2,
 }
 
 

@@ -40,20 +40,29 @@ class _Arguments(Generic[T]):
 class RotaryKernel:
     """Rotates queries and keys in place, and stores keys and values in their slots of the cache.
 
+    Args:
+        rotates: Whether it takes `rotations`; without these, it only stores keys and values.
+
     Shapes: qkv [T, H + 2 K, D], contiguous, each token's H queries, K keys and K values; rotations
     [T, 1, D / 2] complex, where pair i rotates numbers 2 i and 2 i + 1; slots [T] int64; k, v
     [K, n_slots, W] in the cache's dtype, contiguous for each head.
     """
 
     def __init__(
-        self, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, machine: CPUFeatures
+        self,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        head_dim: int,
+        machine: CPUFeatures,
+        *,
+        rotates: bool = True,
     ) -> None:
-        self.dtype, self.head_dim = dtype, head_dim
+        self.dtype, self.head_dim, self._rotates = dtype, head_dim, rotates
         lanes = machine.lanes(dtype, head_dim)
         self._rows = KVRows(cache_dtype, lanes, head_dim)
         self._program = CompiledKernel(
             _Arguments[float],
-            partial(_rotary, self._rows),
+            partial(_rotary, self._rows, rotates),
             numbers=lanes.pointer,
             rows=self._rows.pointer,
         )
@@ -61,7 +70,7 @@ class RotaryKernel:
     def __call__(
         self,
         qkv: Tensor,
-        rotations: Tensor,
+        rotations: Tensor | None,
         slots: Tensor,
         k: Tensor,
         v: Tensor,
@@ -69,25 +78,33 @@ class RotaryKernel:
     ) -> None:
         n, n_kv_heads = len(qkv), len(k)
         assert qkv.is_contiguous() and qkv.shape[2] == self.head_dim
-        assert rotations.is_contiguous() and rotations.dtype == self.dtype.to_complex()
-        assert len(rotations) == len(slots) == n
+        assert (rotations is not None) == self._rotates and len(slots) == n
+        if rotations is not None:
+            assert rotations.is_contiguous() and rotations.dtype == self.dtype.to_complex()
+            assert len(rotations) == n
         assert k.stride() == v.stride() and k.stride()[1:] == (self._rows.width, 1)
         assert k.dtype == v.dtype == self._rows.stored
         arguments = _Arguments(
-            qkv=qkv.data_ptr(), rotations=rotations.data_ptr(), slots=slots.data_ptr(),
-            k_cache=k.data_ptr(), v_cache=v.data_ptr(), cache_stride=k.stride(0), n=n,
-            n_heads=qkv.shape[1] - 2 * n_kv_heads, n_kv_heads=n_kv_heads,
+            qkv=qkv.data_ptr(), rotations=0 if rotations is None else rotations.data_ptr(),
+            slots=slots.data_ptr(), k_cache=k.data_ptr(), v_cache=v.data_ptr(),
+            cache_stride=k.stride(0), n=n, n_heads=qkv.shape[1] - 2 * n_kv_heads,
+            n_kv_heads=n_kv_heads,
         )  # fmt: skip
         run(self._program, threads_for(qkv.numel()), arguments)
 
 
 @cache
-def make_rotary(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> RotaryKernel:
-    return RotaryKernel(dtype, cache_dtype, head_dim, this_machine())
+def make_rotary(
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, *, rotates: bool = True
+) -> RotaryKernel:
+    return RotaryKernel(dtype, cache_dtype, head_dim, this_machine(), rotates=rotates)
 
 
-def _rotary(rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
+def _rotary(
+    rows: KVRows, rotates: bool, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]
+) -> None:
     """
+    (without the rotations if not `rotates`)
     for token in this thread's tokens:
         for head in the query heads:
             q[token, head] = rotate(q[token, head])
@@ -103,12 +120,14 @@ def _rotary(rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Valu
         k = q + n_heads * head_dim
         v = k + n_kv_heads * head_dim
         turns, slot = args.rotations + token * head_dim, args.slots[token] * rows.width
-        with loop(b, 0, n_heads) as head:
-            own = q + head * head_dim
-            _rotate(lanes, head_dim, own, turns)
+        if rotates:
+            with loop(b, 0, n_heads) as head:
+                own = q + head * head_dim
+                _rotate(lanes, head_dim, own, turns)
         with loop(b, 0, n_kv_heads) as head:
             own, cached = head * head_dim, head * args.cache_stride + slot
-            _rotate(lanes, head_dim, k + own, turns)
+            if rotates:
+                _rotate(lanes, head_dim, k + own, turns)
             rows.write(k + own, args.k_cache + cached)
             rows.write(v + own, args.v_cache + cached)
 

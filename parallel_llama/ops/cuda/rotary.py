@@ -20,12 +20,16 @@ def can_store(head_dim: int, cache_dtype: torch.dtype) -> bool:
     return cache_dtype not in kv_rows.LARGEST or head_dim % KV_SCALE_BYTES == 0
 
 
-def rotate_and_store(qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+def rotate_and_store(
+    qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
+) -> None:
     """`TorchOps.rotate_and_store`, rotations in complex64. Source: RoFormer, arXiv 2104.09864."""
     n, n_heads, head_dim = qkv.shape
     n_kv_heads = len(k)
-    turns = torch.view_as_real(rotations)
-    assert qkv.stride(2) == 1 and turns.stride(-2) == 2 and slots.is_contiguous()
+    rotates = rotations is not None
+    turns = qkv if rotations is None else torch.view_as_real(rotations)  # read only if it rotates
+    assert qkv.stride(2) == 1 and slots.is_contiguous()
+    assert not rotates or turns.stride(-2) == 2
     assert k.stride() == v.stride() and k.stride(2) == 1 and can_store(head_dim, k.dtype)
     largest = kv_rows.LARGEST.get(k.dtype, 0.0)
     (k, k_scales), (v, v_scales) = _parts_of(k), _parts_of(v)
@@ -33,7 +37,7 @@ def rotate_and_store(qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v
     launch(
         _rotate_and_store, (n_heads, n), qkv, turns, slots, k, v, k_scales, v_scales,
         n_heads - 2 * n_kv_heads, n_kv_heads, head_dim, *strides,
-        LARGEST=largest, SIZE=tile(head_dim // 2), num_warps=1,
+        ROTATES=rotates, LARGEST=largest, SIZE=tile(head_dim // 2), num_warps=1,
     )  # fmt: skip
 
 
@@ -48,7 +52,7 @@ def _parts_of(cache: Tensor) -> tuple[Tensor, Tensor]:
 def _rotate_and_store(
     qkv, turns, slots, k, v, k_scales, v_scales,
     n_queries, n_kv_heads, head_dim, token_stride, head_stride, turn_stride, kv_stride, slot_stride,
-    LARGEST: tl.constexpr, SIZE: tl.constexpr,
+    ROTATES: tl.constexpr, LARGEST: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pairs = tl.arange(0, SIZE)
@@ -56,11 +60,12 @@ def _rotate_and_store(
     is_there = numbers < head_dim
     own = qkv + token * token_stride + head * head_stride + numbers
     x = tl.load(own, is_there, 0)
-    if head < n_queries + n_kv_heads:
+    if ROTATES and head < n_queries + n_kv_heads:
         turn = tl.load(turns + token * turn_stride + numbers, is_there, 0)
         x = _turned(x.to(tl.float32), turn).to(qkv.dtype.element_ty)
     if head < n_queries:
-        tl.store(own, x, is_there)
+        if ROTATES:
+            tl.store(own, x, is_there)
     else:
         slot = tl.load(slots + token)
         at = slot * slot_stride

@@ -1,0 +1,81 @@
+"""OLMo 2 and 3: norms after attention and feed-forward alone, and of queries and keys of all heads.
+
+OLMo 3 has a sliding window in three of four layers; rope scaling is for the other layers alone.
+
+Source: Olmo2Config and Olmo3Config of transformers 5.24; arXiv 2501.00656; llama.cpp's olmo2.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, layer_types
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
+from parallel_llama.files.fields import Fields
+
+_NORMS = {
+    "qk_norm": True,
+    "qk_norm_across_heads": True,
+    "pre_norms": False,
+    "post_norms": True,
+}
+_THETA = 500000.0
+
+
+def _features(fields: Fields) -> dict[str, Any]:
+    return {**_NORMS, "attention_bias": fields.flag("attention_bias", False)}
+
+
+def _features_of_3(fields: Fields) -> dict[str, Any]:
+    # As in transformers, rope_theta is the base of the layers without a window alone.
+    local = Fields(Fields(fields.mapping("rope_parameters")).mapping("sliding_attention"))
+    return {**_features(fields), "local_rope_theta": local.number("rope_theta", _THETA)}
+
+
+def _every_fourth(_fields: Fields, n_layers: int) -> Iterable[int]:
+    return range(3, n_layers, 4)
+
+
+def _writes(args: ModelArgs) -> dict[str, Any]:
+    return {"attention_bias": args.attention_bias}
+
+
+def _writes_of_3(args: ModelArgs) -> dict[str, Any]:
+    local = args.rope_theta if args.local_rope_theta is None else args.local_rope_theta
+    return {
+        **_writes(args),
+        "layer_types": layer_types(args),
+        # transformers adds rope_scaling to those of full_attention.
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": args.rope_theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    }
+
+
+OLMO2 = Family(
+    name="olmo2",
+    architecture="Olmo2ForCausalLM",
+    base_architecture="Olmo2Model",
+    reads=frozenset({"attention_bias"}),
+    features=_features,
+    writes=_writes,
+    defaults={"norm_eps": 1e-5},
+    names=names_with(*POST_NORM_NAMES, *QK_NORM_NAMES),
+    gguf=GGUFForm("olmo2", lambda *_: _NORMS),
+    rotary_order=HALF_IN_GGUF,
+)
+
+OLMO3 = Family(
+    name="olmo3",
+    architecture="Olmo3ForCausalLM",
+    base_architecture="Olmo3Model",
+    reads=OLMO2.reads,
+    features=_features_of_3,
+    writes=_writes_of_3,
+    full_layers=_every_fourth,
+    has_local_rope=True,
+    defaults={"norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},
+    names=OLMO2.names,
+    rotary_order=HALF_IN_GGUF,
+)

@@ -1,0 +1,381 @@
+"""Families that share most of Llama against transformers, in three forms each."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity_steps import load_runner, logits_by_cuts, logits_in_pieces, logits_of_models
+from safetensors.torch import load_file
+from thread_ranks import ThreadComm, run_on_threads
+from tiny_models import TinyModel, write_hf
+from torch import Tensor
+from transformers_oracle import loaded_logits, reference_logits
+
+from parallel_llama.config.hf import args_from_hf, hf_config
+from parallel_llama.config.layouts import load_model_args
+from parallel_llama.engine.input_processor import InputProcessor
+from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.errors import UsageError
+from parallel_llama.files.model_files import find_model
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.reshard.reshard import reshard
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_PAD = {"pad_token_id": 0}  # else an id beyond this small vocabulary
+_PATTERN, _FULL = "sliding_window_pattern", "full_attention"
+_ALL = {"partial_rotary_factor": 1.0}
+_TRAINED = "original_max_position_embeddings"
+_BY_LAYER = {
+    "full_attention": _YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+_SCALES = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 8.0,
+}
+
+
+def _longrope(n_pairs: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": [1.0 + 0.3 * pair for pair in range(n_pairs)],
+        "long_factor": [2.0 + 1.7 * pair for pair in range(n_pairs)],
+    }
+
+
+MODELS: dict[str, TinyModel] = {
+    "smollm3": TinyModel(
+        5, 1, 6, 34, n_layers=5, family="smollm3", own={**_PAD, "no_rope_layer_interval": 2}
+    ),
+    "smollm3, biases, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        n_layers=3,
+        tied=True,
+        family="smollm3",
+        own={**_PAD, "no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True},
+        rope=_YARN,
+    ),
+    "smollm3, window": TinyModel(
+        7,
+        7,
+        6,
+        42,
+        n_layers=3,
+        family="smollm3",
+        own={**_PAD, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "granite": TinyModel(7, 7, 6, 42, family="granite", own=_SCALES),
+    "granite, biases, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        tied=True,
+        family="granite",
+        own={**_SCALES, "attention_bias": True, "mlp_bias": True},
+    ),
+    "granite without factors": TinyModel(5, 1, 6, 34, family="granite", rope=_YARN),
+    "phi3": TinyModel(
+        5,
+        1,
+        6,
+        30,
+        family="phi3",
+        own={**_PAD, "partial_rotary_factor": 0.75, _TRAINED: 16},
+        rope=_longrope(2),
+    ),
+    "phi3, window, tied": TinyModel(
+        9, 3, 6, 54, tied=True, family="phi3", own={**_PAD, "sliding_window": 7}
+    ),
+    "phi3, attention factor": TinyModel(
+        7,
+        7,
+        6,
+        42,
+        family="phi3",
+        own={**_PAD, _TRAINED: 8},
+        rope={**_longrope(3), "attention_factor": 1.3},
+        old_config=True,
+    ),
+    "seed_oss": TinyModel(5, 1, 6, 34, family="seed_oss", own=_PAD),
+    "seed_oss, biases, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        tied=True,
+        family="seed_oss",
+        own={**_PAD, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "seed_oss, all biases": TinyModel(
+        7, 7, 6, 42, family="seed_oss", own={**_PAD, "attention_out_bias": True}, rope=_YARN
+    ),
+    "arcee": TinyModel(5, 1, 6, 35, family="arcee"),
+    "arcee, biases, tied": TinyModel(
+        9, 3, 6, 54, tied=True, family="arcee", own={"attention_bias": True, "mlp_bias": True}
+    ),
+    "arcee, yarn": TinyModel(7, 7, 6, 42, family="arcee", rope=_YARN),
+    "nemotron": TinyModel(5, 1, 8, 34, family="nemotron"),
+    "nemotron, biases, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        tied=True,
+        family="nemotron",
+        own={**_ALL, "attention_bias": True, "mlp_bias": True},
+    ),
+    "nemotron, GELU": TinyModel(
+        7, 7, 6, 42, family="nemotron", own={**_ALL, "hidden_act": "gelu"}, rope=_YARN
+    ),
+    "stablelm": TinyModel(5, 1, 8, 40, family="stablelm"),
+    "stablelm, biases, tied": TinyModel(
+        9, 3, 6, 54, tied=True, family="stablelm", own={**_ALL, "use_qkv_bias": True}
+    ),
+    "stablelm, parallel": TinyModel(
+        7, 7, 8, 56, family="stablelm", own={"use_parallel_residual": True}
+    ),
+    "starcoder2": TinyModel(5, 1, 6, 34, family="starcoder2"),
+    "starcoder2, window, tied": TinyModel(
+        9, 3, 6, 54, tied=True, family="starcoder2", own={"sliding_window": 7, "hidden_act": "gelu"}
+    ),
+    "starcoder2 without biases": TinyModel(
+        7, 7, 6, 42, family="starcoder2", own={"use_bias": False}, rope=_YARN
+    ),
+    "exaone4": TinyModel(
+        5, 1, 6, 34, n_layers=5, family="exaone4", own={"sliding_window": 7, _PATTERN: 2}
+    ),
+    "exaone4, layer types, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        n_layers=3,
+        tied=True,
+        family="exaone4",
+        own={"sliding_window": 5, "layer_types": [_FULL, "sliding_attention", _FULL]},
+        rope=_YARN,
+    ),
+    "exaone4 without a window": TinyModel(
+        7, 7, 6, 42, family="exaone4", own={"sliding_window": None, "layer_types": [_FULL] * 2}
+    ),
+    "olmo2": TinyModel(5, 1, 6, 34, family="olmo2", own=_PAD),
+    "olmo2, biases, tied": TinyModel(
+        9, 3, 6, 54, tied=True, family="olmo2", own={**_PAD, "attention_bias": True}
+    ),
+    "olmo2, yarn": TinyModel(7, 7, 6, 42, family="olmo2", own=_PAD, rope=_YARN),
+    "olmo3": TinyModel(
+        5, 1, 6, 34, n_layers=5, family="olmo3", own={**_PAD, "sliding_window": 7}, rope=_BY_LAYER
+    ),
+    "olmo3, layer types, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        n_layers=3,
+        tied=True,
+        family="olmo3",
+        own={
+            **_PAD,
+            "attention_bias": True,
+            "sliding_window": 5,
+            "layer_types": [_FULL, "sliding_attention", _FULL],
+        },
+        rope=_BY_LAYER,
+    ),
+    "olmo3 without a window": TinyModel(
+        7,
+        7,
+        6,
+        42,
+        family="olmo3",
+        own={**_PAD, "layer_types": [_FULL] * 2},
+        rope={**_BY_LAYER, "sliding_attention": None},
+    ),
+}
+# By the number of heads: each family has models with 5, 7 and 9.
+_TP_SIZES = {5: (1, 5), 7: (2, 7), 9: (2, 3)}
+_OF_FAMILIES = {tiny.family: name for name, tiny in MODELS.items()}
+
+
+def some_tokens(tiny: TinyModel) -> list[int]:
+    return [(7 * at + 3) % tiny.vocab_size for at in range(24)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_what_transformers_does_at_any_tp_size(name, tmp_path):
+    tiny = MODELS[name]
+    folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), some_tokens(tiny)
+    expected = reference_logits(folder, tokens)
+    for tp_size in _TP_SIZES[tiny.n_heads]:
+        for (logits,) in run_on_threads(tp_size, logits_of_models, [(folder, tokens)]):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    args = load_model_args(find_model(str(folder)))
+    assert args_from_hf(json.loads(json.dumps(hf_config(args)))) == args
+    cuts = [[5, *range(9, len(tokens))]]  # a prompt in two chunks, then tokens one by one
+    (logits,) = logits_by_cuts(Solo(), folder, tokens, cuts)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def test_phi3_has_its_short_factors_in_a_run_with_a_context_as_short_as_the_trained_one(tmp_path):
+    """transformers has them for every sequence that is as short."""
+    tiny = replace(MODELS["phi3"], own={**MODELS["phi3"].own, _TRAINED: 40})
+    folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), some_tokens(tiny)
+    args = load_model_args(find_model(str(folder)))
+    inputs = [InputProcessor(find_model(str(folder)), args, max_seq_len=n) for n in (40, 41)]
+    short, long = (
+        logits_in_pieces(
+            load_runner(Solo(), folder, len(tokens), max_seq_len=each.args.max_seq_len), tokens
+        )
+        for each in inputs
+    )
+    expected = reference_logits(folder, tokens)
+    torch.testing.assert_close(short, expected, rtol=0, atol=1e-10)
+    assert (long - expected).abs().max() > 1e-3
+
+
+def cut_logits(
+    comm: Communicator, folder: Path, tokens: Sequence[int], cut: Mapping[str, Any]
+) -> Tensor:
+    return logits_in_pieces(load_runner(comm, folder, len(tokens), cut), tokens, [9])
+
+
+# One of each new feature of the model.
+FEATURES = "smollm3", "granite", "phi3", "arcee", "exaone4", "olmo2"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, tmp_path):
+    folder, tokens = write_hf(MODELS[name], tmp_path / "hf", seed=3), some_tokens(MODELS[name])
+    alone = cut_logits(Solo(), folder, tokens, {"exact": True})
+    for logits in run_on_threads(3, cut_logits, folder, tokens, {"exact": True}):
+        assert torch.equal(logits, alone)
+
+
+@pytest.mark.parametrize("name", ["smollm3", "olmo2"])
+def test_a_cache_that_is_sharded_by_token_changes_nothing(name, tmp_path):
+    """Every rank then holds the one KV head, whose sum of squares must count once."""
+    folder, tokens = write_hf(MODELS[name], tmp_path / "hf", seed=3), some_tokens(MODELS[name])
+    expected = reference_logits(folder, tokens)
+    for logits in run_on_threads(5, cut_logits, folder, tokens, {"kv_split": "sequence"}):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def all_reduces_of_a_forward(comm: ThreadComm, folder: Path, tokens: Sequence[int]) -> int:
+    runner = load_runner(comm, folder, len(tokens))
+    runner.forward([Chunk(tokens, 0, [[0]], len(tokens))])
+    return comm.counts["all_reduce"]
+
+
+@pytest.mark.parametrize(("name", "per_layer"), [("granite", 2), ("olmo2", 3)])
+def test_norms_across_heads_take_one_all_reduce_more_in_each_layer(name, per_layer, tmp_path):
+    tiny = MODELS[name]
+    folder = write_hf(tiny, tmp_path / "hf")
+    counts = run_on_threads(3, all_reduces_of_a_forward, folder, some_tokens(tiny))
+    assert counts == [per_layer * tiny.n_layers + 1] * 3
+
+
+# One or two of each family, with its options.
+RESHARDED = (
+    "smollm3, window",
+    "granite, biases, tied",
+    "phi3",
+    "phi3, attention factor",
+    "seed_oss, biases, tied",
+    "arcee, biases, tied",
+    "nemotron",
+    "stablelm, parallel",
+    "starcoder2, window, tied",
+    "exaone4",
+    "exaone4, layer types, tied",
+    "olmo2, biases, tied",
+    "olmo3, layer types, tied",
+)
+
+
+@pytest.mark.parametrize("name", RESHARDED)
+def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tmp_path):
+    folder = source = write_hf(MODELS[name], tmp_path / "source", seed=4)
+    args = load_model_args(find_model(str(source)))
+    for layout, n_parts in (("native", 2), ("meta", 3), ("hf", 1)):
+        target = tmp_path / layout
+        reshard(find_model(str(folder)), target, layout=layout, n_parts=n_parts)
+        assert load_model_args(find_model(str(target))) == args
+        folder = target
+    stored, back = (load_file(each / "model.safetensors") for each in (source, folder))
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[key], weight) for key, weight in stored.items())
+    path, tokens = folder / "config.json", some_tokens(MODELS[name])
+    # transformers has a padding id of its own for a family, beyond this small vocabulary.
+    path.write_text(json.dumps({**json.loads(path.read_text()), **_PAD}))
+    logits, expected = loaded_logits(folder, tokens), reference_logits(source, tokens)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "expected"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 layers"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "interval=0: use 1"),
+        ("phi3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "only 'default' and"),
+        ("phi3", {"original_max_position_embeddings": 1}, "trained context of 1 token"),
+        (
+            "phi3",
+            {"rope_scaling": {**_longrope(2), "rope_type": "su"}},
+            "2 factors .* the 3 rotary",
+        ),
+        ("phi3", {"rope_scaling": {"rope_type": "longrope", "factor": 0.0}}, r"factor=0.0: use a"),
+        ("exaone4", {"sliding_window": 9, _PATTERN: "LXG", "layer_types": None}, "'LXG': use"),
+        ("exaone4", {"sliding_window": 9, _PATTERN: 0, "layer_types": None}, "=0: use"),
+        ("seed_oss", {"hidden_act": "relu2"}, "activation='relu2' and gated"),
+        ("arcee", {"hidden_act": "silu"}, "activation='silu' needs gated"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
+        ("nemotron", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary_dim=3 .*even"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0: .*above 0"),
+        ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0: use"),
+        ("granite", {"residual_multiplier": 1e-200}, "residual_scale=1e-200: use"),
+        ("stablelm", {"rope_parameters": {"partial_rotary_factor": 1e308}}, "at most 1"),
+    ],
+)
+def test_a_configuration_without_a_meaning_is_refused(family, values, expected, tmp_path):
+    folder = write_hf(MODELS[_OF_FAMILIES[family]], tmp_path / "hf")
+    with pytest.raises(UsageError, match=expected):
+        args_with(folder, values)
+
+
+def args_with(folder: Path, values: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    load_model_args(find_model(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("no_rope_layers", [1, 0]),
+        ("residual_multiplier", 0.5),
+        ("embedding_multiplier", 2.0),
+        ("logits_scaling", 2.0),
+        ("attention_multiplier", 0.5),
+    ],
+)
+def test_keys_of_these_families_are_refused_in_others(key, value, tmp_path):
+    """Llama would ignore them, and the weights were probably trained with them."""
+    folder = write_hf(TinyModel(2, 1, 4, 8, ffn_dim=5, n_layers=1), tmp_path / "hf")
+    with pytest.raises(UsageError, match=f"{key}=.* is not supported"):
+        args_with(folder, {key: value})
