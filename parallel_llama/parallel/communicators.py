@@ -65,6 +65,11 @@ def own_device(kind: DeviceKind, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
+def card_id(device: torch.device) -> str:
+    """The UUID of a GPU; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
 def use_device(device: torch.device) -> None:
     """Makes `device` the current GPU of this thread, if it is a GPU with an index.
 
@@ -135,7 +140,7 @@ def join(
         store = _open_store(env, timeouts.start_s)
         stores.append(store)
         with telling(store, env.rank, env.size):
-            own = RankInfo.of_this_process(env.rank, env.size, facts or {})
+            own = RankInfo.of_this_process(env.rank, env.size, facts or {}, card_id(device))
             rendezvous(store, own, missing, ended)
             # gloo would wait for a rank that has given up until the timeout.
             listen = partial(_listen, env, timeouts.start_s, ended, heard)

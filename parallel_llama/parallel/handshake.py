@@ -36,6 +36,7 @@ class RankInfo:
     Args:
         facts: by name, values that must be equal on all ranks.
         token: distinguishes two processes that claim the same rank.
+        card: the id of this rank's GPU, which no other rank may have; empty on the CPU.
     """
 
     rank: int
@@ -44,13 +45,16 @@ class RankInfo:
     host: str
     pid: int
     token: str
+    card: str = ""
 
     @classmethod
-    def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str]) -> "RankInfo":
+    def of_this_process(
+        cls, rank: int, size: int, facts: Mapping[str, str], card: str = ""
+    ) -> "RankInfo":
         name = socket.gethostname()
         # Some are not plain strings, such as torch's version.
         texts = {fact: str(value) for fact, value in facts.items()}
-        return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8))
+        return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8), card)
 
     @classmethod
     def decode(cls, data: bytes, rank: int) -> "RankInfo":
@@ -75,7 +79,7 @@ class RankInfo:
 
 
 def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> None:
-    """Waits for every rank and checks that the facts of all ranks are equal.
+    """Waits for every rank, and checks that all facts are equal and that no two ranks share a GPU.
 
     It has no time limit.
 
@@ -83,8 +87,8 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> 
         missing: the ranks that have not joined; updated while this waits.
         ended: set when the caller no longer waits.
 
-    Raises: RankError naming the fact that differs and its ranks, or why another rank has given up;
-    TimeoutError once `ended` is set.
+    Raises: RankError naming the fact that differs and its ranks, or two ranks with the same GPU, or
+    why another rank has given up; TimeoutError once `ended` is set.
     Collective: every rank calls it.
     """
     infos: dict[int, RankInfo] = {}
@@ -105,7 +109,9 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> 
                 missing.discard(rank)
         if len(infos) < own.size and ended.wait(_POLL_S):
             raise TimeoutError
-    require_same([infos[rank] for rank in range(own.size)])
+    in_order = [infos[rank] for rank in range(own.size)]
+    require_same(in_order)
+    require_own_cards(in_order)
 
 
 @contextmanager
@@ -172,6 +178,20 @@ def require_same(infos: Sequence[RankInfo]) -> None:
             raise RankError(
                 f"the ranks differ. {difference}{more}. Start all ranks with the same command, "
                 "files and versions"
+            )
+
+
+def require_own_cards(infos: Sequence[RankInfo]) -> None:
+    """Raises: RankError naming two ranks that have the same GPU, which NCCL does not support."""
+    first: dict[str, RankInfo] = {}
+    for info in infos:
+        other = first.setdefault(info.card, info)
+        if info.card and other is not info:
+            card = printable(info.card, _SHOWN_CHARS)
+            raise RankError(
+                f"rank {other.rank} and rank {info.rank} of {info.size}, {other.process} and "
+                f"{info.process}, have the same GPU ({card}); let the launcher show each rank a "
+                "GPU of its own, or use --device cpu"
             )
 
 
