@@ -241,7 +241,7 @@ def make_communicator(
         # fairscale's groups start with torch's default of 30 minutes.
         own.set_timeout(timedelta(seconds=timeouts.step_s))
     abort = partial(_abort, group, device) if has_card else None
-    comm = ProcessGroup(group, store, timeouts, _leave, abort)
+    comm = ProcessGroup(group, store, timeouts, _leave, abort, partial(use_device, device))
     try:
         # No rank continues before all have connected, because the store may end with rank 0.
         comm.barrier()
