@@ -17,6 +17,7 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.checkpoint.reading import load
 from parallel_llama.dtypes import KVFormat, Precision
+from parallel_llama.engine.cuda_graphs import GraphRecorder
 from parallel_llama.engine.integrity import IntegrityCheck
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.kv_layout import CachePart, KVLayout
@@ -27,7 +28,6 @@ from parallel_llama.engine.recorded_steps import (
     Recorder,
     bytes_of,
     is_all,
-    record_cuda_graph,
     rotations_of,
 )
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey, StepBuffer, StepSize
@@ -174,16 +174,19 @@ class ModelRunner:
 
     def record(
         self,
-        recorder: Recorder = record_cuda_graph,
+        recorder: Recorder | None = None,
         on_graph: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Capture the decode steps as CUDA graphs, if the operators support it.
+
+        By default `recorder` is a GraphRecorder.
 
         Collective: those of `CUDAGraphs.prepare`.
         """
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.prepare(self._logits, self.comm, recorder, on_graph)
+                made = recorder or GraphRecorder()
+                self._graphs.prepare(self._logits, self.comm, made, on_graph)
 
     def close(self) -> None:
         """Drop the references to the communicator; the runner must not be used afterwards."""

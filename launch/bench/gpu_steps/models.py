@@ -17,8 +17,9 @@ from launch.bench.gpu_steps import Setting
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import make_precision
+from parallel_llama.engine.cuda_graphs import GraphRecorder
 from parallel_llama.engine.model_runner import ModelRunner
-from parallel_llama.engine.recorded_steps import Logits, record_cuda_graph
+from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
@@ -153,10 +154,11 @@ class Texts:
 def record(runner: ModelRunner, setting: Setting) -> bool:
     """Records the decode steps; returns whether any could be recorded."""
     n_recorded = 0
+    record_one = _rehearse if setting.is_rehearsal else GraphRecorder()
 
     def recorder(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
         nonlocal n_recorded
-        made = (_rehearse if setting.is_rehearsal else record_cuda_graph)(step)
+        made = record_one(step)
         n_recorded += 1
         return made
 
