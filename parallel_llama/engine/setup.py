@@ -27,6 +27,7 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.memory import values_by_form, weight_bytes, working_bytes
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
+from parallel_llama.ops.triton_toolchain import why_unusable
 from parallel_llama.parallel.communicators import own_device, visible_cards
 from parallel_llama.parallel.device_choice import (
     DeviceKind,
@@ -87,6 +88,8 @@ class ModelSetup:
         slower = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
         if self.exact and config.exact is None and self.precision.dtype == "bfloat16":
             slower.append(_why_without_tiles())
+        if self.kind == "cuda":
+            slower.append(why_unusable())
         if has_files:
             slower.append(why_decoded(files, self.args, self.dtype, config.quant))
         for reason in filter(None, slower if world()[0] == 0 else ()):

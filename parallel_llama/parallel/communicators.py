@@ -7,6 +7,7 @@ of torchrun's agent; otherwise rank 0 owns a store that listens only at MASTER_A
 import errno
 import fcntl
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
+from parallel_llama.parallel.card import card_id
 from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.failures import RankError, first_line
@@ -54,6 +56,8 @@ from parallel_llama.parallel.sockets import Endpoint, connect
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.torch_threads import start_thread
 
+logger = logging.getLogger(__name__)
+
 
 def visible_cards() -> int:
     """The number of GPUs that torch sees in this process; 0 if none can be used."""
@@ -63,11 +67,6 @@ def visible_cards() -> int:
 def own_device(kind: DeviceKind, local_rank: int) -> torch.device:
     """The CPU, or the GPU with the index `local_rank`."""
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
-
-
-def card_id(device: torch.device) -> str:
-    """The UUID of a GPU; empty for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def use_device(device: torch.device) -> None:
@@ -98,6 +97,7 @@ def join(
     *,
     env: RankEnv | None = None,
     facts: Mapping[str, str] | None = None,
+    notes: Mapping[str, str] | None = None,
     timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     log_dir: str | None = None,
     look: Callable[[Sequence[int]], None] = lambda _: None,
@@ -108,6 +108,7 @@ def join(
         device: the device of the model's tensors.
         env: the rank and store address of this process; by default `rank_env()`.
         facts: must be equal on all ranks.
+        notes: should be equal on all ranks; rank 0 warns of a difference.
         log_dir: where a folder with the stacks of the ranks is made after a failure.
         look: called with the missing ranks while this waits; it may raise.
 
@@ -140,8 +141,13 @@ def join(
         store = _open_store(env, timeouts.start_s)
         stores.append(store)
         with telling(store, env.rank, env.size):
-            own = RankInfo.of_this_process(env.rank, env.size, facts or {}, card_id(device))
-            rendezvous(store, own, missing, ended)
+            own = RankInfo.of_this_process(
+                env.rank, env.size, facts or {}, notes or {}, card_id(device)
+            )
+            unlike = rendezvous(store, own, missing, ended)
+            if env.rank == 0:
+                for difference in unlike:
+                    logger.warning("the ranks differ in what sets their speed. %s", difference)
             # gloo would wait for a rank that has given up until the timeout.
             listen = partial(_listen, env, timeouts.start_s, ended, heard)
             start_thread(listen, "listen", ended.set)

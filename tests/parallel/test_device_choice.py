@@ -170,7 +170,7 @@ def test_every_launchers_rank_gets_its_card(
 
 def test_two_ranks_with_one_card_are_named() -> None:
     """Each rank sees one GPU, and only together do they see that this is the same GPU."""
-    infos = [RankInfo(n, 3, {}, f"host{n % 2}", n, "", card) for n, card in enumerate("aba")]
+    infos = [RankInfo(n, 3, {}, f"host{n % 2}", n, "", {}, card) for n, card in enumerate("aba")]
     with pytest.raises(RankError, match="rank 0 and rank 2 of 3, process 0 on host0 and process 2"):
         require_own_cards(infos)
     require_own_cards(infos[:2])
