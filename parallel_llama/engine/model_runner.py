@@ -17,7 +17,6 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.checkpoint.reading import load
 from parallel_llama.dtypes import KVFormat, Precision
-from parallel_llama.engine.cuda_graphs import GraphRecorder
 from parallel_llama.engine.integrity import IntegrityCheck
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.kv_layout import CachePart, KVLayout
@@ -42,6 +41,7 @@ from parallel_llama.ops import CPUOps, Scores, TorchOps, choose_ops, part_tiles
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import use_device
+from parallel_llama.parallel.cuda_graphs import GraphRecorder
 from parallel_llama.plan import PART_KEYS, ShardPlan, why_unrecorded
 
 # Number of weights to prefetch.

@@ -32,6 +32,7 @@ from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.engine.warm_up import warm_up
 from parallel_llama.errors import DISAGREE, TEST_MEMORY, UsageError
 from parallel_llama.files.model_files import fingerprint
+from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.triton_toolchain import why_unusable
 from parallel_llama.parallel.card import describe_card, library_versions
 from parallel_llama.parallel.collectives import (
@@ -391,6 +392,7 @@ class Ranks:
         setup, env = self.setup, None if ranks is None else ranks.env
         self._comm = join(
             setup.device,
+            dtype=torch_dtype(setup.precision.computed),
             env=env,
             facts=facts,
             notes=card_notes(setup),

@@ -95,6 +95,7 @@ _has_begun = False  # whether this process has called `join`
 def join(
     device: torch.device = _CPU,
     *,
+    dtype: torch.dtype = torch.float32,
     env: RankEnv | None = None,
     facts: Mapping[str, str] | None = None,
     notes: Mapping[str, str] | None = None,
@@ -106,6 +107,7 @@ def join(
 
     Args:
         device: the device of the model's tensors.
+        dtype: the dtype of the sums of the model.
         env: the rank and store address of this process; by default `rank_env()`.
         facts: must be equal on all ranks.
         notes: should be equal on all ranks; rank 0 warns of a difference.
@@ -155,7 +157,7 @@ def join(
             endpoint = None if address is None else Endpoint(address, store.key_for("sockets"))
             with _gloo_on_interface_to(env):
                 return make_communicator(
-                    env.rank, env.size, store, device, timeouts, endpoint=endpoint
+                    env.rank, env.size, store, device, timeouts, endpoint=endpoint, dtype=dtype
                 )
 
     def look_around() -> None:
@@ -211,12 +213,14 @@ def make_communicator(
     timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     shared_memory: bool = True,
     endpoint: Endpoint | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Communicator:
     """Forms the group of `size` ranks that share a store.
 
     Args:
         shared_memory: if false, ranks of one host communicate like ranks of several hosts.
         endpoint: where ranks that do not share memory reach this one; None leaves them to gloo.
+        dtype: that of the model's sums, for which GPUs choose the faster exchange.
 
     Raises: RankError if the ranks cannot connect.
     Collective: every rank calls it, with equal arguments except `rank` and `endpoint`.
@@ -261,7 +265,7 @@ def make_communicator(
         cards: Communicator = comm
         if is_shared:  # on one host, GPUs may read each other's memory
             shared = partial(symmetric_memory, group, device)
-            cards = with_one_shot_sums(comm, device, shared, seconds_on_card)
+            cards = with_one_shot_sums(comm, device, shared, seconds_on_card, dtype)
         return ByDevice(host, cards, comm.require_whole)
     except RankError:
         comm.close()

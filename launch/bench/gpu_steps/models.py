@@ -17,7 +17,6 @@ from launch.bench.gpu_steps import Setting
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import make_precision
-from parallel_llama.engine.cuda_graphs import GraphRecorder
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
@@ -25,6 +24,7 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Slice, Solo
+from parallel_llama.parallel.cuda_graphs import GraphRecorder
 from parallel_llama.plan import make_plan
 
 BLOCK_SIZE = 16

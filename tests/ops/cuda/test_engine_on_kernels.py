@@ -20,7 +20,6 @@ pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import recorded_steps
-from parallel_llama.engine.cuda_graphs import require_capturable
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
@@ -31,6 +30,7 @@ from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.cuda_graphs import require_capturable
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Request, SamplingParams
 from parallel_llama.sampling.draw import SamplingRow, row_sampling_key

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.engine.cuda_graphs import GraphRecorder, NotCapturable, require_capturable
+from parallel_llama.parallel.cuda_graphs import GraphRecorder, NotCapturable, require_capturable
 
 
 class Card:
