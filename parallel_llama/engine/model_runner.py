@@ -157,11 +157,11 @@ class ModelRunner:
         self._calls = KernelCalls(self.model, self.caches, self._layout, self._rotary_of)
         self._rotations = self._graphs = None
         if is_paged:
-            whole = {each: each.whole() for each in set(self._rotary_of)}
-            self._rotations = tuple(whole[each] for each in self._rotary_of)
             longest = self.args.max_seq_len
             if self.kv_groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
+            tables = {each: each.up_to(longest) for each in set(self._rotary_of)}
+            self._rotations = tuple(tables[each] for each in self._rotary_of)
             self._graphs = CUDAGraphs(self._layout, self._rotations, longest, self.device)
 
     def check_integrity(self) -> IntegrityCheck:
