@@ -6,6 +6,7 @@ the first token drawn with a filter and the first log-probabilities would wait f
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -53,12 +54,12 @@ def _steps(runner: ModelRunner) -> Iterator[Callable[[], object]]:
         SamplingRow(params, 0, 0, n_prompt)
         for params in (SamplingParams(temperature=1.0, top_k=20), SamplingParams(logprobs=1))
     ]
-    yield lambda: _draw(runner, [prompt], [n_prompt - 1], draws[:1])
-    yield lambda: _score(runner, prompt)
+    yield partial(_draw, runner, [prompt], [n_prompt - 1], draws[:1])
+    yield partial(_score, runner, prompt)
     # Kernels are compiled for a model, and not for a number of rows.
     decoded = Chunk([0], n_prompt - 1, tables, n_prompt)
     for draw in draws:
-        yield lambda draw=draw: _draw(runner, [decoded], [0], [draw])
+        yield partial(_draw, runner, [decoded], [0], [draw])
 
 
 def _draw(

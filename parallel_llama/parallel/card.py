@@ -22,7 +22,7 @@ def library_versions() -> dict[str, str]:
     with suppress(PackageNotFoundError):
         found["version of Triton"] = version("triton")
     with suppress(AttributeError):  # a build of torch without NCCL
-        nccl = torch.cuda.nccl.version()
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         found["version of NCCL"] = ".".join(map(str, nccl))
     return found
 

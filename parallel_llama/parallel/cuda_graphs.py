@@ -38,14 +38,14 @@ class NotCapturable(RuntimeError):
     """An operator of a step waits for the device."""
 
 
-class _WatchedOperators(TorchDispatchMode):
+class _WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the first operator that waits for the device.
 
     It lets that operator run, since other ranks may be about to enter a collective.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.waiting: str | None = None
 
     def __torch_dispatch__(

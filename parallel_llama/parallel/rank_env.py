@@ -133,8 +133,8 @@ def given_local_world() -> tuple[int | None, int | None]:
     if launcher is None:
         return None, None
     if launcher.name == "srun" and (n_tasks := _tasks_of_node()) is not None:
-        local_rank = os.environ.get(launcher.local_rank, "")
-        return (int(local_rank), n_tasks) if local_rank.isdigit() else (None, None)
+        given = os.environ.get(launcher.local_rank, "")
+        return (int(given), n_tasks) if given.isdigit() else (None, None)
     has_size = launcher.local_size in os.environ
     if launcher.local_rank not in os.environ and not has_size:
         return None, None
