@@ -10,6 +10,8 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
+from parallel_llama.files.bounded_files import is_file
+
 
 def why_unusable() -> str | None:
     """Why Triton cannot launch kernels on this host, and the remedy; None if it can."""
@@ -43,4 +45,4 @@ def _headers() -> tuple[str, str] | None:
     # Debian's own scheme names a folder that no package fills; Triton looks in this one too.
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     header = Path(sysconfig.get_path("include", scheme), "Python.h")
-    return None if header.is_file() else (str(header), "apt install python3-dev")
+    return None if is_file(header) else (str(header), "apt install python3-dev")
