@@ -94,15 +94,16 @@ def load(
     dtype: str | None = None,
     comm: Communicator | None = None,
     quant: str = "none",
+    shard_of: int = 0,
 ) -> ModelRunner:
-    """A rank's shard with random weights, without a cache."""
+    """A rank's shard with random weights, without a cache; with a Slice, that of `shard_of`."""
     comm = comm or Solo()
     precision = make_precision(args, dtype or half(setting), setting.device.type, quant)
     plan = make_plan(args, comm.size, quant_group_size=precision.quant_group_size)
     return ModelRunner.load(
         args,
         random_checkpoint(args, 0, setting.device),
-        plan.alone(0) if isinstance(comm, Slice) else plan,
+        plan.alone(shard_of) if isinstance(comm, Slice) else plan,
         comm,
         precision=precision,
         device=setting.device,
