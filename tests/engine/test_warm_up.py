@@ -20,7 +20,7 @@ from parallel_llama.engine.warm_up import warm_up
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.ops import Scores
 from parallel_llama.parallel.collectives import ByDevice, Solo
-from parallel_llama.plan import make_plan
+from parallel_llama.plan import KVSplit, make_plan
 from parallel_llama.request import Request, SamplingParams
 
 SMALL = replace(ARGS, n_layers=1, dim=32, n_heads=5, n_kv_heads=1, head_dim=8, dtype="float32")
@@ -95,8 +95,8 @@ def test_the_smallest_cache_is_warmed_up_too(args: ModelArgs, n_blocks: int) -> 
     assert len(steps) == 4
 
 
-@pytest.mark.parametrize("tp_size", [2, 5])
-def test_ranks_compile_without_waiting_for_each_other(tp_size: int) -> None:
+@pytest.mark.parametrize(("tp_size", "kv_split"), [(2, "heads"), (5, "heads"), (5, "sequence")])
+def test_ranks_compile_without_waiting_for_each_other(tp_size: int, kv_split: KVSplit) -> None:
     """A rank whose Triton cache was cold compiled for a minute, and was taken to be late."""
 
     class Waited(Solo):
@@ -122,7 +122,7 @@ def test_ranks_compile_without_waiting_for_each_other(tp_size: int) -> None:
     def run(comm: ThreadComm) -> tuple[int, int]:
         host, cards = Waited(comm), Waited(comm)
         both = ByDevice(host, cards, lambda: None, lambda x: x.dim() > 1)
-        runner = make_runner(both, ARGS, ops=paged_ops(ARGS))
+        runner = make_runner(both, ARGS, kv_split=kv_split, ops=paged_ops(ARGS))
         engine = make_engine(runner, 64, block_size=4)
         before = host.n_exchanges + cards.n_exchanges
         warm_up(runner, lambda: None)
