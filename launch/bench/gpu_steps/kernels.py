@@ -6,6 +6,7 @@ is wrong.
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -33,6 +34,7 @@ _TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # The matrices of a layer of Llama 3 8B: (inputs, outputs).
 _MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
 _COMPILERS = 8  # processes; each takes half a gigabyte of the GPU
+_COMPILE_S = 40.0  # time limit for all of these processes
 _CACHED = 256 << 20  # bytes, more than the cache of any GPU
 
 
@@ -187,8 +189,10 @@ def _compile_at_once(setting: Setting) -> None:
     workers = [context.Process(target=compile_samples, args=(setting, i, n)) for i in range(n)]
     for worker in workers:
         worker.start()
+    deadline = time.monotonic() + _COMPILE_S
     for worker in workers:
-        worker.join()
+        worker.join(max(deadline - time.monotonic(), 0.0))
+        worker.kill()
 
 
 def compile_samples(setting: Setting, first: int, step: int) -> None:
