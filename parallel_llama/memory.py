@@ -100,7 +100,8 @@ def working_bytes(
     """Bytes of a rank in addition to weights and KV cache, on its GPU or, for 'cpu', on the host.
 
     The sum of the tensors of one transformer block in the largest step (`step_tokens` tokens), the
-    logits of `n_drawn` rows, and CUDA_ALLOWANCE on a GPU or PROCESS_BYTES on the CPU.
+    logits of `n_drawn` rows, and CUDA_ALLOWANCE and the rotary tables on a GPU or PROCESS_BYTES on
+    the CPU.
     """
     item = ITEM_BYTES[precision.computed]
     q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
@@ -115,8 +116,22 @@ def working_bytes(
     # Scores in the model's dtype, as float32 logits, and two copies that sampling changes.
     per_score = item + 3 * max(item, ITEM_BYTES["float32"])
     scores = n_drawn * len(shard.vocab) * per_score
-    allowance = CUDA_ALLOWANCE if device == "cuda" else PROCESS_BYTES
+    allowance = PROCESS_BYTES
+    if device == "cuda":
+        allowance = CUDA_ALLOWANCE + _rotary_bytes(args, precision)
     return step_tokens * per_token * item + scores + allowance
+
+
+def _rotary_bytes(args: ModelArgs, precision: Precision) -> int:
+    """Bytes of the rotary tables on a GPU, which have a complex number for each pair of a head.
+
+    A cache of fewer tokens than the context has shorter tables.
+    """
+    if args.rope_scaling is not None and args.rope_scaling.kind == "dynamic":
+        return 0  # computed on the host for each step
+    n_tables = 1 if args.local_rope_theta is None else len(kv_groups(args))
+    itemsize = max(ITEM_BYTES[precision.computed], ITEM_BYTES["float32"])
+    return n_tables * args.max_seq_len * args.head_dim * itemsize
 
 
 def kv_bytes_per_token(args: ModelArgs, shard: Shard, form: KVFormat) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ package index, download the missing wheels on another machine and copy them:
     PYTHONPATH=SITE python -m launch.bench.gpu --out FOLDER
 
 Each step runs in its own process with a time limit, so that a failure does not affect other steps.
-FOLDER gets report.md, report.json, two plots and a log. A configuration with wrong results gets no
-figure, and the exit code is 1.
+After a crash, the remaining parts of the step run in a new process. FOLDER gets report.md,
+report.json, two plots, a log, and the compiled kernels, which a second run does not compile again.
+A configuration with wrong results gets no figure, and the exit code is 1.
 
 With --dry-run every step runs on the CPU in tiny shapes, with kernels in Triton's interpreter. This
 checks the command without a GPU; the report has no figures.
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 
 from launch.bench.gpu_report import charts, markdown
-from launch.bench.gpu_steps import Row
+from launch.bench.gpu_steps import DEVICE_LOST, Row
 from launch.bench.gpu_steps.card import COPY, MATRIX
 from launch.bench.plot import svg
 
@@ -58,13 +59,13 @@ class Step:
 
 STEPS = (
     Step("card", "The GPU", 30),
-    Step("growing", "One growing sequence: torch's operators and ours", 45),
-    Step("kernels", "Kernels against float64", 75),
     Step("parity", "Whole models", 70),
     Step("shapes:llama-3.2-1b", "Llama 3.2 1B's shape", 60),
-    Step("shapes:llama-3-8b", "Llama 3 8B's shape", 100),
-    Step("slices", "One rank of 8: measured work, modelled collectives", 70),
     Step("peers", "transformers for comparison", 40),
+    Step("shapes:llama-3-8b", "Llama 3 8B's shape", 100),
+    Step("kernels", "Kernels against float64", 75),
+    Step("growing", "One growing sequence: torch's operators and ours", 45),
+    Step("slices", "One rank of 8: measured work, modelled collectives", 70),
 )
 
 
@@ -89,9 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for step in STEPS:
             left_s = slower * LIMIT_S - (time.monotonic() - started)
             limit_s = min(slower * step.limit_s, left_s)
-            found[step.title] = list(
-                _run(replace(step, limit_s=limit_s), given.dry_run, found, log)
-            )
+            own = replace(step, limit_s=limit_s)
+            found[step.title] = list(_run(own, given.dry_run, found, log, given.out))
             took_s = time.monotonic() - started
             _write(given.out, found, given.dry_run, took_s)
             print(f"{took_s:5.0f} s  {step.title}", file=sys.stderr, flush=True)
@@ -113,45 +113,70 @@ def _missing(is_rehearsal: bool) -> str:
 
 
 def _run(
-    step: Step, is_rehearsal: bool, before: Mapping[str, list[Row]], log: Any
+    step: Step, is_rehearsal: bool, before: Mapping[str, list[Row]], log: Any, out: Path
 ) -> Iterator[Row]:
-    """Yields the rows of a step, and one more if it failed or reached its limit."""
+    """Yields the rows of a step, and one more for each part that crashed or reached the limit."""
     if step.limit_s < 5:
         yield Row(step.module, wrong="not run: the steps before it used all the time")
         return
     rates = {row.name: row.value for rows in before.values() for row in rows if row.value}
+    has_rates = {COPY, MATRIX} <= rates.keys()
     flags = ["--dry-run"] * is_rehearsal
     if COPY in rates:
         flags.append(f"--copy-bytes-per-s={rates[COPY] * 1e9}")
     if MATRIX in rates:
         flags.append(f"--matrix-flops={rates[MATRIX] * 1e12}")
+    deadline = time.monotonic() + step.limit_s
+    last: str | None = None  # the part that ran when the process ended
+    while True:
+        after = [] if last is None else [f"--after={last}"]
+        part, code = None, 0
+        for found in _process(step.module, [*flags, *after], is_rehearsal, deadline, log, out):
+            if isinstance(found, int):
+                code = found
+            elif "part" in found:
+                part = found["part"]
+            else:
+                row = Row(**found)
+                yield row if has_rates else replace(row, share=None)
+        if not code:
+            return
+        if code == -signal.SIGKILL and time.monotonic() >= deadline:
+            yield Row(
+                step.module, wrong=f"out of time after {step.limit_s:.0f} s; the rest is missing"
+            )
+            return
+        if code != DEVICE_LOST:  # whose row says why
+            yield Row(part or step.module, wrong=f"ended with exit code {code}; see log.txt")
+        if part is None or part == last:  # the process ended before its first part
+            return
+        last = part
+
+
+def _process(
+    module: str, flags: Sequence[str], is_rehearsal: bool, deadline: float, log: Any, out: Path
+) -> Iterator[dict[str, Any] | int]:
+    """Yields the lines of a process that runs a step, and at last its exit code."""
+    left_s = max(deadline - time.monotonic(), 0.0)
     paths = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env |= {"TRITON_CACHE_DIR": str((out / "kernels").absolute())}
     env |= {"TRITON_INTERPRET": "1"} if is_rehearsal else {}
-    command = [sys.executable, "-m", "launch.bench.gpu_steps", step.module, *flags]
-    started = time.monotonic()
+    command = [sys.executable, "-m", "launch.bench.gpu_steps", module, f"--limit-s={left_s}"]
     with subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=log, text=True
+        [*command, *flags], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=log, text=True
     ) as child:
-        clock = threading.Timer(step.limit_s, child.kill)
+        clock = threading.Timer(left_s, child.kill)
         clock.start()
         assert child.stdout is not None
         try:
             for line in child.stdout:
-                if line.startswith('{"name"'):
-                    yield _row(line, has_rates={COPY, MATRIX} <= rates.keys())
+                if line.startswith(('{"name"', '{"part"')):
+                    yield json.loads(line)
         finally:
             clock.cancel()
-    if child.returncode == -signal.SIGKILL and time.monotonic() - started >= step.limit_s:
-        yield Row(step.module, wrong=f"out of time after {step.limit_s:.0f} s; the rest is missing")
-    elif child.returncode:
-        yield Row(step.module, wrong=f"ended with exit code {child.returncode}; see log.txt")
-
-
-def _row(line: str, has_rates: bool) -> Row:
-    row = Row(**json.loads(line))
-    return row if has_rates else replace(row, share=None)
+    yield child.returncode
 
 
 def _write(out: Path, found: Mapping[str, list[Row]], is_rehearsal: bool, took_s: float) -> None:

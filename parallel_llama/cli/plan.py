@@ -373,7 +373,7 @@ def _rest(found: Estimate) -> str:
     if found.asked.device == "cuda":
         return (
             f"activations and scores of a step of {n_tokens} tokens, and {size(CUDA_ALLOWANCE)} "
-            "for CUDA's libraries and graphs"
+            "for CUDA's libraries and graphs, and the rotary tables"
         )
     return (
         f"a process of about {PROCESS_BYTES >> 20} MiB (torch, LLVM, the tokenizer), activations "

@@ -27,7 +27,6 @@ from parallel_llama.engine.recorded_steps import (
     Recorder,
     bytes_of,
     is_all,
-    record_cuda_graph,
     rotations_of,
 )
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey, StepBuffer, StepSize
@@ -42,6 +41,7 @@ from parallel_llama.ops import CPUOps, Scores, TorchOps, choose_ops, part_tiles
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import use_device
+from parallel_llama.parallel.cuda_graphs import GraphRecorder
 from parallel_llama.plan import PART_KEYS, ShardPlan, why_unrecorded
 
 # Number of weights to prefetch.
@@ -161,11 +161,11 @@ class ModelRunner:
         self._calls = KernelCalls(self.model, self.caches, self._layout, self._rotary_of)
         self._rotations = self._graphs = None
         if is_paged:
-            whole = {each: each.whole() for each in set(self._rotary_of)}
-            self._rotations = tuple(whole[each] for each in self._rotary_of)
             longest = self.args.max_seq_len
             if self.kv_groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
+            tables = {each: each.up_to(longest) for each in set(self._rotary_of)}
+            self._rotations = tuple(tables[each] for each in self._rotary_of)
             self._graphs = CUDAGraphs(self._layout, self._rotations, longest, self.device)
 
     def check_integrity(self) -> IntegrityCheck:
@@ -178,16 +178,19 @@ class ModelRunner:
 
     def record(
         self,
-        recorder: Recorder = record_cuda_graph,
+        recorder: Recorder | None = None,
         on_graph: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Capture the decode steps as CUDA graphs, if the operators support it.
+
+        By default `recorder` is a GraphRecorder.
 
         Collective: those of `CUDAGraphs.prepare`.
         """
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.prepare(self._logits, self.comm, recorder, on_graph)
+                made = recorder or GraphRecorder()
+                self._graphs.prepare(self._logits, self.comm, made, on_graph)
 
     def close(self) -> None:
         """Drop the references to the communicator; the runner must not be used afterwards."""

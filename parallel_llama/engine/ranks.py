@@ -29,8 +29,12 @@ from parallel_llama.engine.messages import Unfinished, decode_unfinished, encode
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.setup import ModelSetup
+from parallel_llama.engine.warm_up import warm_up
 from parallel_llama.errors import DISAGREE, TEST_MEMORY, UsageError
 from parallel_llama.files.model_files import fingerprint
+from parallel_llama.ops.formats import torch_dtype
+from parallel_llama.ops.triton_toolchain import why_unusable
+from parallel_llama.parallel.card import describe_card, library_versions
 from parallel_llama.parallel.collectives import (
     Communicator,
     Slice,
@@ -51,6 +55,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _LAST_WORDS_S = 1.0
+_MEMORY_FOR_GRAPHS = MemoryFor("recorded decode steps", "lower kv_cache_bytes, or use more ranks")
 _LOOK_S = 0.2  # between looks at spares
 
 
@@ -152,6 +157,8 @@ class Ranks:
             self._engine = self._make_engine(runner, self._capacity(runner))
             runner.comm.barrier()
             if setup.device.type == "cuda":
+                with _MEMORY_FOR_GRAPHS:
+                    warm_up(runner, runner.comm.keepalive)
                 _record(runner, on_graph)
             own = peak_cuda_bytes(setup.device)
             if own is not None:
@@ -385,8 +392,10 @@ class Ranks:
         setup, env = self.setup, None if ranks is None else ranks.env
         self._comm = join(
             setup.device,
+            dtype=torch_dtype(setup.precision.computed),
             env=env,
             facts=facts,
+            notes=card_notes(setup),
             timeouts=self._timeouts,
             log_dir=setup.config.log_dir,
             look=look,
@@ -467,7 +476,7 @@ def _record(runner: ModelRunner, on_graph: Callable[[int], None]) -> None:
         runner.comm.keepalive()
         on_graph(n_rows)
 
-    with MemoryFor("recorded decode steps", "lower kv_cache_bytes, or use more ranks"):
+    with _MEMORY_FOR_GRAPHS:
         runner.record(on_graph=note)
     runner.comm.barrier()
 
@@ -480,11 +489,31 @@ def shared_facts(setup: ModelSetup) -> dict[str, str]:
         "version of parallel_llama": parallel_llama.__version__,
         "version of torch": torch.__version__,
         "device": setup.kind,
+        **_card_facts(setup),
         **config.facts(),
         "model's arguments": _digest(setup.args),
         "plan": _digest(setup.plan),
         **{f"file {name}": digest for name, digest in contents.items()},
     }
+
+
+def _card_facts(setup: ModelSetup) -> Mapping[str, str]:
+    """The values that must be the same on all ranks with GPUs.
+
+    A mixture of experts routes tokens on every rank. GPUs of different architectures round the
+    router's scores differently, and a token could get an expert on one rank alone.
+    """
+    if setup.kind == "cpu":
+        return {}
+    kernels = {"kernels": "torch's operators" if why_unusable() else "Triton"}
+    name = "architecture of the GPU"
+    routed = {name: describe_card(setup.device).get(name, "")} if setup.args.n_experts else {}
+    return library_versions() | kernels | routed
+
+
+def card_notes(setup: ModelSetup) -> Mapping[str, str]:
+    """The values that should be the same on all ranks, unless the user gives GPUs their shards."""
+    return {} if setup.config.memory is not None else describe_card(setup.device)
 
 
 def _digest(value: object) -> str:

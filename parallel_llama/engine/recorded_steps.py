@@ -7,8 +7,6 @@ operator.
 `CUDAGraphs` captures a graph for each bucket of rows at the start; a step takes the smallest bucket
 that fits, and is padded. `KernelCalls`, on the CPU, records the first step with each number of
 rows; the results are bitwise those of the operators.
-
-Source: CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph.
 """
 
 import logging
@@ -74,20 +72,6 @@ class Logits:
 Recorder = Callable[[Callable[[], Logits]], tuple[Logits, Callable[[], object]]]
 
 
-def record_cuda_graph(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
-    """Runs `step` once, then captures what it launches in a CUDA graph."""
-    side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # compiles kernels and allocates workspaces, which is not allowed in a capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may launch kernels meanwhile, which are not captured.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        logits = step()
-    return logits, graph.replay
-
-
 @dataclass(frozen=True)
 class _Graph:
     """A captured step: its input buffer, its output logits, and its launch."""
@@ -122,7 +106,7 @@ class CUDAGraphs:
 
         `step` is not kept: it holds the model, which must be freed with its LLM. `on_rows` is
         called with the number of rows before each capture. Capturing fails if an operator
-        synchronises with the device, or memory is exhausted.
+        waits for the device, or memory is exhausted.
 
         Collective: a broadcast and an all_gather for each bucket, and its steps.
         """

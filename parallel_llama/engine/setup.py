@@ -28,8 +28,14 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.memory import values_by_form, weight_bytes, working_bytes
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
+from parallel_llama.ops.triton_toolchain import why_unusable
 from parallel_llama.parallel.communicators import own_device, visible_cards
-from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
+from parallel_llama.parallel.device_choice import (
+    DeviceKind,
+    choose_device,
+    ranks_of_cards,
+    too_few,
+)
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world
 from parallel_llama.plan import make_plan, resolve_exact, why_unrecorded
@@ -59,10 +65,10 @@ class ModelSetup:
         self.args, files = self.inputs.args, self.inputs.files
         # Sent to the other ranks: `inputs` may have another context length than `config`.
         self.config = replace(config, tp_size=self.size, max_seq_len=self.inputs.max_seq_len)
-        local_rank, n_local_ranks = local_world(self.size)
-        self.kind = _device_kind(config.device, n_local_ranks)
+        _, n_local_ranks = local_world(self.size)
+        self.kind, card = _device_of(config.device, self.size)
         _require_checkable(bool(config.integrity_check), self.kind)
-        self.device = own_device(self.kind, local_rank)
+        self.device = own_device(self.kind, card)
         if config.elastic:
             require_elastic(self.kind, config.kv_split)
             require_spares(config.spares, self.size)
@@ -85,6 +91,8 @@ class ModelSetup:
         slower = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
         if self.exact and config.exact is None and self.precision.dtype == "bfloat16":
             slower.append(_why_without_tiles())
+        if self.kind == "cuda":
+            slower.append(why_unusable())
         if has_files:
             slower.append(why_decoded(files, self.args, self.dtype, config.quant))
         for reason in filter(None, slower if world()[0] == 0 else ()):
@@ -199,10 +207,15 @@ def _open_weights(
     return checkpoint
 
 
-def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
-    """The kind of device for this host's ranks; warns if auto leaves GPUs unused."""
+def _device_of(asked: str, size: int) -> tuple[DeviceKind, int]:
+    """The kind of device of this rank, and the index of its GPU; warns if auto leaves GPUs unused.
+
+    Args:
+        size: the number of all ranks.
+    """
     n_cards = visible_cards()
+    card, n_ranks = ranks_of_cards(asked, size, n_cards)
     kind = choose_device(asked, n_ranks, n_cards)
     if n_cards and asked == "auto" and kind == "cpu" and world()[0] == 0:
         logger.warning("running on the CPU: %s", too_few(n_ranks, n_cards))
-    return kind
+    return kind, card

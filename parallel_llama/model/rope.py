@@ -69,7 +69,7 @@ class RotaryTables:
 
     Args:
         dtype: The dtype of the model; the tables have at least float32.
-        device: The device of `whole`.
+        device: The device of `up_to`.
     """
 
     def __init__(self, args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -94,13 +94,13 @@ class RotaryTables:
         parts = [self._from_table(together, n_prompt)] if together else []
         return np.concatenate([*parts, self._rounded(rows)])
 
-    def whole(self) -> Tensor:
-        """Rotations of all positions up to the model's `max_seq_len`, without dynamic scaling.
+    def up_to(self, n_positions: int) -> Tensor:
+        """Rotations of the first positions, without dynamic scaling.
 
-        Shapes: [max_seq_len, 1, head_dim / 2] complex.
+        Shapes: [n_positions, 1, head_dim / 2] complex.
         """
         assert not base_len(self._args, 1)
-        table = rotations(self._args, range(self._args.max_seq_len), 1)
+        table = rotations(self._args, range(n_positions), 1)
         return table.to(device=self._device, dtype=self._dtype)
 
     def _from_table(self, positions: range, n_tokens: int) -> HostRotations:

@@ -5,7 +5,6 @@ its device. `TorchOps` runs everywhere and is the reference for all other sets.
 """
 
 from collections.abc import Collection
-from importlib.util import find_spec
 
 import torch
 
@@ -29,6 +28,7 @@ from parallel_llama.ops.cpu_ops import CPUOps
 from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.gumbel import SamplingKeys
 from parallel_llama.ops.torch_ops import TorchOps
+from parallel_llama.ops.triton_toolchain import why_unusable
 
 __all__ = [
     "CPUOps",
@@ -80,7 +80,7 @@ def choose_ops(
     """
     if computes(dtype, device):
         return CPUOps(dtype, head_dim, heads_per_kv, scores, cache_dtype, matrices, exact=exact)
-    if device.type == "cuda" and dtype in _CUDA_DTYPES and find_spec("triton") is not None:
+    if device.type == "cuda" and dtype in _CUDA_DTYPES and why_unusable() is None:
         from parallel_llama.ops.cuda_ops import CUDAOps
 
         return CUDAOps(scores)

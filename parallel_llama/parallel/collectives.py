@@ -4,7 +4,8 @@ Models and engines reach other ranks only through a `Communicator`. Several rank
 through a `process_group` of torch or, on one host, through `shared_memory`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -159,6 +160,7 @@ class ByDevice(Communicator):
         self.rank, self.size = host.rank, host.size
         self._host, self._cards = host, cards
         self._require_whole, self._is_on_card = require_whole, is_on_card
+        self._alone: Slice | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._route(x).all_reduce(x)
@@ -186,9 +188,28 @@ class ByDevice(Communicator):
         self._cards.close()
         self._host.close()
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Collectives inside exchange nothing with other ranks, so their results are meaningless.
+
+        A step then compiles its kernels, for as long as that takes, while no other rank waits.
+        """
+        self._alone = Slice(self.size)
+        try:
+            yield
+        finally:
+            self._alone = None
+
     def _route(self, x: Tensor) -> Communicator:
+        if self._alone is not None:
+            return self._alone
         self._require_whole()
         return self._cards if self._is_on_card(x) else self._host
+
+
+def without_peers(comm: Communicator) -> AbstractContextManager[None]:
+    """Inside, the ranks of GPUs compute without each other; see `ByDevice.alone`."""
+    return comm.alone() if isinstance(comm, ByDevice) else nullcontext()
 
 
 Medium = Literal["shared memory", "sockets"]

@@ -7,6 +7,7 @@ of torchrun's agent; otherwise rank 0 owns a store that listens only at MASTER_A
 import errno
 import fcntl
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
+from parallel_llama.parallel.card import card_id
 from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.failures import RankError, first_line
@@ -53,6 +55,8 @@ from parallel_llama.parallel.shared_memory import share
 from parallel_llama.parallel.sockets import Endpoint, connect
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.torch_threads import start_thread
+
+logger = logging.getLogger(__name__)
 
 
 def visible_cards() -> int:
@@ -91,8 +95,10 @@ _has_begun = False  # whether this process has called `join`
 def join(
     device: torch.device = _CPU,
     *,
+    dtype: torch.dtype = torch.float32,
     env: RankEnv | None = None,
     facts: Mapping[str, str] | None = None,
+    notes: Mapping[str, str] | None = None,
     timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     log_dir: str | None = None,
     look: Callable[[Sequence[int]], None] = lambda _: None,
@@ -101,8 +107,10 @@ def join(
 
     Args:
         device: the device of the model's tensors.
+        dtype: the dtype of the sums of the model.
         env: the rank and store address of this process; by default `rank_env()`.
         facts: must be equal on all ranks.
+        notes: should be equal on all ranks; rank 0 warns of a difference.
         log_dir: where a folder with the stacks of the ranks is made after a failure.
         look: called with the missing ranks while this waits; it may raise.
 
@@ -135,8 +143,13 @@ def join(
         store = _open_store(env, timeouts.start_s)
         stores.append(store)
         with telling(store, env.rank, env.size):
-            own = RankInfo.of_this_process(env.rank, env.size, facts or {})
-            rendezvous(store, own, missing, ended)
+            own = RankInfo.of_this_process(
+                env.rank, env.size, facts or {}, notes or {}, card_id(device)
+            )
+            unlike = rendezvous(store, own, missing, ended)
+            if env.rank == 0:
+                for difference in unlike:
+                    logger.warning("the ranks differ in what sets their speed. %s", difference)
             # gloo would wait for a rank that has given up until the timeout.
             listen = partial(_listen, env, timeouts.start_s, ended, heard)
             start_thread(listen, "listen", ended.set)
@@ -144,7 +157,7 @@ def join(
             endpoint = None if address is None else Endpoint(address, store.key_for("sockets"))
             with _gloo_on_interface_to(env):
                 return make_communicator(
-                    env.rank, env.size, store, device, timeouts, endpoint=endpoint
+                    env.rank, env.size, store, device, timeouts, endpoint=endpoint, dtype=dtype
                 )
 
     def look_around() -> None:
@@ -200,12 +213,14 @@ def make_communicator(
     timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     shared_memory: bool = True,
     endpoint: Endpoint | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Communicator:
     """Forms the group of `size` ranks that share a store.
 
     Args:
         shared_memory: if false, ranks of one host communicate like ranks of several hosts.
         endpoint: where ranks that do not share memory reach this one; None leaves them to gloo.
+        dtype: that of the model's sums, for which GPUs choose the faster exchange.
 
     Raises: RankError if the ranks cannot connect.
     Collective: every rank calls it, with equal arguments except `rank` and `endpoint`.
@@ -236,7 +251,7 @@ def make_communicator(
         # fairscale's groups start with torch's default of 30 minutes.
         own.set_timeout(timedelta(seconds=timeouts.step_s))
     abort = partial(_abort, group, device) if has_card else None
-    comm = ProcessGroup(group, store, timeouts, _leave, abort)
+    comm = ProcessGroup(group, store, timeouts, _leave, abort, partial(use_device, device))
     try:
         # No rank continues before all have connected, because the store may end with rank 0.
         comm.barrier()
@@ -250,7 +265,7 @@ def make_communicator(
         cards: Communicator = comm
         if is_shared:  # on one host, GPUs may read each other's memory
             shared = partial(symmetric_memory, group, device)
-            cards = with_one_shot_sums(comm, device, shared, seconds_on_card)
+            cards = with_one_shot_sums(comm, device, shared, seconds_on_card, dtype)
         return ByDevice(host, cards, comm.require_whole)
     except RankError:
         comm.close()

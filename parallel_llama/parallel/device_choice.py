@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Literal
 
 from parallel_llama.errors import UsageError
+from parallel_llama.parallel.rank_env import (
+    asks_for_own_cards,
+    given_local_world,
+    is_started_as_rank,
+    is_watched,
+    local_world,
+)
 
 DeviceKind = Literal["cpu", "cuda"]
+
+_CARDS = "dev/nvidia[0-9]*"
 
 
 def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
@@ -39,6 +48,37 @@ def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
     raise UsageError(f"device={asked!r}: use auto, cpu or cuda")
 
 
+def ranks_of_cards(asked: str, size: int, n_cards: int, root: Path = Path("/")) -> tuple[int, int]:
+    """This process's rank among the ranks that share its visible GPUs, and their number.
+
+    A launcher may give each rank a GPU of its own, which then is GPU 0 in each rank. Nothing says
+    so for certain before the ranks connect: `rendezvous` refuses ranks that have the same GPU.
+
+    Args:
+        asked: "auto", "cpu" or "cuda". With "cuda", a rank whose launcher may have hidden the other
+            GPUs takes the only one that it sees.
+        size: the number of all ranks.
+        n_cards: the number of GPUs that this process sees.
+        root: the root of the file system.
+
+    Raises: UsageError as `local_world`.
+    """
+    local_rank, n_local = local_world(size)
+    if not 0 < n_cards < n_local or not is_started_as_rank():
+        return local_rank, n_local
+    if is_watched():
+        # torchrun and `--nproc` show all GPUs to all ranks, except that with --virtual-local-rank
+        # each rank is local rank 0 and sees its own GPU.
+        return (0, 1) if asked == "cuda" and n_cards == 1 and local_rank == 0 else (0, n_local)
+    are_hidden = len(list(root.glob(_CARDS))) >= n_local * n_cards
+    if asks_for_own_cards() or are_hidden or (asked == "cuda" and n_cards == 1):
+        return 0, 1
+    known_rank, known_size = given_local_world()
+    if known_rank is not None and known_size is None and known_rank < n_cards:
+        return known_rank, n_cards  # the other ranks are on other hosts
+    return local_rank, n_local
+
+
 def too_few(n_ranks: int, n_cards: int) -> str:
     """The part of an error message that says why the ranks cannot use GPUs."""
     cards = f"{n_cards} GPU{'s' * (n_cards != 1)}"
@@ -52,7 +92,7 @@ def count_cards(root: Path = Path("/"), visible: str | None = None) -> int:
         root: the root of the file system.
         visible: used instead of the environment's CUDA_VISIBLE_DEVICES if given.
     """
-    n_cards = len(list(root.glob("dev/nvidia[0-9]*")))
+    n_cards = len(list(root.glob(_CARDS)))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     if visible is None or n_cards == 0:
         return n_cards

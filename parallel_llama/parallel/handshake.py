@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event
 
 import msgspec
@@ -36,6 +36,8 @@ class RankInfo:
     Args:
         facts: by name, values that must be equal on all ranks.
         token: distinguishes two processes that claim the same rank.
+        notes: by name, values that should be equal on all ranks.
+        card: the id of this rank's GPU, which no other rank may have; empty on the CPU.
     """
 
     rank: int
@@ -44,13 +46,22 @@ class RankInfo:
     host: str
     pid: int
     token: str
+    notes: Mapping[str, str] = field(default_factory=dict)
+    card: str = ""
 
     @classmethod
-    def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str]) -> "RankInfo":
+    def of_this_process(
+        cls,
+        rank: int,
+        size: int,
+        facts: Mapping[str, str],
+        notes: Mapping[str, str] | None = None,
+        card: str = "",
+    ) -> "RankInfo":
         name = socket.gethostname()
         # Some are not plain strings, such as torch's version.
         texts = {fact: str(value) for fact, value in facts.items()}
-        return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8))
+        return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8), notes or {}, card)
 
     @classmethod
     def decode(cls, data: bytes, rank: int) -> "RankInfo":
@@ -74,8 +85,8 @@ class RankInfo:
         return f"process {self.pid} on {printable(self.host, 255)}"
 
 
-def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> None:
-    """Waits for every rank and checks that the facts of all ranks are equal.
+def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> list[str]:
+    """Waits for every rank, and checks that all facts are equal and that no two ranks share a GPU.
 
     It has no time limit.
 
@@ -83,8 +94,10 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> 
         missing: the ranks that have not joined; updated while this waits.
         ended: set when the caller no longer waits.
 
-    Raises: RankError naming the fact that differs and its ranks, or why another rank has given up;
-    TimeoutError once `ended` is set.
+    Returns: the differences between the notes of the ranks.
+
+    Raises: RankError naming the fact that differs and its ranks, or two ranks with the same GPU, or
+    why another rank has given up; TimeoutError once `ended` is set.
     Collective: every rank calls it.
     """
     infos: dict[int, RankInfo] = {}
@@ -105,7 +118,10 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> 
                 missing.discard(rank)
         if len(infos) < own.size and ended.wait(_POLL_S):
             raise TimeoutError
-    require_same([infos[rank] for rank in range(own.size)])
+    in_order = [infos[rank] for rank in range(own.size)]
+    require_same(in_order)
+    require_own_cards(in_order)
+    return differences([info.notes for info in in_order])
 
 
 @contextmanager
@@ -156,22 +172,44 @@ def _printable(data: bytes) -> str:
 
 def require_same(infos: Sequence[RankInfo]) -> None:
     """Raises: RankError naming a fact that is not equal on all ranks and a rank that differs."""
-    for name in {name: None for info in infos for name in info.facts}:
-        values = [info.facts.get(name, "nothing") for info in infos]
+    for difference in differences([info.facts for info in infos]):
+        raise RankError(
+            f"the ranks differ. {difference}. Start all ranks with the same command, files and "
+            "versions"
+        )
+
+
+def differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """For each value that is not equal on all ranks, its name and a rank that differs."""
+    found = []
+    for name in {name: None for own in of_ranks for name in own}:
+        values = [own.get(name, "nothing") for own in of_ranks]
         usual, _ = Counter(values).most_common(1)[0]  # the first if several are equally common
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
             rank, like = odd[0], values.index(usual)
-            difference = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(infos)} "
+            difference = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(of_ranks)} "
             if max(len(usual), len(values[rank])) <= _SHOWN_CHARS:
                 others = printable(values[rank], _SHOWN_CHARS), printable(usual, _SHOWN_CHARS)
                 difference += f"has {others[0]} and rank {like} has {others[1]}"
             else:
                 difference += f"differs from rank {like}"
             more = f"; so do {len(odd) - 1} more" if len(odd) > 1 else ""
+            found.append(difference + more)
+    return found
+
+
+def require_own_cards(infos: Sequence[RankInfo]) -> None:
+    """Raises: RankError naming two ranks that have the same GPU, which NCCL does not support."""
+    first: dict[str, RankInfo] = {}
+    for info in infos:
+        other = first.setdefault(info.card, info)
+        if info.card and other is not info:
+            card = printable(info.card, _SHOWN_CHARS)
             raise RankError(
-                f"the ranks differ. {difference}{more}. Start all ranks with the same command, "
-                "files and versions"
+                f"rank {other.rank} and rank {info.rank} of {info.size}, {other.process} and "
+                f"{info.process}, have the same GPU ({card}); let the launcher show each rank a "
+                "GPU of its own, or use --device cpu"
             )
 
 

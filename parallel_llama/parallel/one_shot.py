@@ -2,8 +2,9 @@
 
 NCCL takes about 20 microseconds for the few kilobytes of a decode step, and each layer has two
 all-reduces; one shot over symmetric memory takes about 5. NCCL is faster above some size, because
-one shot reads the whole input of every rank. That size is measured when the group is formed. GPUs
-without symmetric memory use NCCL.
+one shot reads the whole input of every rank. That size is measured when the group is formed, as a
+decode step sums: in the dtype of the model, and replayed in a CUDA graph, since otherwise the time
+of the calls from Python would be compared. GPUs without symmetric memory use NCCL.
 
 Sums are in float32 and in rank order, so they are bitwise equal on all ranks. In the kernel, a GPU
 waits for the others without a time limit; the group's watchdog and the launcher have time limits.
@@ -20,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.cuda_graphs import GraphRecorder
 
 # Sums of more elements always use NCCL; sums of _TRIED elements are timed.
 _MOST = 1 << 18
 _TRIED = tuple(1 << n for n in range(10, 19, 2))
-_ROUNDS = 20
+_ROUNDS, _REPLAYS = 20, 5
 
 # Sums a float32 tensor of at most _MOST elements over all ranks, into a new tensor.
 OneShot = Callable[[Tensor], Tensor]
@@ -66,12 +68,14 @@ def with_one_shot_sums(
     device: torch.device,
     make: Callable[[], OneShot],
     seconds: Callable[[Callable[[], object]], float],
+    dtype: torch.dtype = torch.float32,
 ) -> Communicator:
     """`cards` with one-shot sums for the sizes at which they are faster, or `cards` itself.
 
     Args:
         make: returns the one-shot function; raises if the device has none.
         seconds: measures how long the device takes for a call.
+        dtype: that of the model's sums. NCCL adds it as it is; one shot converts it to float32.
 
     Collective: every rank calls it.
     """
@@ -86,7 +90,7 @@ def with_one_shot_sums(
         return cards
     most = 0
     for n in _TRIED:
-        x = torch.zeros(n, device=device)
+        x = torch.zeros(n, dtype=dtype, device=device)
         taken_s = [seconds(partial(way.all_reduce, x)) for way in (ours, cards)]
         # Each rank has its own measurement; the slowest one counts.
         slowest = cards.all_gather(torch.tensor(taken_s, device=device)).amax(0).tolist()
@@ -111,14 +115,27 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
 
 
 def seconds_on_card(call: Callable[[], object]) -> float:
-    """The median time of a call on the current GPU, in seconds."""
+    """The median time of a call on the current GPU, in seconds, when calls are replayed in a graph.
+
+    If the calls cannot be captured, they are timed as they are launched. Every rank makes as many
+    calls in either case, so ranks that differ in this still meet in every collective.
+    """
+
+    def calls() -> None:
+        for _ in range(_ROUNDS):
+            call()
+
+    try:
+        _, run = GraphRecorder()(calls)
+    except RuntimeError:
+        run = calls
     stream, taken = torch.cuda.current_stream(), list[float]()
-    for _ in range(_ROUNDS):
+    for _ in range(_REPLAYS):
         start = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        call()
+        run()
         stop = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         stop.synchronize()
-        taken.append(start.elapsed_time(stop) / 1e3)
+        taken.append(start.elapsed_time(stop) / 1e3 / _ROUNDS)
     return median(taken)
 
 

@@ -55,6 +55,7 @@ class ProcessGroup(Communicator):
         leave: called once, by `close`.
         abort: aborts the collectives that are queued on a GPU; None if a collective is done when
             its call returns.
+        use_device: as in `Watchdog`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ProcessGroup(Communicator):
         timeouts: Timeouts,
         leave: Callable[[], None],
         abort: Callable[[], None] | None = None,
+        use_device: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._timeouts = group, timeouts
@@ -71,7 +73,7 @@ class ProcessGroup(Communicator):
         self._heartbeats = _Heartbeats(store, self.rank, self.size)
         record_stacks()
         self._watchdog = abort and Watchdog(
-            timeouts.step_s, abort, self.culprits, evidence=self.evidence
+            timeouts.step_s, abort, self.culprits, evidence=self.evidence, use_device=use_device
         )
         self._n_collectives = 0
         self._last = "no collective"

@@ -116,16 +116,62 @@ def local_world(size: int) -> tuple[int, int]:
 
     Raises: UsageError like `world`.
     """
-    launcher = _launcher()
-    if launcher is None:
+    if _launcher() is None:
         return 0, size
+    local_rank, n_local = given_local_world()
+    if local_rank is None:
+        return world()
+    return local_rank, world()[1] if n_local is None else n_local
+
+
+def given_local_world() -> tuple[int | None, int | None]:
+    """As `local_world`, but None for a number that no environment variable gives.
+
+    Raises: UsageError like `world`.
+    """
+    launcher = _host_launcher()
+    if launcher is None:
+        return None, None
     if launcher.name == "srun" and (n_tasks := _tasks_of_node()) is not None:
-        local_rank = os.environ.get(launcher.local_rank, "")
-        return (int(local_rank), n_tasks) if local_rank.isdigit() else world()
+        given = os.environ.get(launcher.local_rank, "")
+        return (int(given), n_tasks) if given.isdigit() else (None, None)
     has_size = launcher.local_size in os.environ
     if launcher.local_rank not in os.environ and not has_size:
-        return world()
-    return _numbers(launcher.local_rank, launcher.local_size if has_size else launcher.size)
+        return None, None
+    local_size = launcher.local_size if has_size else launcher.size
+    local_rank, n_local = _numbers(launcher.local_rank, local_size)
+    return local_rank, n_local if has_size else None
+
+
+def _host_launcher() -> _Launcher | None:
+    """The launcher whose variables give the ranks of this host.
+
+    A script that srun or mpirun starts often sets torchrun's RANK and WORLD_SIZE, but not
+    LOCAL_WORLD_SIZE. Then the variables of srun or mpirun are used, if they give the same rank.
+    """
+    launcher = _launcher()
+    if launcher is not _TORCHRUN or _TORCHRUN.local_size in os.environ:
+        return launcher
+    own = [os.environ.get(name) for name in (_TORCHRUN.rank, _TORCHRUN.size)]
+    for other in _LAUNCHERS:
+        if [os.environ.get(name) for name in (other.rank, other.size)] == own:
+            return other
+    return launcher
+
+
+def asks_for_own_cards() -> bool:
+    """Whether the job gives each rank GPUs of its own, according to Slurm or Kubernetes.
+
+    A pod of Kubernetes is a host of its own, but its rank often has no local rank.
+    """
+    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ and given_local_world() == (None, None)
+    return (
+        is_pod
+        or "SLURM_GPUS_PER_TASK" in os.environ
+        or os.environ.get("SLURM_NTASKS_PER_GPU") == "1"
+        or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+        or os.environ.get("SLURM_GPU_BIND", "").startswith(("single:1", "per_task", "map_gpu"))
+    )
 
 
 def _tasks_of_node() -> int | None:

@@ -47,6 +47,8 @@ class Watchdog:
         heard_s: `end` is called if `require_whole` is not called within this time after an abort.
         end: ends the process, given the reason.
         evidence: what is appended to the message, such as stacks.
+        use_device: called first in each thread that uses the GPU. A thread without a current GPU
+            would create a context of half a gigabyte on GPU 0, whichever GPU is this rank's.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class Watchdog:
         heard_s: float = _HEARD_S,
         end: Callable[[str], None] = end_process,
         evidence: Callable[[], str] = lambda: "",
+        use_device: Callable[[], None] = lambda: None,
     ) -> None:
         self._limit_s, self._abort, self._explain = limit_s, abort, explain
-        self._evidence = evidence
+        self._evidence, self._use_device = evidence, use_device
         self._heard_s, self._end, self._heard = heard_s, end, threading.Event()
         self._works: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
         self._failure: str | None = None
@@ -80,16 +83,21 @@ class Watchdog:
         self._works.put(None)
 
     def _look(self) -> None:
+        self._use_device()
         while (queued := self._works.get()) is not None:
             if not is_done(*queued, self._limit_s):
                 why = self._explain()
                 # Set before the abort, which lets the host continue.
                 self._failure = f"{why} (no progress for {self._limit_s:g} s){self._gathered()}"
                 # NCCL's abort may block or raise, and neither may prevent the end of the process.
-                threading.Thread(target=self._abort, name="abort", daemon=True).start()
+                threading.Thread(target=self._abort_on_device, name="abort", daemon=True).start()
                 if not self._heard.wait(self._heard_s):
                     self._end(self._failure)
                 return
+
+    def _abort_on_device(self) -> None:
+        self._use_device()
+        self._abort()
 
     def _gathered(self) -> str:
         """The evidence; empty if it takes too long, because nothing may prevent the abort."""

@@ -566,14 +566,15 @@ def test_a_plan_for_cards_counts_what_they_need_to_work(capsys):
     working = on_cuda["ranks"][0]["working_bytes"]
     step = 4096 * (4 * 4096 + 4 * 7168) * 2  # tokens, numbers of each, bytes
     scores = 256 * 64128 * (2 + 3 * 4)
-    assert working == step + scores + (1 << 30)
+    rotations = 131072 * 64 * 8  # a complex number for each pair of a head
+    assert working == step + scores + rotations + (1 << 30)
     held = on_cuda["ranks"][0]["weight_bytes"] + on_cuda["ranks"][0]["kv_bytes_per_token"] * 131072
     for n_bytes, fits in ((held + working, True), (held + working - 1, False)):
         memory = f"{n_bytes}B"
         plan = plan_json(capsys, *asked, "--device", "cuda", "--memory", f"{memory},{memory}")
         assert plan["fits"] is fits
     page = plan_page(capsys, *asked, "--device", "cuda")
-    assert re.search(rf"^ +0 .* 1.56 GiB  {terminal.size(held + working)} ", page, re.M)
+    assert re.search(rf"^ +0 .* 1.62 GiB  {terminal.size(held + working)} ", page, re.M)
     assert "rest       activations and scores of a step of 4096 tokens, and 1.00 GiB for" in page
     page = plan_page(capsys, *asked, "--device", "cpu")
     assert f"rest       a process of about {PROCESS_BYTES >> 20} MiB" in page

@@ -253,7 +253,7 @@ def test_what_loses_least_comes_first(capsys):
     assert changes("--model", "llama-3.1-8b", "--gpus", "12x4") == [
         "14 ranks of 4.00 GiB, --kv-split sequence",
         "--kv-cache-dtype int8 --kv-split sequence",
-        "--max-seq-len 46999",
+        "--max-seq-len 44951",
     ]
 
 

@@ -25,12 +25,15 @@ from recorded import Recorded
 from thread_ranks import run_on_threads
 from torch import Tensor
 
+from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.memory import working_bytes
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.plan import make_plan
 from parallel_llama.request import SamplingParams
 from parallel_llama.sampling.draw import SampledToken
 from parallel_llama.sampling.pending import PendingDraws
@@ -115,6 +118,26 @@ def test_groups_of_layers_that_rotate_alike_have_one_table(local_rope_theta, n_t
     rotations = make_runner(Solo(), args, ops=paged_ops(args))._rotations
     assert rotations is not None and len(rotations) == 2
     assert len(set(rotations)) == n_tables
+
+
+@pytest.mark.parametrize("args", [ARGS, HYBRID], ids=["full", "windows"])
+def test_rotary_tables_are_as_long_as_the_cache_and_are_counted(args):
+    """A context of 1M tokens took 512 MB for each table, which no plan counted."""
+
+    def table_bytes(context: int, n_blocks: int) -> int:
+        own = replace(args, max_seq_len=context)
+        runner = make_runner(Solo(), own, ops=paged_ops(own))
+        runner.reserve([n_blocks] * len(runner.kv_groups), 4)
+        assert runner._rotations is not None
+        return sum(table.nbytes for table in set(runner._rotations))
+
+    def working(context: int) -> int:
+        own = replace(args, max_seq_len=context)
+        shard, precision = make_plan(own, 1).shards[0], Precision.plain("float64")
+        return working_bytes(own, shard, precision, 1, 1, "cuda")
+
+    assert table_bytes(400, 100) - table_bytes(200, 100) == working(400) - working(200) > 0
+    assert table_bytes(400, 10) == table_bytes(40, 10)
 
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID])

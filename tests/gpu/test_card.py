@@ -8,8 +8,16 @@ import torch
 from launch.bench.gpu_steps import Setting
 
 PARTS = {
-    "kernels": ("products", "products with few bits", "norms and gates", "attention"),
-    "parity": ("transformers", "ranks", "recorded", "in any batch"),
+    "kernels": (
+        "products",
+        "attention",
+        "products with few bits",
+        "prompts",
+        "routed products",
+        "norms and gates",
+        "attention checks",
+    ),
+    "parity": ("transformers", "recorded", "in any batch", "ranks"),
 }
 
 

@@ -1,7 +1,14 @@
 """The GPU benchmark runs without a GPU, survives failures of steps, and shows no wrong figures."""
 
+import importlib.util
 import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -9,9 +16,10 @@ import pytest
 import torch
 
 from launch.bench import gpu
-from launch.bench.gpu import STEPS, Step, main
+from launch.bench.gpu import ROOT, STEPS, Step, main
 from launch.bench.gpu_report import charts, markdown
-from launch.bench.gpu_steps import Row, Setting, attempt, shapes
+from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, attempt, shapes
+from launch.bench.gpu_steps import __main__ as gpu_step
 from launch.bench.gpu_steps.models import shape
 from parallel_llama.errors import UsageError
 
@@ -62,6 +70,106 @@ def test_a_step_that_fails_or_takes_too_long_costs_no_other(tmp_path, monkeypatc
     assert "No module named" in found["none"][-1]["wrong"]
     assert "out of time after 5 s" in found["long"][-1]["wrong"]
     assert found["card"] and not [row for row in found["card"] if row["wrong"]]
+
+
+def test_after_a_crash_the_remaining_parts_run_in_a_new_process(tmp_path, monkeypatch):
+    """One illegal address cost all later checks of its step, which failed with the same error."""
+    row = asdict(Row("a row", 1.0))
+    runs: list[list[Any]] = [
+        [{"part": "a"}, row, {"part": "b"}, row, -signal.SIGSEGV],
+        [{"part": "c"}, row, asdict(Row("c", wrong="CUDA error")), DEVICE_LOST],
+        [{"part": "d"}, row, 0],
+    ]
+    flags: list[Sequence[str]] = []
+
+    def process(_module: str, given: Sequence[str], *_: object) -> Iterator[Any]:
+        flags.append(given)
+        yield from runs[len(flags) - 1]
+
+    monkeypatch.setattr(gpu, "_process", process)
+    rows = list(gpu._run(Step("parity", "", 60), True, {}, None, tmp_path))
+    assert [each.name for each in rows] == ["a row", "a row", "b", "a row", "c", "a row"]
+    assert [each.wrong for each in rows if each.wrong] == [
+        "ended with exit code -11; see log.txt",
+        "CUDA error",
+    ]
+    assert flags == [["--dry-run"], ["--dry-run", "--after=b"], ["--dry-run", "--after=c"]]
+
+
+@pytest.mark.parametrize("code", [1, -signal.SIGSEGV])
+def test_a_process_that_ends_before_its_first_part_is_not_started_again(
+    tmp_path, monkeypatch, code
+):
+    monkeypatch.setattr(gpu, "_process", lambda *_: iter([code]))
+    (row,) = gpu._run(Step("parity", "", 60), True, {}, None, tmp_path)
+    assert row == Row("parity", wrong=f"ended with exit code {code}; see log.txt")
+
+
+def run_parts(monkeypatch, capsys, *flags: str) -> tuple[int, list[Any]]:
+    """The exit code and the lines of a step with three parts, the second of them without a GPU."""
+
+    def fails(_: Setting) -> Rows:
+        yield from attempt("inner", lost)
+
+    def lost() -> Rows:
+        yield Row("b")
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def works(name: str) -> Rows:
+        yield Row(name)
+
+    parts = {"a": lambda _: works("a"), "b": fails, "c": lambda _: works("c")}
+    monkeypatch.setitem(sys.modules, "launch.bench.gpu_steps.three", SimpleNamespace(PARTS=parts))
+    monkeypatch.setattr(sys, "argv", ["gpu_steps", "three", "--dry-run", *flags])
+    code = gpu_step.main()
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_process_whose_gpu_is_lost_ends_after_saying_so(monkeypatch, capsys):
+    code, lines = run_parts(monkeypatch, capsys)
+    assert code == DEVICE_LOST
+    assert [line.get("part") or line["name"] for line in lines] == ["a", "a", "b", "b", "inner"]
+    assert "illegal memory access" in lines[-1]["wrong"]
+    code, lines = run_parts(monkeypatch, capsys, "--after=b")
+    assert code == 0
+    assert [line.get("part") or line["name"] for line in lines] == ["c", "c"]
+
+
+def test_the_parts_of_the_tests_on_a_card_are_those_of_the_steps():
+    """The names differed, so that every test on a GPU would have failed."""
+    pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
+    spec = importlib.util.spec_from_file_location("on_card", ROOT / "tests/gpu/test_card.py")
+    assert spec is not None and spec.loader is not None
+    on_card = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(on_card)
+    for step, parts in on_card.PARTS.items():
+        assert tuple(importlib.import_module(f"launch.bench.gpu_steps.{step}").PARTS) == parts
+
+
+def test_the_kernels_of_all_checks_are_compiled_by_one_process_each(monkeypatch):
+    """216 checks compiled one after another for 120 to 170 s, in a step of 75 s."""
+    pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
+    from triton.runtime.jit import JITFunction
+
+    from launch.bench.gpu_steps import kernels
+
+    setting, made = Setting(torch.device("cpu"), is_rehearsal=False), list[str]()
+    monkeypatch.setattr(JITFunction, "run", JITFunction.run)
+
+    def make(**of_sample: Any) -> None:
+        made.append(str(of_sample))
+        raise ValueError("no GPU")
+
+    monkeypatch.setattr(kernels, "make_sample", make)
+    for first in range(3):
+        kernels.compile_samples(setting, first, 3)
+    samples = [str(of_sample) for _, of_sample in kernels._samples(setting)]
+    assert sorted(made) == sorted(samples) and len({*samples}) == 72
+    values = [dict(of_sample) for _, of_sample in kernels._samples(setting)]
+    for one, other in combinations(("dtype", "heads_per_kv", "head_dim", "cache_dtype"), 2):
+        pairs = {(each[one], each[other]) for each in values}
+        n_one, n_other = len({each[one] for each in values}), len({each[other] for each in values})
+        assert len(pairs) == n_one * n_other
 
 
 def test_a_part_that_fails_keeps_what_it_has_given():

@@ -1,5 +1,6 @@
 """Which operators `choose_ops` gives a model."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -7,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from parallel_llama.ops import CPUOps, TorchOps, choose_ops
+from parallel_llama.ops import CPUOps, TorchOps, choose_ops, triton_toolchain
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HALVES = (torch.bfloat16, torch.float16)
@@ -23,12 +24,60 @@ def test_kernels_are_chosen_for_the_types_they_compute_in():
     assert chosen(torch.float64, CUDA) is TorchOps
 
 
-def test_a_cuda_device_has_kernels_where_triton_is(monkeypatch):
+def test_a_cuda_device_has_kernels_where_triton_can_launch_them(monkeypatch):
+    """Without a C compiler or Python.h, the first launch failed with a traceback of Triton's."""
     if find_spec("triton"):
+        monkeypatch.setattr("parallel_llama.ops.why_unusable", lambda: None)
         names = {chosen(dtype, CUDA).__name__ for dtype in (torch.float32, *HALVES)}
         assert names == {"CUDAOps"}
-    monkeypatch.setattr("parallel_llama.ops.find_spec", lambda _: None)
+    monkeypatch.setattr("parallel_llama.ops.why_unusable", lambda: "no C compiler")
     assert {chosen(dtype, CUDA) for dtype in (torch.float32, *HALVES)} == {TorchOps}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "says"),
+    [
+        ((), None),
+        (("triton",), "the package triton to launch kernels; use: pip install triton$"),
+        (("gcc",), None),
+        (("gcc", "clang"), "a C compiler to launch kernels; use: apt install gcc$"),
+        (("gcc", "clang", "Python.h"), "C compiler and .*Python.h to .*gcc; apt install python3-d"),
+        (("CC",), "CC=/opt/none to launch kernels; use: unset CC$"),
+    ],
+)
+def test_what_triton_needs_of_a_host_is_named(monkeypatch, tmp_path, lacks, says):
+    (tmp_path / "Python.h").touch()
+    include = tmp_path / "none" if "Python.h" in lacks else tmp_path
+    monkeypatch.delenv("CC", raising=False)
+    if "CC" in lacks:
+        monkeypatch.setenv("CC", "/opt/none")
+    programs = {"gcc", "clang"} - {*lacks}
+    for name, stand_in in (
+        ("find_spec", lambda name: None if name in lacks else object()),
+        ("shutil.which", lambda name: name if name in programs else None),
+        ("sysconfig.get_path", lambda *_: str(include)),
+    ):
+        monkeypatch.setattr(f"parallel_llama.ops.triton_toolchain.{name}", stand_in)
+    found = triton_toolchain.why_unusable()
+    assert found is None if says is None else re.search(says, found)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="compares with Triton's own search")
+@pytest.mark.parametrize("programs", [(), ("gcc",), ("clang",), ("gcc", "clang")])
+def test_triton_finds_a_compiler_where_we_do(monkeypatch, tmp_path, programs):
+    from triton.runtime import build
+
+    for name in programs:
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    find = getattr(build._find_compiler, "__wrapped__", build._find_compiler)
+    try:
+        find("c")
+        is_found = True
+    except RuntimeError:
+        is_found = False
+    assert ("a C compiler" not in (triton_toolchain.why_unusable() or "")) == is_found
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""Two hosts on one machine."""
+"""Two hosts on one machine, and the environments of launchers."""
 
 import os
+import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -31,3 +32,19 @@ def hosts() -> Iterator[list[str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], None]:
+    """Sets variables in an environment without those of any launcher."""
+    launchers = "RANK|WORLD_|LOCAL_|MASTER_|SLURM_|OMPI_|PMI|MPI_|ENVIRONMENT|KUBERNETES_|"
+    launchers += "TORCHELASTIC_|CUDA_VISIBLE"
+    for name in list(os.environ):
+        if re.match(launchers, name):
+            monkeypatch.delenv(name)
+
+    def put(env: Mapping[str, str]) -> None:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+
+    return put

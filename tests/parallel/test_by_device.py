@@ -247,6 +247,30 @@ def test_a_process_ends_whatever_abort_does(way):
         released.set()
 
 
+def test_the_threads_of_a_watchdog_use_the_card_of_their_rank():
+    """Asking whether a collective is done made a context of half a gigabyte on GPU 0."""
+    users: dict[str, bool] = {}
+    own = threading.local()
+    aborted = threading.Event()
+
+    class Asked(FakeWork):
+        def is_completed(self) -> bool:
+            users["watchdog"] = getattr(own, "is_set", False)
+            return super().is_completed()
+
+    def abort() -> None:
+        users["abort"] = getattr(own, "is_set", False)
+        aborted.set()
+
+    watchdog = Watchdog(
+        0.05, abort, lambda: "rank 1", use_device=lambda: setattr(own, "is_set", True)
+    )
+    watchdog.add(Asked(0))
+    assert aborted.wait(SOON_S)
+    watchdog.end()
+    assert users == {"watchdog": True, "abort": True}
+
+
 def test_a_watch_that_has_ended_has_no_thread():
     before = set(threading.enumerate())
     watchdog = Watchdog(30.0, lambda: None, lambda: "")

@@ -1,6 +1,8 @@
-"""The device of ranks on a host with no GPU, one or two, and of every thread."""
+"""The device of ranks on a host with no GPU, one or two, under every launcher, and of a thread."""
 
 import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ import torch
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel import communicators
 from parallel_llama.parallel.communicators import own_device, use_device
-from parallel_llama.parallel.device_choice import choose_device, count_cards
+from parallel_llama.parallel.device_choice import choose_device, count_cards, ranks_of_cards
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.handshake import RankInfo, require_own_cards
 from parallel_llama.parallel.rank_env import local_world
 
 
@@ -79,6 +83,108 @@ def test_a_local_rank_is_enough_to_tell_the_ranks_of_a_host_apart(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "8")
     with pytest.raises(UsageError, match="LOCAL_RANK='8' and WORLD_SIZE='8'"):
         local_world(8)
+
+
+# Rank 5 of 8 ranks, 4 on each of 2 hosts.
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    "TORCHELASTIC_RUN_ID": "1",
+}  # fmt: skip
+VIRTUAL = {**TORCHRUN, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1"}  # --virtual-local-rank
+SRUN = {
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}  # fmt: skip
+ONE_EACH = {**SRUN, "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}  # fmt: skip
+BY_HAND = {"RANK": "5", "WORLD_SIZE": "8"}
+POD = {**BY_HAND, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "1"}
+
+CPU, REFUSED = "cpu", "4 ranks on this host and 1 GPU, but"
+
+
+@pytest.mark.parametrize(
+    ("env", "n_files", "n_cards", "auto", "cuda"),
+    [
+        (TORCHRUN, 4, 4, 1, 1),
+        (TORCHRUN, 1, 1, CPU, REFUSED),
+        (TORCHRUN | HIDDEN, 4, 1, CPU, REFUSED),  # set for torchrun, so for all of its ranks
+        (VIRTUAL, 4, 1, CPU, 0),
+        (SRUN, 4, 4, 1, 1),
+        (SRUN, 1, 1, CPU, 0),
+        (SRUN | HIDDEN, 4, 1, 0, 0),
+        (ONE_EACH, 1, 1, 0, 0),
+        (ONE_EACH, 4, 1, 0, 0),
+        ({**SRUN, "SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:2"}, 2, 2, 0, 0),
+        ({**SRUN, "SLURM_NTASKS_PER_GPU": "1"}, 1, 1, 0, 0),
+        ({**SRUN, "SLURM_GPU_BIND": "single:1"}, 1, 1, 0, 0),
+        # Each of 4 tasks has 2 of 8 GPUs.
+        (SRUN | {"CUDA_VISIBLE_DEVICES": "2,3"}, 8, 2, 0, 0),
+        (MPIRUN, 4, 4, 1, 1),
+        (MPIRUN, 1, 1, CPU, 0),
+        (MPIRUN | HIDDEN, 4, 1, 0, 0),
+        (POD, 1, 1, 0, 0),
+        ({**POD, **TORCHRUN}, 4, 4, 1, 1),
+        (BY_HAND, 1, 1, CPU, 0),
+        (BY_HAND, 4, 4, CPU, "8 ranks on this host and 4 GPUs"),
+        ({**BY_HAND, "LOCAL_RANK": "1"}, 4, 4, 1, 1),
+        # srun and mpirun start a script that sets torchrun's variables.
+        ({**SRUN, **BY_HAND, "LOCAL_RANK": "1"}, 4, 4, 1, 1),
+        ({**SRUN, **BY_HAND}, 4, 4, 1, 1),
+        ({**ONE_EACH, **BY_HAND, "LOCAL_RANK": "1"}, 1, 1, 0, 0),
+        ({**MPIRUN, **BY_HAND}, 4, 4, 1, 1),
+        ({}, 2, 2, CPU, "8 ranks on this host and 2 GPUs"),
+    ],
+)
+def test_every_launchers_rank_gets_its_card(
+    put: Callable[[Mapping[str, str]], None],
+    tmp_path: Path,
+    env: Mapping[str, str],
+    n_files: int,
+    n_cards: int,
+    auto: int | str,
+    cuda: int | str,
+) -> None:
+    """With one visible GPU per task, `auto` took the CPU and `cuda` refused."""
+    (tmp_path / "dev").mkdir()
+    for number in range(n_files):
+        (tmp_path / "dev" / f"nvidia{number}").touch()
+    put(env)
+
+    def chosen(asked: str) -> int | str:
+        card, n_ranks = ranks_of_cards(asked, 8, n_cards, tmp_path)
+        return card if choose_device(asked, n_ranks, n_cards) == "cuda" else CPU
+
+    assert chosen("auto") == auto
+    assert chosen("cpu") == CPU
+    if isinstance(cuda, int):
+        assert chosen("cuda") == cuda
+    else:
+        with pytest.raises(UsageError, match=cuda):
+            chosen("cuda")
+
+
+def test_two_ranks_with_one_card_are_named() -> None:
+    """Each rank sees one GPU, and only together do they see that this is the same GPU."""
+    infos = [RankInfo(n, 3, {}, f"host{n % 2}", n, "", {}, card) for n, card in enumerate("aba")]
+    with pytest.raises(RankError, match="rank 0 and rank 2 of 3, process 0 on host0 and process 2"):
+        require_own_cards(infos)
+    require_own_cards(infos[:2])
+    require_own_cards([RankInfo(n, 3, {}, "", n, "") for n in range(3)])
+
+
+def test_ranks_of_a_script_in_srun_know_the_ranks_of_their_host(
+    put: Callable[[Mapping[str, str]], None],
+) -> None:
+    """All 8 ranks were assumed to be on one host."""
+    put({**SRUN, **BY_HAND, "LOCAL_RANK": "1"})
+    assert local_world(8) == (1, 4)
+    put({"RANK": "4"})  # another launcher's rank
+    assert local_world(8) == (1, 8)
 
 
 def test_a_card_becomes_the_current_one_of_the_thread_that_asks(monkeypatch):

@@ -437,21 +437,6 @@ def test_ranks_that_are_about_to_do_different_things_are_told_which(meet):
         assert "color: rank 1 of 3 has blue and rank 0 has red" in line["outcome"]
 
 
-@pytest.fixture
-def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], None]:
-    """Sets variables in an environment without those of any launcher."""
-    launchers = "RANK|WORLD_|LOCAL_|MASTER_|SLURM_|OMPI_|PMI|MPI_|ENVIRONMENT"
-    for name in list(os.environ):
-        if re.match(launchers, name):
-            monkeypatch.delenv(name)
-
-    def put(env: Mapping[str, str]) -> None:
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-
-    return put
-
-
 def secret_file(path: Path, secret: str, mode: int = 0o600) -> dict[str, str]:
     path.write_text(secret + "\n")
     path.chmod(mode)

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from thread_ranks import ThreadComm, run_on_threads
 from torch import Tensor
 
+from parallel_llama.parallel import one_shot
 from parallel_llama.parallel.one_shot import OneShotSums, with_one_shot_sums
 
 CPU = torch.device("cpu")
@@ -70,6 +72,64 @@ def test_small_sums_go_by_one_shot_and_large_ones_as_before(tp_size):
         assert int(group.broadcast(torch.tensor([comm.rank]), src=1)) == 1
 
     run_on_threads(tp_size, run)
+
+
+def test_exchanges_are_timed_in_the_dtype_of_the_model():
+    """float32 was timed for a model in bfloat16, whose sums NCCL moves in half as many bytes."""
+
+    def run(comm: ThreadComm) -> set[torch.dtype]:
+        seen: set[torch.dtype] = set()
+
+        def seconds(call: Callable[[], object]) -> float:
+            total = call()
+            assert isinstance(total, Tensor)
+            seen.add(total.dtype)
+            return 1.0
+
+        with_one_shot_sums(comm, CPU, Made(comm), seconds, torch.bfloat16)
+        return seen
+
+    assert run_on_threads(3, run) == [{torch.bfloat16}] * 3
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_calls_are_timed_in_a_graph_and_as_many_on_every_rank(monkeypatch, is_captured):
+    """The calls from Python were timed, which cost more than the exchange itself."""
+    n_calls, n_replays = 0, 0
+
+    def call() -> None:
+        nonlocal n_calls
+        n_calls += 1
+
+    def record(calls: Callable[[], None]) -> tuple[None, Callable[[], None]]:
+        calls()
+        if not is_captured:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return None, replay
+
+    def replay() -> None:
+        nonlocal n_replays
+        n_replays += 1
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, stop: object) -> float:
+            assert stop is not self
+            return 2.0
+
+    stream = SimpleNamespace(record_event=lambda event: event)
+    monkeypatch.setattr(one_shot, "GraphRecorder", lambda: record)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    n_of_one = one_shot._ROUNDS
+    assert one_shot.seconds_on_card(call) == pytest.approx(2e-3 / n_of_one)
+    made = n_calls - n_of_one + n_replays * n_of_one
+    assert made == one_shot._REPLAYS * n_of_one and (n_replays > 0) == is_captured
 
 
 def test_what_is_nowhere_faster_is_not_taken():

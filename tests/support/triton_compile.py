@@ -23,13 +23,17 @@ TARGETS = (80, 90, 100)
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one architecture; `stack_bytes` are spilled registers."""
+    """One kernel for one architecture; `stack_bytes` are spilled registers.
+
+    `is_fused` says that products and sums may become one instruction, which rounds once.
+    """
 
     kernel: str
     target: int
     registers: int
     stack_bytes: int
     shared_bytes: int
+    is_fused: bool
 
 
 def compiled(test_file: str, function: str) -> list[Compiled]:
@@ -138,7 +142,8 @@ def _compile(source: Any, options: dict[str, Any], target: int) -> Compiled:
     registers, stack, shared = (
         int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "SHARED")
     )
-    return Compiled(source.name, target, registers, stack, max(shared, made.metadata.shared))
+    shared, is_fused = max(shared, made.metadata.shared), made.metadata.enable_fp_fusion
+    return Compiled(source.name, target, registers, stack, shared, is_fused)
 
 
 if __name__ == "__main__":

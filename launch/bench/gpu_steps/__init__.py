@@ -1,9 +1,12 @@
 """The steps of the GPU benchmark. Each step runs in its own process.
 
-A step is a module with a generator `rows(setting)`. Rows that it has yielded are kept when the step
-fails or reaches its time limit.
+A step is a module with a generator `rows(setting)`, or with such generators by name, `PARTS`. Rows
+that it has yielded are kept when the step fails or reaches its time limit. After a crash, the
+remaining parts run in a new process.
 """
 
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -52,9 +55,25 @@ class Setting:
 Rows = Iterator[Row]
 
 
+class DeviceLost(Exception):
+    """After an error such as an illegal address, no work can run on the GPU in this process."""
+
+
+# The exit code of a process whose GPU is lost.
+DEVICE_LOST = 3
+
+
 def attempt(name: str, measure: Callable[[], Rows]) -> Rows:
-    """Yields the rows of a part of a step, and a row with the error if it fails."""
+    """Yields the rows of a part of a step, and a row with the error if it fails.
+
+    Raises: DeviceLost after that row, if later parts of this process would fail as well.
+    """
     try:
         yield from measure()
-    except Exception as error:  # after any error the next parts can still run
+    except DeviceLost:
+        raise
+    except Exception as error:  # after any other error the next parts can still run
+        traceback.print_exc(file=sys.stderr)  # goes to the log
         yield Row(name, wrong=f"{type(error).__name__}: {str(error)[:400]}")
+        if "CUDA error" in str(error) and "out of memory" not in str(error):
+            raise DeviceLost from error

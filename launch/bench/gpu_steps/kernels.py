@@ -4,8 +4,13 @@ Shares are fractions of the measured copy bandwidth. A kernel has no figure in a
 is wrong.
 """
 
+import multiprocessing
+import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -13,6 +18,7 @@ import torch.nn.functional as F
 from paged_samples import POISON, Sample, make_sample
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.runtime.jit import JITFunction
 
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
 from launch.bench.gpu_steps.clock import device_seconds
@@ -27,17 +33,13 @@ from parallel_llama.ops.quant import quant_gemm as torch_quant_gemm
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # The matrices of a layer of Llama 3 8B: (inputs, outputs).
 _MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
+_COMPILERS = 8  # processes; each takes half a gigabyte of the GPU
+_COMPILE_S = 40.0  # time limit for all of these processes
 _CACHED = 256 << 20  # bytes, more than the cache of any GPU
 
 
 class Wrong(Exception):
     """The result of a kernel is wrong."""
-
-
-def rows(setting: Setting) -> Rows:
-    torch.manual_seed(0)
-    for name, part in PARTS.items():
-        yield from attempt(name, lambda part=part: part(setting))
 
 
 def dtypes(setting: Setting) -> tuple[torch.dtype, ...]:
@@ -160,12 +162,7 @@ def _elementwise(
 
 
 def attention(setting: Setting) -> Rows:
-    """Attention over scattered blocks: checks of KV groups, head sizes and caches; then speeds."""
-    if CUDAOps.attention is TorchOps.attention:
-        yield Row("attention", note="no kernel yet")
-        return
-    for name, of_sample in _samples(setting):
-        yield from attempt(name, lambda n=name, s=of_sample: _attention_is_right(n, s))
+    """The speed of decode attention over scattered blocks."""
     keys = setting.pick(65536, 40)
     for name, ranges, target in (
         (f"decode attention, 1 sequence of {keys} keys", [(1, keys - 1)], "at least 0.80"),
@@ -174,31 +171,72 @@ def attention(setting: Setting) -> Rows:
         yield from attempt(name, lambda a=(name, ranges, target): _attention(*a, setting))
 
 
+def attention_checks(setting: Setting) -> Rows:
+    """Attention over scattered blocks with uneven KV groups, head sizes and formats of the cache.
+
+    Most of the time is compilation, so several processes compile the kernels first.
+    """
+    if not setting.is_rehearsal:
+        _compile_at_once(setting)
+    for name, of_sample in _samples(setting):
+        yield from attempt(name, lambda n=name, s=of_sample: _attention_is_right(n, s))
+
+
+def _compile_at_once(setting: Setting) -> None:
+    """Fills Triton's cache; what fails here fails again in the check, which reports it."""
+    n = min(len(os.sched_getaffinity(0)), _COMPILERS)
+    context = multiprocessing.get_context("spawn")  # a fork cannot use the GPU
+    workers = [context.Process(target=compile_samples, args=(setting, i, n)) for i in range(n)]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + _COMPILE_S
+    for worker in workers:
+        worker.join(max(deadline - time.monotonic(), 0.0))
+        worker.kill()
+
+
+def compile_samples(setting: Setting, first: int, step: int) -> None:
+    """Compiles the kernels of every `step`-th check without launching them."""
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *arguments: Any, **how: Any) -> Any:
+        return run(kernel, *arguments, **{**how, "warmup": True})
+
+    JITFunction.run = compile_only
+    for _, of_sample in islice(_samples(setting), first, None, step):
+        with suppress(Exception):
+            make_sample(**of_sample).run(CUDAOps())
+
+
 def _samples(setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The samples by name: any two values of two properties occur together in at least one."""
     decoded, chunks = ((1, 0), (1, 37), (0, 5), (1, 100)), ((5, 0), (40, 19), (0, 0), (17, 64))
     if setting.is_rehearsal:
         decoded, chunks = ((1, 0), (1, 6)), ((3, 2),)
     heads_per_kv = ((3, 2),) if setting.is_rehearsal else ((4,) * 8, (3, 2), (1, 3, 3, 2), (7,))
     caches = (None,) if setting.is_rehearsal else (None, torch.int8, torch.float8_e4m3fn)
+    sizes = (16,) if setting.is_rehearsal else (64, 80, 128)
+    of_properties = list(map(range, map(len, (dtypes(setting), heads_per_kv, sizes, caches))))
     for kind, ranges in (("decode", decoded), ("prefill", chunks)):
-        for dtype in dtypes(setting):
-            for group in heads_per_kv:
-                for head_dim in (16,) if setting.is_rehearsal else (64, 80, 128):
-                    for cache in caches:
-                        stored = f", cache in {_name(cache)}" if cache else ""
-                        yield (
-                            f"{kind} attention, groups {group}, heads of {head_dim}, "
-                            f"{_name(dtype)}{stored}",
-                            {
-                                "ranges": ranges,
-                                "heads_per_kv": group,
-                                "head_dim": head_dim,
-                                "dtype": dtype,
-                                "cache_dtype": cache,
-                                "block_size": 4 if setting.is_rehearsal else 16,
-                                "device": setting.device,
-                            },
-                        )
+        # 36 of 108 combinations: the last property follows from the others.
+        for a, b, c, d in product(*of_properties):
+            if (a + b + c + d) % len(caches):
+                continue
+            dtype, group, head_dim, cache = dtypes(setting)[a], heads_per_kv[b], sizes[c], caches[d]
+            stored = f", cache in {_name(cache)}" if cache else ""
+            name = f"{kind} attention, groups {group}, heads of {head_dim}, {_name(dtype)}{stored}"
+            yield (
+                name,
+                {
+                    "ranges": ranges,
+                    "heads_per_kv": group,
+                    "head_dim": head_dim,
+                    "dtype": dtype,
+                    "cache_dtype": cache,
+                    "block_size": 4 if setting.is_rehearsal else 16,
+                    "device": setting.device,
+                },
+            )
 
 
 def _attention_is_right(name: str, of_sample: dict[str, Any]) -> Rows:
@@ -316,13 +354,15 @@ def _routed(name: str, n_rows: int, setting: Setting) -> Rows:
     yield _moved(name, n_bytes, device_seconds(calls, setting), setting)
 
 
+# Parts with speeds first, because most of the time goes into the checks of attention.
 PARTS = {
     "products": products,
-    "routed products": routed_products,
-    "products with few bits": group_products,
-    "norms and gates": elementwise,
     "attention": attention,
+    "products with few bits": group_products,
     "prompts": prompts,
+    "routed products": routed_products,
+    "norms and gates": elementwise,
+    "attention checks": attention_checks,
 }
 
 

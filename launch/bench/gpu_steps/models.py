@@ -18,12 +18,13 @@ from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import make_precision
 from parallel_llama.engine.model_runner import ModelRunner
-from parallel_llama.engine.recorded_steps import Logits, record_cuda_graph
+from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Slice, Solo
+from parallel_llama.parallel.cuda_graphs import GraphRecorder
 from parallel_llama.plan import make_plan
 
 BLOCK_SIZE = 16
@@ -93,15 +94,16 @@ def load(
     dtype: str | None = None,
     comm: Communicator | None = None,
     quant: str = "none",
+    shard_of: int = 0,
 ) -> ModelRunner:
-    """A rank's shard with random weights, without a cache."""
+    """A rank's shard with random weights, without a cache; with a Slice, that of `shard_of`."""
     comm = comm or Solo()
     precision = make_precision(args, dtype or half(setting), setting.device.type, quant)
     plan = make_plan(args, comm.size, quant_group_size=precision.quant_group_size)
     return ModelRunner.load(
         args,
         random_checkpoint(args, 0, setting.device),
-        plan.alone(0) if isinstance(comm, Slice) else plan,
+        plan.alone(shard_of) if isinstance(comm, Slice) else plan,
         comm,
         precision=precision,
         device=setting.device,
@@ -153,10 +155,11 @@ class Texts:
 def record(runner: ModelRunner, setting: Setting) -> bool:
     """Records the decode steps; returns whether any could be recorded."""
     n_recorded = 0
+    record_one = _rehearse if setting.is_rehearsal else GraphRecorder()
 
     def recorder(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
         nonlocal n_recorded
-        made = (_rehearse if setting.is_rehearsal else record_cuda_graph)(step)
+        made = record_one(step)
         n_recorded += 1
         return made
 

@@ -42,7 +42,7 @@ def chunk_attention(
         q.stride(0), k.stride(0), v.stride(0), out.stride(0),
         queries.window or NO_WINDOW, factor, cap,
         CAPPED=scores.soft_cap is not None, BLOCK=queries.block_size, ROWS=rows, TILE=n_keys,
-        HEAD_DIM=head_dim, SIZE=size, num_warps=8, num_stages=3, enable_fp_fusion=False,
+        HEAD_DIM=head_dim, SIZE=size, num_warps=8, num_stages=3,
     )  # fmt: skip
 
 

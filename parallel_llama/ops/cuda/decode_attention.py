@@ -67,12 +67,12 @@ def decode_attention(
         n_heads, n_parts, window, factor, cap,
         **splits, **numbers, GROUP=group, BLOCK=queries.block_size,
         CAPPED=scores.soft_cap is not None,
-        num_warps=8 if is_wide else 4, num_stages=2 if is_packed else 3, enable_fp_fusion=False,
+        num_warps=8 if is_wide else 4, num_stages=2 if is_packed else 3,
     )  # fmt: skip
     if n_programs > 1:
         launch(
             _combine, (n, n_heads), found, out, queries.rows, out.stride(0), n_heads, window,
-            **splits, **numbers, num_warps=warps(size), enable_fp_fusion=False,
+            **splits, **numbers, num_warps=warps(size),
         )  # fmt: skip
 
 

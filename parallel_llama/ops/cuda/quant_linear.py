@@ -60,8 +60,7 @@ def quant_gemm(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> Non
         shape.scale_bytes // 2, shape.factors_at, shape.integers_at,
         triton.cdiv(shape.n_groups, n_parts), 1 if is_split else n_parts,
         **_constants(shape.form), ROWS=rows, OUTPUTS=_OUTPUTS,
-        # Fused multiply-adds, if only some tile sizes had them, would change the rounding.
-        enable_fp_fusion=False, num_warps=n_warps, num_stages=6,
+        num_warps=n_warps, num_stages=6,
     )  # fmt: skip
     if is_split:
         add_parts(y, None, out)

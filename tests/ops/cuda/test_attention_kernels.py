@@ -198,6 +198,7 @@ def test_what_it_computes_with_stays_in_registers():
     assert {kernel.kernel for kernel in kernels} == {"_decode", "_combine", "_attention"}
     # A chunk of Llama's heads is eight numbers short on sm_80, whose products take registers.
     most = {80: 32, 90: 0, 100: 0}
+    assert not [kernel for kernel in kernels if kernel.is_fused]
     assert not [kernel for kernel in kernels if kernel.stack_bytes > most[kernel.target]]
     # What GPUs of the 40 series have.
     assert not [kernel for kernel in kernels if kernel.shared_bytes > 99 << 10]

@@ -97,6 +97,8 @@ COUNTS = {
 def test_nothing_is_spilled_nor_compiled_for_a_number_of_rows():
     kernels = compiled(__file__, "launches")
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
+    # The compiler's default fused in some tile sizes, so rows differed in the last bit.
+    assert not [kernel for kernel in kernels if kernel.is_fused]
     # The first of each kernel is compiled for every architecture.
     more = len(TARGETS) - 1
     assert Counter(each.kernel for each in kernels) == {k: n + more for k, n in COUNTS.items()}

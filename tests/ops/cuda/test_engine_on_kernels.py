@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import recorded_steps
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.layers import Backend
@@ -28,6 +30,7 @@ from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.cuda_graphs import require_capturable
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Request, SamplingParams
 from parallel_llama.sampling.draw import SamplingRow, row_sampling_key
@@ -73,10 +76,10 @@ class Literals(TorchFunctionMode):
         return result
 
 
-def meta_runner(args: ModelArgs) -> ModelRunner:
+def meta_runner(args: ModelArgs, ops: type[CUDAOps] = CUDAOps) -> ModelRunner:
     """A runner with a model on the meta device."""
     plan, scores = make_plan(args, 1), Scores(args.attention_scale, args.attention_soft_cap)
-    model = Transformer(args, plan.shards[0], Backend(Solo(), CUDAOps(scores), torch.bfloat16))
+    model = Transformer(args, plan.shards[0], Backend(Solo(), ops(scores), torch.bfloat16))
     for block in model.layers:
         if isinstance(block.feed_forward, MixtureOfExperts):
             for expert in block.feed_forward.experts.values():
@@ -112,6 +115,40 @@ def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args, top_k)
         assert pending.tokens.is_meta
     ups = {"aten._to_copy.default up": 1} if top_k else {}
     assert traffic.counts == {"aten.copy_.default up": 1, "aten.copy_.default down": 1, **ups}
+
+
+class Ungrouped(CUDAOps):
+    """A product per expert, as quantised experts have: the host reads how many rows each has."""
+
+    routed_linear = TorchOps.routed_linear
+
+
+def record_on_meta(args: ModelArgs, ops: type[CUDAOps]) -> list[int]:
+    """The numbers of rows whose steps can be captured."""
+    runner, found = meta_runner(args, ops), list[int]()
+
+    def record(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
+        with suppress(NotImplementedError):  # the meta device gives no values
+            step()
+        require_capturable(step)
+        logits = step()
+        found.append(len(logits.values))
+        return logits, step
+
+    runner.record(record)
+    return found
+
+
+@pytest.mark.parametrize("args", [ARGS, HYBRID, MIXTURE], ids=["full", "windows", "experts"])
+def test_every_decode_step_can_be_captured(args):
+    assert record_on_meta(args, CUDAOps) == list(recorded_steps.BUCKETS)
+
+
+def test_a_step_that_waits_for_the_device_is_found_before_it_is_captured(caplog):
+    """The capture failed when it ended, and the allocator took it to be in progress for ever."""
+    assert record_on_meta(MIXTURE, Ungrouped) == []
+    assert "decode steps of 1 rows and more run without a graph: the operator aten." in caplog.text
+    assert "waits for the device" in caplog.text
 
 
 def make_runner_of(

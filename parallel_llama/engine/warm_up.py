@@ -1,0 +1,87 @@
+"""The first steps of a model on a GPU, which compile its kernels before a request waits for them.
+
+Triton compiles a kernel when it is first launched, which takes 0.2 to 3 seconds. The first prompt,
+the first token drawn with a filter and the first log-probabilities would wait for 2 to 10 seconds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.recorded_steps import Logits
+from parallel_llama.engine.step_buffer import MAX_DECODED, Chunk
+from parallel_llama.errors import NumericalError
+from parallel_llama.parallel.collectives import without_peers
+from parallel_llama.request import SamplingParams
+from parallel_llama.sampling.draw import SamplingRow, row_sampling_key
+from parallel_llama.sampling.pending import PendingDraws
+from parallel_llama.sampling.sampler import sample
+from parallel_llama.sampling.scoring import score_tokens
+
+# More tokens than are decoded as single queries, and more than products take as a few rows.
+_N_PROMPT = max(MAX_DECODED, 16) + 1
+
+
+def warm_up(runner: ModelRunner, on_step: Callable[[], None]) -> None:
+    """Run every kind of step once, on the blocks of an empty KV cache.
+
+    A rank compiles for as long as its Triton cache is cold, so it runs these steps without the
+    other ranks, and only the barrier after them waits, for as long as the start may take.
+
+    `on_step` is called before each step.
+
+    Collective: a barrier.
+    """
+    with without_peers(runner.comm):
+        for step in _steps(runner):
+            on_step()
+            with suppress(NumericalError):  # what ranks compute alone may be anything
+                step()
+    runner.comm.barrier()
+
+
+def _steps(runner: ModelRunner) -> Iterator[Callable[[], object]]:
+    """The steps: a prompt, decode steps, and the ways to draw and to score tokens."""
+    # The last block of a cache may be that of padding.
+    n_blocks = max(min(cache.n_blocks for cache in runner.caches) - 1, 1)
+    n_prompt = min(_N_PROMPT, n_blocks * runner.block_size, runner.args.max_seq_len)
+    tables = [range(n_blocks)] * len(runner.kv_groups)
+    prompt = Chunk([0] * n_prompt, 0, tables, n_prompt)
+    draws = [
+        SamplingRow(params, 0, 0, n_prompt)
+        for params in (SamplingParams(temperature=1.0, top_k=20), SamplingParams(logprobs=1))
+    ]
+    yield partial(_draw, runner, [prompt], [n_prompt - 1], draws[:1])
+    yield partial(_score, runner, prompt)
+    # Kernels are compiled for a model, and not for a number of rows.
+    decoded = Chunk([0], n_prompt - 1, tables, n_prompt)
+    for draw in draws:
+        yield partial(_draw, runner, [decoded], [0], [draw])
+
+
+def _draw(
+    runner: ModelRunner, chunks: Sequence[Chunk], rows: Sequence[int], draws: Sequence[SamplingRow]
+) -> None:
+    """A step whose tokens are drawn on the device, or on the host for log-probabilities."""
+    sampling_keys = [
+        row_sampling_key(draw.params, draw.seed, draw.choice, draw.position) for draw in draws
+    ]
+    logits: Logits = runner.step(chunks, rows, sampling_keys=sampling_keys)[0]
+    vocab, comm = runner.shard.vocab, runner.comm
+    if draws[0].params.logprobs is not None or logits.drawn is None:
+        sample(logits.values, vocab, draws, comm)
+        return
+    ops, vocab_size = runner.model.ops, runner.args.vocab_size
+    PendingDraws(logits.values, logits.drawn, vocab, vocab_size, draws, comm, ops).read()
+
+
+def _score(runner: ModelRunner, prompt: Chunk) -> None:
+    """A step that scores the tokens of a prompt."""
+    hidden = runner.forward([prompt])
+    targets = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+    score_tokens(
+        runner.logits(hidden), runner.shard.vocab, targets, [1] * len(targets), runner.comm
+    )

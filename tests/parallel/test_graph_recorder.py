@@ -1,0 +1,140 @@
+"""Capturing a CUDA graph, with stand-ins for torch.cuda: what must hold after a failed capture."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_llama.parallel.cuda_graphs import GraphRecorder, NotCapturable, require_capturable
+
+
+class Card:
+    """What torch and the allocator know of one GPU.
+
+    Like torch, a capture that has become invalid raises when it ends, before the allocator is
+    called and before the stream of the caller is current again.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream: Any = self._stream("own")
+        self.captures: list[object] = []  # in progress, by their pools
+        self.pools: list[object] = []  # of graphs that exist
+        self.is_valid = True
+        cuda = torch.cuda
+        for name, value in (
+            ("graph_pool_handle", object),
+            ("Stream", lambda: self._stream("side")),
+            ("current_stream", lambda: self.stream),
+            ("set_stream", lambda stream: setattr(self, "stream", stream)),
+            ("stream", self._on),
+            ("current_device", lambda: 0),
+            ("CUDAGraph", lambda: SimpleNamespace(replay=lambda: "replayed")),
+            ("graph", self._capture),
+        ):
+            monkeypatch.setattr(cuda, name, value)
+        ends = {"_cuda_endAllocateToPool": self.captures, "_cuda_releasePool": self.pools}
+        for name, known in ends.items():
+            monkeypatch.setattr(
+                torch._C, name, lambda _, pool, known=known: self._take(known, pool), raising=False
+            )
+
+    def _take(self, known: list[object], pool: object) -> None:
+        if pool not in known:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        known.remove(pool)
+
+    def _stream(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda _: None)
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+    @contextmanager
+    def _capture(self, _: Any, pool: object, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        self.captures.append(pool)
+        self.pools.append(pool)
+        before, self.stream = self.stream, self._stream("capture")
+        try:
+            yield
+        finally:
+            if not self.is_valid:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            self.captures.remove(pool)
+            self.stream = before
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    return Card(monkeypatch)
+
+
+def test_graphs_of_one_model_share_their_memory(card: Card) -> None:
+    """Each of nine graphs kept the intermediates of its own step."""
+    record = GraphRecorder()
+    for number in range(3):
+        result, replay = record(lambda number=number: number)
+        assert result == number and replay() == "replayed"
+    assert len(card.pools) == 3 and len({*map(id, card.pools)}) == 1
+    assert not card.captures and card.stream.name == "own"
+
+
+def test_a_failed_capture_leaves_a_usable_allocator(card: Card) -> None:
+    """It took the capture to be in progress, and freed no memory that another stream had used."""
+    record = GraphRecorder()
+    card.is_valid = False
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        record(lambda: None)
+    assert not card.captures and not card.pools and card.stream.name == "own"
+
+
+def test_a_step_that_raises_in_a_capture_ends_it_once(card: Card) -> None:
+    def step() -> None:
+        if card.captures:
+            raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        GraphRecorder()(step)
+    assert not card.captures and len(card.pools) == 1 and card.stream.name == "own"
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.__setitem__(x > 0, 1),
+        lambda x: torch.where(x > 0),
+        lambda x: bool(x.any()),
+        lambda x: x + torch.ones(3).to("meta"),
+    ],
+    ids=["list", "number", "places", "mask", "masked write", "where", "bool", "copy"],
+)
+def test_an_operator_that_waits_for_the_device_is_named(
+    read: Callable[[Tensor], object], is_inference: bool
+) -> None:
+    """In inference mode, torch does not take some operators apart, and shows other names."""
+    with torch.inference_mode(is_inference):
+        x, places = torch.ones(3, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
+        require_capturable(lambda: torch.where(x > 0, x.double(), 0.0)[places].softmax(0))
+        with pytest.raises(NotCapturable, match=r"the operator aten\.\w+.* waits for the device"):
+            require_capturable(lambda: read(x))
+
+
+def test_another_error_of_a_step_is_not_hidden() -> None:
+    def step() -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory") as raised:
+        require_capturable(step)
+    assert not isinstance(raised.value, NotCapturable)
