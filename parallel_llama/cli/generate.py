@@ -16,7 +16,7 @@ from parallel_llama.cli.session import Meter, closing_line, lead, leads
 from parallel_llama.cli.terminal import BOLD, DIM, Activity, StatusLine, ctrl_c, painted, table
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError, escaped, quoted
-from parallel_llama.parallel.rank_env import is_under_torchrun
+from parallel_llama.parallel.rank_env import world
 from parallel_llama.request import Completion, Request, TokenLogprob
 from parallel_llama.tokenizer import Chat, text_of
 
@@ -68,14 +68,14 @@ def prepare(flags: Flags) -> Job:
                 )
                 file = ResultFile(path, requests, identity, resume)
                 requests = file.missing(requests)
-        if file is not None and not requests and not is_under_torchrun():
+        if file is not None and not requests and world()[1] == 1:  # other ranks wait for this one
             warn(f"{_count(file)}; nothing to do")
             return 0
 
         def work(llm: "LLM") -> int:
             warn_of_idle_filters(given, (request.params for request in requests))
             if file is not None and file.done:
-                warn(f"{_count(file)}; generating the others")
+                warn(f"{_count(file)}; {'generating the others' if requests else 'nothing to do'}")
             results = Results(lines, requests, flags[JSON], file)
             return _generate(llm, requests, results, _shown_seed(requests, run_seed))
 

@@ -84,6 +84,10 @@ def test_a_run_that_is_killed_again_and_again_ends_whole(model, prompts, tmp_pat
     assert f"{N_PROMPTS} completions in {broken}" in err
     assert completions(broken) == completions(whole)
     assert not (tmp_path / "broken.jsonl.run").exists()
+    # Rank 0 ended without the others, which waited for --start-timeout and failed.
+    process = start(model, prompts, broken, "--resume", "--nproc=2", "--start-timeout=10")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and "nothing to do" in err
 
 
 def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(prompts, tmp_path):

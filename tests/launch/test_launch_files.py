@@ -3,6 +3,7 @@
 import configparser
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,8 +15,12 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
+from launch_files import LAUNCH, parsed, under_torchrun
 from served import Served
 from tiny_folder import write_chat_folder
+
+from parallel_llama.cli.serve import DRAIN
+from parallel_llama.serve.server import _CLOSING_S
 
 LIMIT_S = 120
 # Starts three tasks on one node as srun does, in place of the command in "$@" after the options.
@@ -117,3 +122,56 @@ def verify(command: Sequence[str]) -> str:
     """What a checker says about its own file."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     return "\n".join(line for line in done.stderr.splitlines() if "parallel-llama.service" in line)
+
+
+SH = re.compile(r"^```sh\n(.*?)^```$", re.S | re.M)
+COMMENT = re.compile(r"^#   (.*)$", re.M)
+
+
+def printed() -> list[str]:
+    """The commands of docs/deploy.md, and those in the comments of the files in launch/."""
+    blocks = SH.findall((ROOT / "docs" / "deploy.md").read_text())
+    files = [path for path in LAUNCH.rglob("*") if path.is_file() and "bench" not in path.parts]
+    own = [path for path in files if path.suffix in ("", ".sh", ".service", ".yaml", ".conf")]
+    blocks += ["\n".join(COMMENT.findall(path.read_text())) for path in own]
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+COMMANDS = list(dict.fromkeys(filter(None, printed())))
+
+
+def test_every_printed_command_has_known_flags_and_existing_files(tmp_path, monkeypatch):
+    (tmp_path / "prompts.jsonl").touch()  # the parser looks for it
+    monkeypatch.chdir(tmp_path)
+    kinds = set()
+    for line in COMMANDS:
+        words = shlex.split(line, comments=True)
+        if words[0] == "torchrun":
+            torchrun, argv = under_torchrun(words[1:])
+            # torchrun kills ranks after its timeout, whatever --drain allows.
+            assert parsed(argv)[DRAIN] + _CLOSING_S < torchrun.shutdown_timeout, line
+            words = ["parallel-llama", *argv]
+        if words[:2] == ["docker", "run"]:
+            words = words[words.index("parallel-llama:0.1.0") :]
+        if words[0] in ("parallel-llama", "parallel-llama:0.1.0") or "slurm.sh" in line:
+            argv = words[2:] if "slurm.sh" in line else words[1:]
+            parsed(argv)
+            kinds.add(argv[0])
+        for word in words:
+            assert not word.startswith("launch/") or (ROOT / word).exists(), line
+    assert kinds == {"serve", "generate", "plan"}
+
+
+def test_the_hosts_of_the_page_are_those_of_one_torchrun():
+    lines = [shlex.split(line)[1:] for line in COMMANDS if line.startswith("torchrun --nnodes")]
+    hosts, commands = zip(*map(under_torchrun, lines), strict=True)
+    assert [host.node_rank for host in hosts] == list(range(int(hosts[0].nnodes)))
+    for host in hosts:
+        assert {**vars(host), "node_rank": 0} == vars(hosts[0])
+    assert all(command == commands[0] for command in commands)
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in LAUNCH.glob("*.sh")))
+def test_bash_can_parse_a_script(script):
+    done = subprocess.run(["bash", "-n", str(LAUNCH / script)], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr
