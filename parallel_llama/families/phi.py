@@ -1,6 +1,6 @@
 """Phi-3, Phi-3.5 and Phi-4 (also mini): Llama with fused weights, and LongRoPE for long contexts.
 
-Phi-4-mini rotates a part of each head.
+Phi-4-mini rotates three quarters of each head.
 
 Source: Phi3Config of transformers 5.24; arXiv 2404.14219; LongRoPE, arXiv 2402.13753; llama.cpp's
 phi3, which ignores the window that its files state.
