@@ -34,6 +34,7 @@ HF_QUANTS = {
     size: QuantFormat(4, has_min=True, block=size, min_factors=True) for size in (32, 64, 128)
 }
 
+# Integers without zero points.
 _INTEGERS: dict[int, QuantFormat] = {4: QuantFormat(4), 8: QuantFormat(8)}
 
 # 4-bit integers in a 32-bit word.

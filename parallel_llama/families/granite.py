@@ -19,7 +19,7 @@ _IN_GGUF = "embedding_scale", "residual_scale", "logit_scale", "attention.scale"
 
 def _logit_scale(key: str, divisor: float) -> float:
     if divisor <= 0:
-        raise UsageError(f"{key}={divisor:g}: logits are divided by it; use a number above 0")
+        raise UsageError(f"{key}={divisor:g} is a divisor of logits; use a number above 0")
     return 1 / divisor
 
 

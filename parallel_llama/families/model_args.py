@@ -33,7 +33,7 @@ class RopeScaling:
     kind `linear` divides positions by `factor`; `dynamic` raises the base with the length of the
     sequence when a token is processed; `llama3` and `yarn` treat low and high frequencies
     differently; `factors` divides each frequency by its own factor (llama3 scaling in GGUF files);
-    `longrope` divides them by `factors` if the model's `max_seq_len` is at most
+    `longrope` divides frequencies by `factors` if the model's `max_seq_len` is at most
     `original_max_seq_len`, and by `long_factors` if it is longer (see `for_context`).
 
     Raises: UsageError for a value that gives no valid rotary table.
@@ -341,7 +341,7 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
     if args.unrotated_layers:
         raise UsageError(
             f"attention_sinks={n_sinks} and layers without rotary embeddings cannot be combined, "
-            "because sinks are moved to the window by rotating their keys; drop attention_sinks"
+            "because sinks are moved next to the window by rotating queries; drop attention_sinks"
         )
     window = args.sliding_window or max_seq_len - n_sinks
     if not 1 <= n_sinks < max_seq_len or window < 1:

@@ -29,7 +29,9 @@ def _features(fields: Fields) -> dict[str, Any]:
     rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
     kind = rope.string("rope_type", rope.string("type", "default"))
     if kind not in ("default", "longrope", "su"):
-        raise UsageError(f"rope_type={kind[:80]!r}: Phi-3 has only 'default' and 'longrope'")
+        raise UsageError(
+            f"rope_type={kind[:80]!r} is not supported in 'phi3', only 'default' and 'longrope'"
+        )
     return {"rotary_dim": rotary_dim_of(fields, 1.0)}
 
 

@@ -159,7 +159,7 @@ def _downloaded(name: HubName, path: Path) -> ModelFiles:
     if snapshot is None or (name.file and not is_there(snapshot / name.file)):
         raise UsageError(
             f"model {str(name)!r} is not a path that exists, and was not downloaded from the hub "
-            f"to {hub_folder(name.repo)}; if it is a name there, add --download, or run: "
+            f"to {hub_folder(name.repo)}; if it is a name on the hub, add --download, or run: "
             f"{name.command}{did_you_mean(str(name), _neighbours(path))}"
         )
     if name.file:

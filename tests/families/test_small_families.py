@@ -346,7 +346,7 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tm
         ("arcee", {"hidden_act": "silu"}, "activation='silu' needs gated"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("nemotron", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary_dim=3 .*even"),
-        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0: .*above 0"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0 is a divisor .*above 0"),
         ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0: use"),
         ("granite", {"residual_multiplier": 1e-200}, "residual_scale=1e-200: use"),
         ("stablelm", {"rope_parameters": {"partial_rotary_factor": 1e308}}, "at most 1"),
