@@ -123,9 +123,9 @@ def working_bytes(
 
 
 def _rotary_bytes(args: ModelArgs, precision: Precision) -> int:
-    """Bytes of the rotary tables on a GPU, which have a complex number for each pair of a head.
+    """Bytes of the rotary tables on a GPU: a complex number per position and pair of a head.
 
-    A cache of fewer tokens than the context has shorter tables.
+    An upper bound: with a KV cache of fewer tokens than the context, the tables are shorter.
     """
     if args.rope_scaling is not None and args.rope_scaling.kind == "dynamic":
         return 0  # computed on the host for each step

@@ -211,7 +211,7 @@ def test_the_benchmark_of_a_gpu_says_what_to_do_without_one(clone):
 
 TABLE = re.compile(r"^\| ([^|]+) \| `([^`]+)` \|(?:.*\| ([0-9, -]+) \|)?", re.M)
 
-# The families without a shape in configs/models, and so without such numbers.
+# The families without a shape in configs/models. The table has no numbers for them.
 WITHOUT_SHAPES = {
     "arcee",
     "chatglm",

@@ -13,7 +13,7 @@ package index, download the missing wheels on another machine and copy them:
 
 Each step runs in its own process with a time limit, so that a failure does not affect other steps.
 After a crash, the remaining parts of the step run in a new process. FOLDER gets report.md,
-report.json, two plots, a log, and the compiled kernels, which a second run does not compile again.
+report.json, two plots, a log, and the compiled kernels, which a second run uses again.
 A configuration with wrong results gets no figure, and the exit code is 1.
 
 With --dry-run every step runs on the CPU in tiny shapes, with kernels in Triton's interpreter. This
@@ -146,7 +146,7 @@ def _run(
                 step.module, wrong=f"out of time after {step.limit_s:.0f} s; the rest is missing"
             )
             return
-        if code != DEVICE_LOST:  # whose row says why
+        if code != DEVICE_LOST:  # then the row of the part has the error
             yield Row(part or step.module, wrong=f"ended with exit code {code}; see log.txt")
         if part is None or part == last:  # the process ended before its first part
             return

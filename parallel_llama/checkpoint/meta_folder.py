@@ -274,7 +274,7 @@ def differing_norms(files: ModelFiles) -> dict[str, list[Tensor]]:
     norms = {
         name: [state[name].clone() for state in states]
         for name in held
-        if name.endswith("norm.weight") and ".attention." not in name  # which may be sharded
+        if name.endswith("norm.weight") and ".attention." not in name  # may be sharded
     }
     return {
         name: copies

@@ -115,7 +115,7 @@ class ScaledMatrix:
         return values.mul_(self._spread(block, scales))
 
     def quantised(self, form: QuantFormat, block: MatrixBlock, read: Read) -> QuantMatrix:
-        """A block of the matrix with its integers as stored, in the format of `stored_form`.
+        """A block of the matrix with its integers as stored, in the format that `stored_form` gave.
 
         The columns of the block must be whole groups of 32 inputs.
 

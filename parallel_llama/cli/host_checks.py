@@ -20,7 +20,7 @@ from parallel_llama.doctor.machine import Host, Needs, startup_checks
 from parallel_llama.engine.available_memory import available_memory
 from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.parallel.device_choice import choose_device, count_cards, ranks_of_cards
+from parallel_llama.parallel.device_choice import choose_device, count_cards, ranks_sharing_cards
 from parallel_llama.parallel.launch import threads_per_rank
 from parallel_llama.parallel.rank_env import SECRET_FD, is_started_as_rank, local_world, world
 
@@ -42,7 +42,7 @@ def needs_of(
     """
     local_rank, n_local = local_world(n_ranks)
     n_cards = count_cards()
-    _, n_sharing = ranks_of_cards(flags[DEVICE], n_ranks, n_cards)
+    _, n_sharing = ranks_sharing_cards(flags[DEVICE], n_ranks, n_cards)
     if choose_device(flags[DEVICE], n_sharing, n_cards) != "cpu":
         return None
     dtype = flags[DTYPE] or default_dtype(files, args, "cpu")

@@ -39,8 +39,8 @@ MODEL: Flag[str] = Flag(
     filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
 )  # fmt: skip
 DOWNLOAD: Flag[bool] = Flag(
-    "download", "download what is missing of a model on the Hugging Face hub (org/name, "
-    "org/name@revision, org/name/file.gguf); without the flag, a terminal is asked",
+    "download", "download the missing files of a model on the Hugging Face hub (org/name, "
+    "org/name@revision, org/name/file.gguf); without the flag, the command asks on a terminal",
     subject="model",
 )  # fmt: skip
 # vLLM's names of --nproc.
@@ -167,7 +167,7 @@ _SETTINGS: tuple[Flag[Any], ...] = (
 
 
 def found_model(flags: Flags, name: str) -> ModelFiles:
-    """The files of a model, downloaded first if --download is given or a terminal answers yes.
+    """The files of a model, downloaded first with --download or after a yes on the terminal.
 
     Raises: UsageError as `find_model`, or if the download fails.
     """
@@ -178,7 +178,7 @@ def found_model(flags: Flags, name: str) -> ModelFiles:
 
 
 def _may_download(name: HubName) -> bool:
-    """Asks on a terminal whether to download a model; False without one, and in a rank."""
+    """Asks whether to download a model; False without a terminal, in a rank, and offline."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()) or is_started_as_rank():
         return False
     from parallel_llama.files.hub_download import endpoint, is_offline  # slow

@@ -372,8 +372,8 @@ def _rest(found: Estimate) -> str:
     n_tokens = found.asked.step_tokens
     if found.asked.device == "cuda":
         return (
-            f"activations and scores of a step of {n_tokens} tokens, and {size(CUDA_ALLOWANCE)} "
-            "for CUDA's libraries and graphs, and the rotary tables"
+            f"rotary tables, activations and scores of a step of {n_tokens} tokens, and "
+            f"{size(CUDA_ALLOWANCE)} for CUDA's libraries and graphs"
         )
     return (
         f"a process of about {PROCESS_BYTES >> 20} MiB (torch, LLVM, the tokenizer), activations "

@@ -88,7 +88,7 @@ def _family(arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
 
 
 def _sizes(own: Fields, arch: str, *, rotates_part: bool) -> dict[str, int]:
-    """Number and sizes of layers and heads, and the rotated part of a head, if it is a part."""
+    """Number and sizes of layers and heads; `rotary_dim` if only a part of a head is rotated."""
     dim_key, heads_key = f"{arch}.embedding_length", f"{arch}.attention.head_count"
     dim, n_heads = own.integer(dim_key), own.integer(heads_key)
     head_dim = own.optional_integer(f"{arch}.attention.key_length")
@@ -156,7 +156,7 @@ def _gguf_rope(
 def _longrope(
     own: Fields, arch: str, header: GGUFHeader, path: Path, max_seq_len: int
 ) -> RopeScaling:
-    """LongRoPE, whose two sets of factors are tensors; attn_factor is the scale of its paper.
+    """LongRoPE, whose two sets of factors are tensors; attn_factor is the paper's attention scale.
 
     Raises: UsageError for one set without the other, or with another kind of scaling.
     """
@@ -164,8 +164,8 @@ def _longrope(
     has_both = _SHORT in header.tensors and _LONG in header.tensors
     if not has_both or kind not in ("longrope", "none"):
         raise UsageError(
-            f"{arch}.rope.scaling.type={kind[:80]!r} with the factors of LongRoPE: only both of "
-            f"{_SHORT} and {_LONG}, and the types longrope and none, are supported"
+            f"{arch}.rope.scaling.type={kind[:80]!r} with the factors of LongRoPE: only both "
+            f"{_SHORT} and {_LONG}, with the type longrope or none, are supported"
         )
     trained = own.integer(f"{arch}.rope.scaling.original_context_length", max_seq_len)
     return RopeScaling(

@@ -127,7 +127,10 @@ def why_decoded(
     if types := LAYOUTS[files.kind].decoded_types(files, args):
         stays = f"only {', '.join(GGUF_QUANTS)} stay as stored"
         if files.kind == "hf":
-            stays = "only GPTQ, AWQ and integers with 16-bit scales stay as stored"
+            stays = (
+                "only GPTQ, AWQ, and integers with 16-bit scales and no zero points (4-bit groups "
+                "may have them) stay as stored"
+            )
             if parts := LAYOUTS[files.kind].not_applied(files):
                 stays = f"{' and '.join(parts)} are not rounded, although config.json asks for it"
         return f"{files.path.name}: matrices in {', '.join(types)} are decoded to {dtype}; {stays}"

@@ -34,6 +34,7 @@ HF_QUANTS = {
     size: QuantFormat(4, has_min=True, block=size, min_factors=True) for size in (32, 64, 128)
 }
 
+# Integers without zero points.
 _INTEGERS: dict[int, QuantFormat] = {4: QuantFormat(4), 8: QuantFormat(8)}
 
 # 4-bit integers in a 32-bit word.
@@ -180,16 +181,16 @@ def _scaled_forms(
 
 
 def stored_form(scheme: Scheme, n_inputs: int) -> QuantFormat | None:
-    """The format in which a matrix of a scheme can stay as stored, if its scales have 16 bits.
+    """The format in which a matrix stays as stored if its scales have 16 bits; None to decode it.
 
-    A CPU multiplies fp8 more slowly than the decoded values, so fp8 is decoded.
+    fp8 is decoded, because a CPU multiplies fp8 more slowly than the decoded values.
     """
     height, width = scheme.block
     if scheme.is_float or n_inputs % QUANT_GROUP_SIZE or width % QUANT_GROUP_SIZE:
         return None
     if scheme.is_packed and scheme.n_bits == 4 and height == 1 and width in HF_QUANTS:
         return HF_QUANTS[width]
-    # Other scales are repeated for every group.
+    # These formats have a scale per group, so a scale of several groups is repeated.
     is_simple = not scheme.has_zeros and (scheme.is_packed or scheme.n_bits == 8)
     return _INTEGERS[scheme.n_bits] if is_simple else None
 

@@ -26,7 +26,7 @@ from parallel_llama.parallel.communicators import (
     use_device,
     visible_cards,
 )
-from parallel_llama.parallel.device_choice import choose_device, ranks_of_cards
+from parallel_llama.parallel.device_choice import choose_device, ranks_sharing_cards
 from parallel_llama.parallel.failures import RankError, exit_code
 from parallel_llama.parallel.rank_env import world
 from parallel_llama.parallel.timeouts import Timeouts
@@ -85,7 +85,7 @@ class Examination:
         comm: Communicator | None = None
         try:
             self._begin("start")
-            card, n_local = ranks_of_cards("auto", size, visible_cards())
+            card, n_local = ranks_sharing_cards("auto", size, visible_cards())
             device = own_device(choose_device("auto", n_local, visible_cards()), card)
             use_device(device)
             comm = join(device, timeouts=self.timeouts)
@@ -136,7 +136,7 @@ class Examination:
         yield facts.clocks(there)
         setup, unusable = self._setup()
         self._begin("cards")
-        _, n_local = ranks_of_cards("auto", comm.size, visible_cards())
+        _, n_local = ranks_sharing_cards("auto", comm.size, visible_cards())
         needed = 0 if setup is None else setup.weight_bytes[comm.rank]
         yield agreed(comm, facts.cards(n_local, needed))
         yield agreed(comm, facts.instruction_set())
@@ -169,7 +169,7 @@ class Examination:
         """The model's plan and checkpoint on this rank, or why they are not available."""
         if self.model is None:
             return None, None
-        _, n_local = ranks_of_cards("auto", world()[1], visible_cards())
+        _, n_local = ranks_sharing_cards("auto", world()[1], visible_cards())
         is_on_cpu = choose_device("auto", n_local, visible_cards()) == "cpu"
         try:
             return ModelSetup(LLMConfig(self.model, exact=True if is_on_cpu else None)), None

@@ -98,8 +98,8 @@ class LLMConfig:
             n_ranks, without communication. Its timing is meaningful, its tokens are not.
         verify: compare every file with the folder's manifest before reading it; each rank verifies
             a part of the files.
-        download: download the missing files of `model`, if it is the name of a model on the Hugging
-            Face hub. The first rank of each host downloads them, before the ranks connect.
+        download: download the missing files of `model`, if `model` names a model on the Hugging
+            Face hub. The first rank of each host downloads the files before the ranks connect.
         kv_cache_bytes: memory for the KV cache of each rank. By default a part of the free memory.
         kv_cache_dtype: bfloat16, int8 or fp8; auto for the dtype of computation.
         kv_split: how the KV cache is sharded: by heads; or by sequence (tokens) where several ranks

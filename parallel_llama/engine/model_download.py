@@ -1,8 +1,8 @@
 """Downloads a model before the ranks start, once for all ranks of a host. No torch.
 
-Ranks that this program starts begin after the download. Ranks that torchrun, srun or mpirun has
+A program that starts ranks downloads before it starts them. Ranks that torchrun, srun or mpirun has
 started run this before they connect to each other: the first rank of a host downloads, while the
-others look into the cache.
+others wait until the cache has the model.
 """
 
 import logging
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 def require_downloaded(
     model: str, limit_s: float, announce: Callable[[str], None] = logger.info
 ) -> None:
-    """Downloads what `find_model(model)` lacks, if the name can be that of a model on the hub.
+    """Downloads the files that `find_model(model)` lacks, if `model` can be a name on the hub.
 
-    The first rank of a host downloads. It holds a lock in the cache, which other programs and hosts
-    that share the cache wait for. The other ranks of the host wait while the lock is held.
+    The first rank of a host downloads. Meanwhile it holds a lock in the cache, which other programs
+    and hosts that share the cache wait for. The other ranks of the host wait while it is held.
 
     Args:
         limit_s: how many seconds the other ranks wait for the model while the lock is free.
@@ -59,7 +59,8 @@ def _await_download(model: str, name: HubName, limit_s: float) -> None:
         elif time.monotonic() > deadline:
             raise UsageError(
                 f"model {model!r}: the first rank of this host has not downloaded it, and has not "
-                f"been downloading it for {limit_s:g} s; see its message, or run: {name.command}"
+                f"been downloading it for {limit_s:g} s; see the message of that rank, or run: "
+                f"{name.command}"
             )
         time.sleep(_LOOK_S)
 
@@ -71,9 +72,9 @@ def _lock_path(name: HubName) -> Path:
 
 @contextmanager
 def _held_lock(name: HubName, announce: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock of a model; without it where the cache or its file system has no locks.
+    """Holds the lock of a model; continues without it if no lock file can be made or locked.
 
-    The lock only prevents work from being done twice: huggingface_hub replaces files atomically.
+    The lock only prevents two downloads of one model: huggingface_hub replaces files atomically.
     """
     path = _lock_path(name)
     try:
@@ -83,16 +84,16 @@ def _held_lock(name: HubName, announce: Callable[[str], None]) -> Iterator[None]
         yield
         return
     try:
-        if not _can_go_on(descriptor):
+        if not _can_continue(descriptor):
             announce(f"waiting for another process, which is downloading {name.repo}")
-            while not _can_go_on(descriptor):
+            while not _can_continue(descriptor):
                 time.sleep(_LOOK_S)
         yield
     finally:
         os.close(descriptor)
 
 
-def _can_go_on(descriptor: int) -> bool:
+def _can_continue(descriptor: int) -> bool:
     """Whether the lock was taken, or the file system has no locks."""
     try:
         return take_lock(descriptor)

@@ -183,7 +183,8 @@ class ModelRunner:
     ) -> None:
         """Capture the decode steps as CUDA graphs, if the operators support it.
 
-        By default `recorder` is a GraphRecorder.
+        Args:
+            recorder: by default a new `GraphRecorder`.
 
         Collective: those of `CUDAGraphs.prepare`.
         """

@@ -500,8 +500,8 @@ def shared_facts(setup: ModelSetup) -> dict[str, str]:
 def _card_facts(setup: ModelSetup) -> Mapping[str, str]:
     """The values that must be the same on all ranks with GPUs.
 
-    A mixture of experts routes tokens on every rank. GPUs of different architectures round the
-    router's scores differently, and a token could get an expert on one rank alone.
+    In a mixture of experts every rank routes all tokens. GPUs of different architectures round the
+    router's scores differently, so ranks could choose different experts for a token.
     """
     if setup.kind == "cpu":
         return {}
@@ -512,7 +512,10 @@ def _card_facts(setup: ModelSetup) -> Mapping[str, str]:
 
 
 def card_notes(setup: ModelSetup) -> Mapping[str, str]:
-    """The values that should be the same on all ranks, unless the user gives GPUs their shards."""
+    """The values of this rank's GPU that should be the same on all ranks.
+
+    Empty if the user has set the ranks' shares of memory, because GPUs may then differ.
+    """
     return {} if setup.config.memory is not None else describe_card(setup.device)
 
 

@@ -33,7 +33,7 @@ from parallel_llama.parallel.communicators import own_device, visible_cards
 from parallel_llama.parallel.device_choice import (
     DeviceKind,
     choose_device,
-    ranks_of_cards,
+    ranks_sharing_cards,
     too_few,
 )
 from parallel_llama.parallel.launch import MAX_RANKS
@@ -211,10 +211,10 @@ def _device_of(asked: str, size: int) -> tuple[DeviceKind, int]:
     """The kind of device of this rank, and the index of its GPU; warns if auto leaves GPUs unused.
 
     Args:
-        size: the number of all ranks.
+        size: the number of ranks on all hosts.
     """
     n_cards = visible_cards()
-    card, n_ranks = ranks_of_cards(asked, size, n_cards)
+    card, n_ranks = ranks_sharing_cards(asked, size, n_cards)
     kind = choose_device(asked, n_ranks, n_cards)
     if n_cards and asked == "auto" and kind == "cpu" and world()[0] == 0:
         logger.warning("running on the CPU: %s", too_few(n_ranks, n_cards))

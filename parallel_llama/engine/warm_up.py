@@ -1,7 +1,8 @@
 """The first steps of a model on a GPU, which compile its kernels before a request waits for them.
 
-Triton compiles a kernel when it is first launched, which takes 0.2 to 3 seconds. The first prompt,
-the first token drawn with a filter and the first log-probabilities would wait for 2 to 10 seconds.
+Triton compiles a kernel when it is first launched, which takes 0.2 to 3 seconds. Without a warm-up,
+the first prompt, the first token sampled with top-k or top-p and the first log-probabilities would
+each wait for 2 to 10 seconds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,31 +22,33 @@ from parallel_llama.sampling.pending import PendingDraws
 from parallel_llama.sampling.sampler import sample
 from parallel_llama.sampling.scoring import score_tokens
 
-# More tokens than are decoded as single queries, and more than products take as a few rows.
+# More tokens than decode attention takes, and more rows than the kernels for few rows take.
 _N_PROMPT = max(MAX_DECODED, 16) + 1
 
 
 def warm_up(runner: ModelRunner, on_step: Callable[[], None]) -> None:
     """Run every kind of step once, on the blocks of an empty KV cache.
 
-    A rank compiles for as long as its Triton cache is cold, so it runs these steps without the
-    other ranks, and only the barrier after them waits, for as long as the start may take.
+    Ranks with a cold Triton cache compile for longer than others. So each rank runs the steps
+    without exchanging data, and ranks wait for each other only in the barrier at the end, which has
+    the timeout of the start.
 
-    `on_step` is called before each step.
+    Args:
+        on_step: called before each step.
 
     Collective: a barrier.
     """
     with without_peers(runner.comm):
         for step in _steps(runner):
             on_step()
-            with suppress(NumericalError):  # what ranks compute alone may be anything
+            with suppress(NumericalError):  # results without the other ranks may be NaN
                 step()
     runner.comm.barrier()
 
 
 def _steps(runner: ModelRunner) -> Iterator[Callable[[], object]]:
-    """The steps: a prompt, decode steps, and the ways to draw and to score tokens."""
-    # The last block of a cache may be that of padding.
+    """A prompt and decode steps, with every way to sample and to score tokens."""
+    # The last block of a cache may be reserved for padding.
     n_blocks = max(min(cache.n_blocks for cache in runner.caches) - 1, 1)
     n_prompt = min(_N_PROMPT, n_blocks * runner.block_size, runner.args.max_seq_len)
     tables = [range(n_blocks)] * len(runner.kv_groups)
@@ -56,7 +59,7 @@ def _steps(runner: ModelRunner) -> Iterator[Callable[[], object]]:
     ]
     yield partial(_draw, runner, [prompt], [n_prompt - 1], draws[:1])
     yield partial(_score, runner, prompt)
-    # Kernels are compiled for a model, and not for a number of rows.
+    # One row is enough: kernels are compiled for a model, not for a number of rows.
     decoded = Chunk([0], n_prompt - 1, tables, n_prompt)
     for draw in draws:
         yield partial(_draw, runner, [decoded], [0], [draw])
@@ -65,7 +68,7 @@ def _steps(runner: ModelRunner) -> Iterator[Callable[[], object]]:
 def _draw(
     runner: ModelRunner, chunks: Sequence[Chunk], rows: Sequence[int], draws: Sequence[SamplingRow]
 ) -> None:
-    """A step whose tokens are drawn on the device, or on the host for log-probabilities."""
+    """A step whose tokens are sampled on the device, or on the host for log-probabilities."""
     sampling_keys = [
         row_sampling_key(draw.params, draw.seed, draw.choice, draw.position) for draw in draws
     ]

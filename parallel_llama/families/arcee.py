@@ -1,7 +1,7 @@
 """Arcee and Nemotron: a squared ReLU without a gate.
 
-Arcee is Llama otherwise. Nemotron has LayerNorm that scales by 1 + weight, and rotates half of each
-head.
+Otherwise, Arcee is Llama. Nemotron has a LayerNorm that scales by 1 + weight, and rotates half of
+each head.
 
 Source: ArceeConfig and NemotronConfig of transformers 5.24; Nemotron-4, arXiv 2402.16819; Primer,
 arXiv 2109.08668; llama.cpp's arcee and nemotron.

@@ -1,6 +1,7 @@
-"""EXAONE 4: norms of queries and keys, and of the outputs of attention and feed-forward alone.
+"""EXAONE 4: norms of queries and keys, and of the outputs of attention and feed-forward.
 
-If some layers have a sliding window, the others have no rotary embeddings.
+Inputs of attention and feed-forward are not normalised. If some layers have a sliding window, the
+others have no rotary embeddings.
 
 Source: Exaone4Config of transformers 5.24; arXiv 2507.11407; llama.cpp's exaone4.
 """
@@ -20,9 +21,9 @@ _NORMS = {"qk_norm": True, "pre_norms": False, "post_norms": True}
 
 
 def _full_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
-    """Every fourth layer, or as the pattern says: a number, or letters such as LLLG (G for full).
+    """The layers without a window: every n-th (the fourth by default), or the G of a pattern LLLG.
 
-    With letters the last layer is always full.
+    With a pattern of letters, the last layer never has a window.
     """
     pattern = fields.values.get(_PATTERN, 4)
     if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
@@ -34,7 +35,7 @@ def _full_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
 
 
 def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
-    """The layers that attend to all keys, if the model has a window."""
+    """The layers that attend to all keys if the model has a window, else none."""
     if fields.values.get(_WINDOW, _USUAL_WINDOW) is None:
         return ()
     if stated := fields.strings("layer_types"):
@@ -59,7 +60,8 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
 
 
 def _writes(args: ModelArgs) -> dict[str, Any]:
-    # A window that no layer has still means that full layers are not rotated.
+    # transformers rotates full layers only if sliding_window is null. So a window is written even
+    # if no layer uses it.
     window = args.max_seq_len if args.unrotated_layers else None
     return {_WINDOW: args.sliding_window or window, "layer_types": layer_types(args)}
 

@@ -43,7 +43,10 @@ def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]
 
 
 def rotary_dim_of(fields: Fields, usual_part: float) -> int | None:
-    """The values of each head that are rotated, by partial_rotary_factor; None for all.
+    """How many values of each head are rotated, from partial_rotary_factor; None for all.
+
+    Args:
+        usual_part: the factor if config.json does not have the key.
 
     Raises: UsageError for a factor that is not above 0 and at most 1.
     """
@@ -75,7 +78,7 @@ class GGUFForm:
         reads: The keys that `features` reads and other architectures lack, without the
             architecture's prefix.
         has_experts: Whether the models have experts.
-        rotates_part: Whether rope.dimension_count may be less than the size of a head.
+        rotates_part: Whether rope.dimension_count may be smaller than the size of a head.
     """
 
     architecture: str
@@ -99,7 +102,8 @@ class Family:
         keys: Keys that differ from `USUAL_KEYS`, by argument; empty for an argument without a key.
         full_layers: Returns the layers without a sliding window, if the family has one.
         window_switch: A key that must be true for the sliding window to be used.
-        has_local_rope: Whether rope_parameters may have an object for each type of layer.
+        has_local_rope: Whether rope_parameters may have one object for full attention and one for
+            sliding attention.
         defaults: Arguments for keys that config.json does not have.
         names: The names of the weights in each layout. Weights with the same name in a layout share
             a tensor.

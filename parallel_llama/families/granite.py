@@ -1,4 +1,4 @@
-"""Granite 3, dense: Llama with a factor on embeddings, residual additions, scores and logits.
+"""Granite 3, dense: Llama with factors on embeddings, residual additions, scores and logits.
 
 Source: GraniteConfig of transformers 5.24; maximal update parametrisation, arXiv 2203.03466;
 llama.cpp's granite.
@@ -19,7 +19,7 @@ _IN_GGUF = "embedding_scale", "residual_scale", "logit_scale", "attention.scale"
 
 def _logit_scale(key: str, divisor: float) -> float:
     if divisor <= 0:
-        raise UsageError(f"{key}={divisor:g}: logits are divided by it; use a number above 0")
+        raise UsageError(f"{key}={divisor:g} is a divisor of logits; use a number above 0")
     return 1 / divisor
 
 
@@ -35,7 +35,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 
 def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
-    """llama.cpp multiplies by the first two, divides logits by the third, and reads 0 as unset."""
+    """llama.cpp divides logits by logit_scale, multiplies by the others, and reads 0 as unset."""
     embedding, residual, logits, attention = (
         fields.number(f"granite.{key}", 0.0) for key in _IN_GGUF
     )

@@ -1,4 +1,4 @@
-"""InternLM 2 and 2.5: Llama under other names, with queries, keys and values in one tensor.
+"""InternLM 2 and 2.5: Llama with other names of weights; wq, wk and wv are in one tensor.
 
 Source: InternLM2, arXiv 2403.17297; config.json of internlm/internlm2_5-7b-chat; llama.cpp's
 internlm2.

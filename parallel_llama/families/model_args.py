@@ -33,8 +33,8 @@ class RopeScaling:
     kind `linear` divides positions by `factor`; `dynamic` raises the base with the length of the
     sequence when a token is processed; `llama3` and `yarn` treat low and high frequencies
     differently; `factors` divides each frequency by its own factor (llama3 scaling in GGUF files);
-    `longrope` does so with one set of factors if the model's `max_seq_len` is at most that of the
-    trained context, and with another set if it is longer (see `for_context`).
+    `longrope` divides frequencies by `factors` if the model's `max_seq_len` is at most
+    `original_max_seq_len`, and by `long_factors` if it is longer (see `for_context`).
 
     Raises: UsageError for a value that gives no valid rotary table.
     Source: linear arXiv 2306.15595; yarn arXiv 2309.00071; llama3 as in Meta's llama-models;
@@ -53,7 +53,7 @@ class RopeScaling:
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range outwards
     factors: tuple[float, ...] = ()  # factors, longrope: one per rotary pair
-    long_factors: tuple[float, ...] = ()  # longrope: those of longer contexts
+    long_factors: tuple[float, ...] = ()  # longrope: for longer contexts, one per rotary pair
 
     def __post_init__(self) -> None:
         names = "factor", "low_freq_factor", "beta_fast", "beta_slow"
@@ -307,9 +307,9 @@ def context_length(args: ModelArgs, wanted: int | None = None) -> int:
 
 
 def for_context(args: ModelArgs, max_seq_len: int) -> ModelArgs:
-    """The model for sequences of at most `max_seq_len` tokens, which LongRoPE's factors depend on.
+    """The model for sequences of at most `max_seq_len` tokens; LongRoPE's factors depend on it.
 
-    All sequences of a run have the same factors, so that cached keys stay valid while sequences
+    All sequences of a run use the same factors, so that cached keys stay valid while sequences
     grow.
     """
     scaling = args.rope_scaling
@@ -340,8 +340,8 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
         )
     if args.unrotated_layers:
         raise UsageError(
-            f"attention_sinks={n_sinks} and layers without rotary embeddings, which no position "
-            "moves closer to the window, cannot be combined; drop attention_sinks"
+            f"attention_sinks={n_sinks} and layers without rotary embeddings cannot be combined, "
+            "because sinks are moved next to the window by rotating queries; drop attention_sinks"
         )
     window = args.sliding_window or max_seq_len - n_sinks
     if not 1 <= n_sinks < max_seq_len or window < 1:

@@ -65,7 +65,7 @@ NORM_BIAS_NAMES = (
     ),
 )
 
-# Feed-forward without a gate, where up_proj is w1.
+# A feed-forward without a gate: up_proj is w1, and there is no w3.
 UNGATED_NAMES = in_layers(
     ("feed_forward.w1.*", "mlp.up_proj.*", "ffn_up.*"), ("feed_forward.w3.*", "-", "-")
 )

@@ -1,6 +1,6 @@
-"""OLMo 2 and 3: norms after attention and feed-forward alone, and of queries and keys of all heads.
+"""OLMo 2 and 3: norms after attention and feed-forward only, and of queries and keys across heads.
 
-OLMo 3 has a sliding window in three of four layers; rope scaling is for the other layers alone.
+OLMo 3 has a sliding window in three of four layers; rope scaling applies to the other layers only.
 
 Source: Olmo2Config and Olmo3Config of transformers 5.24; arXiv 2501.00656; llama.cpp's olmo2.
 """
@@ -27,7 +27,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 
 def _features_of_3(fields: Fields) -> dict[str, Any]:
-    # As in transformers, rope_theta is the base of the layers without a window alone.
+    # As in transformers, the key rope_theta is only the base of the layers without a window.
     local = Fields(Fields(fields.mapping("rope_parameters")).mapping("sliding_attention"))
     return {**_features(fields), "local_rope_theta": local.number("rope_theta", _THETA)}
 
@@ -45,7 +45,7 @@ def _writes_of_3(args: ModelArgs) -> dict[str, Any]:
     return {
         **_writes(args),
         "layer_types": layer_types(args),
-        # transformers adds rope_scaling to those of full_attention.
+        # transformers adds the key rope_scaling to the object full_attention.
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": args.rope_theta},
             "sliding_attention": {"rope_type": "default", "rope_theta": local},

@@ -1,6 +1,6 @@
 """Phi-3, Phi-3.5 and Phi-4 (also mini): Llama with fused weights, and LongRoPE for long contexts.
 
-Phi-4-mini rotates a part of each head.
+Phi-4-mini rotates three quarters of each head.
 
 Source: Phi3Config of transformers 5.24; arXiv 2404.14219; LongRoPE, arXiv 2402.13753; llama.cpp's
 phi3, which ignores the window that its files state.
@@ -29,7 +29,9 @@ def _features(fields: Fields) -> dict[str, Any]:
     rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
     kind = rope.string("rope_type", rope.string("type", "default"))
     if kind not in ("default", "longrope", "su"):
-        raise UsageError(f"rope_type={kind[:80]!r}: Phi-3 has only 'default' and 'longrope'")
+        raise UsageError(
+            f"rope_type={kind[:80]!r} is not supported in 'phi3', only 'default' and 'longrope'"
+        )
     return {"rotary_dim": rotary_dim_of(fields, 1.0)}
 
 

@@ -18,7 +18,7 @@ _ROTATED, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 
 
 def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
-    """The layers whose entry in no_rope_layers is 0: the key has a 1 for rotated layers."""
+    """The layers whose entry in no_rope_layers is 0; despite its name, 1 means a rotated layer."""
     if not fields.has(_ROTATED):
         if (interval := fields.integer(_INTERVAL, 4)) < 1:
             raise UsageError(f"{_INTERVAL}={interval}: use 1 or more")
@@ -26,7 +26,7 @@ def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     rotated = fields.integers(_ROTATED)
     if len(rotated) < n_layers:
         raise UsageError(
-            f"{_ROTATED} has {len(rotated)} layers and num_hidden_layers={n_layers}; "
+            f"{_ROTATED} has {len(rotated)} entries and num_hidden_layers={n_layers}; "
             "use the config.json that belongs to the weights"
         )
     return tuple(layer for layer in range(n_layers) if not rotated[layer])

@@ -1,7 +1,7 @@
 """StableLM: Llama with LayerNorm, and with a quarter of each head rotated.
 
-Blocks may compute attention and feed-forward in parallel, after one norm. The norms of queries and
-keys of StableLM 2 12B, which have weights of their own for each head, are not supported.
+Blocks may compute attention and feed-forward in parallel, after one norm. StableLM 2 12B is not
+supported: its norms of queries and keys have different weights for each head.
 
 Source: StableLmConfig of transformers 5.24; arXiv 2402.17834; llama.cpp's stablelm.
 """
@@ -32,7 +32,10 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 
 def _gguf_features(fields: Fields, names: Collection[str]) -> dict[str, Any]:
-    """llama.cpp does not read use_parallel_residual, but looks for the second norm."""
+    """As in llama.cpp, blocks are parallel if the second norm is missing.
+
+    llama.cpp does not read use_parallel_residual.
+    """
     is_parallel = "blk.0.ffn_norm.weight" not in names
     return {
         **_NORM,

@@ -44,7 +44,7 @@ class HubName:
 
     @property
     def command(self) -> str:
-        """The command of the hub's own program that downloads the model."""
+        """The `hf` command that downloads the model."""
         revision = "" if self.revision == MAIN else f" --revision {self.revision}"
         return " ".join(filter(None, ("hf download", self.repo, self.file))) + revision
 
@@ -72,11 +72,11 @@ def hub_folder(repo: str) -> Path:
 def find_snapshot(name: HubName) -> Path | None:
     """The folder of the snapshot of a model's revision, or None if it was not downloaded.
 
-    A commit is the name of its snapshot; for a branch or a tag, the file refs/REVISION names the
-    snapshot. Without any file in refs, the main branch is the only snapshot.
+    A snapshot is named after its commit; for a branch or a tag, the file refs/REVISION contains the
+    commit. If the folder refs does not exist, the only snapshot is used for the main branch.
 
-    Raises: UsageError if the file in refs names no snapshot, or if no file in refs selects one of
-    several snapshots.
+    Raises: UsageError if the file in refs names no snapshot, or if the folder refs does not exist
+    and there are several snapshots.
     """
     folder = hub_folder(name.repo)
     snapshots, ref = folder / "snapshots", folder / "refs" / name.revision
@@ -85,12 +85,12 @@ def find_snapshot(name: HubName) -> Path | None:
     held = [revision for revision in names_in(snapshots) if is_folder(snapshots / revision)]
     if name.revision in held:
         return snapshots / name.revision
-    is_noted = is_there(ref)
-    if not is_noted and (name.revision != MAIN or is_there(folder / "refs")):
+    has_ref = is_there(ref)
+    if not has_ref and (name.revision != MAIN or is_there(folder / "refs")):
         return None
-    wanted = [_noted(ref)] if is_noted else held
+    wanted = [_commit_in(ref)] if has_ref else held
     if len(wanted) != 1 or wanted[0] not in held:
-        meant = f"names {wanted[0][:80]!r}" if is_noted else "is missing"
+        meant = f"names {wanted[0][:80]!r}" if has_ref else "is missing"
         raise UsageError(
             f"{folder}: has {len(held)} snapshots, and refs/{name.revision}, which selects one, "
             f"{meant}; add --download, or run: {name.command}"
@@ -98,7 +98,7 @@ def find_snapshot(name: HubName) -> Path | None:
     return snapshots / wanted[0]
 
 
-def _noted(ref: Path) -> str:
+def _commit_in(ref: Path) -> str:
     text = read_bytes(ref, MAX_REVISION_BYTES).decode(errors="replace").strip()
     if not _REVISION.fullmatch(text):
         raise UsageError(

@@ -1,8 +1,8 @@
 """Downloads models from the Hugging Face hub into its cache, through huggingface_hub.
 
 Only files that parallel_llama reads are downloaded, and no code. A revision is resolved to a commit
-once, and all files are those of this commit. Weights are downloaded last, and the file in the
-cache's `refs` that selects a snapshot is written when the snapshot is complete.
+once, and all files are those of this commit. Weights are downloaded last. When the snapshot is
+complete, the file in the cache's `refs` that selects it is written.
 
 Importing this module is slow, so it is imported only for a download.
 
@@ -43,8 +43,8 @@ from parallel_llama.files.model_files import (
 )
 from parallel_llama.files.partial_output import replace_file
 
-# Small files that are downloaded where a repository has them, besides one of TOKENIZER_FILES.
-BESIDE_WEIGHTS = (
+# Small files that are downloaded if a repository has them, in addition to one of TOKENIZER_FILES.
+METADATA_FILES = (
     CONFIG, PARAMS, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
 )  # fmt: skip
@@ -60,7 +60,7 @@ def endpoint() -> str:
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE, or an equivalent variable, forbids downloads."""
+    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids downloads."""
     return bool(constants.HF_HUB_OFFLINE)
 
 
@@ -81,9 +81,9 @@ class _Commit:
         return hub_folder(self.name.repo) / "snapshots" / self.id
 
     def missing(self, files: Sequence[str]) -> list[str]:
-        """Those of some files that the cache lacks.
+        """The given files that the cache lacks.
 
-        Raises: UsageError if the repository lacks a file, or a disk has too little space.
+        Raises: UsageError if the repository lacks a file, or the disk has too little space.
         """
         if absent := [file for file in files if file not in self.sizes]:
             raise UsageError(
@@ -109,15 +109,15 @@ class _Commit:
 def download_model(name: HubName, announce: Callable[[str], None]) -> None:
     """Downloads the files of a model that the cache lacks.
 
-    If a connection ends early, huggingface_hub connects again and goes on with the rest of the
-    file. If that fails too, a later call keeps the files that are complete. On a terminal,
-    huggingface_hub draws a progress bar for each file.
+    If a connection ends early, huggingface_hub connects again and downloads the rest of the file.
+    If that fails too, a later call keeps the complete files. On a terminal, huggingface_hub draws a
+    progress bar for each file.
 
     Args:
         announce: called with a line that says which weights are about to be downloaded.
 
-    Raises: UsageError if the hub cannot be reached or refuses, if it has no such model, or if the
-    disk has too little space; CheckpointError if the index of the weights is damaged.
+    Raises: UsageError if the hub cannot be reached or refuses, if the hub does not have the model,
+    or if the disk has too little space; CheckpointError if the index of the weights is damaged.
     """
     require_whole_gguf(Path(name.file))
     commit = _resolve(name)
@@ -134,7 +134,7 @@ def download_model(name: HubName, announce: Callable[[str], None]) -> None:
         announce(f"downloading the weights of {name}: {files}, commit {commit.id}")
         commit.fetch(missing)
     with _explaining(name):
-        _note_commit(name, commit.id)
+        _write_ref(name, commit.id)
 
 
 def _resolve(name: HubName) -> _Commit:
@@ -149,14 +149,17 @@ def _resolve(name: HubName) -> _Commit:
         )
     commit = str(info.sha)
     if not _COMMIT.fullmatch(commit):
-        raise UsageError(f"{endpoint()} says that {name} is commit {commit[:60]!r}; try later")
+        raise UsageError(
+            f"{endpoint()} says that {name} is commit {commit[:60]!r}, which is not 40 hexadecimal "
+            "digits; try later"
+        )
     return _Commit(name, commit, {file.rfilename: file.size or 0 for file in info.siblings or ()})
 
 
 def select_files(name: HubName, held: Collection[str]) -> tuple[list[str], str]:
-    """The small files to download, and the file of weights or the index of weights.
+    """The small files to download, and the file or the index of the weights.
 
-    The layout is the one that `find_model` reads if a folder has several.
+    If a repository has several layouts, the files are those of the layout that `find_model` reads.
 
     Raises: UsageError if the repository holds no model that can be run.
     """
@@ -165,7 +168,7 @@ def select_files(name: HubName, held: Collection[str]) -> tuple[list[str], str]:
         candidates = (*candidates, *MISTRAL_WEIGHTS)
     first = next((file for file in candidates if file in held), None)
     if first is None:
-        # Only GGUF files have names of their own.
+        # Only GGUF files can be named as org/name/file.
         ggufs = sorted(own for file in held if parse_hub_name(own := f"{name.repo}/{file}"))
         hint = f"; for one of its GGUF files, use --model {ggufs[0]}" if ggufs else ""
         raise UsageError(
@@ -173,11 +176,11 @@ def select_files(name: HubName, held: Collection[str]) -> tuple[list[str], str]:
             f"no {PARAMS} with {MISTRAL_WEIGHTS[0]}{hint}"
         )
     tokenizers = [file for file in TOKENIZER_FILES if file in held]
-    return [*(file for file in BESIDE_WEIGHTS if file in held), *tokenizers[:1]], first
+    return [*(file for file in METADATA_FILES if file in held), *tokenizers[:1]], first
 
 
 def _require_space(name: HubName, n_bytes: int) -> None:
-    """Raises: UsageError if the disk of the cache has less free space."""
+    """Raises: UsageError if the disk of the cache has fewer than `n_bytes` free bytes."""
     cache = hub_folder(name.repo).parent
     there = next(path for path in (cache, *cache.absolute().parents) if is_there(path))
     free = shutil.disk_usage(there).free
@@ -188,8 +191,8 @@ def _require_space(name: HubName, n_bytes: int) -> None:
         )
 
 
-def _note_commit(name: HubName, commit: str) -> None:
-    """Selects a complete snapshot as that of its branch or tag."""
+def _write_ref(name: HubName, commit: str) -> None:
+    """Makes a complete snapshot the one of its branch or tag."""
     if name.revision != commit:
         ref = hub_folder(name.repo) / "refs" / name.revision
         ref.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +212,7 @@ def _explaining(name: HubName) -> Iterator[None]:
 
 
 def _explained(error: Exception, name: HubName) -> UsageError:
-    """What has failed, and the remedy."""
+    """The error with the address, the cause and the remedy."""
     repo, hub = name.repo, endpoint()
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__

@@ -138,9 +138,9 @@ def model_names() -> list[str]:
 
 
 def missing_from_hub(name: str) -> HubName | None:
-    """The model on the hub whose files `find_model(name)` lacks; None if it finds the model.
+    """The model on the hub whose files `find_model(name)` lacks; None if no file is missing.
 
-    It is None as well for an existing path, and for a name that no model on the hub can have.
+    Also None for an existing path, and for a name that no model on the hub can have.
 
     Raises: CheckpointError if the cache or its files cannot be read.
     """
@@ -159,7 +159,7 @@ def _downloaded(name: HubName, path: Path) -> ModelFiles:
     if snapshot is None or (name.file and not is_there(snapshot / name.file)):
         raise UsageError(
             f"model {str(name)!r} is not a path that exists, and was not downloaded from the hub "
-            f"to {hub_folder(name.repo)}; if it is a name there, add --download, or run: "
+            f"to {hub_folder(name.repo)}; if it is a name on the hub, add --download, or run: "
             f"{name.command}{did_you_mean(str(name), _neighbours(path))}"
         )
     if name.file:
@@ -168,7 +168,7 @@ def _downloaded(name: HubName, path: Path) -> ModelFiles:
         return _in_folder(snapshot)
     except UsageError as error:
         raise UsageError(
-            f"{error}; to download what is missing, add --download, or run: {name.command}"
+            f"{error}; to download the missing files, add --download, or run: {name.command}"
         ) from None
 
 
@@ -293,10 +293,10 @@ def _files_held(folder: Path, held: str) -> tuple[tuple[Path, ...], Path | None]
 
 
 def names_in_index(index: Path) -> list[str]:
-    """The sorted names of the files that an index of weights lists, which need not exist.
+    """The sorted names of the files that an index of weights lists; the files need not exist.
 
-    Raises: UsageError if it lists no files, or a file outside its folder; CheckpointError if it
-    cannot be read.
+    Raises: UsageError if the index lists no files, or a file outside its folder; CheckpointError if
+    the index cannot be read.
     """
     weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -33,8 +33,8 @@ class Attention:
     `fuse` concatenates the loaded wq, wk and wv; it must run before a call.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: that of wo; with `qk_norm_across_heads` one all_reduce more, before it; if the cache
-        is sharded by token also two all_gathers, or with exact sums one for each tile and one more.
+    Collective: that of wo; with `qk_norm_across_heads` one all_reduce before it; if the cache is
+        sharded by token also two all_gathers, or with exact sums one for each tile and one more.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
@@ -112,10 +112,10 @@ class Attention:
         return o if rows is None else o[rows]
 
     def _norm_across_heads(self, q: Tensor, q_norm: RMSNorm, k: Tensor, k_norm: RMSNorm) -> None:
-        """Normalises the queries of all ranks together, and the keys, in place.
+        """Normalises queries, and keys, in place by their mean square over the heads of all ranks.
 
-        The result does not depend on the number of ranks: one rank gives the sum of squares of each
-        head, and every rank adds those of all heads in the same order.
+        The result does not depend on the number of ranks: exactly one rank computes the sum of
+        squares of each head, and every rank adds the sums of all heads in the same order.
 
         Shapes: q [T, H, D] local; k [T, K, D] local.
         Collective: one all_reduce of [T, n_heads + n_kv_heads].

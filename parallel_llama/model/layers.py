@@ -208,7 +208,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """(x - mean(x)) / std(x) * (weight + offset) + bias; every rank holds both weights whole.
+    """(x - mean(x)) / std(x) * (weight + offset) + bias; every rank holds all of weight and bias.
 
     Shapes: x and the result [T, dim] replicated.
     """
@@ -232,8 +232,8 @@ class LayerNorm:
 def norm_of(args: ModelArgs, backend: Backend) -> RMSNorm | LayerNorm:
     """A new norm of the residual stream, of the model's kind.
 
-    The model's residual stream is divided by `residual_scale` (see `transformer.Transformer`); with
-    eps divided by its square, the norm of the divided stream is that of the stream.
+    The model's residual stream is divided by `residual_scale` (see `transformer.Transformer`). With
+    eps divided by the square of `residual_scale`, its norm equals that of the undivided stream.
     """
     eps = args.norm_eps / args.residual_scale**2
     if args.norm == "layer":

@@ -95,7 +95,7 @@ class RotaryTables:
         return np.concatenate([*parts, self._rounded(rows)])
 
     def up_to(self, n_positions: int) -> Tensor:
-        """Rotations of the first positions, without dynamic scaling.
+        """Rotations of the first `n_positions` positions; not for dynamic scaling.
 
         Shapes: [n_positions, 1, head_dim / 2] complex.
         """
@@ -191,7 +191,7 @@ def _longrope(freqs: Tensor, args: ModelArgs, scaling: RopeScaling) -> Tensor:
 
 
 def _longrope_attention_factor(scaling: RopeScaling) -> float:
-    """Source: as for `_longrope`, the temperature of the attention."""
+    """Source: as for `_longrope`: its scale of attention scores."""
     assert scaling.original_max_seq_len is not None
     if scaling.attention_factor is not None:
         return scaling.attention_factor

@@ -4,8 +4,9 @@ The residual stream x is replicated; inside a block each rank works on its own h
 and the row-parallel layer at the block's end sums over the ranks. One forward pass takes
 2 n_layers + 1 all_reduces: one for the embedding, and one for each attention and feed-forward.
 Blocks that run both in parallel need one, so n_layers + 1 in all. A norm of queries and keys across
-heads (`qk_norm_across_heads`) adds one to each attention, so 3 n_layers + 1 in all. With exact
-sums, exchanges of inputs and outputs replace those of row-parallel layers; see `layers.RowCut`.
+heads (`qk_norm_across_heads`) adds one all_reduce to each attention, so 3 n_layers + 1 in all. With
+exact sums, exchanges of inputs and outputs replace the all_reduces of row-parallel layers; see
+`layers.RowCut`.
 
 Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053.
 """
@@ -66,8 +67,8 @@ class FeedForward:
 class TransformerBlock:
     """Attention and feed-forward, each on the normalised residual stream and added to it.
 
-    With `post_norms` both outputs are normalised before they are added; without `pre_norms` the
-    residual stream is not normalised.
+    With `post_norms` both outputs are normalised before they are added. Without `pre_norms`
+    attention and feed-forward read the residual stream without a norm.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
@@ -129,8 +130,9 @@ class Transformer:
 
     It takes no memory until `model.weights.WeightLoader` loads its weights.
 
-    With a `residual_scale` s, the residual stream is x / s. Blocks then add their outputs as they
-    are, since x / s + y is (x + s y) / s, and the norms (see `layers.norm_of`) take the s away.
+    With a `residual_scale` s, the residual stream is stored divided by s, as x / s. A block then
+    adds its output y unscaled, because x / s + y = (x + s y) / s, and the norms (see
+    `layers.norm_of`) cancel the division.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:

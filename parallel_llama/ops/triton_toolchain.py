@@ -1,7 +1,7 @@
 """What Triton needs on a host before it can launch a kernel.
 
-Triton compiles the code that launches kernels with the host's C compiler, when the first kernel is
-launched. Slim containers often have neither a C compiler nor Python's headers.
+Before the first launch, Triton compiles a small C module with the host's C compiler and Python's
+headers. Slim containers often have neither.
 """
 
 import os
@@ -42,7 +42,7 @@ def _compiler() -> tuple[str, str] | None:
 
 def _headers() -> tuple[str, str] | None:
     scheme = sysconfig.get_default_scheme()
-    # Debian's own scheme names a folder that no package fills; Triton looks in this one too.
+    # No package installs headers in the folder of Debian's scheme. Triton uses posix_prefix too.
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     header = Path(sysconfig.get_path("include", scheme), "Python.h")
     return None if is_file(header) else (str(header), "apt install python3-dev")

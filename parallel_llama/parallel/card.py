@@ -1,4 +1,4 @@
-"""The GPU of this rank and its software, as the ranks compare them when they meet."""
+"""Describes the GPU of this rank and its software, which ranks compare in the rendezvous."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def card_id(device: torch.device) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """The versions of Triton and NCCL; ranks with different ones may compute different results."""
+    """The versions of Triton and NCCL; ranks with different versions may get different results."""
     found = {"version of Triton": "none", "version of NCCL": "none"}
     with suppress(PackageNotFoundError):
         found["version of Triton"] = version("triton")

@@ -190,9 +190,9 @@ class ByDevice(Communicator):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Collectives inside exchange nothing with other ranks, so their results are meaningless.
+        """A context in which collectives exchange nothing, so their results are meaningless.
 
-        A step then compiles its kernels, for as long as that takes, while no other rank waits.
+        In this context a rank can compile the kernels of a step while no other rank waits for it.
         """
         self._alone = Slice(self.size)
         try:
@@ -208,7 +208,7 @@ class ByDevice(Communicator):
 
 
 def without_peers(comm: Communicator) -> AbstractContextManager[None]:
-    """Inside, the ranks of GPUs compute without each other; see `ByDevice.alone`."""
+    """A context in which a rank with a GPU computes without the others; see `ByDevice.alone`."""
     return comm.alone() if isinstance(comm, ByDevice) else nullcontext()
 
 

@@ -107,10 +107,11 @@ def join(
 
     Args:
         device: the device of the model's tensors.
-        dtype: the dtype of the sums of the model.
+        dtype: the dtype of the model's all-reduces.
         env: the rank and store address of this process; by default `rank_env()`.
         facts: must be equal on all ranks.
-        notes: should be equal on all ranks; rank 0 warns of a difference.
+        notes: describe the rank's GPU, and should be equal on all ranks; rank 0 warns of each
+            difference.
         log_dir: where a folder with the stacks of the ranks is made after a failure.
         look: called with the missing ranks while this waits; it may raise.
 
@@ -149,7 +150,12 @@ def join(
             unlike = rendezvous(store, own, missing, ended)
             if env.rank == 0:
                 for difference in unlike:
-                    logger.warning("the ranks differ in what sets their speed. %s", difference)
+                    logger.warning(
+                        "the ranks have different GPUs or drivers, and a step takes as long as the "
+                        "slowest rank; use equal ones, or --memory, which gives smaller GPUs "
+                        "smaller shards. %s",
+                        difference,
+                    )
             # gloo would wait for a rank that has given up until the timeout.
             listen = partial(_listen, env, timeouts.start_s, ended, heard)
             start_thread(listen, "listen", ended.set)
@@ -220,7 +226,7 @@ def make_communicator(
     Args:
         shared_memory: if false, ranks of one host communicate like ranks of several hosts.
         endpoint: where ranks that do not share memory reach this one; None leaves them to gloo.
-        dtype: that of the model's sums, for which GPUs choose the faster exchange.
+        dtype: the dtype of the model's all-reduces, in which GPUs measure which exchange is faster.
 
     Raises: RankError if the ranks cannot connect.
     Collective: every rank calls it, with equal arguments except `rank` and `endpoint`.

@@ -1,9 +1,9 @@
-"""Capturing decode steps in CUDA graphs, and finding steps that cannot be captured.
+"""Captures decode steps in CUDA graphs, and finds steps that cannot be captured.
 
-A step that waits for the device cannot be captured. Such a capture fails only when it ends, and
-leaves torch's allocator in a state in which a capture is still in progress: from then on it frees
-no memory that another stream has used. So a step runs first with its operators watched, and a
-capture that fails anyway is ended in the allocator too.
+A step that waits for the device cannot be captured. The capture of such a step fails only when it
+ends. Torch's allocator then still assumes a capture in progress, and frees no more memory that
+another stream has used. So a step first runs with its operators watched; if a capture fails anyway,
+it is ended in the allocator too.
 
 Source: CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph.
 """
@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
 
-# By name, since inference mode leaves out the decomposition of some operators.
+# Operators by name. In inference mode some are not decomposed, so names of both forms are here.
 _COPIES = ("to", "_to_copy", "copy_")
 _INDEXING = ("index", "index_put", "index_put_")
-# The shape of the result, or a number on the host, depends on the values of a tensor.
+# Operators that read values of a tensor on the host, or for the shape of their result.
 _READS = (
     "item",
     "_local_scalar_dense",
@@ -39,9 +39,9 @@ class NotCapturable(RuntimeError):
 
 
 class _WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the first operator that waits for the device.
+    """Records the first operator that waits for the device.
 
-    It lets that operator run, since other ranks may be about to enter a collective.
+    The operator still runs, because other ranks may be about to enter the step's collectives.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator waits for the device of its tensors, or for the host."""
+    """Whether an operator copies between devices, or reads values of a GPU's tensor on the host."""
     name, given = func.overloadpacket.__name__, (*args, *kwargs.values())
     tensors = [each for each in given if isinstance(each, Tensor)]
     devices = {each.device.type for each in tensors}
@@ -67,7 +67,7 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in _INDEXING:
         return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
     if name == "where":
-        return len(args) == 1  # the same as nonzero
+        return len(args) == 1  # as nonzero
     return name in _READS and devices != {"cpu"}
 
 
@@ -91,8 +91,8 @@ def _why(operator: str) -> str:
 class GraphRecorder:
     """Captures steps in CUDA graphs of one device, which share the memory of their intermediates.
 
-    So a replay may overwrite the intermediates of other graphs, but not their results, which the
-    recordings hold. The graphs must be replayed on one stream.
+    So a replay may overwrite the intermediates of other graphs. Results are not overwritten,
+    because the caller holds them. The graphs must be replayed on one stream.
     """
 
     def __init__(self) -> None:
@@ -109,8 +109,8 @@ class GraphRecorder:
         own = torch.cuda.current_stream()
         side.wait_stream(own)
         with torch.cuda.stream(side):
-            # Compiles kernels, copies tables to the device and allocates workspaces, which is not
-            # allowed in a capture.
+            # The first run compiles kernels, copies tables to the device and allocates workspaces,
+            # which a capture does not allow.
             step()
             require_capturable(step)
         own.wait_stream(side)
@@ -128,9 +128,9 @@ class GraphRecorder:
     def _end_capture(self) -> None:
         """Ends a failed capture in the allocator.
 
-        CUDA reports the failure when the capture ends. torch raises it there, before it calls the
-        allocator and before it returns to the stream of the caller. If the allocator knows already
-        that the capture has ended, the first call raises and changes nothing.
+        CUDA reports the failure when the capture ends. torch then raises before it informs the
+        allocator and before it restores the caller's stream. If the allocator already knows that
+        the capture has ended, the first call raises and changes nothing.
         """
         device, pool = torch.cuda.current_device(), self._pool
         with suppress(RuntimeError):

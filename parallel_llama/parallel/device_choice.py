@@ -48,16 +48,19 @@ def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
     raise UsageError(f"device={asked!r}: use auto, cpu or cuda")
 
 
-def ranks_of_cards(asked: str, size: int, n_cards: int, root: Path = Path("/")) -> tuple[int, int]:
+def ranks_sharing_cards(
+    asked: str, size: int, n_cards: int, root: Path = Path("/")
+) -> tuple[int, int]:
     """This process's rank among the ranks that share its visible GPUs, and their number.
 
-    A launcher may give each rank a GPU of its own, which then is GPU 0 in each rank. Nothing says
-    so for certain before the ranks connect: `rendezvous` refuses ranks that have the same GPU.
+    A launcher may show each rank only a GPU of its own, which then is GPU 0 in each rank. A rank
+    cannot know this for certain before the ranks connect, so `rendezvous` refuses ranks that have
+    the same GPU.
 
     Args:
-        asked: "auto", "cpu" or "cuda". With "cuda", a rank whose launcher may have hidden the other
-            GPUs takes the only one that it sees.
-        size: the number of all ranks.
+        asked: "auto", "cpu" or "cuda". With "cuda", a rank that sees one GPU uses it, if its
+            launcher may have hidden the other GPUs.
+        size: the number of ranks on all hosts.
         n_cards: the number of GPUs that this process sees.
         root: the root of the file system.
 
@@ -67,8 +70,8 @@ def ranks_of_cards(asked: str, size: int, n_cards: int, root: Path = Path("/")) 
     if not 0 < n_cards < n_local or not is_started_as_rank():
         return local_rank, n_local
     if is_watched():
-        # torchrun and `--nproc` show all GPUs to all ranks, except that with --virtual-local-rank
-        # each rank is local rank 0 and sees its own GPU.
+        # torchrun and `--nproc` show all GPUs to all ranks. The exception is --virtual-local-rank:
+        # then each rank is local rank 0 and sees only its own GPU.
         return (0, 1) if asked == "cuda" and n_cards == 1 and local_rank == 0 else (0, n_local)
     are_hidden = len(list(root.glob(_CARDS))) >= n_local * n_cards
     if asks_for_own_cards() or are_hidden or (asked == "cuda" and n_cards == 1):

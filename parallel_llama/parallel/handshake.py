@@ -36,7 +36,7 @@ class RankInfo:
     Args:
         facts: by name, values that must be equal on all ranks.
         token: distinguishes two processes that claim the same rank.
-        notes: by name, values that should be equal on all ranks.
+        notes: by name, values of this rank's GPU that should be equal on all ranks.
         card: the id of this rank's GPU, which no other rank may have; empty on the CPU.
     """
 
@@ -88,7 +88,7 @@ class RankInfo:
 def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> list[str]:
     """Waits for every rank, and checks that all facts are equal and that no two ranks share a GPU.
 
-    It has no time limit.
+    The wait has no time limit.
 
     Args:
         missing: the ranks that have not joined; updated while this waits.
@@ -180,7 +180,7 @@ def require_same(infos: Sequence[RankInfo]) -> None:
 
 
 def differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """For each value that is not equal on all ranks, its name and a rank that differs."""
+    """For each value that is not equal on all ranks, its name and a rank that differs, as text."""
     found = []
     for name in {name: None for own in of_ranks for name in own}:
         values = [own.get(name, "nothing") for own in of_ranks]

@@ -2,9 +2,9 @@
 
 NCCL takes about 20 microseconds for the few kilobytes of a decode step, and each layer has two
 all-reduces; one shot over symmetric memory takes about 5. NCCL is faster above some size, because
-one shot reads the whole input of every rank. That size is measured when the group is formed, as a
-decode step sums: in the dtype of the model, and replayed in a CUDA graph, since otherwise the time
-of the calls from Python would be compared. GPUs without symmetric memory use NCCL.
+one shot reads the whole input of every rank. That size is measured when the group is formed, under
+the conditions of a decode step: in the dtype of the model, and in a CUDA graph, because the calls
+from Python take longer than the exchanges. GPUs without symmetric memory use NCCL.
 
 Sums are in float32 and in rank order, so they are bitwise equal on all ranks. In the kernel, a GPU
 waits for the others without a time limit; the group's watchdog and the launcher have time limits.
@@ -75,7 +75,7 @@ def with_one_shot_sums(
     Args:
         make: returns the one-shot function; raises if the device has none.
         seconds: measures how long the device takes for a call.
-        dtype: that of the model's sums. NCCL adds it as it is; one shot converts it to float32.
+        dtype: the dtype of the model's all-reduces. NCCL adds in this dtype; one shot in float32.
 
     Collective: every rank calls it.
     """
@@ -115,10 +115,10 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
 
 
 def seconds_on_card(call: Callable[[], object]) -> float:
-    """The median time of a call on the current GPU, in seconds, when calls are replayed in a graph.
+    """The median time of a call on the current GPU, in seconds, in the replay of a CUDA graph.
 
-    If the calls cannot be captured, they are timed as they are launched. Every rank makes as many
-    calls in either case, so ranks that differ in this still meet in every collective.
+    If the calls cannot be captured, launches from Python are timed. The number of calls is the same
+    in both cases, so collectives match even if only some ranks can capture them.
     """
 
     def calls() -> None:

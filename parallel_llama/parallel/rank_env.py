@@ -125,7 +125,7 @@ def local_world(size: int) -> tuple[int, int]:
 
 
 def given_local_world() -> tuple[int | None, int | None]:
-    """As `local_world`, but None for a number that no environment variable gives.
+    """As `local_world`, but with None for a number that no environment variable states.
 
     Raises: UsageError like `world`.
     """
@@ -144,10 +144,11 @@ def given_local_world() -> tuple[int | None, int | None]:
 
 
 def _host_launcher() -> _Launcher | None:
-    """The launcher whose variables give the ranks of this host.
+    """The launcher whose variables give the local rank and the number of ranks of this host.
 
     A script that srun or mpirun starts often sets torchrun's RANK and WORLD_SIZE, but not
-    LOCAL_WORLD_SIZE. Then the variables of srun or mpirun are used, if they give the same rank.
+    LOCAL_WORLD_SIZE. Then the variables of srun or mpirun are used, if they give the same rank and
+    size.
     """
     launcher = _launcher()
     if launcher is not _TORCHRUN or _TORCHRUN.local_size in os.environ:
@@ -160,9 +161,9 @@ def _host_launcher() -> _Launcher | None:
 
 
 def asks_for_own_cards() -> bool:
-    """Whether the job gives each rank GPUs of its own, according to Slurm or Kubernetes.
+    """Whether the variables of Slurm or Kubernetes say that each rank has GPUs of its own.
 
-    A pod of Kubernetes is a host of its own, but its rank often has no local rank.
+    A pod of Kubernetes is a host of its own, although often no variable states a local rank.
     """
     is_pod = "KUBERNETES_SERVICE_HOST" in os.environ and given_local_world() == (None, None)
     return (

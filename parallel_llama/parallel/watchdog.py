@@ -47,8 +47,8 @@ class Watchdog:
         heard_s: `end` is called if `require_whole` is not called within this time after an abort.
         end: ends the process, given the reason.
         evidence: what is appended to the message, such as stacks.
-        use_device: called first in each thread that uses the GPU. A thread without a current GPU
-            would create a context of half a gigabyte on GPU 0, whichever GPU is this rank's.
+        use_device: called first in each thread that uses the GPU. A thread that has not set its
+            GPU would create a context of half a gigabyte on GPU 0, which may be another rank's.
     """
 
     def __init__(

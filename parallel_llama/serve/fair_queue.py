@@ -1,4 +1,4 @@
-"""A queue that is shared fairly between clients, and turns on the event loop that it gives out.
+"""A queue that is shared fairly between clients, and a pacer for work on the event loop.
 
 Source: self-clocked and start-time fair queueing (Golestani 1994; Goyal, Vin and Cheng 1996).
 """
@@ -44,35 +44,35 @@ class FairQueue(Generic[T]):
         return item
 
 
-class Turns:
-    """Lets one connection at a time begin work, one in each iteration of the event loop.
+class Pacer:
+    """Starts work of connections in a fair order, one piece in each iteration of the event loop.
 
     A request then waits for one request of another connection, not for one of every connection.
 
     Args:
-        gap_s: minimum time between two turns.
+        gap_s: minimum time between two starts.
     """
 
     def __init__(self, gap_s: float = 0.0) -> None:
         self._gap_s = gap_s
         self._waiting: FairQueue[Callable[[], None]] = FairQueue()
-        self._is_taken = False  # the current turn
+        self._is_busy = False  # from a start until the gap after it has passed
 
-    def take(self, begin: Callable[[], None], size: int, client: Hashable) -> None:
-        """Calls `begin` at once, or when the turn comes."""
+    def submit(self, begin: Callable[[], None], size: int, client: Hashable) -> None:
+        """Calls `begin` at once, or after the work that comes before it."""
         self._waiting.push(begin, size, client)
-        if not self._is_taken:
+        if not self._is_busy:
             self._next()
 
     async def wait(self, size: int, client: Hashable) -> None:
-        """Waits for the turn."""
-        turn = asyncio.Event()
-        self.take(turn.set, size, client)
-        await turn.wait()
+        """Returns when work of this size may start."""
+        may_start = asyncio.Event()
+        self.submit(may_start.set, size, client)
+        await may_start.wait()
 
     def _next(self) -> None:
-        self._is_taken = len(self._waiting) > 0
-        if self._is_taken:
+        self._is_busy = len(self._waiting) > 0
+        if self._is_busy:
             begin = self._waiting.pop()
             asyncio.get_running_loop().call_later(self._gap_s, self._next)
             begin()

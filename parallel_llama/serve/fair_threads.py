@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from parallel_llama.serve.fair_queue import FairQueue, Turns
+from parallel_llama.serve.fair_queue import FairQueue, Pacer
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class FairThreads:
         self._small = _Lane(n_threads - 2, "small")
         self._large = _Lane(1, "large", yields=True)
         self._templates = _Lane(1, "templates", yields=True)  # all are rendered by one process
-        self._reads = Turns()
+        self._reads = Pacer()
 
     async def run(
         self,
@@ -54,11 +54,11 @@ class FairThreads:
     async def room_for_large(self, n_bytes: int, client: str, wait_s: float) -> None:
         """Waits until less than MAX_LARGE_WAITING of large work is queued or running.
 
-        Then waits for the client's turn, because reading a piece of each of many large bodies in
-        one iteration of the event loop would take tens of milliseconds.
+        Also lets only one client at a time continue: reading pieces of many large bodies in one
+        iteration of the event loop would take tens of milliseconds.
 
         Args:
-            n_bytes: size of the piece that the client has sent last.
+            n_bytes: size of the last piece that the client has sent.
 
         Raises: TimeoutError.
         """

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from parallel_llama.serve.access import ADMIT, TOO_MANY
 from parallel_llama.serve.asgi import HEADER, new_request_id
 from parallel_llama.serve.errors import HTTPError, error_reply, error_response, reason_of
-from parallel_llama.serve.fair_queue import Turns
+from parallel_llama.serve.fair_queue import Pacer
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10  # total of all names and values
@@ -25,7 +25,7 @@ MAX_URL_BYTES = 8 << 10
 HEAD_LIMIT_S = 10.0  # from the first byte of a request to the end of its headers
 BODY_LIMIT_S = 30.0  # from the end of the headers to the end of the body
 MAX_BODIES_BYTES = 256 << 20  # total of all requests that have not been answered
-PIPELINE_GAP_S = 0.001  # between two pipelined requests of any connections
+PIPELINE_GAP_S = 0.001  # between the starts of two pipelined requests, of all connections together
 MAX_UNREAD_BYTES = 64 << 10  # pipelined after a request that has not been answered
 MAX_CONNECTIONS = 1024  # admitted connections
 MAX_OTHERS = 128  # connections that have not been admitted; more if slots above are free
@@ -57,21 +57,21 @@ class BoundedProtocol(HttpToolsProtocol):
 
     Each request has its own parser, which receives no byte of the next request, so that one request
     cannot change how the following bytes are parsed. A request is parsed after the previous one has
-    been answered; until then its bytes wait, mostly in the socket. It also waits for its turn among
-    the requests of all connections.
+    been answered; until then its bytes wait, mostly in the socket. A pacer that all connections
+    share then starts the request.
 
     Args:
-        turns: for requests.
-        pipeline_turns: for requests that are received before the previous one has been answered.
+        pacer: starts requests.
+        pipeline_pacer: starts requests that arrive before the previous one has been answered.
     """
 
     flow: "_Flow"
 
-    def __init__(self, *args: Any, turns: Turns, pipeline_turns: Turns, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, pacer: Pacer, pipeline_pacer: Pacer, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._turns, self._pipeline_turns = turns, pipeline_turns
+        self._pacer, self._pipeline_pacer = pacer, pipeline_pacer
         self._is_pipelined = False  # the next request
-        self._awaits_turn = False
+        self._is_queued = False  # the next request, in a pacer
         self._refused: HTTPError | None = None
         self._framing = ""  # the header that frames the body
         self._timer: asyncio.TimerHandle | None = None
@@ -134,13 +134,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse()
 
     def _begin_request(self) -> None:
-        self._awaits_turn = False
-        self._parse(has_turn=True)
+        self._is_queued = False
+        self._parse(may_begin=True)
 
-    def _parse(self, *, has_turn: bool = False) -> None:
+    def _parse(self, *, may_begin: bool = False) -> None:
         """Parses up to the end of a request, unless one is being answered.
 
-        Asks for a turn before the first bytes of a request, unless it `has_turn`.
+        The first bytes of a request are parsed only if it `may_begin`; else it is put in a pacer.
         """
         while self._unread and not (self._is_answering() or self.transport.is_closing()):
             self._unset_keepalive_if_required()
@@ -149,13 +149,13 @@ class BoundedProtocol(HttpToolsProtocol):
             n_bytes = self._piece_bytes()
             if not n_bytes:
                 break
-            if self._is_head and not self._n_pending and not has_turn:
-                if not self._awaits_turn:
-                    self._awaits_turn = True
-                    turns = self._pipeline_turns if self._is_pipelined else self._turns
-                    turns.take(self._begin_request, 1, self.client)
+            if self._is_head and not self._n_pending and not may_begin:
+                if not self._is_queued:
+                    self._is_queued = True
+                    pacer = self._pipeline_pacer if self._is_pipelined else self._pacer
+                    pacer.submit(self._begin_request, 1, self.client)
                 break
-            has_turn = False
+            may_begin = False
             piece = self._unread[:n_bytes]
             del self._unread[:n_bytes]
             self._n_pending += n_bytes
@@ -361,8 +361,8 @@ class _BodyCallbacks:
 
 
 def protocol_factory(pipeline_gap_s: float = PIPELINE_GAP_S) -> Callable[..., BoundedProtocol]:
-    """Makes the protocols of one server, which share their turns."""
-    return partial(BoundedProtocol, turns=Turns(), pipeline_turns=Turns(pipeline_gap_s))
+    """Makes the protocols of one server, which share their pacers."""
+    return partial(BoundedProtocol, pacer=Pacer(), pipeline_pacer=Pacer(pipeline_gap_s))
 
 
 def max_connections() -> int:

@@ -55,7 +55,7 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder of each kind of STORED, with heads of 32, which groups need to stay as stored."""
+    """A folder of each kind of STORED. Heads of 32 fit the groups; smaller heads are decoded."""
     home = tmp_path_factory.mktemp("grouped")
     source = write_hf(WITH_HEADS_OF_32, home / "hf")
     return {kind: write_scaled(source, home / kind, kind) for kind in STORED}
@@ -89,7 +89,7 @@ def test_every_rank_has_its_part_of_matrices_that_stay_as_stored(kind, grouped):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packed 4, group of 64, zeros", "int channel"])
-def test_logits_as_stored_are_those_of_transformers_but_for_rounded_inputs(kind, grouped):
+def test_logits_as_stored_are_those_of_transformers_except_for_rounded_inputs(kind, grouped):
     folder = grouped[kind]
     expected = reference_logits(meant_by(folder), TOKENS)
     for tp_size in (1, 3):

@@ -575,7 +575,8 @@ def test_a_plan_for_cards_counts_what_they_need_to_work(capsys):
         assert plan["fits"] is fits
     page = plan_page(capsys, *asked, "--device", "cuda")
     assert re.search(rf"^ +0 .* 1.62 GiB  {terminal.size(held + working)} ", page, re.M)
-    assert "rest       activations and scores of a step of 4096 tokens, and 1.00 GiB for" in page
+    assert "rest       rotary tables, activations and scores of a step of 4096 tokens, and" in page
+    assert "1.00 GiB for CUDA's libraries and graphs" in page
     page = plan_page(capsys, *asked, "--device", "cpu")
     assert f"rest       a process of about {PROCESS_BYTES >> 20} MiB" in page
 

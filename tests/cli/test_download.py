@@ -25,7 +25,7 @@ LIMIT_S = 60
 
 @pytest.fixture
 def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that processes use which are started now, and an empty cache."""
+    """A hub for the processes that a test starts, and an empty cache."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     files = {path.name: path.read_bytes() for path in model.iterdir()} | {"model.py": b"0"}

@@ -97,7 +97,7 @@ def test_the_smallest_cache_is_warmed_up_too(args: ModelArgs, n_blocks: int) -> 
 
 @pytest.mark.parametrize(("tp_size", "kv_split"), [(2, "heads"), (5, "heads"), (5, "sequence")])
 def test_ranks_compile_without_waiting_for_each_other(tp_size: int, kv_split: KVSplit) -> None:
-    """A rank whose Triton cache was cold compiled for a minute, and was taken to be late."""
+    """A rank whose Triton cache was cold compiled for a minute, and was reported as late."""
 
     class Waited(Solo):
         def __init__(self, comm: ThreadComm) -> None:

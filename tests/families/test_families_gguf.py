@@ -252,10 +252,10 @@ def test_experts_in_a_tensor_of_another_shape_are_refused(tmp_path):
 
 
 def test_one_set_of_longrope_factors_is_refused(tmp_path):
-    """It would be read for a model without scaling."""
+    """The model would run without rope scaling."""
     path = convert(write_hf(MODELS["phi3"], tmp_path / "hf"), tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes().replace(b"rope_factors_long", b"rope_factors_lost"))
-    with pytest.raises(UsageError, match="only both of rope_factors_short"):
+    with pytest.raises(UsageError, match="only both rope_factors_short"):
         load_model_args(find_model(str(path)))
 
 

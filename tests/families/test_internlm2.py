@@ -1,4 +1,4 @@
-"""InternLM 2: the arithmetic of Llama under other names, three weights in one tensor by KV head."""
+"""InternLM 2: Llama with other names, and with wq, wk and wv in one tensor, by KV head."""
 
 import json
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_internlm2_computes_what_llama_does_and_comes_back_from_every_layout(nam
 
 
 def test_a_gguf_file_of_internlm2_computes_what_llama_does(tmp_path, monkeypatch):
-    """llama.cpp's converter writes both alike, but for the name of the architecture."""
+    """llama.cpp's converter writes both alike, except for the name of the architecture."""
     monkeypatch.setitem(converted_gguf.ARCHITECTURES, "llama", "internlm2")
     llama = rounded(write_hf(MODELS["biases"], tmp_path / "llama", seed=2))
     path, expected = convert(llama, tmp_path / "tiny.gguf"), reference_logits(llama, TOKENS)

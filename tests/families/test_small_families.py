@@ -1,4 +1,4 @@
-"""Families that share most of Llama against transformers, in three forms each."""
+"""Families close to Llama, compared with transformers, in three configurations each."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -232,8 +232,8 @@ def test_a_model_computes_what_transformers_does_at_any_tp_size(name, tmp_path):
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-def test_phi3_has_its_short_factors_in_a_run_with_a_context_as_short_as_the_trained_one(tmp_path):
-    """transformers has them for every sequence that is as short."""
+def test_phi3_uses_the_short_factors_if_the_context_is_not_longer_than_the_trained_one(tmp_path):
+    """transformers uses the short factors for every sequence of at most that length."""
     tiny = replace(MODELS["phi3"], own={**MODELS["phi3"].own, _TRAINED: 40})
     folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), some_tokens(tiny)
     args = load_model_args(find_model(str(folder)))
@@ -255,7 +255,7 @@ def cut_logits(
     return logits_in_pieces(load_runner(comm, folder, len(tokens), cut), tokens, [9])
 
 
-# One of each new feature of the model.
+# One model for each feature of the model code that these families need.
 FEATURES = "smollm3", "granite", "phi3", "arcee", "exaone4", "olmo2"
 
 
@@ -330,7 +330,7 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tm
 @pytest.mark.parametrize(
     ("family", "values", "expected"),
     [
-        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 layers"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "interval=0: use 1"),
         ("phi3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "only 'default' and"),
         ("phi3", {"original_max_position_embeddings": 1}, "trained context of 1 token"),
@@ -346,7 +346,7 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tm
         ("arcee", {"hidden_act": "silu"}, "activation='silu' needs gated"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("nemotron", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary_dim=3 .*even"),
-        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0: .*above 0"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0 is a divisor .*above 0"),
         ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0: use"),
         ("granite", {"residual_multiplier": 1e-200}, "residual_scale=1e-200: use"),
         ("stablelm", {"rope_parameters": {"partial_rotary_factor": 1e308}}, "at most 1"),

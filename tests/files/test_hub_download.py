@@ -33,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
 SMALL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 NEEDED = sorted([*SMALL, INDEX, *SHARDS])
-# What repositories hold besides: code, other formats, and a copy of the weights in each.
+# Other files of repositories: code, other formats, and a copy of the weights in each format.
 OTHERS = (
     "README.md", ".gitattributes", "modeling_llama.py", "tokenizer.model", "pytorch_model.bin",
     "model.fp16.safetensors", "tf_model.h5", "onnx/model.onnx", "original/consolidated.00.pth",
@@ -76,7 +76,7 @@ def hub(
 
 
 def download(name: str = NAME) -> list[str]:
-    """Downloads what is missing of a model; the lines that were announced."""
+    """Downloads the missing files of a model. Returns: the announced lines."""
     lines: list[str] = []
     require_downloaded(name, 60, lines.append)
     return lines
@@ -261,7 +261,7 @@ GATED = 403, "GatedRepo", "Access to model is restricted"
         (f"{NAME}@v9", {}, rf"has no revision 'v9'; .*/{NAME}/tree/main lists"),
         (f"{NAME}/x.gguf", {}, rf"does not have x\.gguf; .*/{NAME} lists its files"),
         (f"{NAME}/x-00001-of-00002.gguf", {}, r"part 1 of a GGUF file split in 2"),
-        (NAME, {"commits": {"main": "../.."}}, r"is commit '\.\./\.\.'; try later"),
+        (NAME, {"commits": {"main": "../.."}}, r"'\.\./\.\.', which is not 40 hex.*; try later"),
     ],
 )
 def test_a_refusal_is_one_line_with_a_remedy(hub, capsys, name, fault, message):
@@ -347,7 +347,7 @@ def test_names_of_the_hub():
 def test_other_ranks_of_a_host_wait_for_a_bounded_time(hub, monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=r"first rank of this host .* for 0\.1 s; see its message"):
+    with pytest.raises(UsageError, match=r"first rank of this host .* for 0\.1 s; see the message"):
         require_downloaded(NAME, 0.1)
     assert hub.requests == [] and os.environ["RANK"] == "1"
 

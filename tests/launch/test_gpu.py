@@ -106,7 +106,7 @@ def test_a_process_that_ends_before_its_first_part_is_not_started_again(
 
 
 def run_parts(monkeypatch, capsys, *flags: str) -> tuple[int, list[Any]]:
-    """The exit code and the lines of a step with three parts, the second of them without a GPU."""
+    """The exit code and the lines of a step with three parts, whose second part loses the GPU."""
 
     def fails(_: Setting) -> Rows:
         yield from attempt("inner", lost)

@@ -10,7 +10,7 @@ import torch
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel import communicators
 from parallel_llama.parallel.communicators import own_device, use_device
-from parallel_llama.parallel.device_choice import choose_device, count_cards, ranks_of_cards
+from parallel_llama.parallel.device_choice import choose_device, count_cards, ranks_sharing_cards
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.handshake import RankInfo, require_own_cards
 from parallel_llama.parallel.rank_env import local_world
@@ -149,14 +149,14 @@ def test_every_launchers_rank_gets_its_card(
     auto: int | str,
     cuda: int | str,
 ) -> None:
-    """With one visible GPU per task, `auto` took the CPU and `cuda` refused."""
+    """With one visible GPU per task, `auto` took the CPU and `cuda` was refused."""
     (tmp_path / "dev").mkdir()
     for number in range(n_files):
         (tmp_path / "dev" / f"nvidia{number}").touch()
     put(env)
 
     def chosen(asked: str) -> int | str:
-        card, n_ranks = ranks_of_cards(asked, 8, n_cards, tmp_path)
+        card, n_ranks = ranks_sharing_cards(asked, 8, n_cards, tmp_path)
         return card if choose_device(asked, n_ranks, n_cards) == "cuda" else CPU
 
     assert chosen("auto") == auto
@@ -169,7 +169,7 @@ def test_every_launchers_rank_gets_its_card(
 
 
 def test_two_ranks_with_one_card_are_named() -> None:
-    """Each rank sees one GPU, and only together do they see that this is the same GPU."""
+    """Each rank sees one GPU; only a comparison between ranks shows that it is the same GPU."""
     infos = [RankInfo(n, 3, {}, f"host{n % 2}", n, "", {}, card) for n, card in enumerate("aba")]
     with pytest.raises(RankError, match="rank 0 and rank 2 of 3, process 0 on host0 and process 2"):
         require_own_cards(infos)

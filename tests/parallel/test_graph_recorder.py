@@ -15,7 +15,7 @@ from parallel_llama.parallel.cuda_graphs import GraphRecorder, NotCapturable, re
 class Card:
     """What torch and the allocator know of one GPU.
 
-    Like torch, a capture that has become invalid raises when it ends, before the allocator is
+    As in torch, a capture that has become invalid raises when it ends, before the allocator is
     called and before the stream of the caller is current again.
     """
 
@@ -87,7 +87,7 @@ def test_graphs_of_one_model_share_their_memory(card: Card) -> None:
 
 
 def test_a_failed_capture_leaves_a_usable_allocator(card: Card) -> None:
-    """It took the capture to be in progress, and freed no memory that another stream had used."""
+    """The allocator assumed an active capture, and freed no memory that another stream had used."""
     record = GraphRecorder()
     card.is_valid = False
     with pytest.raises(RuntimeError, match="previous error during capture"):
@@ -123,7 +123,7 @@ def test_a_step_that_raises_in_a_capture_ends_it_once(card: Card) -> None:
 def test_an_operator_that_waits_for_the_device_is_named(
     read: Callable[[Tensor], object], is_inference: bool
 ) -> None:
-    """In inference mode, torch does not take some operators apart, and shows other names."""
+    """In inference mode torch does not decompose some operators, so they have other names."""
     with torch.inference_mode(is_inference):
         x, places = torch.ones(3, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
         require_capturable(lambda: torch.where(x > 0, x.double(), 0.0)[places].softmax(0))

@@ -22,7 +22,7 @@ CARD = torch.device("cuda", 0)
 
 
 def meet(*infos: RankInfo) -> list[list[str]]:
-    """What each rank notes after the rendezvous of all."""
+    """The differences that the rendezvous of all ranks returns on each rank."""
     store = HashStore()
     with ThreadPoolExecutor(len(infos)) as pool:
         found = [
@@ -61,7 +61,7 @@ def test_a_card_is_described(monkeypatch, tmp_path: Path, text: str | None, vers
 
 
 def on(kind: str, n_experts: int = 0, memory: tuple[float, ...] | None = None) -> SimpleNamespace:
-    """As much of a ModelSetup as facts are taken from."""
+    """The attributes of a ModelSetup that facts and notes are read from."""
     config = SimpleNamespace(random_weights=1, facts=dict, memory=memory)
     device = CARD if kind == "cuda" else torch.device("cpu")
     args = SimpleNamespace(n_experts=n_experts)

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 from parallel_llama.serve import protocol
 from parallel_llama.serve.access import Access
 from parallel_llama.serve.asgi import RequestIds
-from parallel_llama.serve.fair_queue import Turns
+from parallel_llama.serve.fair_queue import Pacer
 from parallel_llama.serve.protocol import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
@@ -550,10 +550,10 @@ async def test_a_request_waits_for_few_requests_of_many_pipelines():
 
 async def test_requests_that_arrive_together_begin_one_after_the_other():
     begun = []
-    turns = Turns()
+    pacer = Pacer()
     for number in range(3):
-        turns.take(partial(begun.append, number), 1, "greedy")
-    turns.take(partial(begun.append, "fair"), 1, "fair")
+        pacer.submit(partial(begun.append, number), 1, "greedy")
+    pacer.submit(partial(begun.append, "fair"), 1, "fair")
     assert begun == [0]
     for n_before in range(1, 4):
         while len(begun) == n_before:

@@ -23,7 +23,7 @@ ARCHITECTURES = {
 }
 
 
-# The model_types whose rows of q and k are in pairs in the file.
+# The model_types whose rows of q and k are in interleaved order in the file.
 _INTERLEAVED = "llama", "mistral", "mixtral", "smollm3", "granite", "arcee"
 # The key of the epsilon of LayerNorm in config.json.
 _LAYER_NORM_EPS = {

@@ -40,7 +40,7 @@ class Hub:
         self.on_info: Callable[[], None] = lambda: None  # after model_info was answered
 
     def fetched(self) -> list[str]:
-        """The sorted files whose content was requested, each as often as it was."""
+        """The sorted names of files whose content was requested, once for each request."""
         paths = [path for method, path, _ in self.requests if method == "GET"]
         names = {f"/storage/{digest(data)}": name for name, data in self.files.items()}
         own = [names.get(path, path.partition("/resolve/")[2].partition("/")[2]) for path in paths]

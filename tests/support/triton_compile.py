@@ -25,7 +25,7 @@ TARGETS = (80, 90, 100)
 class Compiled:
     """One kernel for one architecture; `stack_bytes` are spilled registers.
 
-    `is_fused` says that products and sums may become one instruction, which rounds once.
+    `is_fused` says whether multiply-adds may be fused, which rounds once instead of twice.
     """
 
     kernel: str

@@ -1,8 +1,8 @@
 """The steps of the GPU benchmark. Each step runs in its own process.
 
-A step is a module with a generator `rows(setting)`, or with such generators by name, `PARTS`. Rows
-that it has yielded are kept when the step fails or reaches its time limit. After a crash, the
-remaining parts run in a new process.
+A step is a module with a generator `rows(setting)`, or with several such generators by name in
+`PARTS`. Rows that a step has yielded are kept when it fails or reaches its time limit. After a
+crash, the remaining parts run in a new process.
 """
 
 import sys
@@ -56,10 +56,10 @@ Rows = Iterator[Row]
 
 
 class DeviceLost(Exception):
-    """After an error such as an illegal address, no work can run on the GPU in this process."""
+    """An error, such as an illegal address, after which this process cannot use the GPU."""
 
 
-# The exit code of a process whose GPU is lost.
+# The exit code of a process after DeviceLost.
 DEVICE_LOST = 3
 
 

@@ -18,18 +18,20 @@ import torch
 from launch.bench.gpu_steps import DEVICE_LOST, DeviceLost, Rows, Setting, attempt
 from parallel_llama.ops.cuda import decode_attention
 
-# Programs of decode attention in a rehearsal. The interpreter runs one after another, and most
-# programs of a GPU would have no work.
+# Programs of decode attention in a rehearsal. The interpreter runs programs one after another, and
+# with as many programs as on a GPU, most would have no work.
 _FEW_PROGRAMS = 4
-_LEFT_S = 2.0  # between the stacks of a step that takes too long, and its end
+_LEFT_S = 2.0  # the stacks of a late step are written this long before it is killed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("step", help="a module of this package, and for `shapes:` the shape")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--after", help="skip the parts up to this one")
-    parser.add_argument("--limit-s", type=float, default=0.0, help="write stacks before this time")
+    parser.add_argument("--after", help="skip this part and all parts before it")
+    parser.add_argument(
+        "--limit-s", type=float, default=0.0, help="write stacks before this time, in seconds"
+    )
     parser.add_argument("--copy-bytes-per-s", type=float, default=Setting.copy_bytes_per_s)
     parser.add_argument("--matrix-flops", type=float, default=Setting.matrix_flops)
     given = parser.parse_args()

@@ -183,7 +183,7 @@ def attention_checks(setting: Setting) -> Rows:
 
 
 def _compile_at_once(setting: Setting) -> None:
-    """Fills Triton's cache; what fails here fails again in the check, which reports it."""
+    """Fills Triton's cache. A kernel that fails here fails again in its check, which reports it."""
     n = min(len(os.sched_getaffinity(0)), _COMPILERS)
     context = multiprocessing.get_context("spawn")  # a fork cannot use the GPU
     workers = [context.Process(target=compile_samples, args=(setting, i, n)) for i in range(n)]
@@ -209,7 +209,7 @@ def compile_samples(setting: Setting, first: int, step: int) -> None:
 
 
 def _samples(setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The samples by name: any two values of two properties occur together in at least one."""
+    """The samples by name. Every pair of values of two properties occurs in at least one sample."""
     decoded, chunks = ((1, 0), (1, 37), (0, 5), (1, 100)), ((5, 0), (40, 19), (0, 0), (17, 64))
     if setting.is_rehearsal:
         decoded, chunks = ((1, 0), (1, 6)), ((3, 2),)
@@ -218,7 +218,7 @@ def _samples(setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
     sizes = (16,) if setting.is_rehearsal else (64, 80, 128)
     of_properties = list(map(range, map(len, (dtypes(setting), heads_per_kv, sizes, caches))))
     for kind, ranges in (("decode", decoded), ("prefill", chunks)):
-        # 36 of 108 combinations: the last property follows from the others.
+        # 36 of 108 combinations: the other properties determine the format of the cache.
         for a, b, c, d in product(*of_properties):
             if (a + b + c + d) % len(caches):
                 continue
@@ -354,7 +354,7 @@ def _routed(name: str, n_rows: int, setting: Setting) -> Rows:
     yield _moved(name, n_bytes, device_seconds(calls, setting), setting)
 
 
-# Parts with speeds first, because most of the time goes into the checks of attention.
+# The checks of attention take most of the time, so they come after the speeds.
 PARTS = {
     "products": products,
     "attention": attention,

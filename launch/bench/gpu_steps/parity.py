@@ -173,7 +173,7 @@ def _kinds(setting: Setting) -> dict[str, ModelArgs]:
     return dense | {", experts": replace(args, n_experts=6, n_active_experts=2)}
 
 
-# Ranks are threads that launch kernels at once, so the other checks come first.
+# The check of ranks comes last, because its threads launch kernels concurrently.
 PARTS = {
     "transformers": against_transformers,
     "recorded": recorded,

@@ -1,7 +1,8 @@
 """RMSNorm of the queries (or keys) of all heads of all ranks together, in two kernels.
 
-The first writes the sum of squares of each head of this rank. After an all_reduce every rank has
-the sums of all heads; the second adds them, in the order of the heads, and scales its own heads.
+The first kernel writes the sum of squares of each head of this rank. After an all_reduce every rank
+has the sums of all heads. The second kernel adds them in the order of the heads, and scales the
+heads of this rank.
 
 Source: OLMo 2, arXiv 2501.00656; RMSNorm, arXiv 1910.07467.
 """

@@ -41,7 +41,7 @@ class RotaryKernel:
     """Rotates queries and keys in place, and stores keys and values in their slots of the cache.
 
     Args:
-        rotates: Whether it takes `rotations`; without these, it only stores keys and values.
+        rotates: Whether a call gets `rotations`; if false, it only stores keys and values.
 
     Shapes: qkv [T, H + 2 K, D], contiguous, each token's H queries, K keys and K values; rotations
     [T, 1, D / 2] complex, where pair i rotates numbers 2 i and 2 i + 1; slots [T] int64; k, v

@@ -118,7 +118,7 @@ def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args, top_k)
 
 
 class Ungrouped(CUDAOps):
-    """A product per expert, as quantised experts have: the host reads how many rows each has."""
+    """One product per expert, as for quantised experts: the host reads each expert's row count."""
 
     routed_linear = TorchOps.routed_linear
 
@@ -145,7 +145,7 @@ def test_every_decode_step_can_be_captured(args):
 
 
 def test_a_step_that_waits_for_the_device_is_found_before_it_is_captured(caplog):
-    """The capture failed when it ended, and the allocator took it to be in progress for ever."""
+    """The capture failed when it ended, and the allocator assumed for ever that it was active."""
     assert record_on_meta(MIXTURE, Ungrouped) == []
     assert "decode steps of 1 rows and more run without a graph: the operator aten." in caplog.text
     assert "waits for the device" in caplog.text
