@@ -13,14 +13,14 @@ from parallel_llama.families.weights import Param
 
 
 class CopiedTensor(CanonicalTensor):
-    """The bytes of a tensor, whose hash is that of the stored bytes."""
+    """The bytes of a tensor. Its entry has the dtype of decoded values and the bytes' hash."""
 
     def __init__(self, param: Param) -> None:
         super().__init__(param, torch.uint8)
 
     @property
     def entry(self) -> TensorEntry:
-        return TensorEntry("bytes", self.param.shape, self._hasher.hexdigest())
+        return TensorEntry("float32", self.param.shape, self._hasher.hexdigest())
 
 
 def copied_pieces(

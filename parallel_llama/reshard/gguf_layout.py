@@ -154,8 +154,8 @@ def encoded_blocks(kind: str, matrix: Sequence[Tensor]) -> Tensor:
     groups = integers.reshape(n_rows, n_blocks, QUANT_GROUP_SIZE)
     if kind != "Q8_0":
         unsigned = (groups + (8 if kind == "Q4_0" else 0)).view(torch.uint8)
-        low, high = unsigned.split(QUANT_GROUP_SIZE // 2, -1)
-        groups = low | (high << 4)
+        half = QUANT_GROUP_SIZE // 2
+        groups = unsigned[..., :half] | (unsigned[..., half:] << 4)
     factors = [half.contiguous().view(torch.uint8).view(n_rows, n_blocks, 2) for half in halves]
     return torch.cat([*factors, groups.view(torch.uint8)], -1).view(n_rows, -1)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from parallel_llama.dtypes import STORED_NAMES, QuantFormat, why_unquantised
+from parallel_llama.dtypes import STORED_NAMES, DTypeName, QuantFormat, why_unquantised
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
@@ -52,7 +52,7 @@ def copied_types(source: ModelFiles, args: ModelArgs) -> dict[str, str]:
 
 def weight_types(
     args: ModelArgs,
-    dtypes: Mapping[str, str],
+    dtypes: Mapping[str, DTypeName],
     formats: Mapping[str, QuantFormat],
     quant: str | None,
 ) -> dict[str, str]:

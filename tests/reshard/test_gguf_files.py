@@ -203,10 +203,14 @@ def test_llama3_scaling_becomes_a_tensor_of_factors(tmp_path):
     assert same_bytes(read(path), {name: own.float() for name, own in read(folder).items()})
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_an_interrupted_run_leaves_no_file_and_is_continued(share, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("share", "copies"), [(0.0, False), (0.5, False), (0.99, False), (0.5, True)]
+)
+def test_an_interrupted_run_leaves_no_file_and_is_continued(share, copies, tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_writer, "FLUSH_BYTES", 1 << 12)
     folder = write_model(tmp_path / "hf", ARGS)
+    if copies:
+        folder = written(folder, tmp_path / "copied.gguf", quant="q4_0")
     expected = written(folder, tmp_path / "expected.gguf").read_bytes()
     left, write = [int(share * len(expected))], DirectFile.write
 
