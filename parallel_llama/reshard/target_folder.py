@@ -141,10 +141,10 @@ def target_formats(
         if isinstance(form, QuantFormat):
             if form not in supported:
                 names = ", ".join(form.name for form in supported)
-                others = [name for name, asked in ASKED.items() if asked in supported]
+                *others, last = [name for name, asked in ASKED.items() if asked in supported]
                 raise UsageError(
                     f"{param.name}: is in {form.name}, and {where} support {names}; use --quant "
-                    f"{' or '.join(others)}, or --quant none with a --dtype"
+                    f"{', '.join(others)} or {last}, or --quant none with a --dtype"
                 )
             formats[param.name] = form
     return formats
