@@ -41,7 +41,8 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Rooms and modules that load without torch.
 TORCH_FREE = {
     "errors", "dtypes", "files", "families", "config", "plan", "memory", "request",
-    "tokenizer", "structured", "serve", "parallel.failures", "reshard.target_folder",
+    "tokenizer", "structured", "serve", "parallel.failures", "reshard.gguf_types",
+    "reshard.target_folder",
     "doctor.check", "doctor.local_ranks", "doctor.machine", "engine.available_memory",
     "engine.kv_blocks", "engine.block_pool", "engine.detokenizer",
     "engine.input_processor", "engine.llm_config", "engine.messages", "engine.model_download",
@@ -52,7 +53,12 @@ MATH = {"model", "ops"}
 # Imported inside functions: modules that need an optional package, and readers whose packages are
 # slow to import and only needed for some files.
 OPTIONAL = {"parallel_llama.ops.cuda_ops", "torch.distributed._symmetric_memory"}
-LATE = {"parallel_llama.checkpoint.gguf_file", "parallel_llama.files.hub_download"}
+LATE = {
+    "parallel_llama.checkpoint.gguf_file",
+    "parallel_llama.files.hub_download",
+    "parallel_llama.reshard.copied_tensors",
+    "parallel_llama.reshard.gguf_layout",
+}
 
 OBJECT_COLLECTIVES = re.compile(r"(broadcast|all_gather|gather|scatter|send|recv)_object(_list)?$")
 ASKS = {"is_file", "is_dir", "exists", "iterdir", "isfile", "isdir"}

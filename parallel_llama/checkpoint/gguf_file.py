@@ -57,6 +57,20 @@ class GGUFFile(TensorFiles):
         self._decoders.shutdown()
         super().close()
 
+    def stored_rows(self, param: Param, rows: range) -> Tensor:
+        """The bytes of rows of a weight as they are stored; only after `check`.
+
+        Returns: uint8 [len(rows), bytes of a row]; the rows of a vector are its values.
+
+        Raises: DamagedWeights if the file changed.
+        """
+        file, tensor = self._held(param)
+        stored_slice = self._slices[param.name]
+        row_bytes = tensor.n_bytes // stored_slice.n_rows
+        whole = range(row_bytes)
+        runs = stored_slice.runs(rows)
+        return torch.cat([file.matrix(tensor.offset, row_bytes, run, whole) for run in runs])
+
     def _stored(self, param: Param, rows: range) -> Tensor:
         file, tensor = self._held(param)
         if tensor.dtype in STORED:

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
@@ -12,6 +12,7 @@ from parallel_llama.cli.parsers import dtype_name, filled_text, one_of, quant_na
 from parallel_llama.cli.terminal import StatusLine, ctrl_c_raises, duration, size
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.reshard.gguf_types import BLOCK_TYPES
 from parallel_llama.reshard.target_folder import (
     TargetKind,
     check_parts,
@@ -21,16 +22,28 @@ from parallel_llama.reshard.target_folder import (
 
 MAX_FILES = 99_999
 
+# llama.cpp's names are in upper case.
+_target_quant = replace(
+    quant_name,
+    choices=(*quant_name.choices, *BLOCK_TYPES),
+    synonyms={**quant_name.synonyms, **{name: name for name in BLOCK_TYPES}},
+)
+
 
 SRC: Flag[str] = Flag(
     "src", "an HF folder, a Meta folder, a native folder or a .gguf file", filled_text
 )
-DST: Flag[str] = Flag("dst", "the folder to write, which must not exist", filled_text)
+DST: Flag[str] = Flag(
+    "dst", "the folder (for gguf, the .gguf file) to write, which must not exist", filled_text
+)
 TP: Flag[int | None] = Flag(
-    "tp", "number of files; for meta, of model-parallel ranks", whole(1, MAX_FILES), "N"
+    "tp",
+    "number of files; for meta, of model-parallel ranks; gguf writes one file",
+    whole(1, MAX_FILES),
+    "N",
 )
 FORMAT: Flag[TargetKind | None] = Flag(
-    "format", "meta, hf or native", one_of("meta", "hf", "native"), "FORMAT"
+    "format", "meta, hf, native or gguf", one_of("meta", "hf", "native", "gguf"), "FORMAT"
 )
 DTYPE: Flag[str | None] = Flag(
     "dtype", "float32, bfloat16, float16 or float64",
@@ -38,8 +51,10 @@ DTYPE: Flag[str | None] = Flag(
 )  # fmt: skip
 QUANT: Flag[str | None] = Flag(
     "quant", "for native: quantise matrices to int8, int4 or fp8, with a scale per 32 weights; "
+    "for gguf: q8_0, q4_0 or q4_1, or int8 or int4; "
     "stored: keep the source's quantisation; none: decode",
-    quant_name, "FORMAT", default_text="stored for a quantised folder, else none",
+    _target_quant, "FORMAT",
+    default_text="stored for a quantised folder and from gguf to gguf, else none",
 )  # fmt: skip
 RESUME: Flag[bool] = Flag("resume", "continue an interrupted run")
 
@@ -47,13 +62,15 @@ RESUME: Flag[bool] = Flag("resume", "continue an interrupted run")
 def prepare(flags: Flags) -> Job:
     """Checks source and target, and returns the job."""
     layout, n_parts = flags[FORMAT], flags[TP]
-    if n_parts is None:
-        raise UsageError("reshard needs --tp N")
     if layout is None:
-        raise UsageError("reshard needs --format meta, hf or native")
+        raise UsageError("reshard needs --format meta, hf, native or gguf")
+    if n_parts is None:
+        if layout != "gguf":
+            raise UsageError("reshard needs --tp N")
+        n_parts = 1
     source, target = found_model(flags, flags[SRC]), Path(flags[DST])
     source.require_weights()
-    check_target(source, target)
+    check_target(source, target, layout)
     args = args_of(source)
     check_parts(layout, args, n_parts)
     target_formats(source, args, layout, flags[QUANT], flags[DTYPE])
@@ -122,8 +139,8 @@ def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, fla
     else:
         rate = size(result.bytes / max(result.seconds, 1e-3))
         print(
-            f"{target}: {result.files} files, {size(result.bytes)} in {result.seconds:.1f} s "
-            f"({rate}/s)"
+            f"{target}: {result.files} file{'s' * (result.files > 1)}, {size(result.bytes)} "
+            f"in {result.seconds:.1f} s ({rate}/s)"
         )
     return 0
 
@@ -131,7 +148,7 @@ def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, fla
 VERB = Verb(
     "reshard",
     "Rewrites a model's files in another layout, for any number of ranks.",
-    "SRC DST --tp N --format meta|hf|native [flags]",
+    "SRC DST --tp N --format meta|hf|native|gguf [flags]",
     (TP, FORMAT, DTYPE, QUANT, RESUME, DOWNLOAD, JSON),
     "parallel-llama reshard smollm2 smollm2-native --tp 1 --format native",
     prepare,

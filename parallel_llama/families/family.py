@@ -79,6 +79,8 @@ class GGUFForm:
             architecture's prefix.
         has_experts: Whether the models have experts.
         rotates_part: Whether rope.dimension_count may be smaller than the size of a head.
+        writes: The inverse of `features` for the fields of a header, without the architecture's
+            prefix; None if the family is not written as GGUF.
     """
 
     architecture: str
@@ -86,6 +88,7 @@ class GGUFForm:
     reads: frozenset[str] = frozenset()
     has_experts: bool = False
     rotates_part: bool = False
+    writes: Callable[[ModelArgs], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,8 @@ class Family:
             a tensor.
         more_names: Names that depend on the model.
         qkv_by_kv_head: The layouts that store q, k and v by KV head (see `stored_slices`).
-        gguf: The family in GGUF files; None if llama.cpp treats it as another family.
+        gguf: The family in GGUF files; None if it is not read from them. Of the families with the
+            same architecture, a file is read as the first in `FAMILIES`.
         rotary_order: The order of the rows of wq and wk in each layout.
     """
 

@@ -128,6 +128,13 @@ def _gguf_window(fields: Fields, arch: str, usual: int, full: Iterable[int]) -> 
     return {"sliding_window": window, "full_layers": full_layers}
 
 
+def _gguf_writes_of_2_and_3(args: ModelArgs) -> dict[str, Any]:
+    return {
+        "final_logit_softcapping": args.logit_soft_cap or 0.0,
+        _WINDOW_IN_GGUF: args.sliding_window or 0,
+    }
+
+
 def _writes(args: ModelArgs) -> dict[str, Any]:
     return {"attention_bias": args.attention_bias}
 
@@ -154,7 +161,7 @@ GEMMA = Family(
     features=_features,
     writes=_writes,
     defaults={"max_seq_len": 8192, "head_dim": 256, "tied_embeddings": True},
-    gguf=GGUFForm("gemma", _gguf_features),
+    gguf=GGUFForm("gemma", _gguf_features, writes=lambda _: {}),
     rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
 )
 
@@ -169,7 +176,15 @@ GEMMA2 = Family(
     full_layers=_every_second,
     defaults={**GEMMA.defaults, "sliding_window": 4096},
     names=names_with(*POST_NORM_NAMES),
-    gguf=GGUFForm("gemma2", _gguf_features_of_2, _CAPS_IN_GGUF | {_WINDOW_IN_GGUF}),
+    gguf=GGUFForm(
+        "gemma2",
+        _gguf_features_of_2,
+        _CAPS_IN_GGUF | {_WINDOW_IN_GGUF},
+        writes=lambda args: {
+            "attn_logit_softcapping": args.attention_soft_cap or 0.0,
+            **_gguf_writes_of_2_and_3(args),
+        },
+    ),
     rotary_order=GEMMA.rotary_order,
 )
 
@@ -190,6 +205,10 @@ GEMMA3 = Family(
         "gemma3",
         _gguf_features_of_3,
         frozenset({"final_logit_softcapping", _WINDOW_IN_GGUF, _LOCAL_THETA_IN_GGUF}),
+        writes=lambda args: {
+            _LOCAL_THETA_IN_GGUF: args.local_rope_theta or args.rope_theta,
+            **_gguf_writes_of_2_and_3(args),
+        },
     ),
     rotary_order=GEMMA.rotary_order,
 )

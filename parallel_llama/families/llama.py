@@ -31,7 +31,7 @@ LLAMA = Family(
     base_architecture="LlamaModel",
     reads=frozenset({"attention_bias", "mlp_bias"}),
     features=_llama_features,
-    gguf=GGUFForm("llama"),
+    gguf=GGUFForm("llama", writes=lambda _: {}),
     writes=lambda args: {"attention_bias": args.attention_bias, "mlp_bias": args.mlp_bias},
 )
 
@@ -41,6 +41,7 @@ MISTRAL = Family(
     base_architecture="MistralModel",
     full_layers=every_layer_has_the_window,
     defaults={"max_seq_len": 131072, "sliding_window": 4096},
+    gguf=LLAMA.gguf,
 )
 
 MIXTRAL = Family(
@@ -57,7 +58,7 @@ MIXTRAL = Family(
         "sliding_window": None,
     },
     features=_mixtral_features,
-    gguf=GGUFForm("llama", has_experts=True),
+    gguf=GGUFForm("llama", has_experts=True, writes=lambda _: {}),
     writes=lambda args: {
         "num_local_experts": args.n_experts,
         "num_experts_per_tok": args.n_active_experts,

@@ -70,7 +70,7 @@ QWEN2 = Family(
     full_layers=_full_layers,
     window_switch="use_sliding_window",
     defaults={"max_seq_len": 32768, "sliding_window": 4096},
-    gguf=GGUFForm("qwen2"),
+    gguf=GGUFForm("qwen2", writes=lambda _: {}),
     rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
 )
 
@@ -85,7 +85,7 @@ QWEN3 = Family(
     window_switch=QWEN2.window_switch,
     defaults={**QWEN2.defaults, "head_dim": 128},
     names=names_with(*QK_NORM_NAMES),
-    gguf=GGUFForm("qwen3", lambda *_: {"qk_norm": True}),
+    gguf=GGUFForm("qwen3", lambda *_: {"qk_norm": True}, writes=lambda _: {}),
     rotary_order=QWEN2.rotary_order,
 )
 
@@ -117,6 +117,7 @@ QWEN3_MOE = Family(
         },
         frozenset({"expert_feed_forward_length"}),
         has_experts=True,
+        writes=lambda args: {"expert_feed_forward_length": args.ffn_dim},
     ),
     rotary_order=QWEN3.rotary_order,
 )

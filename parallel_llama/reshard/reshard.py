@@ -8,10 +8,10 @@ import errno
 import resource
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,19 @@ from parallel_llama.checkpoint.meta_folder import (
 )
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config.layouts import load_generation_defaults, load_model_args
-from parallel_llama.dtypes import QuantFormat
+from parallel_llama.dtypes import STORED, QuantFormat
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.weights import Param
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import dtype_name, torch_dtype
+from parallel_llama.reshard.gguf_types import copied_types, copies_tensors, weight_types
 from parallel_llama.reshard.layout import Layout
 from parallel_llama.reshard.meta_layout import MetaLayout
 from parallel_llama.reshard.safetensors_layout import HFLayout, NativeLayout
-from parallel_llama.reshard.sidecar_files import sidecar_files
+from parallel_llama.reshard.sidecar_files import gguf_file_fields, sidecar_files
 from parallel_llama.reshard.target_folder import (
     PartialFolder,
     TargetKind,
@@ -50,7 +52,7 @@ from parallel_llama.reshard.target_folder import (
     partial_bytes,
     target_formats,
 )
-from parallel_llama.reshard.tensor_writer import TensorWriter, Written
+from parallel_llama.reshard.tensor_writer import Pieces, TensorWriter, Written
 
 # Disk space for the journal, the manifest and the file system's metadata.
 SPARE_BYTES = 16 << 20
@@ -95,7 +97,7 @@ def reshard(
     anything is written; DamagedWeights or WriteError if reading or writing fails.
     """
     source.require_weights()
-    check_target(source, target)
+    check_target(source, target, layout)
     args = load_model_args(source, meta_vocab_size)
     check_parts(layout, args, n_parts)
     formats = target_formats(source, args, layout, quant, dtype)
@@ -106,24 +108,69 @@ def reshard(
             dtypes = dict.fromkeys(dtypes, torch_dtype(dtype))
         if dtype is not None or kept_quant(source, args) == "none":
             args = replace(args, dtype=_dtype_of_matrices(args, dtypes))
-        defaults = load_generation_defaults(source)
-        variants = norm_variants(source)
-        beside = sidecar_files(source, layout, defaults)
-        written: Layout
-        if layout == "meta":
-            dim = checkpoint.embeddings_dim() if isinstance(checkpoint, MetaFolder) else 0
-            written = MetaLayout(args, dtypes, n_parts, dim, variants)
+        if layout == "gguf":
+            copies = copies_tensors(source, quant, dtype)
+            job = _gguf_job(source, args, checkpoint, target, dtypes, formats, quant, copies)
         else:
-            if variants:
-                beside[NORM_VARIANTS] = as_bytes(variants)
-            if layout == "hf":
-                written = HFLayout(args, dtypes, n_parts, defaults)
-            else:
-                written = NativeLayout(args, dtypes, n_parts, formats)
-        small = {**beside, **written.metadata()}
-        job = ReshardJob(source, args, checkpoint, written, target, dtypes, formats, small)
+            job = _folder_job(source, args, checkpoint, target, layout, n_parts, dtypes, formats)
         job.require_space()
         return job.write(resume, on_start, on_bytes)
+
+
+def _folder_job(
+    source: ModelFiles,
+    args: ModelArgs,
+    checkpoint: Checkpoint,
+    target: Path,
+    layout: TargetKind,
+    n_parts: int,
+    dtypes: Mapping[str, torch.dtype],
+    formats: Mapping[str, QuantFormat],
+) -> "ReshardJob":
+    """The conversion into a folder of `n_parts` files of weights."""
+    defaults, variants = load_generation_defaults(source), norm_variants(source)
+    beside = sidecar_files(source, layout, defaults)
+    written: Layout
+    if layout == "meta":
+        dim = checkpoint.embeddings_dim() if isinstance(checkpoint, MetaFolder) else 0
+        written = MetaLayout(args, dtypes, n_parts, dim, variants)
+    else:
+        if variants:
+            beside[NORM_VARIANTS] = as_bytes(variants)
+        if layout == "hf":
+            written = HFLayout(args, dtypes, n_parts, defaults)
+        else:
+            written = NativeLayout(args, dtypes, n_parts, formats)
+    small = {**beside, **written.metadata()}
+    pieces = partial(canonical_pieces, checkpoint, dtypes=dtypes, formats=formats)
+    return ReshardJob(source, args, written, target, dtypes, formats, small, pieces)
+
+
+def _gguf_job(
+    source: ModelFiles,
+    args: ModelArgs,
+    checkpoint: Checkpoint,
+    target: Path,
+    dtypes: Mapping[str, torch.dtype],
+    formats: Mapping[str, QuantFormat],
+    quant: str | None,
+    copies: bool,
+) -> "ReshardJob":
+    """The conversion into a GGUF file; `copies` are made of the tensors of another GGUF file."""
+    # The gguf package is slow to import.
+    from parallel_llama.reshard.copied_tensors import copied_pieces
+    from parallel_llama.reshard.gguf_layout import GGUFLayout
+
+    names = {name: dtype_name(dtype) for name, dtype in dtypes.items()}
+    types = copied_types(source, args) if copies else weight_types(args, names, formats, quant)
+    written = GGUFLayout(target.name, args, types, gguf_file_fields(source, args, types))
+    dtypes = {name: torch_dtype(STORED.get(kind, "float32")) for name, kind in types.items()}
+    pieces: Callable[[Sequence[Param]], Pieces]
+    if copies:
+        pieces = partial(copied_pieces, checkpoint)
+    else:
+        pieces = partial(canonical_pieces, checkpoint, dtypes=dtypes, formats=formats)
+    return ReshardJob(source, args, written, target, dtypes, formats, {}, pieces)
 
 
 @dataclass(frozen=True)
@@ -131,17 +178,17 @@ class ReshardJob:
     """A conversion that passed all checks and can be started.
 
     `dtypes` and `formats` (of quantised weights) are those of the target, by Meta's names; `small`
-    are the files beside the weights, by name.
+    are the files beside the weights, by name; `pieces` reads some weights.
     """
 
     source: ModelFiles
     args: ModelArgs
-    checkpoint: Checkpoint
     layout: Layout
     target: Path
     dtypes: Mapping[str, torch.dtype]
     formats: Mapping[str, QuantFormat]
     small: Mapping[str, bytes]
+    pieces: Callable[[Sequence[Param]], Pieces]
 
     @property
     def n_bytes(self) -> int:
@@ -168,10 +215,10 @@ class ReshardJob:
         """
         began, plan = time.monotonic(), self._plan()
         try:
-            with closing(PartialFolder(self.target, plan, resume)) as partial:
-                done = [Written.from_line(line) for line in partial.done]
+            with closing(PartialFolder(self.target, plan, resume)) as unfinished:
+                done = [Written.from_line(line) for line in unfinished.done]
                 on_start(self.n_bytes, sum(tensor.n_bytes for tensor in done))
-                n_files, n_bytes = self._fill(partial, done, on_bytes)
+                n_files, n_bytes = self._fill(unfinished, done, on_bytes)
         except OSError as error:
             raise self._failure(error) from error
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -179,6 +226,10 @@ class ReshardJob:
 
     def _plan(self) -> dict[str, Any]:
         """Describes the run; an unfinished run is continued only if its description is equal."""
+        if self.layout.kind == "gguf":
+            header = {file.name: file.pieces[0][1] for file in self.layout.files}
+        else:
+            header = {}
         return {
             "layout": self.layout.kind,
             "dtypes": {
@@ -187,28 +238,33 @@ class ReshardJob:
             },
             "files": {file.name: file.n_bytes for file in self.layout.files},
             "source": {p.name: _identity(p) for p in (self.source.config, *self.source.weights)},
-            "beside": {name: manifest.hash_bytes(data) for name, data in self.small.items()},
+            "beside": {
+                name: manifest.hash_bytes(data) for name, data in {**self.small, **header}.items()
+            },
         }
 
     def _fill(
-        self, partial: PartialFolder, done: list[Written], on_bytes: Callable[[int], None]
+        self, unfinished: PartialFolder, done: list[Written], on_bytes: Callable[[int], None]
     ) -> tuple[int, int]:
         """Write the remaining tensors; returns the number of files and their bytes."""
-        self.layout.create(partial.files)
+        self.layout.create(unfinished.files)
         names = {tensor.name for tensor in done}
         left = [param for param in parameters(self.args) if param.name not in names]
-        with closing(TensorWriter(self.layout, partial, on_bytes)) as writer:
-            pieces = canonical_pieces(self.checkpoint, left, self.dtypes, self.formats)
-            written = done + writer.write(pieces)
-            self.layout.finish(partial.files)
+        with closing(TensorWriter(self.layout, unfinished, on_bytes)) as writer:
+            written = done + writer.write(self.pieces(left))
+            self.layout.finish(unfinished.files)
+            if self.layout.kind == "gguf":
+                (file,) = self.layout.files
+                unfinished.commit(file.name)
+                return 1, file.n_bytes
             hashes = writer.file_hashes()
         for name, data in self.small.items():
-            path = partial.files / name
+            path = unfinished.files / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
-        manifest.write_manifest(partial.files, self._manifest(written, hashes))
-        sizes = [path.stat().st_size for path in partial.files.rglob("*") if is_file(path)]
-        partial.commit()
+        manifest.write_manifest(unfinished.files, self._manifest(written, hashes))
+        sizes = [path.stat().st_size for path in unfinished.files.rglob("*") if is_file(path)]
+        unfinished.commit()
         return len(sizes), sum(sizes)
 
     def _manifest(self, written: list[Written], hashes: Mapping[str, str]) -> manifest.Manifest:

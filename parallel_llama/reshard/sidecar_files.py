@@ -1,17 +1,25 @@
 """The small files beside a model's weights: tokenizer, templates, special ids."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from parallel_llama.config.generation import GenerationDefaults
+from parallel_llama.config.gguf_fields import gguf_fields
+from parallel_llama.config.layouts import load_generation_defaults
+from parallel_llama.dtypes import STORED
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file, is_folder, read_bytes
 from parallel_llama.files.fields import read_json_object
+from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import TOKENIZER_FILES, ModelFiles
+from parallel_llama.reshard.gguf_types import file_type
 from parallel_llama.reshard.layout import json_text
 from parallel_llama.reshard.target_folder import TargetKind
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
+from parallel_llama.tokenizer.gguf_fields import tokenizer_fields
 
 # Files that are copied unchanged.
 SIDECARS = (
@@ -23,6 +31,15 @@ SIDECARS = (
 )
 TEMPLATES = "additional_chat_templates"
 MAX_SIDECAR_BYTES = 256 << 20
+
+# Fields of a GGUF file that describe its tensors, and are not copied to another.
+_OWN_FIELDS = (
+    "general.architecture",
+    "general.alignment",
+    "general.file_type",
+    "general.quantization_version",
+)
+_QUANTIZATION_VERSION = 2  # of ggml's blocks
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +63,50 @@ def sidecar_files(
         }
     files["generation_config.json"] = _generation_config(source, defaults)
     return files
+
+
+def gguf_file_fields(
+    source: ModelFiles, args: ModelArgs, types: Mapping[str, str]
+) -> dict[str, Any]:
+    """All fields of the header of a GGUF file with tensors of these types.
+
+    Raises: UsageError for a family or a tokenizer that cannot be written; CheckpointError if the
+    tokenizer is damaged.
+    """
+    copied: dict[str, Any] = {}
+    if source.kind == "gguf":
+        fields = read_gguf_header(source.config).fields
+        copied = {
+            key: value
+            for key, value in fields.items()
+            if key.startswith(("general.", "tokenizer.")) and key not in _OWN_FIELDS and value != []
+        }
+        source_type = fields.get("general.file_type")
+    else:
+        defaults, source_type = load_generation_defaults(source), None
+        copied = _sampling_fields(defaults)
+        if any(is_file(source.path / name) for name in TOKENIZER_FILES):
+            copied |= tokenizer_fields(source.path, args.vocab_size, defaults)
+        else:
+            logger.warning("written without a tokenizer: %s has none", source.path)
+    known = file_type(types.values())
+    own = {"general.file_type": source_type if known is None else known}
+    if not {*types.values()} <= {*STORED}:
+        own["general.quantization_version"] = _QUANTIZATION_VERSION
+    stated = {key: value for key, value in own.items() if value is not None}
+    return gguf_fields(args) | {"general.type": "model"} | stated | copied
+
+
+def _sampling_fields(defaults: GenerationDefaults) -> dict[str, Any]:
+    """The sampling settings that a GGUF file can state; none for greedy decoding."""
+    if not defaults.temperature:
+        return {}
+    keys = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+    return {
+        f"general.sampling.{key}": defaults.sampling[name]
+        for name, key in keys.items()
+        if name in defaults.sampling
+    }
 
 
 def _gguf_tokenizer(path: Path) -> dict[str, bytes]:

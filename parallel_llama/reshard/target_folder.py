@@ -1,8 +1,9 @@
-"""The target folder: checks before anything is read, and its temporary folder. No torch.
+"""The target folder or file: checks before anything is read, and its temporary folder. No torch.
 
 `.NAME.partial` holds the folder `files`, which is renamed to the target at the end; a journal of
-the tensors that are on the disk; and the lock of the writing process. However the process ends, the
-target is missing or complete, and another run can continue from the journal.
+the tensors that are on the disk; and the lock of the writing process. For a GGUF target, the only
+file in `files` is renamed. However the process ends, the target is missing or complete, and another
+run can continue from the journal.
 """
 
 import json
@@ -14,9 +15,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from parallel_llama.config.gguf_fields import written_form
 from parallel_llama.config.layouts import stored_formats
 from parallel_llama.config.quantised import NATIVE_QUANTS
-from parallel_llama.dtypes import QuantFormat, make_precision
+from parallel_llama.dtypes import ASKED, QuantFormat, make_precision
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
@@ -29,16 +31,24 @@ from parallel_llama.files.bounded_files import (
 )
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.partial_output import changed, sync, take_lock, whole_lines
+from parallel_llama.reshard.gguf_types import (
+    BLOCK_TYPES,
+    TYPES_OF_FORMATS,
+    copies_tensors,
+    require_blocks,
+)
 
-TargetKind = Literal["meta", "hf", "native"]
+TargetKind = Literal["meta", "hf", "native", "gguf"]
 
 
-def check_target(source: ModelFiles, target: Path) -> None:
+def check_target(source: ModelFiles, target: Path, kind: TargetKind) -> None:
     """Refuse a target that exists, is not writable, or is inside the source.
 
     Raises: UsageError; UnreadableFile if the parent folder cannot be read.
     """
     parent = target.parent
+    if kind == "gguf" and target.suffix != ".gguf":
+        raise UsageError(f"{target}: --format gguf writes one file; use a name that ends in .gguf")
     if target.name in ("", ".."):
         raise UsageError(f"{target}: not the name of a new folder; use another path")
     if is_there(target) and target.samefile(source.path):
@@ -67,6 +77,8 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
     """
     if n_parts < 1:
         raise UsageError(f"{n_parts} files: at least 1 is needed; use --tp 1 or more")
+    if kind == "gguf" and n_parts > 1:
+        raise UsageError(f"{n_parts} files: --format gguf writes one file; leave out --tp")
     if kind == "meta" and n_parts > args.n_heads:
         raise UsageError(
             f"n_heads={args.n_heads} and {n_parts} files: each file needs at least one query head; "
@@ -92,9 +104,13 @@ def target_formats(
     Raises: UsageError for formats that this model or layout does not support, or if quantised
     weights would be decoded without a requested `dtype`.
     """
+    if kind == "gguf":
+        written_form(args)
+        if copies_tensors(source, quant, dtype):
+            return {}
     found, stored = kept_quant(source, args), stored_formats(source, args)
     if quant is None:
-        quant = found if kind == "native" else "none"
+        quant = found if kind in ("native", "gguf") else "none"
     if quant == "none":
         if found != "none" and dtype is None:
             can_stay = all(form in NATIVE_QUANTS.values() for form in stored.values())
@@ -103,21 +119,32 @@ def target_formats(
                 "with --dtype" + (", or keep them with --format native" if can_stay else "")
             )
         return {}
-    if kind != "native":
+    if kind not in ("native", "gguf"):
         raise UsageError(
-            f"--quant {quant} and --format {kind}: only native folders support quantised weights; "
-            "use --format native"
+            f"--quant {quant} and --format {kind}: only native folders and GGUF files support "
+            "quantised weights; use --format native or gguf"
         )
+    if quant in BLOCK_TYPES:
+        if kind != "gguf":
+            raise UsageError(
+                f"--quant {quant} and --format {kind}: only GGUF files have this type; use "
+                "--format gguf, or --quant int8 or int4"
+            )
+        require_blocks(args, quant)
+        return {}
+    supported = [*NATIVE_QUANTS.values()] if kind == "native" else [*TYPES_OF_FORMATS]
+    where = "native folders" if kind == "native" else "written GGUF files"
     precision = make_precision(args, "float32", "cpu", quant, stored)
     formats = {}
     for param in parameters(args):
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, QuantFormat):
-            if NATIVE_QUANTS.get(form.name) != form:
+            if form not in supported:
+                names = ", ".join(form.name for form in supported)
+                *others, last = [name for name, asked in ASKED.items() if asked in supported]
                 raise UsageError(
-                    f"{param.name}: is in {form.name}, and native folders support "
-                    f"{', '.join(NATIVE_QUANTS)}; use --quant int8, int4 or fp8, or --quant none "
-                    "with a --dtype"
+                    f"{param.name}: is in {form.name}, and {where} support {names}; use --quant "
+                    f"{', '.join(others)} or {last}, or --quant none with a --dtype"
                 )
             formats[param.name] = form
     return formats
@@ -161,8 +188,11 @@ class PartialFolder:
             file.flush()
             os.fsync(file.fileno())
 
-    def commit(self) -> None:
-        """Rename the files to the target, atomically and durably."""
+    def commit(self, file: str | None = None) -> None:
+        """Rename the folder of files, or the one `file` in it, to the target.
+
+        The rename is atomic and durable.
+        """
         for path in sorted(self.files.rglob("*")):
             sync(path)
         sync(self.files)
@@ -170,7 +200,13 @@ class PartialFolder:
             raise WriteError(
                 f"{self.target}: was created meanwhile; move it away and run again with --resume"
             )
-        self.files.rename(self.target)
+        if file is None:
+            self.files.rename(self.target)
+        else:
+            # The journal describes a file that is about to leave the folder.
+            self._journal.unlink()
+            sync(self.path)
+            (self.files / file).rename(self.target)
         sync(self.target.parent)
         shutil.rmtree(self.path, ignore_errors=True)
 

@@ -40,12 +40,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not is_there(path):
         raise UsageError(f"{path}: no such file or folder")
     if is_file(path):
-        return _tokenizer_in(path, _Config())
+        return _tokenizer_in(path, TokenizerConfig())
     for name in TOKENIZER_FILES:
         if is_file(path / name):
             if name != "tokenizer.json":
                 _require_no_code(path / "tokenizer_config.json")
-            return _tokenizer_in(path / name, _read_config(path))
+            return _tokenizer_in(path / name, read_tokenizer_config(path))
     raise UsageError(
         f"{path}: contains no tokenizer; looked for {', '.join(TOKENIZER_FILES)}. Copy the model's "
         "tokenizer there"
@@ -62,9 +62,9 @@ def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """
     if is_file(path):
         return _gguf_template(path, tokenizer)
-    templates, source = _folder_templates(path)
+    templates, source = folder_templates(path)
     if templates:
-        names = _own_names(tokenizer) | _read_config(path).names
+        names = _own_names(tokenizer) | read_tokenizer_config(path).names
         tool_use = templates.get("tool_use")
         return JinjaChat(templates["default"], tokenizer, names, source, tool_use=tool_use)
     return _built_in_chat(path, tokenizer)
@@ -79,7 +79,7 @@ def _require_no_code(config: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Config:
+class TokenizerConfig:
     """The settings of a tokenizer in the JSON files beside it."""
 
     names: dict[str, str] = field(default_factory=dict)  # special tokens: bos_token -> "<s>"
@@ -99,7 +99,7 @@ def _object_in(path: Path) -> dict[str, Any]:
     return json_object(path, _text_in(path, MAX_CONFIG_BYTES)) if is_there(path) else {}
 
 
-def _read_config(folder: Path) -> _Config:
+def read_tokenizer_config(folder: Path) -> TokenizerConfig:
     path = folder / "tokenizer_config.json"
     config = _object_in(path)
     special = _object_in(folder / "special_tokens_map.json")
@@ -111,7 +111,7 @@ def _read_config(folder: Path) -> _Config:
     if adds_bos is not None and not isinstance(adds_bos, bool):
         raise CheckpointError(f"{path}: add_bos_token is {adds_bos!r:.80}, not true or false")
     names = {name: text for name, text in texts.items() if text}
-    return _Config(names, adds_bos, _added_tokens(folder, config))
+    return TokenizerConfig(names, adds_bos, _added_tokens(folder, config))
 
 
 def _token_text(value: Any) -> str | None:
@@ -139,7 +139,7 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[AddedToken, ...
     return tuple(texts.values())
 
 
-def _tokenizer_in(path: Path, config: _Config) -> Tokenizer:
+def _tokenizer_in(path: Path, config: TokenizerConfig) -> Tokenizer:
     source = str(path)
     with open_file(path) as file:
         head = file.read(4096)
@@ -158,7 +158,7 @@ def _tokenizer_in(path: Path, config: _Config) -> Tokenizer:
     return _from_spm(data, source, config)
 
 
-def _from_json(data: bytes, source: str, config: _Config) -> TokenizersTokenizer:
+def _from_json(data: bytes, source: str, config: TokenizerConfig) -> TokenizersTokenizer:
     encoder = FileEncoder(data, source)
     eos_text = config.names.get("eos_token")
     eos_id = encoder.contents.ids.get(eos_text) if eos_text else None
@@ -171,7 +171,7 @@ def _from_json(data: bytes, source: str, config: _Config) -> TokenizersTokenizer
     )
 
 
-def _from_spm(data: bytes, source: str, config: _Config) -> SentencePieceTokenizer:
+def _from_spm(data: bytes, source: str, config: TokenizerConfig) -> SentencePieceTokenizer:
     proto = parse_spm(data, source)
     ids = {piece.piece: id for id, piece in enumerate(proto.pieces)}
     ids.update((token.text, token.id) for token in config.added)
@@ -216,7 +216,7 @@ def _own_names(tokenizer: Tokenizer) -> dict[str, str]:
     }
 
 
-def _folder_templates(folder: Path) -> tuple[dict[str, str], str]:
+def folder_templates(folder: Path) -> tuple[dict[str, str], str]:
     """The default and tool_use templates of an HF folder, if any, and their file.
 
     Separate files take precedence over the configuration.

@@ -32,7 +32,7 @@ LLAMA3_PATTERN = (
 )
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
@@ -70,16 +70,16 @@ _DEEPSEEK_V3 = (
 )
 
 _RULES: dict[PreTokenizer, str] = {
-    PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9]{3}")): "default",
-    PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9]{3}")): "falcon",
-    PreTokenizer((_GPT2,)): (
+    PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", r"[0-9]{3}")): "default",
+    PreTokenizer((r"[\p{P}$+<=>^~|`]+", GPT2_PATTERN, r"[0-9]{3}")): "falcon",
+    PreTokenizer((GPT2_PATTERN,)): (
         "gpt-2 phi-2 olmo mpt jais trillion mellum exaone4 gigachat a.x-4.0 granite-docling"
     ),
-    PreTokenizer((r"\p{N}", _GPT2)): (
+    PreTokenizer((r"\p{N}", GPT2_PATTERN)): (
         "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"
     ),
     PreTokenizer((LLAMA3_PATTERN,), whole_words=True, adds_bos=True): (
-        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2"
     ),
     PreTokenizer((LLAMA3_PATTERN,), whole_words=True): "glm4 glm5",
     PreTokenizer((LLAMA3_PATTERN,)): "dbrx smaug-bpe chatglm-bpe",

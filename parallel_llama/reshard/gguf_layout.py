@@ -1,0 +1,193 @@
+"""Writes one GGUF file: its header, and the type and offset of each tensor.
+
+A block holds 32 values of a row:
+
+    Q8_0   scale (float16), 32 signed bytes
+    Q4_0   scale (float16), 16 bytes of two integers, each 8 more than its value
+    Q4_1   scale and minimum (float16), 16 bytes of two integers
+
+Byte i of a Q4 block holds integers i (low half) and i + 16.
+
+Source: ggml's docs/gguf.md and the structures block_q8_0, block_q4_0 and block_q4_1 of ggml's
+ggml-common.h.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from torch import Tensor
+
+from parallel_llama.checkpoint.canonical import Piece
+from parallel_llama.checkpoint.checkpoint import is_rotary, reordered
+from parallel_llama.config.gguf import args_from_gguf
+from parallel_llama.config.gguf_fields import require_equal, written_scaling
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED
+from parallel_llama.errors import DamagedWeights
+from parallel_llama.families import family_of, parameters, stored_slices
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.weights import Param
+from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.reshard.layout import Layout, TargetFile
+from parallel_llama.reshard.target_folder import TargetKind
+
+ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
+_ROPE_FACTORS = "rope_freqs.weight"
+# The only field with an array of bytes.
+_BYTES_FIELD = "tokenizer.ggml.precompiled_charsmap"
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor with its type, shape (row-major) and size in the file."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        n_values, n_bytes = GGML_QUANT_SIZES[self.type]
+        return math.prod(self.shape) // n_values * n_bytes
+
+
+class GGUFLayout(Layout):
+    """One GGUF file.
+
+    Args:
+        name: the name of the file.
+        types: the types of the tensors, by Meta's names of the weights.
+        fields: the fields of the header, with those of the model.
+
+    Raises: UsageError if the header cannot state the model.
+    """
+
+    kind: TargetKind = "gguf"
+
+    def __init__(
+        self, name: str, args: ModelArgs, types: Mapping[str, str], fields: Mapping[str, Any]
+    ) -> None:
+        self.args, self.types, self.slices = args, types, stored_slices(args, "gguf")
+        tensors: dict[str, GGUFTensor] = {}
+        scaling, factors = written_scaling(args), b""
+        if scaling is not None and scaling.kind == "factors":
+            factors = np.array(scaling.factors, dtype="<f4").tobytes()
+            shape = (len(scaling.factors),)
+            tensors[_ROPE_FACTORS] = GGUFTensor(_ROPE_FACTORS, GGMLQuantizationType.F32, shape)
+        for param in parameters(args):
+            held = self.slices[param.name]
+            kind = GGMLQuantizationType[types[param.name]]
+            tensors.setdefault(held.name, GGUFTensor(held.name, kind, held.shape))
+        header = _header(fields, [*tensors.values()])
+        offset = len(header)
+        self.offsets: dict[str, int] = {}
+        for tensor in tensors.values():
+            self.offsets[tensor.name] = offset
+            offset += -(-tensor.n_bytes // ALIGNMENT) * ALIGNMENT
+        pieces = [(0, header)]
+        if factors:
+            pieces.append((self.offsets[_ROPE_FACTORS], factors))
+        self.files = (TargetFile(name, offset, tuple(pieces)),)
+        self._check()
+
+    def _check(self) -> None:
+        """Read the arguments back from a file that has no tensor data."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.create(Path(folder))
+            path = Path(folder) / self.files[0].name
+            require_equal(self.args, args_from_gguf(read_gguf_header(path), path))
+
+    def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
+        """As `Layout.parts`; pieces of uint8 are rows as a GGUF file stores them."""
+        stored_slice = self.slices[param.name]
+        offset = self.offsets[stored_slice.name]
+        start = 0  # rows that are written
+        for piece in pieces:
+            data = piece[0] if piece[0].dtype == torch.uint8 else self._encoded(param, piece)
+            first, row_bytes = start, data.shape[1]
+            for run in stored_slice.runs(range(first, first + len(data))):
+                part = data[start - first :][: len(run)]
+                yield self.files[0].name, offset + run.start * row_bytes, part
+                start += len(run)
+
+    def metadata(self) -> dict[str, bytes]:
+        return {}
+
+    def _encoded(self, param: Param, piece: Piece) -> Tensor:
+        """Shapes: [n_rows, ...] -> [n_rows, bytes of a row] uint8."""
+        order = family_of(self.args).rotary_order["gguf"]
+        if order != "half" and is_rotary(param.name):
+            head_dim, rotary_dim = self.args.head_dim, self.args.rotary_dim
+            piece = tuple(reordered(part, head_dim, order, rotary_dim) for part in piece)
+        kind, values = self.types[param.name], piece[0]
+        if len(piece) > 1:
+            return encoded_blocks(kind, piece)
+        if self.args.norm_offset and param.name.endswith("norm.weight"):
+            values = values + self.args.norm_offset  # llama.cpp stores the sum
+        if kind in STORED:
+            return values.reshape(len(values), -1).contiguous().view(torch.uint8)
+        bounds = torch.aminmax(values)
+        if not all(math.isfinite(bound.item()) for bound in bounds):
+            raise DamagedWeights(
+                f"{param.name}: has values that are NaN or Inf; the weights are damaged, fetch "
+                "them again"
+            )
+        array = np.ascontiguousarray(values.numpy(), dtype=np.float32)
+        return torch.from_numpy(gguf.quants.quantize(array, GGMLQuantizationType[kind]))
+
+
+def encoded_blocks(kind: str, matrix: Sequence[Tensor]) -> Tensor:
+    """Quantised rows as blocks of the type Q8_0, Q4_0 or Q4_1.
+
+    Shapes: integers [n_rows, n] int8, scales and perhaps minima [n_rows, n / 32] float16 ->
+        [n_rows, bytes of a row] uint8.
+    """
+    integers, *halves = matrix
+    n_rows, n_blocks = halves[0].shape
+    groups = integers.reshape(n_rows, n_blocks, QUANT_GROUP_SIZE)
+    if kind != "Q8_0":
+        unsigned = (groups + (8 if kind == "Q4_0" else 0)).view(torch.uint8)
+        half = QUANT_GROUP_SIZE // 2
+        groups = unsigned[..., :half] | (unsigned[..., half:] << 4)
+    factors = [half.contiguous().view(torch.uint8).view(n_rows, n_blocks, 2) for half in halves]
+    return torch.cat([*factors, groups.view(torch.uint8)], -1).view(n_rows, -1)
+
+
+def _header(fields: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:
+    """All bytes before the data, which begins at a multiple of the alignment."""
+    own = dict(fields)
+    with tempfile.TemporaryDirectory() as folder:  # the package writes headers to files only
+        path = Path(folder) / "header"
+        writer = gguf.GGUFWriter(path, own.pop("general.architecture"))
+        for key, value in own.items():
+            writer.add_key_value(key, value, *_value_types(key, value))
+        for tensor in tensors:
+            size, dtype = tensor.n_bytes, np.dtype(np.float32)
+            writer.add_tensor_info(tensor.name, tensor.shape, dtype, size, raw_dtype=tensor.type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        header = path.read_bytes()
+    return header + bytes(-len(header) % ALIGNMENT)
+
+
+def _value_types(key: str, value: Any) -> tuple[GGUFValueType, GGUFValueType | None]:
+    """The type of a field, and of the items of an array."""
+    if isinstance(value, list):
+        item_type = _value_types(key, value[0])[0]
+        if key == _BYTES_FIELD:
+            return GGUFValueType.ARRAY, GGUFValueType.UINT8
+        is_number = item_type is GGUFValueType.UINT32
+        return GGUFValueType.ARRAY, GGUFValueType.INT32 if is_number else item_type
+    if isinstance(value, int) and not isinstance(value, bool):
+        kinds = GGUFValueType.UINT32, GGUFValueType.INT64
+        return kinds[not 0 <= value < 1 << 32], None
+    return GGUFValueType.get_type(value), None

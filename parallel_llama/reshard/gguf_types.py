@@ -1,0 +1,96 @@
+"""Which type each tensor of a written GGUF file has. No torch."""
+
+from collections.abc import Iterable, Mapping
+
+from parallel_llama.dtypes import STORED_NAMES, DTypeName, QuantFormat, why_unquantised
+from parallel_llama.errors import UsageError
+from parallel_llama.families import parameters, stored_slices
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.files.model_files import ModelFiles
+
+# The type of the matrices of layers that --quant selects by llama.cpp's name; the gguf package
+# quantises them. The embedding and the head have Q8_0, because their errors reach the logits
+# directly.
+BLOCK_TYPES = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
+_OUTER_TYPE = "Q8_0"
+
+# The types that hold the integers and scales of a format unchanged.
+TYPES_OF_FORMATS = {
+    QuantFormat(8): "Q8_0",
+    QuantFormat(4): "Q4_0",
+    QuantFormat(4, has_min=True): "Q4_1",
+}
+
+
+def copies_tensors(source: ModelFiles, quant: str | None, dtype: str | None) -> bool:
+    """Whether all tensors of a GGUF file are copied unchanged, which is the default.
+
+    Raises: UsageError for --quant stored with a dtype.
+    """
+    if source.kind != "gguf" or quant not in (None, "stored"):
+        return False
+    if quant is not None and dtype is not None:
+        raise UsageError(
+            f"--quant stored and --dtype {dtype}: the tensors of a GGUF file are copied to another "
+            "unchanged; drop one"
+        )
+    return dtype is None
+
+
+def require_blocks(args: ModelArgs, quant: str) -> None:
+    """Raises: UsageError if the matrices cannot be quantised in blocks of 32 values."""
+    if reason := why_unquantised(args, "float32"):
+        raise UsageError(f"--quant {quant}: {reason}")
+
+
+def copied_types(source: ModelFiles, args: ModelArgs) -> dict[str, str]:
+    """The types of a GGUF file's tensors, by Meta's names."""
+    tensors, slices = read_gguf_header(source.config).tensors, stored_slices(args, "gguf")
+    return {param.name: tensors[slices[param.name].name].dtype for param in parameters(args)}
+
+
+def weight_types(
+    args: ModelArgs,
+    dtypes: Mapping[str, DTypeName],
+    formats: Mapping[str, QuantFormat],
+    quant: str | None,
+) -> dict[str, str]:
+    """The types of written tensors, by Meta's names; `dtypes` are those of unquantised matrices.
+
+    Vectors and routers are F32, as llama.cpp needs.
+
+    Raises: UsageError for a matrix in float64.
+    """
+    types = {}
+    for param in parameters(args):
+        if param.kind == "vector":
+            types[param.name] = "F32"
+        elif param.name in formats:
+            types[param.name] = TYPES_OF_FORMATS[formats[param.name]]
+        elif quant in BLOCK_TYPES:
+            types[param.name] = BLOCK_TYPES[quant] if param.kind == "matrix" else _OUTER_TYPE
+        elif dtypes[param.name] == "float64":
+            raise UsageError(
+                f"{param.name}: is in float64, which llama.cpp does not read; use --dtype float32, "
+                "bfloat16 or float16"
+            )
+        else:
+            types[param.name] = STORED_NAMES[dtypes[param.name]]
+    return types
+
+
+# llama.cpp's numbers for the type of most matrices.
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
+
+
+def file_type(types: Iterable[str]) -> int | None:
+    """llama.cpp's number for a file with tensors of these types; None for a mixture without one.
+
+    >>> file_type(["F32", "Q8_0", "Q4_0"])
+    2
+    """
+    left = {*types} - {"F32"}
+    if len(left) > 1:
+        left -= {_OUTER_TYPE}
+    return _FILE_TYPES.get(left.pop() if left else "F32") if len(left) < 2 else None

@@ -1,0 +1,228 @@
+"""Writes the tokenizer and the chat template of a folder as fields of a GGUF header.
+
+The inverse of `tokenizer.gguf`. A byte-level BPE tokenizer.json has the type gpt2, and the name of
+the rule by which it splits text; a SentencePiece tokenizer.model has the type llama.
+
+Source: the keys under tokenizer.ggml in ggml's docs/gguf.md.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel_llama.config.generation import GenerationDefaults
+from parallel_llama.errors import UsageError
+from parallel_llama.files.bounded_files import is_file, read_bytes
+from parallel_llama.files.fields import json_object
+from parallel_llama.tokenizer import spm
+from parallel_llama.tokenizer.gguf import build_gguf_tokenizer
+from parallel_llama.tokenizer.loading import (
+    MAX_TOKENIZER_BYTES,
+    TokenizerConfig,
+    folder_templates,
+    load_tokenizer,
+    read_tokenizer_config,
+)
+from parallel_llama.tokenizer.pre_tokenizers import GPT2_PATTERN, PRE_TOKENIZERS
+from parallel_llama.tokenizer.spm import SentencePieceTokenizer, parse_spm
+from parallel_llama.tokenizer.tokenizer import Tokenizer
+
+# Scores of tokens that are not in a SentencePiece model, as in llama.cpp's converter.
+_ADDED_SCORE, _PADDING_SCORE = -1000.0, -10000.0
+_END_KEYS = "eos", "eot", "eom"
+
+# Letters of several scripts, a decomposed one, numbers, contractions, code and spaces.
+_SAMPLE = (
+    "Hello, World's 1234567 tests!  We'll see\u2026 DON'T\n\n\tdef f(x):\r\n    return x**2 # 3.1\n"
+    "\u4f60\u597d \u043f\u0440\u0438\u0432\u0435\u0442 e\u0301t\u00e9 \u0e2a\u0e27\u0e31\u0e2a"
+    "\u0e14\u0e35 \U0001f600\U0001f468\u200d\U0001f469 camelCase HTTPServer_v2 ...   "
+)
+_N_SAMPLED = 16  # special tokens
+
+_INSTEAD = (
+    "use --format hf or native, or a copy of the folder without its tokenizer files to write a "
+    "GGUF file without a tokenizer"
+)
+
+logger = logging.getLogger(__name__)
+
+
+def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults) -> dict[str, Any]:
+    """The fields under tokenizer of a folder with a tokenizer.
+
+    Args:
+        vocab_size: that of the model; the tokens are padded to it.
+        defaults: has the ids that end a text.
+
+    Raises: UsageError for a tokenizer that no GGUF file can state, or that the fields change;
+    CheckpointError if its files are damaged.
+    """
+    tokenizer, config = load_tokenizer(folder), read_tokenizer_config(folder)
+    fields = _byte_level_fields(folder) or _spm_fields(folder, config)
+    if fields is None:
+        raise UsageError(
+            f"{folder}: its tokenizer is neither byte-level BPE (tokenizer.json) nor SentencePiece "
+            f"BPE (tokenizer.model), the types of GGUF files; {_INSTEAD}"
+        )
+    tokens = fields["tokens"]
+    n_missing = vocab_size - len(tokens)
+    if n_missing < 0:
+        raise UsageError(
+            f"{folder}: its tokenizer has {len(tokens)} tokens and the model {vocab_size}; "
+            + _INSTEAD
+        )
+    tokens += [f"[PAD{id}]" for id in range(len(tokens), vocab_size)]
+    fields["token_type"] += [spm.UNUSED] * n_missing
+    if "scores" in fields:
+        fields["scores"] += [_PADDING_SCORE] * n_missing
+    fields |= _special_ids(tokenizer, config, tokens, defaults)
+    fields["add_bos_token"] = bool(tokenizer.encode(""))
+    own = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    _require_same(folder, tokenizer, build_gguf_tokenizer(own, str(folder)))
+    templates, _ = folder_templates(folder)
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    return own | {key: templates[name] for name, key in keys.items() if name in templates}
+
+
+def _byte_level_fields(folder: Path) -> dict[str, Any] | None:
+    """The fields of a tokenizer.json; None if it is not byte-level BPE.
+
+    Raises: UsageError for a way of splitting text that has no name in GGUF files.
+    """
+    path = folder / "tokenizer.json"
+    if not is_file(path):
+        return None
+    contents = json_object(path, read_bytes(path, MAX_TOKENIZER_BYTES).decode())
+    model, decoder = contents["model"], contents.get("decoder") or {}
+    if model.get("type", "BPE") != "BPE" or decoder.get("type") != "ByteLevel":
+        return None
+    ids = {**model["vocab"]}
+    kinds: dict[int, int] = {}
+    for added in contents.get("added_tokens") or ():
+        ids[added["content"]] = added["id"]
+        kinds[added["id"]] = spm.CONTROL if added["special"] else spm.USER_DEFINED
+    texts = {id: text for text, id in ids.items()}
+    every = range(max(texts, default=-1) + 1)
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()
+    ]
+    return {
+        "model": "gpt2",
+        "pre": _rule_name(path, contents),
+        "tokens": [texts.get(id, f"[PAD{id}]") for id in every],
+        "token_type": [kinds.get(id, spm.NORMAL if id in texts else spm.UNUSED) for id in every],
+        "merges": merges,
+    }
+
+
+def _rule_name(path: Path, contents: Mapping[str, Any]) -> str:
+    """The name of the rule by which a tokenizer.json splits text."""
+    patterns = _patterns(contents.get("pre_tokenizer"))
+    whole_words = bool(contents["model"].get("ignore_merges"))
+    normalizer = contents.get("normalizer")
+    for name, rule in PRE_TOKENIZERS.items():
+        normal = {"type": "NFC"} if rule.composes else None
+        if (rule.patterns, rule.whole_words, normal) == (patterns, whole_words, normalizer):
+            return name
+    raise UsageError(
+        f"{path}: splits text by a rule that has no known name in GGUF files "
+        f"({contents.get('pre_tokenizer')!s:.200}); {_INSTEAD}"
+    )
+
+
+def _patterns(pre_tokenizer: Any) -> tuple[str, ...] | None:
+    """The patterns of a byte-level pre-tokenizer; None for one of another kind."""
+    steps = pre_tokenizer
+    if isinstance(steps, dict):
+        steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    patterns: list[str] = []
+    for step in steps or ():
+        match step:
+            case {
+                "type": "Split",
+                "pattern": {"Regex": str(pattern)},
+                "behavior": "Isolated",
+                "invert": False,
+            }:
+                patterns.append(pattern)
+            case {"type": "Digits", "individual_digits": True}:
+                patterns.append(r"\p{N}")
+            case {"type": "ByteLevel", "add_prefix_space": False}:
+                patterns += [GPT2_PATTERN] if step.get("use_regex", True) else []
+            case _:
+                return None
+    return tuple(patterns)
+
+
+def _spm_fields(folder: Path, config: TokenizerConfig) -> dict[str, Any] | None:
+    """The fields of a tokenizer.model; None if it is not SentencePiece BPE."""
+    path = folder / "tokenizer.model"
+    own = load_tokenizer(path) if is_file(path) else None
+    if not isinstance(own, SentencePieceTokenizer):
+        return None
+    proto = parse_spm(own.to_model(), str(path))
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    if trainer.model_type != spm.SPM_PROTO.TrainerSpec.BPE:
+        return None
+    tokens = [piece.piece for piece in proto.pieces]
+    scores = [piece.score for piece in proto.pieces]
+    types = [piece.type for piece in proto.pieces]
+    for id, text, is_special in sorted(config.added):
+        if id < len(tokens) and types[id] == spm.UNKNOWN:
+            continue
+        tokens[id : id + 1] = [text]
+        scores[id : id + 1] = [_ADDED_SCORE]
+        types[id : id + 1] = [spm.CONTROL if is_special else spm.USER_DEFINED]
+    fields = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": scores,
+        "token_type": types,
+        "unknown_token_id": trainer.unk_id,
+        "add_space_prefix": normalizer.add_dummy_prefix,
+        "remove_extra_whitespaces": normalizer.remove_extra_whitespaces,
+    }
+    if normalizer.precompiled_charsmap:
+        fields["precompiled_charsmap"] = [*normalizer.precompiled_charsmap]
+    return fields
+
+
+def _special_ids(
+    tokenizer: Tokenizer,
+    config: TokenizerConfig,
+    tokens: list[str],
+    defaults: GenerationDefaults,
+) -> dict[str, int]:
+    """The ids of special tokens, by their keys under tokenizer.ggml."""
+    found = {"bos": tokenizer.bos_id if defaults.bos_id is None else defaults.bos_id}
+    for key, name in (("unknown", "unk_token"), ("padding", "pad_token")):
+        text = config.names.get(name)
+        found[key] = tokens.index(text) if text in tokens else None
+    ends = [*(defaults.eos_ids or sorted(tokenizer.eos_ids))]
+    ends.sort(key=lambda id: id not in tokenizer.eos_ids)  # first the end of a turn
+    if len(ends) > len(_END_KEYS):
+        logger.warning(
+            "a GGUF file states %d ids that end a text, and this model has %d: %s are left out",
+            len(_END_KEYS), len(ends), ends[len(_END_KEYS) :],
+        )  # fmt: skip
+    found |= dict(zip(_END_KEYS, ends, strict=False))
+    return {
+        f"{key}_token_id": id
+        for key, id in found.items()
+        if id is not None and 0 <= id < len(tokens)
+    }
+
+
+def _require_same(folder: Path, tokenizer: Tokenizer, written: Tokenizer) -> None:
+    """Raises: UsageError if the written tokenizer encodes a text differently."""
+    samples = [_SAMPLE]
+    if not isinstance(written, SentencePieceTokenizer):
+        names = [*tokenizer.vocabulary.special_ids][:_N_SAMPLED]
+        samples.append(" a ".join(names) + "b".join(names))
+    for sample in samples:
+        if tokenizer.encode(sample) != written.encode(sample):
+            raise UsageError(
+                f"{folder}: its tokenizer encodes text differently from the one that a GGUF file "
+                f"can state; {_INSTEAD}"
+            )
