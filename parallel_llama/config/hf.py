@@ -92,16 +92,21 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     """The sizes of the model; the family's features may override them."""
     dim_key, heads_key, head_key = (family.key(name) for name in ("dim", "n_heads", "head_dim"))
     dim, n_heads = require_size("dim", fields.integer(dim_key)), fields.integer(heads_key)
-    head_dim = fields.integer(head_key, family.defaults.get("head_dim", 0))
-    if not fields.has(head_key) and not head_dim:
+    # For these two a null is not the default of the family.
+    head_dim = None if head_key in fields.values else family.defaults.get("head_dim")
+    if fields.has(head_key):
+        head_dim = fields.integer(head_key)
+    if head_dim is None:
         head_dim = head_size(dim_key, dim, heads_key, n_heads)
-    n_kv_heads = family.defaults.get("n_kv_heads", n_heads)
+    kv_key, n_kv_heads = family.key("n_kv_heads"), n_heads
+    if kv_key not in fields.values:
+        n_kv_heads = family.defaults.get("n_kv_heads", n_heads)
     max_seq_len = family.defaults.get("max_seq_len", 2048)
     return {
         "dim": dim,
         "n_layers": require_size("n_layers", fields.integer(family.key("n_layers"))),
         "n_heads": n_heads,
-        "n_kv_heads": fields.integer(family.key("n_kv_heads"), n_kv_heads),
+        "n_kv_heads": fields.integer(kv_key, n_kv_heads),
         "head_dim": head_dim,
         "ffn_dim": fields.integer(family.key("ffn_dim"), family.defaults.get("ffn_dim")),
         "vocab_size": fields.integer(family.key("vocab_size")),

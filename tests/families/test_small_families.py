@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TinyModel, write_hf
 from torch import Tensor
+from transformers import AutoConfig
 from transformers_oracle import loaded_logits, reference_logits
 
 from parallel_llama.config.hf import args_from_hf, hf_config
@@ -356,6 +357,17 @@ def test_a_configuration_without_a_meaning_is_refused(family, values, expected, 
     folder = write_hf(MODELS[_OF_FAMILIES[family]], tmp_path / "hf")
     with pytest.raises(UsageError, match=expected):
         args_with(folder, values)
+
+
+@pytest.mark.parametrize("family", ["smollm3", "seed_oss"])
+def test_a_null_for_the_heads_is_not_the_default_of_the_family(family):
+    """Their configurations have 4 or 8 KV heads and heads of 128 where config.json has no keys."""
+    nulls = {"num_key_value_heads": None, "head_dim": None}
+    values = {"hidden_size": 60, "num_attention_heads": 10, "num_hidden_layers": 2, **nulls}
+    args = args_from_hf({**values, "model_type": family, "intermediate_size": 8, "vocab_size": 9})
+    config = AutoConfig.for_model(family, **values)
+    assert args.n_kv_heads == config.num_key_value_heads
+    assert args.head_dim == (config.head_dim or config.hidden_size // config.num_attention_heads)
 
 
 def args_with(folder: Path, values: dict[str, Any]) -> None:
