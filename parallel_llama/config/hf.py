@@ -12,7 +12,13 @@ from parallel_llama.config.quantised import packing_of
 from parallel_llama.errors import UsageError
 from parallel_llama.families import FAMILIES, MISSING, Family, family_of
 from parallel_llama.families.family import every_layer_has_the_window
-from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size, require_size
+from parallel_llama.families.model_args import (
+    ModelArgs,
+    RopeScaling,
+    head_size,
+    longest_sequence,
+    require_size,
+)
 from parallel_llama.files.fields import Fields, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -78,7 +84,8 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     stated |= family.features(fields)
     if "activation" not in stated:
         stated["activation"] = _activation(fields, family.key("activation"))
-    stated |= _windows(fields, family, stated["n_layers"], stated["max_seq_len"])
+    longest = longest_sequence(stated["max_seq_len"], stated["rope_scaling"])
+    stated |= _windows(fields, family, stated["n_layers"], longest)
     if "sliding_window" not in stated:
         stated.pop("local_rope_theta", None)  # no layer uses it
     return ModelArgs(
@@ -170,11 +177,14 @@ def _family(fields: Fields) -> Family:
     return family
 
 
-def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) -> dict[str, Any]:
-    """The sliding window, and the full-attention layers."""
+def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dict[str, Any]:
+    """The sliding window, and the full-attention layers.
+
+    `longest` is the length of the longest sequence.
+    """
     layer_types = _layer_types(fields, n_layers)
     if family.full_layers is None:
-        _require_no_window(fields, family, layer_types, max_seq_len)
+        _require_no_window(fields, family, layer_types, longest)
         return {}
     is_on = family.window_switch is None or fields.flag(family.window_switch, False)
     # A null means no window; a missing key means the default of the family.
@@ -187,15 +197,15 @@ def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) ->
         return {}
     full = tuple(family.full_layers(fields, n_layers))
     is_uniform = family.full_layers is every_layer_has_the_window
-    if is_uniform and _FULL in layer_types and window < max_seq_len:
+    if is_uniform and _FULL in layer_types and window < longest:
         raise UsageError(
             f"layer_types has {_FULL!r} and sliding_window={window}, which every layer of "
             f"{family.name!r} has; remove the one that the weights were not trained with"
         )
     if layer_types:
         full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)
-    # A window at least as long as the context has no effect.
-    if len(full) == n_layers or (not full and window >= max_seq_len):
+    # A window at least as long as the longest sequence has no effect.
+    if len(full) == n_layers or (not full and window >= longest):
         return {}
     return {"sliding_window": window, "full_layers": full}
 
@@ -216,9 +226,9 @@ def _layer_types(fields: Fields, n_layers: int) -> list[str]:
 
 
 def _require_no_window(
-    fields: Fields, family: Family, layer_types: list[str], max_seq_len: int
+    fields: Fields, family: Family, layer_types: list[str], longest: int
 ) -> None:
-    """Refuse a sliding window that is shorter than the context.
+    """Refuse a sliding window that is shorter than the longest sequence.
 
     transformers' Llama ignores the window in attention but limits the cache to it, so its output
     depends on how the prompt was split into calls.
@@ -228,11 +238,11 @@ def _require_no_window(
             f"layer_types has {_SLIDING!r}; {family.name!r} has only {_FULL!r}; if the weights "
             "were trained without a sliding window, remove layer_types"
         )
-    window = fields.integer("sliding_window", max_seq_len)
-    if window < max_seq_len and not layer_types:
+    window = fields.integer("sliding_window", longest)
+    if window < longest and not layer_types:
         raise UsageError(
-            f"sliding_window={window} is not supported below max_position_embeddings="
-            f"{max_seq_len} in {family.name!r}; if the weights were trained without it, remove it"
+            f"sliding_window={window} is not supported in {family.name!r} with a context of "
+            f"{longest} tokens; if the weights were trained without it, remove it"
         )
 
 

@@ -289,14 +289,19 @@ def head_size(dim_key: str, dim: int, heads_key: str, n_heads: int) -> int:
     return dim // n_heads
 
 
+def longest_sequence(max_seq_len: int, scaling: RopeScaling | None) -> int:
+    """The length of the longest sequence: dynamic rope scaling extends `max_seq_len`."""
+    if scaling is None or scaling.kind != "dynamic":
+        return max_seq_len
+    return round(min(max_seq_len * scaling.factor, MAX_SIZES["max_seq_len"]))
+
+
 def context_length(args: ModelArgs, wanted: int | None = None) -> int:
     """The longest sequence that may run: `wanted`, or the model's own context.
 
     Raises: UsageError for more than the model's own context.
     """
-    limit = args.max_seq_len
-    if args.rope_scaling is not None and args.rope_scaling.kind == "dynamic":
-        limit = round(limit * args.rope_scaling.factor)
+    limit = longest_sequence(args.max_seq_len, args.rope_scaling)
     if wanted is None:
         return limit
     if not 1 <= wanted <= limit:

@@ -155,6 +155,16 @@ MODELS: dict[str, TinyModel] = {
     "starcoder2, window, tied": TinyModel(
         9, 3, 6, 54, tied=True, family="starcoder2", own={"sliding_window": 7, "hidden_act": "gelu"}
     ),
+    "starcoder2, window of an extended context": TinyModel(
+        7,
+        7,
+        6,
+        42,
+        max_seq_len=12,
+        family="starcoder2",
+        own={"sliding_window": 14},
+        rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.5},
+    ),
     "starcoder2 without biases": TinyModel(
         7, 7, 6, 42, family="starcoder2", own={"use_bias": False}, rope=_YARN
     ),
