@@ -9,9 +9,9 @@ from typing import Any
 from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf_keys import check_keys
 from parallel_llama.config.quantised import packing_of
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, shown
 from parallel_llama.families import FAMILIES, MISSING, Family, family_of
-from parallel_llama.families.family import every_layer_has_the_window
+from parallel_llama.families.family import every_layer_has_the_window, rope_fields
 from parallel_llama.families.model_args import (
     ModelArgs,
     RopeScaling,
@@ -204,8 +204,10 @@ def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dic
         )
     if layer_types:
         full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)
-    # A window at least as long as the longest sequence has no effect.
-    if len(full) == n_layers or (not full and window >= longest):
+    # A window of all layers, at least as long as the longest sequence, has no effect, except that
+    # its layers may have a rotary base of their own.
+    is_idle = not full and window >= longest and not family.has_local_rope
+    if len(full) == n_layers or is_idle:
         return {}
     return {"sliding_window": window, "full_layers": full}
 
@@ -254,9 +256,7 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
 
     Source: transformers 5.23, modeling_rope_utils.py.
     """
-    rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
-    if family.has_local_rope and rope.has(_FULL):
-        rope = Fields(rope.mapping(_FULL))  # sliding-window layers have their own
+    rope = _rope_by_layer(fields, family) if family.has_local_rope else rope_fields(fields)
     kind = rope.string("rope_type", rope.string("type", "default"))
     kind = _OLD_ROPE_TYPES.get(kind, kind)
     if kind not in _ROPE_TYPES:
@@ -279,8 +279,44 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
     trained = family.defaults.get("original_max_seq_len")
     if trained is None:
         trained = rope.integer(_TRAINED, max_seq_len)
-    scaling = _scaling(kind, rope, max_seq_len, fields.integer(_TRAINED, trained))
+    if not family.has_local_rope:  # transformers sets it in no settings by layer
+        trained = fields.integer(_TRAINED, trained)
+    scaling = _scaling(kind, rope, max_seq_len, trained)
     return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _rope_by_layer(fields: Fields, family: Family) -> Fields:
+    """The rope settings of layers without a window, for a family whose windows have their own.
+
+    Raises: UsageError for settings that transformers ignores, although another program might not,
+        and for rope scaling of layers with a window, which no `ModelArgs` can express.
+    """
+    rope = Fields(fields.mapping("rope_parameters"))
+    if common := [key for key in rope.values if key not in (_FULL, _SLIDING) and rope.has(key)]:
+        raise UsageError(
+            f"rope_parameters of {family.name!r} has {shown(common[0])} for all layers, which has "
+            f"no effect; use an object under {_FULL!r}, and one under {_SLIDING!r}"
+        )
+    local = Fields(rope.mapping(_SLIDING))
+    kind = local.string("rope_type", local.string("type", "default"))
+    if kind != "default":
+        raise UsageError(
+            f"rope_type={kind[:80]!r} for {_SLIDING!r} is not supported; only layers without a "
+            "sliding window may have rope scaling"
+        )
+    scaling = Fields(fields.mapping("rope_scaling"))
+    if scaling.string("type", "default") != "default" and not scaling.has("rope_type"):
+        raise UsageError(
+            f"rope_scaling of {family.name!r} has the key 'type', which transformers ignores in "
+            "this family; call it 'rope_type'"
+        )
+    stated = Fields({**rope.mapping(_FULL), **scaling.values})
+    if not stated.values.get("truncate", True):
+        raise UsageError(
+            f"truncate={shown(stated.values['truncate'])} is not supported in {family.name!r}, "
+            "where transformers ignores it; remove it"
+        )
+    return stated
 
 
 def _scaling(kind: str, rope: Fields, max_seq_len: int, trained: int) -> RopeScaling | None:

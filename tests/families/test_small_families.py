@@ -203,11 +203,15 @@ MODELS: dict[str, TinyModel] = {
         family="olmo3",
         own={
             **_PAD,
+            _TRAINED: 64,  # which transformers ignores beside rope_parameters by layer
             "attention_bias": True,
             "sliding_window": 5,
             "layer_types": [_FULL, "sliding_attention", _FULL],
         },
         rope=_BY_LAYER,
+    ),
+    "olmo3, idle windows": TinyModel(
+        7, 7, 6, 42, family="olmo3", own={**_PAD, "sliding_window": 512}, rope=_BY_LAYER
     ),
     "olmo3 without a window": TinyModel(
         7,
@@ -316,6 +320,8 @@ RESHARDED = (
     "exaone4, layer types, tied",
     "olmo2, biases, tied",
     "olmo3, layer types, tied",
+    "olmo3, idle windows",
+    "olmo3 without a window",
 )
 
 
@@ -357,6 +363,14 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tm
         ("arcee", {"hidden_act": "silu"}, "activation='silu' needs gated"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("nemotron", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary_dim=3 .*even"),
+        ("olmo3", {"rope_parameters": _YARN}, "'rope_type' for all layers"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": _YARN}},
+            "rope_type='yarn' for 'sliding_attention'",
+        ),
+        ("olmo3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'type', which transf"),
+        ("olmo3", {"rope_scaling": {**_YARN, "truncate": False}}, "truncate=False is not"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling=0: .*above 0"),
         ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0: use"),
         ("granite", {"residual_multiplier": 1e-200}, "residual_scale=1e-200: use"),
