@@ -195,15 +195,16 @@ def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dic
         if _SLIDING in layer_types:
             raise UsageError(f"layer_types has {_SLIDING!r} without a sliding_window; add the key")
         return {}
-    full = tuple(family.full_layers(fields, n_layers))
+    if layer_types:
+        full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)
+    else:
+        full = tuple(family.full_layers(fields, n_layers))
     is_uniform = family.full_layers is every_layer_has_the_window
     if is_uniform and _FULL in layer_types and window < longest:
         raise UsageError(
             f"layer_types has {_FULL!r} and sliding_window={window}, which every layer of "
             f"{family.name!r} has; remove the one that the weights were not trained with"
         )
-    if layer_types:
-        full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)
     # A window of all layers, at least as long as the longest sequence, has no effect, except that
     # its layers may have a rotary base of their own.
     is_idle = not full and window >= longest and not family.has_local_rope

@@ -179,7 +179,11 @@ MODELS: dict[str, TinyModel] = {
         n_layers=3,
         tied=True,
         family="exaone4",
-        own={"sliding_window": 5, "layer_types": [_FULL, "sliding_attention", _FULL]},
+        own={
+            "sliding_window": 5,
+            _PATTERN: None,
+            "layer_types": [_FULL, "sliding_attention", _FULL],
+        },
         rope=_YARN,
     ),
     "exaone4 without a window": TinyModel(
@@ -371,6 +375,9 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tm
         ),
         ("olmo3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'type', which transf"),
         ("olmo3", {"rope_scaling": {**_YARN, "truncate": False}}, "truncate=False is not"),
+        ("granite", {"rope_scaling": {**_YARN, "beta_slow": 1e308}}, r"beta_slow=1e\+308: use a"),
+        ("granite", {"rope_scaling": {**_YARN, "beta_fast": 1e-308}}, "beta_fast=1e-308: use a"),
+        ("granite", {"rope_scaling": {"type": "dynamic", "factor": 1e19}}, r"factor=1e\+19: use a"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling=0: .*above 0"),
         ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0: use"),
         ("granite", {"residual_multiplier": 1e-200}, "residual_scale=1e-200: use"),
