@@ -244,8 +244,8 @@ def _require_no_window(
     window = fields.integer("sliding_window", longest)
     if window < longest and not layer_types:
         raise UsageError(
-            f"sliding_window={window} is not supported in {family.name!r} with a context of "
-            f"{longest} tokens; if the weights were trained without it, remove it"
+            f"sliding_window={window} is not supported below a context length={longest} in "
+            f"{family.name!r}; if the weights were trained without it, remove it"
         )
 
 
