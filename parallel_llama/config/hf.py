@@ -9,10 +9,16 @@ from typing import Any
 from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf_keys import check_keys
 from parallel_llama.config.quantised import packing_of
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, shown
 from parallel_llama.families import FAMILIES, MISSING, Family, family_of
-from parallel_llama.families.family import every_layer_has_the_window
-from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size, require_size
+from parallel_llama.families.family import every_layer_has_the_window, rope_fields
+from parallel_llama.families.model_args import (
+    ModelArgs,
+    RopeScaling,
+    head_size,
+    longest_sequence,
+    require_size,
+)
 from parallel_llama.files.fields import Fields, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -78,7 +84,8 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     stated |= family.features(fields)
     if "activation" not in stated:
         stated["activation"] = _activation(fields, family.key("activation"))
-    stated |= _windows(fields, family, stated["n_layers"], stated["max_seq_len"])
+    longest = longest_sequence(stated["max_seq_len"], stated["rope_scaling"])
+    stated |= _windows(fields, family, stated["n_layers"], longest)
     if "sliding_window" not in stated:
         stated.pop("local_rope_theta", None)  # no layer uses it
     return ModelArgs(
@@ -92,16 +99,21 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     """The sizes of the model; the family's features may override them."""
     dim_key, heads_key, head_key = (family.key(name) for name in ("dim", "n_heads", "head_dim"))
     dim, n_heads = require_size("dim", fields.integer(dim_key)), fields.integer(heads_key)
-    head_dim = fields.integer(head_key, family.defaults.get("head_dim", 0))
-    if not fields.has(head_key) and not head_dim:
+    # For these two a null is not the default of the family.
+    head_dim = None if head_key in fields.values else family.defaults.get("head_dim")
+    if fields.has(head_key):
+        head_dim = fields.integer(head_key)
+    if head_dim is None:
         head_dim = head_size(dim_key, dim, heads_key, n_heads)
-    n_kv_heads = family.defaults.get("n_kv_heads", n_heads)
+    kv_key, n_kv_heads = family.key("n_kv_heads"), n_heads
+    if kv_key not in fields.values:
+        n_kv_heads = family.defaults.get("n_kv_heads", n_heads)
     max_seq_len = family.defaults.get("max_seq_len", 2048)
     return {
         "dim": dim,
         "n_layers": require_size("n_layers", fields.integer(family.key("n_layers"))),
         "n_heads": n_heads,
-        "n_kv_heads": fields.integer(family.key("n_kv_heads"), n_kv_heads),
+        "n_kv_heads": fields.integer(kv_key, n_kv_heads),
         "head_dim": head_dim,
         "ffn_dim": fields.integer(family.key("ffn_dim"), family.defaults.get("ffn_dim")),
         "vocab_size": fields.integer(family.key("vocab_size")),
@@ -165,11 +177,14 @@ def _family(fields: Fields) -> Family:
     return family
 
 
-def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) -> dict[str, Any]:
-    """The sliding window, and the full-attention layers."""
+def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dict[str, Any]:
+    """The sliding window, and the full-attention layers.
+
+    `longest` is the length of the longest sequence.
+    """
     layer_types = _layer_types(fields, n_layers)
     if family.full_layers is None:
-        _require_no_window(fields, family, layer_types, max_seq_len)
+        _require_no_window(fields, family, layer_types, longest)
         return {}
     is_on = family.window_switch is None or fields.flag(family.window_switch, False)
     # A null means no window; a missing key means the default of the family.
@@ -180,17 +195,20 @@ def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) ->
         if _SLIDING in layer_types:
             raise UsageError(f"layer_types has {_SLIDING!r} without a sliding_window; add the key")
         return {}
-    full = tuple(family.full_layers(fields, n_layers))
+    if layer_types:
+        full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)
+    else:
+        full = tuple(family.full_layers(fields, n_layers))
     is_uniform = family.full_layers is every_layer_has_the_window
-    if is_uniform and _FULL in layer_types and window < max_seq_len:
+    if is_uniform and _FULL in layer_types and window < longest:
         raise UsageError(
             f"layer_types has {_FULL!r} and sliding_window={window}, which every layer of "
             f"{family.name!r} has; remove the one that the weights were not trained with"
         )
-    if layer_types:
-        full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)
-    # A window at least as long as the context has no effect.
-    if len(full) == n_layers or (not full and window >= max_seq_len):
+    # A window of all layers, at least as long as the longest sequence, has no effect, except that
+    # its layers may have a rotary base of their own.
+    is_idle = not full and window >= longest and not family.has_local_rope
+    if len(full) == n_layers or is_idle:
         return {}
     return {"sliding_window": window, "full_layers": full}
 
@@ -211,9 +229,9 @@ def _layer_types(fields: Fields, n_layers: int) -> list[str]:
 
 
 def _require_no_window(
-    fields: Fields, family: Family, layer_types: list[str], max_seq_len: int
+    fields: Fields, family: Family, layer_types: list[str], longest: int
 ) -> None:
-    """Refuse a sliding window that is shorter than the context.
+    """Refuse a sliding window that is shorter than the longest sequence.
 
     transformers' Llama ignores the window in attention but limits the cache to it, so its output
     depends on how the prompt was split into calls.
@@ -223,11 +241,11 @@ def _require_no_window(
             f"layer_types has {_SLIDING!r}; {family.name!r} has only {_FULL!r}; if the weights "
             "were trained without a sliding window, remove layer_types"
         )
-    window = fields.integer("sliding_window", max_seq_len)
-    if window < max_seq_len and not layer_types:
+    window = fields.integer("sliding_window", longest)
+    if window < longest and not layer_types:
         raise UsageError(
-            f"sliding_window={window} is not supported below max_position_embeddings="
-            f"{max_seq_len} in {family.name!r}; if the weights were trained without it, remove it"
+            f"sliding_window={window} is not supported below a context length={longest} in "
+            f"{family.name!r}; if the weights were trained without it, remove it"
         )
 
 
@@ -239,9 +257,7 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
 
     Source: transformers 5.23, modeling_rope_utils.py.
     """
-    rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
-    if family.has_local_rope and rope.has(_FULL):
-        rope = Fields(rope.mapping(_FULL))  # sliding-window layers have their own
+    rope = _rope_by_layer(fields, family) if family.has_local_rope else rope_fields(fields)
     kind = rope.string("rope_type", rope.string("type", "default"))
     kind = _OLD_ROPE_TYPES.get(kind, kind)
     if kind not in _ROPE_TYPES:
@@ -264,8 +280,44 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
     trained = family.defaults.get("original_max_seq_len")
     if trained is None:
         trained = rope.integer(_TRAINED, max_seq_len)
-    scaling = _scaling(kind, rope, max_seq_len, fields.integer(_TRAINED, trained))
+    if not family.has_local_rope:  # transformers sets it in no settings by layer
+        trained = fields.integer(_TRAINED, trained)
+    scaling = _scaling(kind, rope, max_seq_len, trained)
     return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _rope_by_layer(fields: Fields, family: Family) -> Fields:
+    """The rope settings of layers without a window, for a family whose windows have their own.
+
+    Raises: UsageError for settings that transformers ignores, although another program might not,
+        and for rope scaling of layers with a window, which no `ModelArgs` can express.
+    """
+    rope = Fields(fields.mapping("rope_parameters"))
+    if common := [key for key in rope.values if key not in (_FULL, _SLIDING) and rope.has(key)]:
+        raise UsageError(
+            f"rope_parameters of {family.name!r} has {shown(common[0])} for all layers, which has "
+            f"no effect; use an object under {_FULL!r}, and one under {_SLIDING!r}"
+        )
+    local = Fields(rope.mapping(_SLIDING))
+    kind = local.string("rope_type", local.string("type", "default"))
+    if kind != "default":
+        raise UsageError(
+            f"rope_type={kind[:80]!r} for {_SLIDING!r} is not supported; only layers without a "
+            "sliding window may have rope scaling"
+        )
+    scaling = Fields(fields.mapping("rope_scaling"))
+    if scaling.string("type", "default") != "default" and not scaling.has("rope_type"):
+        raise UsageError(
+            f"rope_scaling of {family.name!r} has the key 'type', which transformers ignores in "
+            "this family; call it 'rope_type'"
+        )
+    stated = Fields({**rope.mapping(_FULL), **scaling.values})
+    if not stated.values.get("truncate", True):
+        raise UsageError(
+            f"truncate={shown(stated.values['truncate'])} is not supported in {family.name!r}, "
+            "where transformers ignores it; remove it"
+        )
+    return stated
 
 
 def _scaling(kind: str, rope: Fields, max_seq_len: int, trained: int) -> RopeScaling | None:

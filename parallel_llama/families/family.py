@@ -42,6 +42,11 @@ def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]
     return ()
 
 
+def rope_fields(fields: Fields) -> Fields:
+    """The rope settings of config.json: rope_scaling, or rope_parameters without it."""
+    return Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
+
+
 def rotary_dim_of(fields: Fields, usual_part: float) -> int | None:
     """How many values of each head are rotated, from partial_rotary_factor; None for all.
 
@@ -51,8 +56,7 @@ def rotary_dim_of(fields: Fields, usual_part: float) -> int | None:
     Raises: UsageError for a factor that is not above 0 and at most 1.
     """
     key, n_heads = "partial_rotary_factor", fields.integer("num_attention_heads")
-    rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
-    part = rope.number(key, fields.number(key, usual_part))
+    part = rope_fields(fields).number(key, fields.number(key, usual_part))
     if not 0 < part <= 1:
         raise UsageError(f"{key}={part:g}: use a number above 0, at most 1")
     head_dim = fields.integer("head_dim", fields.integer("hidden_size") // max(1, n_heads))

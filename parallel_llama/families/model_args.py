@@ -12,6 +12,8 @@ MAX_SIZES = {
     "dim": 1 << 20, "n_layers": 1 << 12, "n_heads": 1 << 14, "n_kv_heads": 1 << 14,
     "head_dim": 1 << 14, "ffn_dim": 1 << 24, "vocab_size": 1 << 24, "max_seq_len": 1 << 30,
 }  # fmt: skip
+# Rope factors beyond these overflow in the tables.
+_LEAST_FACTOR, _LARGEST_FACTOR = 1e-6, 1e6
 MAX_EXPERTS = 1 << 12
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 
@@ -64,6 +66,12 @@ class RopeScaling:
         for name, value in positive.items():
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"rope scaling {name}={value}: use a finite number above 0")
+        for name in ("factor", "beta_fast", "beta_slow"):
+            if not _LEAST_FACTOR <= (value := getattr(self, name)) <= _LARGEST_FACTOR:
+                raise UsageError(
+                    f"rope scaling {name}={value:g}: use a number from {_LEAST_FACTOR:g} to "
+                    f"{_LARGEST_FACTOR:g}"
+                )
         if self.kind in ("llama3", "yarn", "longrope") and self.original_max_seq_len is None:
             raise UsageError(
                 f"rope scaling {self.kind!r} needs the length of the trained context; "
@@ -289,14 +297,19 @@ def head_size(dim_key: str, dim: int, heads_key: str, n_heads: int) -> int:
     return dim // n_heads
 
 
+def longest_sequence(max_seq_len: int, scaling: RopeScaling | None) -> int:
+    """The length of the longest sequence: dynamic rope scaling extends `max_seq_len`."""
+    if scaling is None or scaling.kind != "dynamic":
+        return max_seq_len
+    return round(min(max_seq_len * scaling.factor, MAX_SIZES["max_seq_len"]))
+
+
 def context_length(args: ModelArgs, wanted: int | None = None) -> int:
     """The longest sequence that may run: `wanted`, or the model's own context.
 
     Raises: UsageError for more than the model's own context.
     """
-    limit = args.max_seq_len
-    if args.rope_scaling is not None and args.rope_scaling.kind == "dynamic":
-        limit = round(limit * args.rope_scaling.factor)
+    limit = longest_sequence(args.max_seq_len, args.rope_scaling)
     if wanted is None:
         return limit
     if not 1 <= wanted <= limit:

@@ -45,6 +45,8 @@ def _writes_of_3(args: ModelArgs) -> dict[str, Any]:
     return {
         **_writes(args),
         "layer_types": layer_types(args),
+        # transformers needs a number even if no layer has a window.
+        "sliding_window": args.sliding_window or args.max_seq_len,
         # transformers adds the key rope_scaling to the object full_attention.
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": args.rope_theta},

@@ -15,6 +15,7 @@ from parallel_llama.families.family import (
     Family,
     GGUFForm,
     every_layer_has_the_window,
+    rope_fields,
     rotary_dim_of,
 )
 from parallel_llama.families.model_args import ModelArgs
@@ -26,7 +27,7 @@ _PART, _TRAINED = "partial_rotary_factor", "original_max_position_embeddings"
 
 
 def _features(fields: Fields) -> dict[str, Any]:
-    rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
+    rope = rope_fields(fields)
     kind = rope.string("rope_type", rope.string("type", "default"))
     if kind not in ("default", "longrope", "su"):
         raise UsageError(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TinyModel, write_hf
 from torch import Tensor
+from transformers import AutoConfig
 from transformers_oracle import loaded_logits, reference_logits
 
 from parallel_llama.config.hf import args_from_hf, hf_config
@@ -154,6 +155,16 @@ MODELS: dict[str, TinyModel] = {
     "starcoder2, window, tied": TinyModel(
         9, 3, 6, 54, tied=True, family="starcoder2", own={"sliding_window": 7, "hidden_act": "gelu"}
     ),
+    "starcoder2, window of an extended context": TinyModel(
+        7,
+        7,
+        6,
+        42,
+        max_seq_len=12,
+        family="starcoder2",
+        own={"sliding_window": 14},
+        rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.5},
+    ),
     "starcoder2 without biases": TinyModel(
         7, 7, 6, 42, family="starcoder2", own={"use_bias": False}, rope=_YARN
     ),
@@ -168,7 +179,11 @@ MODELS: dict[str, TinyModel] = {
         n_layers=3,
         tied=True,
         family="exaone4",
-        own={"sliding_window": 5, "layer_types": [_FULL, "sliding_attention", _FULL]},
+        own={
+            "sliding_window": 5,
+            _PATTERN: None,
+            "layer_types": [_FULL, "sliding_attention", _FULL],
+        },
         rope=_YARN,
     ),
     "exaone4 without a window": TinyModel(
@@ -192,11 +207,15 @@ MODELS: dict[str, TinyModel] = {
         family="olmo3",
         own={
             **_PAD,
+            _TRAINED: 64,  # which transformers ignores beside rope_parameters by layer
             "attention_bias": True,
             "sliding_window": 5,
             "layer_types": [_FULL, "sliding_attention", _FULL],
         },
         rope=_BY_LAYER,
+    ),
+    "olmo3, idle windows": TinyModel(
+        7, 7, 6, 42, family="olmo3", own={**_PAD, "sliding_window": 512}, rope=_BY_LAYER
     ),
     "olmo3 without a window": TinyModel(
         7,
@@ -305,6 +324,8 @@ RESHARDED = (
     "exaone4, layer types, tied",
     "olmo2, biases, tied",
     "olmo3, layer types, tied",
+    "olmo3, idle windows",
+    "olmo3 without a window",
 )
 
 
@@ -346,6 +367,17 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tm
         ("arcee", {"hidden_act": "silu"}, "activation='silu' needs gated"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("nemotron", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary_dim=3 .*even"),
+        ("olmo3", {"rope_parameters": _YARN}, "'rope_type' for all layers"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": _YARN}},
+            "rope_type='yarn' for 'sliding_attention'",
+        ),
+        ("olmo3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'type', which transf"),
+        ("olmo3", {"rope_scaling": {**_YARN, "truncate": False}}, "truncate=False is not"),
+        ("granite", {"rope_scaling": {**_YARN, "beta_slow": 1e308}}, r"beta_slow=1e\+308: use a"),
+        ("granite", {"rope_scaling": {**_YARN, "beta_fast": 1e-308}}, "beta_fast=1e-308: use a"),
+        ("granite", {"rope_scaling": {"type": "dynamic", "factor": 1e19}}, r"factor=1e\+19: use a"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling=0 is a divisor .*above 0"),
         ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0: use"),
         ("granite", {"residual_multiplier": 1e-200}, "residual_scale=1e-200: use"),
@@ -356,6 +388,17 @@ def test_a_configuration_without_a_meaning_is_refused(family, values, expected, 
     folder = write_hf(MODELS[_OF_FAMILIES[family]], tmp_path / "hf")
     with pytest.raises(UsageError, match=expected):
         args_with(folder, values)
+
+
+@pytest.mark.parametrize("family", ["smollm3", "seed_oss"])
+def test_a_null_for_the_heads_is_not_the_default_of_the_family(family):
+    """Their configurations have 4 or 8 KV heads and heads of 128 where config.json has no keys."""
+    nulls = {"num_key_value_heads": None, "head_dim": None}
+    values = {"hidden_size": 60, "num_attention_heads": 10, "num_hidden_layers": 2, **nulls}
+    args = args_from_hf({**values, "model_type": family, "intermediate_size": 8, "vocab_size": 9})
+    config = AutoConfig.for_model(family, **values)
+    assert args.n_kv_heads == config.num_key_value_heads
+    assert args.head_dim == (config.head_dim or config.hidden_size // config.num_attention_heads)
 
 
 def args_with(folder: Path, values: dict[str, Any]) -> None:

@@ -109,7 +109,7 @@ def mounts(service: Any) -> dict[str, Any]:
     return {volume["target"]: volume for volume in service["volumes"]}
 
 
-def test_the_container_of_the_server_is_closed_but_for_a_port_of_this_host():
+def test_the_container_of_the_server_is_reached_by_one_port_of_this_host_only():
     flags = parsed(SERVER["command"])
     assert SERVER["ports"] == [f"127.0.0.1:{flags[PORT]}:{flags[PORT]}"]
     assert flags[HOST] == "0.0.0.0"  # else the published port leads nowhere
