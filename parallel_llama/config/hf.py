@@ -293,7 +293,9 @@ def _rope_by_layer(fields: Fields, family: Family) -> Fields:
         and for rope scaling of layers with a window, which no `ModelArgs` can express.
     """
     rope = Fields(fields.mapping("rope_parameters"))
-    if common := [key for key in rope.values if key not in (_FULL, _SLIDING) and rope.has(key)]:
+    # transformers writes keys for all layers beside those objects too; they have no effect.
+    is_by_layer = rope.has(_FULL) or rope.has(_SLIDING)
+    if not is_by_layer and (common := [key for key in rope.values if rope.has(key)]):
         raise UsageError(
             f"rope_parameters of {family.name!r} has {shown(common[0])} for all layers, which has "
             f"no effect; use an object under {_FULL!r}, and one under {_SLIDING!r}"

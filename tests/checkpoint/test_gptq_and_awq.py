@@ -261,7 +261,7 @@ def test_resharded_plain_values_are_those_that_are_loaded_to_the_last_bit(kind, 
     ("flags", "expected"),
     [
         ("hf", r"its weights are quantised; choose the dtype .* with --dtype$"),
-        ("meta --dtype float16 --quant stored", "only native folders support quantised weights"),
+        ("meta --dtype float16 --quant stored", "only native folders and GGUF files support quant"),
         (
             "native",
             r"wq\.weight: is in int4 with minima by 128, and native folders support int8,.*; "

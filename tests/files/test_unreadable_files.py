@@ -341,6 +341,7 @@ def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(tmp_path, f
                 {}, {"rope_freqs.weight": FileTensor("rope_freqs.weight", "F32", (2,), 0, 8)}
             ),
             path,
+            "rope_freqs.weight",
         ),
         "weights": lambda: ByteRanges(path),
         "journal": lambda: list(whole_lines(path)),

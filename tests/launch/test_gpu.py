@@ -121,6 +121,9 @@ def run_parts(monkeypatch, capsys, *flags: str) -> tuple[int, list[Any]]:
     parts = {"a": lambda _: works("a"), "b": fails, "c": lambda _: works("c")}
     monkeypatch.setitem(sys.modules, "launch.bench.gpu_steps.three", SimpleNamespace(PARTS=parts))
     monkeypatch.setattr(sys, "argv", ["gpu_steps", "three", "--dry-run", *flags])
+    # A dry run changes it, and this one runs in the process of the tests.
+    programs = gpu_step.decode_attention._PROGRAMS
+    monkeypatch.setattr(gpu_step.decode_attention, "_PROGRAMS", programs)
     code = gpu_step.main()
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
