@@ -212,7 +212,7 @@ def local_kv_heads(heads: range, heads_per_kv: int) -> range:
 
 
 def counted_kv_heads(heads: range, heads_per_kv: int) -> range:
-    """The KV heads whose first query head is on a rank, so that every KV head counts on one rank.
+    """The KV heads that a rank counts: each KV head counts on the rank with its first query head.
 
     >>> counted_kv_heads(range(0, 5), 3), counted_kv_heads(range(5, 9), 3)
     (range(0, 2), range(2, 3))

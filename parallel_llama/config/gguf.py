@@ -20,13 +20,14 @@ from parallel_llama.files.fields import Fields
 from parallel_llama.files.gguf_header import GGUFHeader
 
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+_RMS_EPS, _LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _RELATIVE_FACTOR, _ABSOLUTE_FACTOR = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
 
 # Known keys, after the prefix of the architecture, as in llama.block_count.
 _KEYS = {
     "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
     "attention.head_count", "attention.head_count_kv", "attention.key_length",
-    "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
+    "attention.value_length", _RMS_EPS, "rope.dimension_count",
     "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", _RELATIVE_FACTOR,
     _ABSOLUTE_FACTOR, "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
@@ -48,7 +49,8 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
         raise UsageError(f"one of {n_parts} parts; join them with llama-gguf-split --merge")
     prefix = f"{arch}."
     own = Fields({key: value for key, value in header.fields.items() if key.startswith(prefix)})
-    own.require_known({prefix + key for key in _KEYS | form.reads})
+    eps_key = _LAYER_NORM_EPS if form.has_layer_norm else _RMS_EPS
+    own.require_known({prefix + key for key in _KEYS | form.reads | {eps_key}})
     max_seq_len = own.integer(f"{arch}.context_length")
     tokens, tensors = header.fields.get("tokenizer.ggml.tokens"), header.tensors
     stated = {
@@ -57,6 +59,7 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
             f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else None
         ),
         "max_seq_len": max_seq_len,
+        "norm_eps": own.number(prefix + eps_key),
         "rope_theta": own.number(f"{arch}.rope.freq_base", 10000.0),
         "rope_scaling": _gguf_rope(own, arch, header, path, max_seq_len),
         "tied_embeddings": "output.weight" not in tensors,
@@ -67,8 +70,6 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
         "n_active_experts": own.integer(f"{arch}.expert_used_count") if n_experts else 0,
         **form.features(own, tensors),
     }
-    if "norm_eps" not in stated:
-        stated["norm_eps"] = own.number(f"{arch}.attention.layer_norm_rms_epsilon")
     if "ffn_dim" not in stated:
         stated["ffn_dim"] = own.integer(f"{arch}.feed_forward_length")
     return ModelArgs(dtype=_gguf_dtype(header), family=family.name, **stated)
@@ -156,7 +157,7 @@ def _gguf_rope(
 def _longrope(
     own: Fields, arch: str, header: GGUFHeader, path: Path, max_seq_len: int
 ) -> RopeScaling:
-    """LongRoPE, whose two sets of factors are tensors; attn_factor is the paper's attention scale.
+    """LongRoPE: two tensors hold the sets of factors; attn_factor is the paper's attention scale.
 
     Raises: UsageError for one set without the other, or with another kind of scaling.
     """

@@ -1,10 +1,8 @@
 """Writes `ModelArgs` as the fields of a GGUF header, the inverse of `config.gguf`.
 
-Source: ggml's docs/gguf.md; the keys and the factors of llama3 scaling as in llama.cpp's
-convert_hf_to_gguf.py.
+Source: ggml's docs/gguf.md; llama.cpp's convert_hf_to_gguf.py.
 """
 
-import math
 import struct
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -68,13 +66,9 @@ def written_scaling(args: ModelArgs) -> RopeScaling | None:
     scaling = args.rope_scaling
     if scaling is None or scaling.kind != "llama3":
         return scaling
-    assert scaling.original_max_seq_len is not None
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     factors = []
     for first in range(0, args.head_dim, 2):
-        freq = args.rope_theta ** (-first / args.head_dim)
-        rotations = scaling.original_max_seq_len * freq / (2 * math.pi)  # in the trained context
-        kept = min(max((rotations - low) / (high - low), 0.0), 1.0)
+        kept = scaling.kept_part(args.rope_theta ** (-first / args.head_dim))
         factors.append(_as_float32(1 / (kept + (1 - kept) / scaling.factor)))
     return RopeScaling("factors", factors=tuple(factors))
 

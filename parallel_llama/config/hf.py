@@ -11,7 +11,11 @@ from parallel_llama.config.hf_keys import check_keys
 from parallel_llama.config.quantised import packing_of
 from parallel_llama.errors import UsageError, shown
 from parallel_llama.families import FAMILIES, MISSING, Family, family_of
-from parallel_llama.families.family import every_layer_has_the_window, rope_fields
+from parallel_llama.families.family import (
+    ROTARY_PART,
+    every_layer_has_the_window,
+    rope_fields,
+)
 from parallel_llama.families.model_args import (
     ModelArgs,
     RopeScaling,
@@ -54,9 +58,8 @@ _ROPE_TYPES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Older names of types of rope scaling.
 _OLD_ROPE_TYPES = {"su": "longrope"}
-_ROTARY_PART = "partial_rotary_factor"
 # The first YaRN models have the key `finetuned`, which does not change the model.
-_ROPE_COMMON = {"rope_type", "type", "rope_theta", _ROTARY_PART, "finetuned"}
+_ROPE_COMMON = {"rope_type", "type", "rope_theta", ROTARY_PART, "finetuned"}
 
 # Trained contexts that `llama3_from_factors` tries; Llama 3.1 to 3.3 have 8192.
 _TRAINED_CONTEXTS = [1 << power for power in (*range(13, 4, -1), *range(14, 21))]
@@ -273,8 +276,8 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
     if unread := [key for key in rope.values if key not in read]:
         logger.warning("rope scaling %r ignores %s", kind, ", ".join(unread))
     for place in (rope, fields):
-        if (rotary := place.number(_ROTARY_PART, 1.0)) != 1 and _ROTARY_PART not in family.reads:
-            raise UsageError(f"{_ROTARY_PART}={rotary} is not supported in {family.name!r}, only 1")
+        if (rotary := place.number(ROTARY_PART, 1.0)) != 1 and ROTARY_PART not in family.reads:
+            raise UsageError(f"{ROTARY_PART}={rotary} is not supported in {family.name!r}, only 1")
     default = family.defaults.get("rope_theta", 10000.0)
     theta = rope.number("rope_theta", fields.number("rope_theta", default))
     trained = family.defaults.get("original_max_seq_len")
@@ -287,7 +290,7 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
 
 
 def _rope_by_layer(fields: Fields, family: Family) -> Fields:
-    """The rope settings of layers without a window, for a family whose windows have their own.
+    """The rope settings of layers without a window; layers with a window have their own.
 
     Raises: UsageError for settings that transformers ignores, although another program might not,
         and for rope scaling of layers with a window, which no `ModelArgs` can express.

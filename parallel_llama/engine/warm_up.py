@@ -68,7 +68,7 @@ def _steps(runner: ModelRunner) -> Iterator[Callable[[], object]]:
 def _draw(
     runner: ModelRunner, chunks: Sequence[Chunk], rows: Sequence[int], draws: Sequence[SamplingRow]
 ) -> None:
-    """A step whose tokens are sampled on the device, or on the host for log-probabilities."""
+    """A step that samples tokens on the device, or on the host for log-probabilities."""
     sampling_keys = [
         row_sampling_key(draw.params, draw.seed, draw.choice, draw.position) for draw in draws
     ]

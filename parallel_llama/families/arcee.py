@@ -9,13 +9,20 @@ arXiv 2109.08668; llama.cpp's arcee and nemotron.
 
 from typing import Any
 
-from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, rotary_dim_of
-from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.family import (
+    BIASES,
+    HALF_IN_GGUF,
+    ROTARY_PART,
+    Family,
+    GGUFForm,
+    biases,
+    rotary_dim_of,
+    written_biases,
+    written_rotary_part,
+)
 from parallel_llama.families.names import NORM_BIAS_NAMES, UNGATED_NAMES, names_with
 from parallel_llama.files.fields import Fields
 
-_PART, _GGUF_EPS = "partial_rotary_factor", "attention.layer_norm_epsilon"
-_BIASES = frozenset({"attention_bias", "mlp_bias"})
 _RELU2 = {"gated": False, "activation": "relu2"}
 _NORM = {"norm": "layer", "norm_bias": True, "norm_offset": 1.0}
 
@@ -23,24 +30,19 @@ _NORM = {"norm": "layer", "norm_bias": True, "norm_offset": 1.0}
 def _features(fields: Fields) -> dict[str, Any]:
     activation = {} if fields.has("hidden_act") else {"activation": "relu2"}
     return {
-        "attention_bias": fields.flag("attention_bias", False),
-        "mlp_bias": fields.flag("mlp_bias", False),
+        **biases(fields),
         "gated": False,
         **activation,
     }
-
-
-def _writes(args: ModelArgs) -> dict[str, Any]:
-    return {"attention_bias": args.attention_bias, "mlp_bias": args.mlp_bias}
 
 
 ARCEE = Family(
     name="arcee",
     architecture="ArceeForCausalLM",
     base_architecture="ArceeModel",
-    reads=_BIASES,
+    reads=BIASES,
     features=_features,
-    writes=_writes,
+    writes=written_biases,
     defaults={"max_seq_len": 4096, "norm_eps": 1e-5},
     names=names_with(*UNGATED_NAMES),
     gguf=GGUFForm("arcee", lambda *_: _RELU2),
@@ -50,27 +52,20 @@ NEMOTRON = Family(
     name="nemotron",
     architecture="NemotronForCausalLM",
     base_architecture="NemotronModel",
-    reads=_BIASES | {_PART},
+    reads=BIASES | {ROTARY_PART},
     features=lambda fields: {
         **_features(fields),
         **_NORM,
         "rotary_dim": rotary_dim_of(fields, 0.5),
     },
-    writes=lambda args: {
-        **_writes(args),
-        _PART: (args.rotary_dim or args.head_dim) / args.head_dim,
-    },
+    writes=lambda args: {**written_biases(args), **written_rotary_part(args)},
     keys={"norm_eps": "norm_eps"},
     defaults={"max_seq_len": 4096, "norm_eps": 1e-5},
     names=names_with(*NORM_BIAS_NAMES, *UNGATED_NAMES),
     gguf=GGUFForm(
         "nemotron",
-        lambda fields, _: {
-            **_RELU2,
-            **_NORM,
-            "norm_eps": fields.number(f"nemotron.{_GGUF_EPS}"),
-        },
-        frozenset({_GGUF_EPS}),
+        lambda *_: {**_RELU2, **_NORM},
+        has_layer_norm=True,
         rotates_part=True,
     ),
     rotary_order=HALF_IN_GGUF,

@@ -12,13 +12,12 @@ from collections.abc import Collection
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family, GGUFForm
+from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Names, in_layers
 from parallel_llama.files.fields import Fields
 
 _NEW, _PARALLEL, _N_NORMS = "new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn"
-_GGUF_EPS = "attention.layer_norm_epsilon"
 _KEYS = {
     "n_kv_heads": "num_kv_heads",
     "head_dim": "",
@@ -64,10 +63,9 @@ def _n_kv_heads(fields: Fields, is_new: bool) -> int:
     return 1 if fields.flag("multi_query", True) else n_heads
 
 
-def _gguf_features(fields: Fields, names: Collection[str]) -> dict[str, Any]:
+def _gguf_features(_fields: Fields, names: Collection[str]) -> dict[str, Any]:
     return {
         **_ALWAYS,
-        "norm_eps": fields.number(f"falcon.{_GGUF_EPS}"),
         "activation": "gelu",
         "parallel_block": True,
         "shared_norm": "blk.0.attn_norm_2.weight" not in names,
@@ -140,8 +138,8 @@ FALCON = Family(
     ),
     more_names=_norm_names,
     qkv_by_kv_head=frozenset({"hf"}),
-    gguf=GGUFForm("falcon", _gguf_features, frozenset({_GGUF_EPS})),
-    rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
+    gguf=GGUFForm("falcon", _gguf_features, has_layer_norm=True),
+    rotary_order=HALF_IN_GGUF,
 )
 
 PALM = Family(

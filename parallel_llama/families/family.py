@@ -32,8 +32,12 @@ USUAL_KEYS = {
     "sliding_window": "sliding_window",
 }
 
-# The rotary orders of families whose GGUF files keep HF's order of rows.
+# Rotary orders if GGUF files keep HF's order of rows.
 HALF_IN_GGUF: Mapping[Layout, RotaryOrder] = {"meta": "interleaved", "hf": "half", "gguf": "half"}
+
+# Keys of config.json that several families read.
+BIASES = frozenset({"attention_bias", "mlp_bias"})
+ROTARY_PART = "partial_rotary_factor"
 
 FullLayers = Callable[[Fields, int], Iterable[int]]
 
@@ -42,25 +46,40 @@ def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]
     return ()
 
 
+def biases(fields: Fields) -> dict[str, Any]:
+    """The arguments that BIASES of config.json state."""
+    return {key: fields.flag(key, False) for key in BIASES}
+
+
+def written_biases(args: ModelArgs) -> dict[str, Any]:
+    """The values of BIASES in config.json."""
+    return {"attention_bias": args.attention_bias, "mlp_bias": args.mlp_bias}
+
+
 def rope_fields(fields: Fields) -> Fields:
     """The rope settings of config.json: rope_scaling, or rope_parameters without it."""
     return Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
 
 
 def rotary_dim_of(fields: Fields, usual_part: float) -> int | None:
-    """How many values of each head are rotated, from partial_rotary_factor; None for all.
+    """How many values of each head are rotated, from ROTARY_PART of config.json; None for all.
 
     Args:
         usual_part: the factor if config.json does not have the key.
 
     Raises: UsageError for a factor that is not above 0 and at most 1.
     """
-    key, n_heads = "partial_rotary_factor", fields.integer("num_attention_heads")
-    part = rope_fields(fields).number(key, fields.number(key, usual_part))
+    part = rope_fields(fields).number(ROTARY_PART, fields.number(ROTARY_PART, usual_part))
     if not 0 < part <= 1:
-        raise UsageError(f"{key}={part:g}: use a number above 0, at most 1")
+        raise UsageError(f"{ROTARY_PART}={part:g}: use a number above 0, at most 1")
+    n_heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", fields.integer("hidden_size") // max(1, n_heads))
     return None if part == 1 else int(head_dim * part)
+
+
+def written_rotary_part(args: ModelArgs) -> dict[str, Any]:
+    """The value of ROTARY_PART in config.json."""
+    return {ROTARY_PART: (args.rotary_dim or args.head_dim) / args.head_dim}
 
 
 def layer_types(args: ModelArgs) -> list[str]:
@@ -82,6 +101,7 @@ class GGUFForm:
         reads: The keys that `features` reads and other architectures lack, without the
             architecture's prefix.
         has_experts: Whether the models have experts.
+        has_layer_norm: Whether the models have LayerNorm, which has a key for its epsilon.
         rotates_part: Whether rope.dimension_count may be smaller than the size of a head.
         writes: The inverse of `features` for the fields of a header, without the architecture's
             prefix; None if the family is not written as GGUF.
@@ -91,6 +111,7 @@ class GGUFForm:
     features: Callable[[Fields, Collection[str]], Mapping[str, Any]] = lambda *_: {}
     reads: frozenset[str] = frozenset()
     has_experts: bool = False
+    has_layer_norm: bool = False
     rotates_part: bool = False
     writes: Callable[[ModelArgs], Mapping[str, Any]] | None = None
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family, GGUFForm, layer_types
+from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, layer_types
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
@@ -162,7 +162,7 @@ GEMMA = Family(
     writes=_writes,
     defaults={"max_seq_len": 8192, "head_dim": 256, "tied_embeddings": True},
     gguf=GGUFForm("gemma", _gguf_features, writes=lambda _: {}),
-    rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
+    rotary_order=HALF_IN_GGUF,
 )
 
 GEMMA2 = Family(

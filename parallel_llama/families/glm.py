@@ -11,19 +11,18 @@ THUDM/chatglm2-6b and 3.
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family
+from parallel_llama.families.family import ROTARY_PART, Family, written_rotary_part
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Names, in_layers, names_with
 from parallel_llama.files.fields import Fields
 
-_PART = "partial_rotary_factor"
 _INTERLEAVED: Any = {"meta": "interleaved", "hf": "interleaved", "gguf": "interleaved"}
 
 
 def _glm_features(fields: Fields) -> dict[str, Any]:
     rope = Fields(fields.mapping("rope_parameters"))
     head_dim = fields.integer("head_dim", 128)
-    part = rope.number(_PART, fields.number(_PART, 0.5))
+    part = rope.number(ROTARY_PART, fields.number(ROTARY_PART, 0.5))
     return {
         "attention_bias": fields.flag("attention_bias", True),
         "wo_bias": False,
@@ -32,10 +31,7 @@ def _glm_features(fields: Fields) -> dict[str, Any]:
 
 
 def _glm_writes(args: ModelArgs) -> dict[str, Any]:
-    return {
-        "attention_bias": args.attention_bias,
-        _PART: (args.rotary_dim or args.head_dim) / args.head_dim,
-    }
+    return {"attention_bias": args.attention_bias, **written_rotary_part(args)}
 
 
 _GATE_AND_UP = (
@@ -47,7 +43,7 @@ GLM = Family(
     name="glm",
     architecture="GlmForCausalLM",
     base_architecture="GlmModel",
-    reads=frozenset({"attention_bias", _PART}),
+    reads=frozenset({"attention_bias", ROTARY_PART}),
     features=_glm_features,
     writes=_glm_writes,
     defaults={"max_seq_len": 131072, "head_dim": 128, "norm_eps": 1.5625e-7, "n_kv_heads": 2},

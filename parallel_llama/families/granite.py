@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family, GGUFForm
+from parallel_llama.families.family import BIASES, Family, GGUFForm, biases, written_biases
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.fields import Fields
 
@@ -25,8 +25,7 @@ def _logit_scale(key: str, divisor: float) -> float:
 
 def _features(fields: Fields) -> dict[str, Any]:
     return {
-        "attention_bias": fields.flag("attention_bias", False),
-        "mlp_bias": fields.flag("mlp_bias", False),
+        **biases(fields),
         "embedding_scale": fields.number(_EMBEDDING, 1.0),
         "residual_scale": fields.number(_RESIDUAL, 1.0),
         "attention_scale": fields.number(_ATTENTION, 1.0),
@@ -50,8 +49,7 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
 def _writes(args: ModelArgs) -> dict[str, Any]:
     scale = args.head_dim**-0.5 if args.attention_scale is None else args.attention_scale
     return {
-        "attention_bias": args.attention_bias,
-        "mlp_bias": args.mlp_bias,
+        **written_biases(args),
         _EMBEDDING: args.embedding_scale,
         _RESIDUAL: args.residual_scale,
         _ATTENTION: scale,
@@ -63,7 +61,7 @@ GRANITE = Family(
     name="granite",
     architecture="GraniteForCausalLM",
     base_architecture="GraniteModel",
-    reads=frozenset({"attention_bias", "mlp_bias", _EMBEDDING, _RESIDUAL, _ATTENTION, _LOGITS}),
+    reads=BIASES | {_EMBEDDING, _RESIDUAL, _ATTENTION, _LOGITS},
     features=_features,
     writes=_writes,
     gguf=GGUFForm("granite", _gguf_features, frozenset(_IN_GGUF)),

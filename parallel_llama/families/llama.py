@@ -6,16 +6,16 @@ Mistral 7B, arXiv 2310.06825; Mixtral, arXiv 2401.04088. GGUF files call all thr
 
 from typing import Any
 
-from parallel_llama.families.family import Family, GGUFForm, every_layer_has_the_window
+from parallel_llama.families.family import (
+    BIASES,
+    Family,
+    GGUFForm,
+    biases,
+    every_layer_has_the_window,
+    written_biases,
+)
 from parallel_llama.families.names import expert_names, names_with
 from parallel_llama.files.fields import Fields
-
-
-def _llama_features(fields: Fields) -> dict[str, Any]:
-    return {
-        "attention_bias": fields.flag("attention_bias", False),
-        "mlp_bias": fields.flag("mlp_bias", False),
-    }
 
 
 def _mixtral_features(fields: Fields) -> dict[str, Any]:
@@ -29,10 +29,10 @@ LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     base_architecture="LlamaModel",
-    reads=frozenset({"attention_bias", "mlp_bias"}),
-    features=_llama_features,
+    reads=BIASES,
+    features=biases,
     gguf=GGUFForm("llama", writes=lambda _: {}),
-    writes=lambda args: {"attention_bias": args.attention_bias, "mlp_bias": args.mlp_bias},
+    writes=written_biases,
 )
 
 MISTRAL = Family(

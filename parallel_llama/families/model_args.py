@@ -57,6 +57,16 @@ class RopeScaling:
     factors: tuple[float, ...] = ()  # factors, longrope: one per rotary pair
     long_factors: tuple[float, ...] = ()  # longrope: for longer contexts, one per rotary pair
 
+    def kept_part(self, freq: float) -> float:
+        """Which part of a rotary frequency llama3 scaling keeps; it divides the rest by `factor`.
+
+        Source: Llama 3.1, apply_scaling in Meta's llama-models (models/llama3/model.py).
+        """
+        assert self.original_max_seq_len is not None
+        low, high = self.low_freq_factor, self.high_freq_factor
+        rotations = self.original_max_seq_len * freq / (2 * math.pi)  # in the trained context
+        return min(max((rotations - low) / (high - low), 0.0), 1.0)
+
     def __post_init__(self) -> None:
         names = "factor", "low_freq_factor", "beta_fast", "beta_slow"
         positive: dict[str, float | None] = {name: getattr(self, name) for name in names}

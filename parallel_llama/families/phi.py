@@ -12,18 +12,20 @@ from typing import Any
 from parallel_llama.errors import UsageError
 from parallel_llama.families.family import (
     HALF_IN_GGUF,
+    ROTARY_PART,
     Family,
     GGUFForm,
     every_layer_has_the_window,
     rope_fields,
     rotary_dim_of,
+    written_rotary_part,
 )
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import in_layers, names_with
 from parallel_llama.files.fields import Fields
 
 _WINDOW_IN_GGUF = "attention.sliding_window"
-_PART, _TRAINED = "partial_rotary_factor", "original_max_position_embeddings"
+_TRAINED = "original_max_position_embeddings"
 
 
 def _features(fields: Fields) -> dict[str, Any]:
@@ -45,14 +47,14 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
 def _writes(args: ModelArgs) -> dict[str, Any]:
     scaling = args.rope_scaling
     trained = args.max_seq_len if scaling is None else scaling.original_max_seq_len
-    return {_PART: (args.rotary_dim or args.head_dim) / args.head_dim, _TRAINED: trained}
+    return {**written_rotary_part(args), _TRAINED: trained}
 
 
 PHI3 = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
     base_architecture="Phi3Model",
-    reads=frozenset({_PART}),
+    reads=frozenset({ROTARY_PART}),
     features=_features,
     writes=_writes,
     full_layers=every_layer_has_the_window,

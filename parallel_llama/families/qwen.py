@@ -12,7 +12,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family, GGUFForm, every_layer_has_the_window
+from parallel_llama.families.family import (
+    HALF_IN_GGUF,
+    Family,
+    GGUFForm,
+    every_layer_has_the_window,
+)
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import QK_NORM_NAMES, expert_names, names_with
 from parallel_llama.files.fields import Fields
@@ -71,7 +76,7 @@ QWEN2 = Family(
     window_switch="use_sliding_window",
     defaults={"max_seq_len": 32768, "sliding_window": 4096},
     gguf=GGUFForm("qwen2", writes=lambda _: {}),
-    rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
+    rotary_order=HALF_IN_GGUF,
 )
 
 QWEN3 = Family(

@@ -1,7 +1,6 @@
 """Seed-OSS: Llama with biases on queries, keys and values.
 
-Source: SeedOssConfig of transformers 5.24; llama.cpp's seed_oss, whose files keep HF's order of
-rows.
+Source: SeedOssConfig of transformers 5.24; llama.cpp's seed_oss, which keeps HF's order of rows.
 """
 
 from typing import Any

@@ -10,7 +10,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family, GGUFForm, layer_types
+from parallel_llama.families.family import (
+    BIASES,
+    Family,
+    GGUFForm,
+    biases,
+    layer_types,
+    written_biases,
+)
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.fields import Fields
 
@@ -18,7 +25,7 @@ _ROTATED, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 
 
 def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
-    """The layers whose entry in no_rope_layers is 0; despite its name, 1 means a rotated layer."""
+    """The layers with 0 in no_rope_layers; despite the key's name, 1 means a rotated layer."""
     if not fields.has(_ROTATED):
         if (interval := fields.integer(_INTERVAL, 4)) < 1:
             raise UsageError(f"{_INTERVAL}={interval}: use 1 or more")
@@ -34,8 +41,7 @@ def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
 
 def _features(fields: Fields) -> dict[str, Any]:
     return {
-        "attention_bias": fields.flag("attention_bias", False),
-        "mlp_bias": fields.flag("mlp_bias", False),
+        **biases(fields),
         "unrotated_layers": _unrotated_layers(fields, fields.integer("num_hidden_layers")),
     }
 
@@ -46,8 +52,7 @@ def _full_layers(fields: Fields, n_layers: int) -> Iterable[int]:
 
 def _writes(args: ModelArgs) -> dict[str, Any]:
     return {
-        "attention_bias": args.attention_bias,
-        "mlp_bias": args.mlp_bias,
+        **written_biases(args),
         _ROTATED: [int(layer not in args.unrotated_layers) for layer in range(args.n_layers)],
         "use_sliding_window": args.sliding_window is not None,
         "layer_types": layer_types(args),
@@ -58,7 +63,7 @@ SMOLLM3 = Family(
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
     base_architecture="SmolLM3Model",
-    reads=frozenset({"attention_bias", "mlp_bias", _ROTATED, _INTERVAL, "use_sliding_window"}),
+    reads=BIASES | {_ROTATED, _INTERVAL, "use_sliding_window"},
     features=_features,
     writes=_writes,
     full_layers=_full_layers,

@@ -9,13 +9,19 @@ Source: StableLmConfig of transformers 5.24; arXiv 2402.17834; llama.cpp's stabl
 from collections.abc import Collection
 from typing import Any
 
-from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, rotary_dim_of
+from parallel_llama.families.family import (
+    HALF_IN_GGUF,
+    ROTARY_PART,
+    Family,
+    GGUFForm,
+    rotary_dim_of,
+    written_rotary_part,
+)
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import NORM_BIAS_NAMES, names_with
 from parallel_llama.files.fields import Fields
 
-_PART, _BIAS, _PARALLEL = "partial_rotary_factor", "use_qkv_bias", "use_parallel_residual"
-_GGUF_EPS = "attention.layer_norm_epsilon"
+_BIAS, _PARALLEL = "use_qkv_bias", "use_parallel_residual"
 _NORM = {"norm": "layer", "norm_bias": True}
 
 
@@ -31,7 +37,7 @@ def _features(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _gguf_features(fields: Fields, names: Collection[str]) -> dict[str, Any]:
+def _gguf_features(_fields: Fields, names: Collection[str]) -> dict[str, Any]:
     """As in llama.cpp, blocks are parallel if the second norm is missing.
 
     llama.cpp does not read use_parallel_residual.
@@ -39,7 +45,6 @@ def _gguf_features(fields: Fields, names: Collection[str]) -> dict[str, Any]:
     is_parallel = "blk.0.ffn_norm.weight" not in names
     return {
         **_NORM,
-        "norm_eps": fields.number(f"stablelm.{_GGUF_EPS}"),
         "parallel_block": is_parallel,
         "shared_norm": is_parallel,
     }
@@ -49,7 +54,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
     return {
         _BIAS: args.attention_bias,
         _PARALLEL: args.parallel_block,
-        _PART: (args.rotary_dim or args.head_dim) / args.head_dim,
+        **written_rotary_part(args),
     }
 
 
@@ -57,7 +62,7 @@ STABLELM = Family(
     name="stablelm",
     architecture="StableLmForCausalLM",
     base_architecture="StableLmModel",
-    reads=frozenset({_PART, _BIAS, _PARALLEL}),
+    reads=frozenset({ROTARY_PART, _BIAS, _PARALLEL}),
     features=_features,
     writes=_writes,
     keys={"norm_eps": "layer_norm_eps", "head_dim": ""},
@@ -66,7 +71,8 @@ STABLELM = Family(
     gguf=GGUFForm(
         "stablelm",
         _gguf_features,
-        frozenset({_GGUF_EPS, _PARALLEL}),
+        frozenset({_PARALLEL}),
+        has_layer_norm=True,
         rotates_part=True,
     ),
     rotary_order=HALF_IN_GGUF,

@@ -16,7 +16,6 @@ from parallel_llama.families.family import (
 from parallel_llama.families.names import NORM_BIAS_NAMES, in_layers, names_with
 from parallel_llama.files.fields import Fields
 
-_GGUF_EPS = "attention.layer_norm_epsilon"
 _ALWAYS = {"norm": "layer", "norm_bias": True, "gated": False}
 
 
@@ -51,12 +50,8 @@ STARCODER2 = Family(
     ),
     gguf=GGUFForm(
         "starcoder2",
-        lambda fields, _: {
-            **_ALWAYS,
-            "activation": "gelu_tanh",
-            "norm_eps": fields.number(f"starcoder2.{_GGUF_EPS}"),
-        },
-        frozenset({_GGUF_EPS}),
+        lambda *_: {**_ALWAYS, "activation": "gelu_tanh"},
+        has_layer_norm=True,
     ),
     rotary_order=HALF_IN_GGUF,
 )

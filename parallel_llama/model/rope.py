@@ -167,16 +167,8 @@ def _dynamic_base(args: ModelArgs, scaling: RopeScaling, n_tokens: int) -> float
 
 
 def _llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
-    """Keep high frequencies, divide low ones by the factor, interpolate in between.
-
-    Source: Llama 3.1, apply_scaling in Meta's llama-models (models/llama3/model.py).
-    """
-    assert scaling.original_max_seq_len is not None
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    back_rotations = (
-        scaling.original_max_seq_len * freqs / (2 * math.pi)
-    )  # within the trained context
-    kept = ((back_rotations - low) / (high - low)).clamp(0, 1)
+    """Keep high frequencies, divide low ones by the factor, interpolate in between."""
+    kept = torch.tensor([scaling.kept_part(freq) for freq in freqs.tolist()], dtype=freqs.dtype)
     return freqs * kept + freqs / scaling.factor * (1 - kept)
 
 

@@ -144,7 +144,7 @@ def given_local_world() -> tuple[int | None, int | None]:
 
 
 def _host_launcher() -> _Launcher | None:
-    """The launcher whose variables give the local rank and the number of ranks of this host.
+    """The launcher that sets the local rank and the number of ranks of this host.
 
     A script that srun or mpirun starts often sets torchrun's RANK and WORLD_SIZE, but not
     LOCAL_WORLD_SIZE. Then the variables of srun or mpirun are used, if they give the same rank and

@@ -38,14 +38,10 @@ FORMS = {
 }
 
 
-def some_tokens(tiny: TinyModel) -> list[int]:
-    return [(7 * at + 3) % tiny.vocab_size for at in range(24)]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_computes_what_transformers_does(form, tmp_path):
     tiny = FORMS[form]
-    folder, tokens = write_hf(tiny, tmp_path / "falcon", seed=3), some_tokens(tiny)
+    folder, tokens = write_hf(tiny, tmp_path / "falcon", seed=3), tiny.tokens
     expected = reference_logits(folder, tokens)
     for tp_size in range(1, 9):
         for (logits,) in run_on_threads(tp_size, logits_of_models, [(folder, tokens)]):
@@ -68,7 +64,7 @@ def test_every_form_comes_back_from_every_layout(form, tmp_path):
     back = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
     assert back.keys() == stored.keys()
     assert all(torch.equal(back[name], weight) for name, weight in stored.items())
-    tokens = some_tokens(tiny)
+    tokens = tiny.tokens
     assert torch.equal(loaded_logits(folder, tokens), reference_logits(source, tokens))
     args = load_model_args(find_model(str(source)))
     assert load_model_args(find_model(str(folder))) == args
@@ -135,13 +131,13 @@ def test_what_is_not_computed_is_refused(values, expected, tmp_path):
 
 def test_a_base_models_names_are_known_and_another_forms_weights_are_not(tmp_path):
     folder = write_hf(SEVEN, tmp_path / "falcon")
-    expected = reference_logits(folder, some_tokens(SEVEN))
+    expected = reference_logits(folder, SEVEN.tokens)
     weights = load_file(folder / "model.safetensors")
     bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     save_file(bare, folder / "model.safetensors")
-    (logits,) = run_on_threads(1, logits_of_models, [(folder, some_tokens(SEVEN))])[0]
+    (logits,) = run_on_threads(1, logits_of_models, [(folder, SEVEN.tokens)])[0]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "multi_query": False}))
     with pytest.raises(CheckpointError, match=r"query_key_value.weight is \[146, 142\], exp.*426"):
-        run_on_threads(1, logits_of_models, [(folder, some_tokens(SEVEN))])
+        run_on_threads(1, logits_of_models, [(folder, SEVEN.tokens)])

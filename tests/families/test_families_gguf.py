@@ -117,15 +117,11 @@ MODELS: dict[str, TinyModel] = {
 }
 
 
-def some_tokens(tiny: TinyModel) -> list[int]:
-    return [(7 * at + 3) % tiny.vocab_size for at in range(24)]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_computes_what_the_folder_does_that_it_came_from(name, tmp_path):
     tiny = MODELS[name]
     folder = rounded(write_hf(tiny, tmp_path / "hf", seed=2))
-    path, tokens = convert(folder, tmp_path / "tiny.gguf"), some_tokens(tiny)
+    path, tokens = convert(folder, tmp_path / "tiny.gguf"), tiny.tokens
     expected = reference_logits(folder, tokens)
     for tp_size in range(1, min(8, tiny.n_heads) + 1):
         for (logits,) in run_on_threads(tp_size, logits_of_models, [(path, tokens)]):

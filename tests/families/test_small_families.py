@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parity_steps import load_runner, logits_by_cuts, logits_in_pieces, logits_of_models
-from safetensors.torch import load_file
+from reshard_samples import through_every_layout
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TinyModel, write_hf
 from torch import Tensor
@@ -23,7 +23,6 @@ from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.collectives import Communicator, Solo
-from parallel_llama.reshard.reshard import reshard
 
 _YARN = {
     "rope_type": "yarn",
@@ -232,14 +231,10 @@ _TP_SIZES = {5: (1, 5), 7: (2, 7), 9: (2, 3)}
 _OF_FAMILIES = {tiny.family: name for name, tiny in MODELS.items()}
 
 
-def some_tokens(tiny: TinyModel) -> list[int]:
-    return [(7 * at + 3) % tiny.vocab_size for at in range(24)]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_what_transformers_does_at_any_tp_size(name, tmp_path):
     tiny = MODELS[name]
-    folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), some_tokens(tiny)
+    folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), tiny.tokens
     expected = reference_logits(folder, tokens)
     for tp_size in _TP_SIZES[tiny.n_heads]:
         for (logits,) in run_on_threads(tp_size, logits_of_models, [(folder, tokens)]):
@@ -254,7 +249,7 @@ def test_a_model_computes_what_transformers_does_at_any_tp_size(name, tmp_path):
 def test_phi3_uses_the_short_factors_if_the_context_is_not_longer_than_the_trained_one(tmp_path):
     """transformers uses the short factors for every sequence of at most that length."""
     tiny = replace(MODELS["phi3"], own={**MODELS["phi3"].own, _TRAINED: 40})
-    folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), some_tokens(tiny)
+    folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), tiny.tokens
     args = load_model_args(find_model(str(folder)))
     inputs = [InputProcessor(find_model(str(folder)), args, max_seq_len=n) for n in (40, 41)]
     short, long = (
@@ -280,7 +275,7 @@ FEATURES = "smollm3", "granite", "phi3", "arcee", "exaone4", "olmo2"
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, tmp_path):
-    folder, tokens = write_hf(MODELS[name], tmp_path / "hf", seed=3), some_tokens(MODELS[name])
+    folder, tokens = write_hf(MODELS[name], tmp_path / "hf", seed=3), MODELS[name].tokens
     alone = cut_logits(Solo(), folder, tokens, {"exact": True})
     for logits in run_on_threads(3, cut_logits, folder, tokens, {"exact": True}):
         assert torch.equal(logits, alone)
@@ -289,7 +284,7 @@ def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, tmp_path):
 @pytest.mark.parametrize("name", ["smollm3", "olmo2"])
 def test_a_cache_that_is_sharded_by_token_changes_nothing(name, tmp_path):
     """Every rank then holds the one KV head, whose sum of squares must count once."""
-    folder, tokens = write_hf(MODELS[name], tmp_path / "hf", seed=3), some_tokens(MODELS[name])
+    folder, tokens = write_hf(MODELS[name], tmp_path / "hf", seed=3), MODELS[name].tokens
     expected = reference_logits(folder, tokens)
     for logits in run_on_threads(5, cut_logits, folder, tokens, {"kv_split": "sequence"}):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
@@ -305,7 +300,7 @@ def all_reduces_of_a_forward(comm: ThreadComm, folder: Path, tokens: Sequence[in
 def test_norms_across_heads_take_one_all_reduce_more_in_each_layer(name, per_layer, tmp_path):
     tiny = MODELS[name]
     folder = write_hf(tiny, tmp_path / "hf")
-    counts = run_on_threads(3, all_reduces_of_a_forward, folder, some_tokens(tiny))
+    counts = run_on_threads(3, all_reduces_of_a_forward, folder, tiny.tokens)
     assert counts == [per_layer * tiny.n_layers + 1] * 3
 
 
@@ -331,17 +326,9 @@ RESHARDED = (
 
 @pytest.mark.parametrize("name", RESHARDED)
 def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tmp_path):
-    folder = source = write_hf(MODELS[name], tmp_path / "source", seed=4)
-    args = load_model_args(find_model(str(source)))
-    for layout, n_parts in (("native", 2), ("meta", 3), ("hf", 1)):
-        target = tmp_path / layout
-        reshard(find_model(str(folder)), target, layout=layout, n_parts=n_parts)
-        assert load_model_args(find_model(str(target))) == args
-        folder = target
-    stored, back = (load_file(each / "model.safetensors") for each in (source, folder))
-    assert back.keys() == stored.keys()
-    assert all(torch.equal(back[key], weight) for key, weight in stored.items())
-    path, tokens = folder / "config.json", some_tokens(MODELS[name])
+    source = write_hf(MODELS[name], tmp_path / "source", seed=4)
+    folder = through_every_layout(source, tmp_path)
+    path, tokens = folder / "config.json", MODELS[name].tokens
     # transformers has a padding id of its own for a family, beyond this small vocabulary.
     path.write_text(json.dumps({**json.loads(path.read_text()), **_PAD}))
     logits, expected = loaded_logits(folder, tokens), reference_logits(source, tokens)

@@ -215,8 +215,9 @@ def test_kustomize_builds_the_manifests():
 
 
 @pytest.mark.parametrize("n_prompts", [11, 3])
-def test_the_job_cuts_the_prompts_into_parts(tmp_path, n_prompts):
+def test_the_job_cuts_the_prompts_into_parts(tmp_path, monkeypatch, n_prompts):
     """Each part runs as it is printed, with a stand-in that copies prompts to answers."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "parallel-llama").write_text(
         '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$WORK/argv"\ncp "$WORK/part.jsonl" "${9}"\n'
     )
@@ -227,7 +228,7 @@ def test_the_job_cuts_the_prompts_into_parts(tmp_path, n_prompts):
     ((name, parts),) = (each.values() for each in container["env"])
     assert spec["completionMode"] == "Indexed" and int(parts) == spec["completions"]
     *shell, script = container["command"]
-    script = script.replace("/prompts/", f"{tmp_path}/").replace("/tmp/part", f"{tmp_path}/part")
+    script = script.replace("/prompts/", f"{tmp_path}/")
     for index in range(int(parts)):
         own = {"JOB_COMPLETION_INDEX": str(index), name: parts, "WORK": str(tmp_path)}
         path = f"{tmp_path}:{os.environ['PATH']}"

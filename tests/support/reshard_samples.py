@@ -11,6 +11,7 @@ import torch
 from checkpoint_samples import TINY, weights_of, write_hf
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from parallel_llama.checkpoint.checkpoint import Checkpoint
@@ -154,3 +155,16 @@ def hashes_of(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def through_every_layout(source: Path, home: Path) -> Path:
+    """The HF folder that comes back from a native and a Meta folder, with equal weights."""
+    args, folder = load_model_args(find_model(str(source))), source
+    for layout, n_parts in (("native", 2), ("meta", 3), ("hf", 1)):
+        reshard(find_model(str(folder)), home / layout, layout=layout, n_parts=n_parts)
+        folder = home / layout
+        assert load_model_args(find_model(str(folder))) == args
+    stored, back = (load_file(each / "model.safetensors") for each in (source, folder))
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[key], weight) for key, weight in stored.items())
+    return folder

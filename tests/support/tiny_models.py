@@ -39,6 +39,11 @@ class TinyModel:
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
 
+    @property
+    def tokens(self) -> list[int]:
+        """A prompt of 24 tokens."""
+        return [(7 * at + 3) % self.vocab_size for at in range(24)]
+
 
 _LLAMA3 = {
     "rope_type": "llama3",

@@ -202,7 +202,7 @@ def _logits(
     """Logits of a prompt and two steps. Shapes: [steps, vocabulary], on every rank.
 
     Args:
-        shard_of: The rank whose shard a Slice holds.
+        shard_of: The rank that a Slice computes for.
     """
     ops = (ours if is_ours else torchs)(args)
     runner = load(replace(args), ops, setting, "float32", comm, shard_of=shard_of)

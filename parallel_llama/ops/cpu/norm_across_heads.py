@@ -114,7 +114,7 @@ class NormHeadsKernel:
     """x = x / sqrt(mean of squares of all heads + eps) * weight, in place.
 
     The `columns` of `squares` are the sums of squares of all heads, this rank's among them. A row
-    whose sum overflows becomes NaN.
+    becomes NaN if its sum overflows.
 
     Shapes: x [n, n_heads, head_dim], heads contiguous; squares [n, m]; weight [n_heads * head_dim].
     """
