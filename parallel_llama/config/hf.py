@@ -108,6 +108,11 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
         head_dim = fields.integer(head_key)
     if head_dim is None:
         head_dim = head_size(dim_key, dim, heads_key, n_heads)
+    if not head_key and fields.integer("head_dim", head_dim) != head_dim:
+        raise UsageError(
+            f"head_dim={fields.integer('head_dim')} must equal {dim_key} / {heads_key} = "
+            f"{head_dim} in {family.name!r}; use the config.json that belongs to the weights"
+        )
     kv_key, n_kv_heads = family.key("n_kv_heads"), n_heads
     if kv_key not in fields.values:
         n_kv_heads = family.defaults.get("n_kv_heads", n_heads)
@@ -196,7 +201,10 @@ def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dic
         window = family.defaults["sliding_window"]
     if window is None or not is_on:
         if _SLIDING in layer_types:
-            raise UsageError(f"layer_types has {_SLIDING!r} without a sliding_window; add the key")
+            lacks = "without a sliding_window; add the key"
+            if window is not None:
+                lacks = f"and {family.window_switch} is false; set it to true"
+            raise UsageError(f"layer_types has {_SLIDING!r} {lacks}, or remove layer_types")
         return {}
     if layer_types:
         full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)

@@ -352,6 +352,12 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tm
         ("exaone4", {"sliding_window": 9, _PATTERN: 0, "layer_types": None}, "=0: use"),
         ("seed_oss", {"hidden_act": "relu2"}, "activation='relu2' and gated"),
         ("arcee", {"hidden_act": "silu"}, "activation='silu' needs gated"),
+        ("stablelm", {"head_dim": 10}, r"head_dim=10 must equal .* = \d+ in 'stablelm'"),
+        (
+            "smollm3",
+            {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False},
+            "'sliding_attention' and use_sliding_window is false; set it to true, or remove",
+        ),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("nemotron", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary_dim=3 .*even"),
         ("olmo3", {"rope_parameters": _YARN}, "'rope_type' for all layers"),
