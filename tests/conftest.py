@@ -15,6 +15,8 @@ from parity_steps import use_torch_operators
 from ranks import Pools
 from tiny_folder import write_chat_folder
 
+from parallel_llama.parallel.launch import ENDING_SIGNALS
+
 # Without a GPU, Triton kernels run in its interpreter. The variable must be set before Triton is
 # imported, which transformers does.
 if not torch.cuda.is_available():
@@ -68,6 +70,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     }
     asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 200))
     return True
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_restored() -> Iterator[None]:
+    """Commands set signal handlers for the rest of their process, which tests share."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING_SIGNALS)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -357,22 +357,27 @@ def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model):
 
 def test_ctrl_c_in_the_middle_of_a_step_leaves_many_ranks_usable(model):
     """Half a collective was the end of the group: a notebook had to load the model again."""
-    with LLM(str(model), dtype="float64", tp_size=2) as llm:
-        before = llm.generate("Hello", PARAMS)
-        runner = llm.engine.runner
-        step = runner.step
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with LLM(str(model), dtype="float64", tp_size=2) as llm:
+            before = llm.generate("Hello", PARAMS)
+            runner = llm.engine.runner
+            step = runner.step
 
-        # Not in an all-reduce: a recorded step does those without Python.
-        def interrupted(*arguments: Any, **options: Any) -> Any:
-            runner.step = step
-            signal.raise_signal(signal.SIGINT)
-            return step(*arguments, **options)
+            # Not in an all-reduce: a recorded step does those without Python.
+            def interrupted(*arguments: Any, **options: Any) -> Any:
+                runner.step = step
+                signal.raise_signal(signal.SIGINT)
+                return step(*arguments, **options)
 
-        runner.step = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate("Hello", PARAMS)
-        assert llm.engine.idle
-        assert llm.generate("Hello", PARAMS) == before
+            runner.step = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate("Hello", PARAMS)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert llm.engine.idle
+            assert llm.generate("Hello", PARAMS) == before
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_a_closed_llm_says_so(model):

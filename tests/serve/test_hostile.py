@@ -63,7 +63,7 @@ class Arrivals:
         started = time.monotonic()
         yield
         part_s = (time.monotonic() - started) / 10
-        if part_s < 0.05:
+        if part_s < 0.1:  # not stopped: the limits are 1 s of CPU time and more
             return
         self.n_checked += 1
         parts = {int((when - started) / part_s) for when in self.times if when >= started}
@@ -123,9 +123,7 @@ def test_a_hostile_grammar_holds_nobody_up_but_who_asked(tiny):
                 status, _, body = tiny.send("POST", "/v1/completions", fields)
             assert status in (200, 400), body
         canary.check()
-    assert (
-        arrivals.n_checked >= 1
-    )  # a grammar that is stopped has been compiled for 1 s of CPU time
+    assert arrivals.n_checked  # a grammar that is stopped has been compiled for 1 s of CPU time
 
 
 def test_long_bodies_are_answered_beside_others(tiny):
