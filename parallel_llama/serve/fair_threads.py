@@ -14,18 +14,23 @@ T = TypeVar("T")
 
 LARGE_WORK = 64 << 10  # bytes of a body; more takes milliseconds and runs in the large lane
 MAX_LARGE_WAITING = 4 << 20  # bytes of large work in all; above this no large body is read
+# Large work takes the interpreter lock from the event loop, and a core from the engine, for
+# milliseconds at a time. Without rests, many large bodies made a small request four times slower.
+_LARGE_REST = 3.0  # in units of the time that the work took
+_MAX_REST_S = 0.3
 _NICE = 10  # of low-priority threads: they get a tenth of a contended core
 
 
 class FairThreads:
     """Runs small work in several threads, large work in one, and chat templates in one.
 
-    Each lane shares its threads between clients by the size of their work.
+    Each lane shares its threads between clients by the size of their work. After large work, the
+    large lane rests.
     """
 
     def __init__(self, n_threads: int = 4) -> None:
         self._small = _Lane(n_threads - 2, "small")
-        self._large = _Lane(1, "large", yields=True)
+        self._large = _Lane(1, "large", yields=True, rest=_LARGE_REST)
         self._templates = _Lane(1, "templates", yields=True)  # all are rendered by one process
         self._reads = Pacer()
 
@@ -78,9 +83,17 @@ def yield_cores() -> None:
 
 
 class _Lane:
-    """Some threads, and a fair queue of work for them."""
+    """Some threads, and a fair queue of work for them.
 
-    def __init__(self, n_threads: int, name: str, *, yields: bool = False) -> None:
+    Args:
+        yields: whether the threads run at low priority.
+        rest: time for which a thread rests after some work, as a multiple of the work's time.
+    """
+
+    def __init__(
+        self, n_threads: int, name: str, *, yields: bool = False, rest: float = 0.0
+    ) -> None:
+        self._rest = rest
         self._threads = ThreadPoolExecutor(n_threads, name, yield_cores if yields else None)
         self._n_free = n_threads
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
@@ -121,9 +134,15 @@ class _Lane:
             raise
         if assigned.cancel():
             raise TimeoutError
+        started_s = time.monotonic()
+
+        def rest() -> None:
+            took_s = time.monotonic() - started_s
+            loop.call_later(min(self._rest * took_s, _MAX_REST_S), self._free)
+
         running = self._threads.submit(work)
         # If the caller is cancelled, the thread is still busy until the work ends.
-        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free))
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(rest))
         return await asyncio.wrap_future(running)
 
     def _free(self) -> None:

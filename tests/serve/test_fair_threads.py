@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable
 from functools import partial
 
@@ -93,6 +94,21 @@ async def test_a_template_that_takes_long_holds_up_templates_alone():
     assert await threads.run(lambda: 7, 100, "small") == 7
     goes_on.set()
     await asyncio.gather(*chats)
+
+
+async def test_large_work_leaves_the_lane_idle_for_three_times_as_long():
+    """Large bodies of many clients kept a core and the interpreter's lock busy all the time."""
+    threads = FairThreads()
+    times = []
+
+    def work():
+        times.append(time.monotonic())
+        time.sleep(0.03)
+        times.append(time.monotonic())
+
+    await asyncio.gather(*(threads.run(work, LARGE, str(n)) for n in range(3)))
+    for ended, started in ((times[1], times[2]), (times[3], times[4])):
+        assert started - ended > 0.08
 
 
 async def test_large_parts_of_an_answer_are_written_in_a_thread():
