@@ -161,7 +161,12 @@ def test_the_quickstart_prints_what_the_pages_show(clone):
 
 
 @pytest.mark.parametrize(
-    ("printed", "first"), [("plan --model smollm2", "ranks "), ("plan --model llama", "llama")]
+    ("printed", "first"),
+    [
+        ("plan --model smollm2", "ranks  balance  cut"),
+        ("plan --model llama-3.1-70b --gpus H100", "llama"),
+        ("plan --model llama-3.1-70b --gpus H200", "ranks  balance  tokens/s"),
+    ],
 )
 def test_a_plan_prints_what_the_page_shows(clone, printed, first):
     (shown,) = [text for language, text in BLOCKS if language == "text" and text.startswith(first)]

@@ -14,6 +14,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.memory import (
     blocks_held,
+    bytes_passed_over,
     default_cache_bytes,
     kv_bytes_per_token,
     most_blocks,
@@ -37,6 +38,7 @@ class PlanRequest:
     Args:
         stored: formats of the matrices in the model's files.
         memory: bytes, one number for all ranks or one per rank; None if not known.
+        bandwidth: bytes per second that a rank reads, likewise.
     """
 
     args: ModelArgs
@@ -51,6 +53,7 @@ class PlanRequest:
     batch: int
     tp_size: int = 1
     memory: int | tuple[int, ...] | None = None
+    bandwidth: int | tuple[int | None, ...] | None = None
 
     @cached_property
     def precision(self) -> Precision:
@@ -112,28 +115,51 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class KVEstimate:
-    """Bytes of a rank's KV cache: per token of each KV group, per sequence, and in total."""
+    """Bytes of a rank's KV cache.
+
+    Args:
+        per_kv_group: of a token in each KV group.
+        per_sequence: of a sequence of `max_seq_len` tokens.
+        per_step: that a decode step reads for such a sequence.
+        needed: of all sequences.
+    """
 
     per_kv_group: tuple[int, ...]
     per_sequence: int
+    per_step: int
     needed: int
 
     @classmethod
     def of(cls, asked: PlanRequest, shard: Shard) -> "KVEstimate":
         per_kv_group = kv_bytes_per_token(asked.args, shard, asked.kv)
         needed = sum(map(mul, per_kv_group, asked.pools(asked.n_tokens)))
-        return cls(per_kv_group, sum(map(mul, per_kv_group, asked.tokens_each)), needed)
+        per_sequence = sum(map(mul, per_kv_group, asked.tokens_each))
+        seen = [
+            min(asked.max_seq_len, each.window or sys.maxsize) for each in kv_groups(asked.args)
+        ]
+        return cls(per_kv_group, per_sequence, sum(map(mul, per_kv_group, seen)), needed)
 
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """Bytes that one rank needs for its shard of a workload; `memory` is None if not known."""
+    """Bytes that one rank needs for its shard of a workload, and reads in a decode step.
+
+    Args:
+        weights: bytes of the weights that the rank holds.
+        read_weights: bytes of the weights that a decode step reads.
+        read_kv: bytes of the KV cache that a decode step reads at the full context.
+        memory: bytes that the rank has; None if not known.
+        bandwidth: bytes per second that the rank reads; None if not known.
+    """
 
     shard: Shard
     weights: int
+    read_weights: int
+    read_kv: int
     kv: KVEstimate
     working: int
     memory: int | None
+    bandwidth: int | None
 
     @property
     def kv_per_token(self) -> int:
@@ -143,6 +169,12 @@ class RankEstimate:
     @property
     def needed(self) -> int:
         return self.weights + self.kv.needed + self.working
+
+    def step_s(self, *, is_full: bool) -> float | None:
+        """The shortest decode step, from its bytes: with full sequences, or with empty ones."""
+        if self.bandwidth is None:
+            return None
+        return (self.read_weights + is_full * self.read_kv) / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -216,6 +248,20 @@ class Estimate:
             self._cache_bytes(rank) > room for rank, room in zip(self.ranks, rooms, strict=False)
         )
 
+    def tokens_per_s(self, *, is_full: bool) -> float | None:
+        """The most tokens per second of each sequence that the memory bandwidth allows.
+
+        All ranks wait for the slowest. None if the bandwidth of a rank is not known.
+        """
+        step_s = [rank.step_s(is_full=is_full) for rank in self.ranks]
+        known = [each for each in step_s if each is not None]
+        return 1 / max(known) if len(known) == len(step_s) else None
+
+    @property
+    def slowest(self) -> RankEstimate:
+        """The rank with the longest decode step at the full context."""
+        return max(self.ranks, key=lambda rank: rank.step_s(is_full=True) or 0.0)
+
     @property
     def tightest(self) -> RankEstimate:
         """The rank with the least memory left, or the highest need if memory is not known."""
@@ -253,7 +299,7 @@ def estimate(asked: PlanRequest) -> Estimate:
     ranks, or `memory` has another length.
     """
     tp_size, precision, memory = asked.tp_size, asked.precision, asked.memory
-    each = [memory] * tp_size if isinstance(memory, int) else memory
+    each = (memory,) * tp_size if isinstance(memory, int) else memory
     quant_group_size = precision.quant_group_size
     exact = asked.is_exact
     plan = make_plan(
@@ -272,10 +318,25 @@ def estimate(asked: PlanRequest) -> Estimate:
             kv[shard.n_local_kv_heads] = KVEstimate.of(asked, shard)
         weights = weight_bytes(shard, values)
         held = kv[shard.n_local_kv_heads]
-        own = each[shard.rank] if each else None
-        return RankEstimate(shard, weights, held, asked.working(shard), own)
+        return RankEstimate(
+            shard,
+            weights,
+            weights - bytes_passed_over(asked.args, asked.batch, precision, shard),
+            asked.batch * held.per_step,
+            held,
+            asked.working(shard),
+            _of_rank(memory, shard.rank),
+            _of_rank(asked.bandwidth, shard.rank),
+        )
 
     return Estimate(asked, plan, tuple(map(rank, plan.shards)))
+
+
+def _of_rank(given: int | tuple[int | None, ...] | None, rank: int) -> int | None:
+    """One number for all ranks, or that of one rank; None for a rank that is not listed."""
+    if isinstance(given, tuple):
+        return given[rank] if rank < len(given) else None
+    return given
 
 
 def compare(asked: PlanRequest, sizes: range, memory: int | None) -> Comparison:

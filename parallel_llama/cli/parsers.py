@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel_llama.dtypes import DTYPES, KV_DTYPES, QUANTS
 from parallel_llama.files.bounded_files import is_folder, is_input, is_there
@@ -21,7 +21,7 @@ _ORIGIN = re.compile(
     r"(?!http://.*:80$)(?!https://.*:443$)"
     r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?"
 )
-GIB = 1 << 30
+GIB, GB = 1 << 30, 10**9
 
 # A number, the prefix of its unit, and the rest of the unit.
 _SIZE = re.compile(
@@ -31,22 +31,30 @@ _SIZE = re.compile(
 
 _COUNTED = re.compile(r"(?:([0-9]{1,4}) ?[xX] ?)?(.+)")
 
+
+class Card(NamedTuple):
+    """A GPU: bytes of memory, and bytes per second that it reads, which may not be known."""
+
+    memory: int
+    bandwidth: int | None = None
+
+
 # Memory of NVIDIA GPUs in GiB, as CUDA reports it: less than their nominal memory, because of error
-# correction and the driver.
+# correction and the driver. Bandwidth in GB/s, from NVIDIA's data sheets (H100: SXM).
 CARDS = {
-    "B200": 178.3,
-    "H200": 139.7,
-    "H100": 79.1,
-    "A100-80": 79.1,
-    "A100-40": 39.3,
-    "L40S": 44.3,
-    "A40": 44.3,
-    "A6000": 47.4,
-    "RTX5090": 31.3,
-    "RTX4090": 23.6,
-    "RTX3090": 23.6,
-    "L4": 22.0,
-    "T4": 14.5,
+    "B200": (178.3, 8000),
+    "H200": (139.7, 4800),
+    "H100": (79.1, 3350),
+    "A100-80": (79.1, 2039),
+    "A100-40": (39.3, 1555),
+    "L40S": (44.3, 864),
+    "A40": (44.3, 696),
+    "A6000": (47.4, 768),
+    "RTX5090": (31.3, 1792),
+    "RTX4090": (23.6, 1008),
+    "RTX3090": (23.6, 936),
+    "L4": (22.0, 300),
+    "T4": (14.5, 320),
 }
 
 # Given instead of a prompt or a file, it means stdin.
@@ -251,37 +259,57 @@ def rank_sizes(text: str) -> list[int]:
     return [sizes] if isinstance(sizes, int) else sizes
 
 
-def card_sizes(text: str) -> int | list[int]:
-    """Bytes of each GPU: one number for all GPUs, or a list if counts or several GPUs are given.
+def cards(text: str) -> Card | list[Card]:
+    """One GPU, for any number of ranks, or a list if counts or several GPUs are given.
 
     A GPU is given by a name of `CARDS`, or by its memory in GiB or another unit.
 
-    >>> card_sizes("24") == 24 * GIB, card_sizes("2x80,40") == [80 * GIB, 80 * GIB, 40 * GIB]
-    (True, True)
+    >>> [card.memory // GIB for card in cards("2x80,40")], cards("H200").bandwidth
+    ([80, 80, 40], 4800000000000)
     """
     counted = [_COUNTED.fullmatch(piece.strip()) for piece in text.split(",")]
-    sizes: list[int] = []
+    found: list[Card] = []
     try:
         for match in counted:
             if match is None:
                 raise ValueError
-            n_cards, card = whole(1, MAX_RANKS)(match[1] or "1"), _card_size(match[2])
+            n_cards, card = whole(1, MAX_RANKS)(match[1] or "1"), _card(match[2])
             if len(counted) == 1 and not match[1]:
                 return card
-            sizes += [card] * n_cards
-            if len(sizes) > MAX_RANKS:
+            found += [card] * n_cards
+            if len(found) > MAX_RANKS:
                 raise ValueError
     except ValueError:
         raise ValueError(
             f"not GPUs such as 8xH200, 3x24 (GiB) or 2x80,1x40, at most {MAX_RANKS}; the names "
             f"are {', '.join(CARDS)}"
         ) from None
-    return sizes
+    return found
 
 
-def _card_size(text: str) -> int:
-    sizes = {_plain_name(name): int(gib * GIB) for name, gib in CARDS.items()}
-    return sizes.get(_plain_name(text)) or byte_size(text, GIB)
+def _card(text: str) -> Card:
+    for name, (gib, gb_per_s) in CARDS.items():
+        if _plain_name(name) == _plain_name(text):
+            return Card(int(gib * GIB), gb_per_s * GB)
+    return Card(byte_size(text, GIB))
+
+
+def bandwidths(text: str) -> int | list[int]:
+    """Bytes per second that ranks read, in GB/s or another unit: one for all, or one per rank.
+
+    >>> bandwidths("3350") == 3350 * GB, bandwidths("25GiB,12.5G")[1] == 12.5 * GIB
+    (True, True)
+    """
+    pieces = text.split(",")
+    try:
+        if len(pieces) > MAX_RANKS:
+            raise ValueError
+        rates = [byte_size(piece, GB) for piece in pieces]
+    except ValueError:
+        raise ValueError(
+            f"not bandwidths such as 3350 (GB/s), 25GiB or 25,25,12, for at most {MAX_RANKS} ranks"
+        ) from None
+    return rates[0] if len(rates) == 1 else rates
 
 
 def _plain_name(name: str) -> str:

@@ -19,7 +19,15 @@ from parallel_llama.cli.estimate import (
     estimate,
     fewest_that_fit,
 )
-from parallel_llama.cli.parsers import card_sizes, count_or_range, memory_sizes, whole
+from parallel_llama.cli.parsers import (
+    GB,
+    Card,
+    bandwidths,
+    cards,
+    count_or_range,
+    memory_sizes,
+    whole,
+)
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
@@ -38,6 +46,7 @@ PLACEMENTS = {
     "mixed": "tensor and expert parallel",
 }
 BAR_WIDTH = 18
+_SPEED = "most that the memory bandwidth allows for each sequence, at the full context"
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
@@ -50,11 +59,17 @@ MEMORY: Flag[int | list[int] | None] = Flag(
     "(80,80,40; 80x4,40x2), so that ranks get work in proportion; GPU memory with --device cuda",
     memory_sizes, "SIZES",
 )  # fmt: skip
-GPUS: Flag[int | list[int] | None] = Flag(
+GPUS: Flag[Card | list[Card] | None] = Flag(
     "gpus",
     "plan for CUDA GPUs, one per rank: number and name (8xH200) or number and usable GiB (3x24; "
     "2x80,1x40); without a number (H100) finds the fewest that fit",
-    card_sizes, "GPUS",
+    cards, "GPUS",
+)  # fmt: skip
+BANDWIDTH: Flag[int | list[int] | None] = Flag(
+    "bandwidth",
+    "memory bandwidth per rank, one for all ranks or one per rank, in GB/s (3350; or 25GiB): plan "
+    "then limits the speed of decoding",
+    bandwidths, "RATES", default_text="that of the GPUs that --gpus names",
 )  # fmt: skip
 BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, 1_000_000), "B", 1)
 
@@ -65,7 +80,8 @@ def prepare(flags: Flags) -> Job:
     The number of ranks is --nproc, else the number that --memory or --gpus lists, else the smallest
     that fits.
     """
-    memory = _memory(flags)
+    gpus = _gpus(flags)
+    memory = _memory(flags, gpus)
     files = model.found_model(flags, flags[model.MODEL])
     args = model.args_of(files)
     nproc = flags[NPROC]
@@ -87,7 +103,11 @@ def prepare(flags: Flags) -> Job:
         flags[BATCH],
         first,
         memory,
+        _bandwidth(flags, gpus),
     )
+    finds_fewest = nproc is None and isinstance(memory, int)
+    if isinstance(listed := flags[BANDWIDTH], list):
+        _check_listed(len(listed), None if last or finds_fewest else first)
     if last:
         if isinstance(memory, tuple):
             raise UsageError(
@@ -96,28 +116,37 @@ def prepare(flags: Flags) -> Job:
             )
         comparison = compare(asked, range(first, last[0] + 1), memory)
         return Job(lambda: _show_range(flags, comparison))
-    if nproc is None and isinstance(memory, int):
+    if finds_fewest:
         found, fewer = fewest_that_fit(asked)
         return Job(lambda: _show_fewest(flags, found, fewer))
     one = estimate(asked)
     return Job(lambda: _show_one(flags, one))
 
 
-def _memory(flags: Flags) -> int | tuple[int, ...] | None:
-    """The memory per rank from --memory or --gpus: one size for all ranks, or a list."""
-    gpus, memory = flags[GPUS], flags[MEMORY]
-    if gpus is not None and memory is not None:
+def _check_listed(n_bandwidths: int, n_ranks: int | None) -> None:
+    """Raises: UsageError if bandwidths are listed for other ranks than the planned ones."""
+    if n_bandwidths != n_ranks:
+        planned = "the number of ranks varies" if n_ranks is None else f"the plan has {n_ranks}"
+        raise UsageError(
+            f"--bandwidth lists {n_bandwidths} ranks, but {planned}; give one bandwidth for all "
+            "ranks, or one per rank of --nproc N"
+        )
+
+
+def _gpus(flags: Flags) -> Card | list[Card] | None:
+    """The GPUs in --gpus that are planned for: one for any number of ranks, or one per rank."""
+    gpus = flags[GPUS]
+    if gpus is not None and flags[MEMORY] is not None:
         raise UsageError("--gpus and --memory cannot be combined; give one")
     if gpus is not None and flags[model.DEVICE] == "cpu":
         raise UsageError("--gpus and --device cpu cannot be combined; drop one")
     if isinstance(gpus, list) and (nproc := flags[NPROC]):
-        gpus = _some_of(gpus, nproc)
-    given = memory if gpus is None else gpus
-    return tuple(given) if isinstance(given, list) else given
+        return _some_of(gpus, nproc)
+    return gpus
 
 
-def _some_of(gpus: list[int], nproc: list[int]) -> int | list[int]:
-    """The memory of the GPUs in --gpus that --nproc ranks use."""
+def _some_of(gpus: list[Card], nproc: list[int]) -> Card | list[Card]:
+    """The GPUs in --gpus that --nproc ranks use."""
     if nproc[-1] > len(gpus):
         raise UsageError(
             f"--gpus lists {len(gpus)} GPUs, fewer than --nproc {nproc[-1]}; each rank needs its "
@@ -126,6 +155,24 @@ def _some_of(gpus: list[int], nproc: list[int]) -> int | list[int]:
     if len(set(gpus)) > 1:
         return gpus
     return gpus[: nproc[0]] if len(nproc) == 1 else gpus[0]
+
+
+def _memory(flags: Flags, gpus: Card | list[Card] | None) -> int | tuple[int, ...] | None:
+    """The memory per rank from --memory or --gpus: one size for all ranks, or a list."""
+    if isinstance(gpus, Card):
+        return gpus.memory
+    given = [card.memory for card in gpus] if gpus else flags[MEMORY]
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _bandwidth(flags: Flags, gpus: Card | list[Card] | None) -> int | tuple[int | None, ...] | None:
+    """The bandwidth per rank from --bandwidth, or of the GPUs: one for all ranks, or a list."""
+    given = flags[BANDWIDTH]
+    if given is None:
+        if isinstance(gpus, list):
+            return tuple(card.bandwidth for card in gpus)
+        return gpus and gpus.bandwidth
+    return tuple(given) if isinstance(given, list) else given
 
 
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
@@ -212,6 +259,8 @@ def _object(found: Estimate) -> dict[str, Any]:
                 "working_bytes": rank.working,
                 "needed_bytes": rank.needed,
                 "memory_bytes": rank.memory,
+                "step_read_bytes": rank.read_weights + rank.read_kv,
+                "bandwidth_bytes_per_s": rank.bandwidth,
             }
             for rank in found.ranks
         ],
@@ -230,6 +279,8 @@ def _object(found: Estimate) -> dict[str, Any]:
         "weight_bytes": found.weights,
         "one_rank_weight_bytes": found.asked.weights,
         "batch": found.asked.batch,
+        "decode_limit_tokens_per_s": found.tokens_per_s(is_full=True),
+        "decode_limit_tokens_per_s_empty": found.tokens_per_s(is_full=False),
         "sliding_window": found.asked.args.sliding_window,
         "unrecorded_decode": _unrecorded(found),
         "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
@@ -309,6 +360,7 @@ def _page(found: Estimate) -> list[str]:
         *_window(found),
         *_experts(plan),
         *_decode(found),
+        *_speed(found),
         *_verdict(found),
         *_cache_flag(found),
     ]
@@ -346,6 +398,27 @@ def _decode(found: Estimate) -> list[str]:
     """Why decode steps run operator by operator; empty if they do not."""
     reason = _unrecorded(found)
     return [] if reason is None else _line("decode", reason)
+
+
+def _speed(found: Estimate) -> list[str]:
+    """The most tokens per second that memory allows; empty if no bandwidth is known."""
+    full, empty = found.tokens_per_s(is_full=True), found.tokens_per_s(is_full=False)
+    slowest = found.slowest
+    if full is None or empty is None or slowest.bandwidth is None:
+        return []
+    asked, rank = found.asked, slowest.shard.rank
+    each = f" for each of {asked.batch} sequences" if asked.batch > 1 else ""
+    return _line(
+        "speed",
+        f"memory bandwidth limits decoding to {_rate(empty)} tokens/s{each}, and to {_rate(full)} "
+        f"after {asked.max_seq_len:,} tokens: a step of rank {rank} then reads "
+        f"{size(slowest.read_weights)} of weights and {size(slowest.read_kv)} of KV cache, at "
+        f"{slowest.bandwidth / GB:,.0f} GB/s",
+    )
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
 
 
 def _copies(found: Estimate) -> str:
@@ -477,7 +550,9 @@ def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
 
 def _overview(comparison: Comparison) -> list[str]:
     """A range of numbers of ranks as text: one row each, and a summary."""
-    header = ["ranks", "balance", "cut between", "weights", "KV/token", "extra KV"]
+    has_speed = comparison.asked.bandwidth is not None
+    header = ["ranks", "balance", "tokens/s" if has_speed else "cut between"]
+    header += ["weights", "KV/token", "extra KV"]
     header += ["works"] if comparison.memory is None else ["KV tokens", "fits"]
     rows = [_size_row(found) for found in comparison.allowed]
     refused = []
@@ -490,6 +565,7 @@ def _overview(comparison: Comparison) -> list[str]:
         *table(header, rows, sys.stdout),
         "",
         "balance    maximum work of a rank / its fair share",
+        *(_line("tokens/s", _SPEED) if has_speed else []),
         "weights    maximum of any rank; likewise KV/token",
         "extra KV   additional copies of KV heads",
         *refused,
@@ -498,10 +574,11 @@ def _overview(comparison: Comparison) -> list[str]:
 
 
 def _size_row(found: Estimate) -> list[str]:
+    tokens_per_s = found.tokens_per_s(is_full=True)
     cells = [
         str(found.plan.tp_size),
         f"{found.plan.balance:.3f}",
-        CUTS[found.plan.cut],
+        CUTS[found.plan.cut] if tokens_per_s is None else _rate(tokens_per_s),
         size(max(rank.weights for rank in found.ranks)),
         size(max(rank.kv_per_token for rank in found.ranks)),
         f"{found.kv_overhead:.0%}",
@@ -548,8 +625,9 @@ VERB = Verb(
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        *(model.MODEL, NPROC, MEMORY, GPUS, model.MAX_SEQ_LEN, BATCH, model.DTYPE, model.QUANT),
-        *(model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT, model.DEVICE, model.DOWNLOAD, JSON),
+        *(model.MODEL, NPROC, MEMORY, GPUS, BANDWIDTH, model.MAX_SEQ_LEN, BATCH, model.DTYPE),
+        *(model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT, model.DEVICE),
+        *(model.DOWNLOAD, JSON),
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,

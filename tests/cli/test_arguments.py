@@ -525,6 +525,7 @@ def test_plan_json_covers_every_unit_once(capsys):
     plan = plan_json(capsys, *decoded, "bfloat16")
     keys = {"rank", "heads", "kv_heads", "ffn", "experts", "vocab", "outputs"}
     keys |= {"weight_bytes", "kv_bytes_per_token", "working_bytes", "needed_bytes", "memory_bytes"}
+    keys |= {"step_read_bytes", "bandwidth_bytes_per_s"}
     assert [rank.keys() for rank in plan["ranks"]] == [keys] * plan["tp_size"] == [keys] * 4
     for axis, size in (("heads", 9), ("ffn", 1536), ("vocab", 49152)):
         ends = [rank[axis] for rank in plan["ranks"]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parallel_llama.cli import main as command_line
 from parallel_llama.cli import terminal
-from parallel_llama.cli.parsers import CARDS, GIB, card_sizes
+from parallel_llama.cli.parsers import CARDS, GB, GIB, Card, cards
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.kv_capacity import CacheSize, DeviceMemory
@@ -57,16 +57,16 @@ def test_cards_of_another_machine_are_planned_in_bfloat16(capsys, monkeypatch):
 
 @pytest.mark.parametrize("text", ["rtx 4090", "RTX-4090", "4090", "NVIDIA GeForce RTX 4090"])
 def test_a_card_is_known_by_the_names_that_people_use(text):
-    assert card_sizes(text) == int(CARDS["RTX4090"] * GIB)
+    assert cards(text) == Card(int(23.6 * GIB), 1008 * GB)
 
 
 def test_counts_sizes_and_names_of_cards_may_be_mixed():
-    h100, a100 = (int(CARDS[name] * GIB) for name in ("H100", "A100-80"))
-    assert card_sizes("8xH100") == [h100] * 8
-    assert card_sizes("1xH100") == [h100]
-    assert card_sizes("h100") == h100
-    assert card_sizes("2 x A100 80GB, 1x40") == [a100, a100, 40 * GIB]
-    assert card_sizes("2X80G,16GB") == [80 * GIB, 80 * GIB, 16 * 10**9]
+    h100, a100 = Card(int(79.1 * GIB), 3350 * GB), Card(int(79.1 * GIB), 2039 * GB)
+    assert cards("8xH100") == [h100] * 8
+    assert cards("1xH100") == [h100]
+    assert cards("h100") == h100
+    assert cards("2 x A100 80GB, 1x40") == [a100, a100, Card(40 * GIB)]
+    assert cards("2X80G,16GB") == [Card(80 * GIB), Card(80 * GIB), Card(16 * 10**9)]
 
 
 def test_every_card_has_less_memory_than_its_name_says():
@@ -74,7 +74,7 @@ def test_every_card_has_less_memory_than_its_name_says():
     said |= {"A40": 48, "A6000": 48, "RTX5090": 32, "RTX4090": 24, "RTX3090": 24, "L4": 24}
     said |= {"T4": 16}
     assert CARDS.keys() == said.keys()
-    for name, gib in CARDS.items():
+    for name, (gib, _) in CARDS.items():
         assert 0.9 * said[name] < gib < said[name]
 
 
@@ -86,6 +86,46 @@ def test_a_card_without_a_number_asks_how_many_it_takes(capsys):
     in_range = plan(capsys, *asked, "--gpus", "4xH100", "--nproc", "1-4")["plans"]
     assert [each["fits"] for each in in_range] == [False, True, True, True]
     assert plan(capsys, *asked, "--gpus", "4xH100", "--nproc", "3")["tp_size"] == 3
+
+
+def test_the_memory_bandwidth_limits_the_speed_of_decoding(capsys):
+    """`plan` told what fits and not how fast it can be: 5 ranks are slower here than 4."""
+    asked = ["--model", "llama-3.1-70b", "--max-seq-len", "8192", "--batch", "64"]
+    found = plan(capsys, *asked, "--gpus", "4xH200")
+    # 80 layers and the output in bfloat16; the embedding is only looked up.
+    layer = 8192 * (8192 * 2 + 1024 * 2 + 28672 * 3 + 2)
+    weights = (80 * layer // 4 + 128256 * 8192 // 4) * 2
+    cache = 64 * 8192 * 80 * 2 * 2 * 128 * 2  # 2 KV heads, keys and values, 2 bytes each
+    slowest = max(rank["step_read_bytes"] for rank in found["ranks"])
+    assert slowest == pytest.approx(weights + cache, rel=1e-3)
+    assert found["decode_limit_tokens_per_s"] == pytest.approx(4800e9 / slowest)
+    assert found["decode_limit_tokens_per_s_empty"] == pytest.approx(4800e9 / weights, rel=1e-3)
+    in_range = plan(capsys, *asked, "--gpus", "H200", "--nproc", "4-5")["plans"]
+    four, five = (each["decode_limit_tokens_per_s"] for each in in_range)
+    assert five < four == found["decode_limit_tokens_per_s"]
+    text = " ".join(page(capsys, *asked, "--gpus", "4xH200").split())
+    assert "64 sequences" in text and "at 4,800 GB/s" in text
+    assert "tokens/s" in page(capsys, *asked, "--gpus", "H200", "--nproc", "4-5")
+
+
+def test_all_ranks_wait_for_the_one_with_the_slowest_memory(capsys):
+    asked = ["--nproc", "3", "--bandwidth"]
+    equal = plan(capsys, *asked, "20")
+    assert {rank["bandwidth_bytes_per_s"] for rank in equal["ranks"]} == {20 * GB}
+    one_slow = plan(capsys, *asked, "20,10,20GB")
+    limits = [each["decode_limit_tokens_per_s"] for each in (equal, one_slow)]
+    assert limits[1] == pytest.approx(limits[0] / 2, rel=0.01)
+    unknown = plan(capsys, "--model", "llama-3.1-8b", "--gpus", "1xH100,1x24")
+    assert unknown["decode_limit_tokens_per_s"] is None
+    for argv in (["--nproc", "2"], ["--nproc", "1-3"], ["--memory", "2"]):
+        assert command_line.main(["plan", *argv, "--bandwidth", "20,10,20"]) == 2
+        assert "--bandwidth lists 3 ranks" in capsys.readouterr().err
+
+
+def test_a_step_reads_the_window_of_layers_with_a_sliding_window(capsys):
+    asked = ["--model", "mistral-7b-v0.1", "--bandwidth", "20", "--max-seq-len"]
+    read = [plan(capsys, *asked, n)["ranks"][0]["step_read_bytes"] for n in ("4096", "16384")]
+    assert read[0] == read[1]
 
 
 def test_the_page_says_what_it_plans_for(capsys, monkeypatch):
