@@ -246,6 +246,10 @@ class ModelSizes(Protocol):
     @property
     def ffn_dim(self) -> int: ...
     @property
+    def shared_ffn_dim(self) -> int: ...
+    @property
+    def dense_ffn_dim(self) -> int: ...
+    @property
     def dtype(self) -> str: ...
 
 
@@ -280,8 +284,8 @@ def make_precision(
 
 def why_unquantised(args: ModelSizes, dtype: str) -> str | None:
     """Why a model cannot have quantised matrices in this dtype; None if it can."""
-    for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
-        if size % QUANT_GROUP_SIZE:
+    for name in ("dim", "head_dim", "ffn_dim", "shared_ffn_dim", "dense_ffn_dim"):
+        if (size := getattr(args, name)) % QUANT_GROUP_SIZE:
             return (
                 f"{name}={size} is not a multiple of the {QUANT_GROUP_SIZE} values that share a "
                 "scale; use dtype='bfloat16'"

@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from itertools import chain
 from operator import mul
 from typing import Literal
 
@@ -52,16 +51,30 @@ def values_by_form(
 ) -> dict[MatrixFormat, Counter[Counted]]:
     """Number of weight values per `Counted` unit, for each format; `exact` is that of the plan."""
     values: defaultdict[MatrixFormat, Counter[Counted]] = defaultdict(Counter)
-    # All layers are equal, unless their files store matrices in formats of their own.
-    layers = range(1 if precision.stored is None else args.n_layers)
-    in_layers = chain.from_iterable(layer_parameters(args, layer) for layer in layers)
-    for params, times in ((outer_parameters(args), 1), (in_layers, args.n_layers // len(layers))):
+    in_layers = (
+        (layer_parameters(args, layer), times)
+        for layer, times in _kinds_of_layers(args, precision).items()
+    )
+    for params, times in ((outer_parameters(args), 1), *in_layers):
         for param in map(cut_by_outputs, params) if exact else params:
             if not param.expert:  # all experts are equal, so only expert 0 is counted
                 counted = _counted(param)
                 form = precision.form_of(param.kind, param.name)
                 values[form][counted] += param.values_per_unit * times
     return dict(values)
+
+
+def _kinds_of_layers(args: ModelArgs, precision: Precision) -> dict[int, int]:
+    """A layer of each kind, and the number of layers of this kind.
+
+    All layers with experts are equal, and all without, unless their files store matrices in formats
+    of their own.
+    """
+    if precision.stored is not None:
+        return dict.fromkeys(range(args.n_layers), 1)
+    dense = args.dense_layers
+    others = [layer for layer in range(args.n_layers) if layer not in dense]
+    return {layers[0]: len(layers) for layers in (dense, others) if layers}
 
 
 def weight_bytes(shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
@@ -106,13 +119,21 @@ def working_bytes(
     item = ITEM_BYTES[precision.computed]
     q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
     attention = 2 * q_and_kv + shard.n_local_heads * args.head_dim  # rotated copies, and the output
-    feed_forward = 4 * len(shard.ffn)  # outputs of w1 and w3, input and output of the activation
+    # Outputs of w1 and w3, input and output of the activation.
+    feed_forward, shared, dense = (
+        4 * len(channels) for channels in (shard.ffn, shard.shared_ffn, shard.dense_ffn)
+    )
     if shard.exact is not None and len(shard.exact.outputs) > 1:  # gathered inputs of wo and w2
         attention += args.n_heads * args.head_dim
         feed_forward += args.ffn_dim
+        shared += args.shared_ffn_dim
+        dense += args.dense_ffn_dim
     if args.n_experts:
         feed_forward = args.n_active_experts * (feed_forward + 2 * args.dim)
-    per_token = 4 * args.dim + max(attention, feed_forward)  # residual stream, its norm, the sums
+    if args.shared_ffn_dim:
+        feed_forward += shared + args.dim
+    # Residual stream, its norm, the sums.
+    per_token = 4 * args.dim + max(attention, feed_forward, dense)
     # Scores in the model's dtype, as float32 logits, and two copies that sampling changes.
     per_score = item + 3 * max(item, ITEM_BYTES["float32"])
     scores = n_drawn * len(shard.vocab) * per_score
@@ -222,6 +243,8 @@ def _n_values(shard: Shard, per_unit: Mapping[Counted, int]) -> int:
         "heads": len(shard.heads),
         "kv_heads": len(shard.kv_heads),
         "ffn": len(shard.ffn),
+        "shared_ffn": len(shard.shared_ffn),
+        "dense_ffn": len(shard.dense_ffn),
         "vocab": len(shard.vocab),
         "outputs": len(shard.outputs),
         "expert ffn": len(shard.experts) * len(shard.ffn),

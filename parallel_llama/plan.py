@@ -16,6 +16,8 @@ each group of ranks holds some experts, and each rank of the group some of their
     experts      0   1   2   3   4   5        6 experts of 768 channels on 5 ranks
     ranks 0-2    [0 ......... 4)              experts 0-3, 256 channels of each per rank
     ranks 3-4                    [4 . 6)      experts 4-5, 384 channels of each per rank
+
+The channels of a shared expert, and of layers without experts, are split over all ranks.
 """
 
 import math
@@ -67,19 +69,29 @@ class ExactCut:
     Args:
         heads: query heads.
         ffn: feed-forward channels.
+        shared_ffn: channels of the shared expert.
+        dense_ffn: channels of layers without experts, in a model with experts.
         outputs: outputs of wo and w2.
     """
 
     heads: tuple[range, ...]
     ffn: tuple[range, ...]
+    shared_ffn: tuple[range, ...]
+    dense_ffn: tuple[range, ...]
     outputs: tuple[range, ...]
+
+    def channels(self, axis: Axis) -> tuple[range, ...]:
+        """The channels of every rank along one of the three axes of channels."""
+        channels: tuple[range, ...] = getattr(self, axis)
+        return channels
 
 
 @dataclass(frozen=True)
 class Shard:
     """The shard of one rank: global half-open ranges of heads, ffn channels and vocabulary rows.
 
-    In a mixture of experts `ffn` are the channels of each of `experts`. With a KV cache sharded by
+    In a mixture of experts `ffn` are the channels of each of `experts`, `shared_ffn` those of the
+    shared expert, and `dense_ffn` those of layers without experts. With a KV cache sharded by
     token, `runs` cover all query heads, for the tokens of this rank. With an `exact` cut wo and w2
     are sharded by outputs: every rank gathers their inputs, so that no sum is split over ranks.
     """
@@ -91,6 +103,8 @@ class Shard:
     vocab: range
     runs: tuple[HeadRun, ...]
     experts: range = range(0)
+    shared_ffn: range = range(0)
+    dense_ffn: range = range(0)
     peers: tuple[range, ...] = ()  # every rank's query heads, if sharded by token
     exact: ExactCut | None = None
 
@@ -322,12 +336,14 @@ def make_plan(
     cut, heads, balance = _cut_heads(args, weights)
     expert_ranks = _expert_ranks(args, tp_size, ranks_per_expert)
     experts = _cut_experts(args, expert_ranks, weights)
-    unit = unit_size(args.ffn_dim, args.n_heads, quant_group_size)
-    ffn = [
-        channels
-        for ranks in expert_ranks
-        for channels in _cut_units(args.ffn_dim, unit, weights[ranks.start : ranks.stop])
-    ]
+
+    def cut_channels(size: int, ranks: range) -> list[range]:
+        unit = unit_size(size, args.n_heads, quant_group_size)
+        return _cut_units(size, unit, weights[ranks.start : ranks.stop])
+
+    ffn = [own for ranks in expert_ranks for own in cut_channels(args.ffn_dim, ranks)]
+    shared_ffn = cut_channels(args.shared_ffn_dim, range(tp_size))
+    dense_ffn = cut_channels(args.dense_ffn_dim, range(tp_size))
     vocab_unit = VOCAB_TILE if exact else unit_size(args.vocab_size, args.n_heads)
     vocab = _cut_units(args.vocab_size, vocab_unit, weights)
     group_size = args.n_heads // args.n_kv_heads
@@ -340,12 +356,15 @@ def make_plan(
             vocab[rank],
             equal_runs(own, group_size),
             experts[rank],
+            shared_ffn[rank],
+            dense_ffn[rank],
         )
         for rank, own in enumerate(heads)
     )
     if exact:
         outputs = _cut_units(args.dim, unit_size(args.dim, args.n_heads), weights)
-        whole = ExactCut(tuple(heads), tuple(ffn), tuple(outputs))
+        cuts = heads, ffn, shared_ffn, dense_ffn, outputs
+        whole = ExactCut(*map(tuple, cuts))
         shards = tuple(replace(shard, exact=whole) for shard in shards)
     if kv_split == "sequence":
         shards = _spread(args, shards)

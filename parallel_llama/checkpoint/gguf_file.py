@@ -71,6 +71,9 @@ class GGUFFile(TensorFiles):
         runs = stored_slice.runs(rows)
         return torch.cat([file.matrix(tensor.offset, row_bytes, run, whole) for run in runs])
 
+    def _fits(self, found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        return found in (shape, gguf_shape(shape))
+
     def _stored(self, param: Param, rows: range) -> Tensor:
         file, tensor = self._held(param)
         if tensor.dtype in STORED:
@@ -98,6 +101,14 @@ class GGUFFile(TensorFiles):
             first = held.start * size
             parts.append(whole.columns(range(columns.start - first, columns.stop - first)))
         return joined(parts, dim=0)
+
+
+def gguf_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a stored tensor as it is written: a matrix of one row is a vector.
+
+    ggml does not tell the two apart. transformers reads the gate of a shared expert as a vector.
+    """
+    return shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
 
 
 def _decoded(

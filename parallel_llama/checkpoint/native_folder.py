@@ -95,7 +95,8 @@ class NativeFolder(TensorFiles):
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         values = read_json_object(files.config)
         with naming(files.config, CheckpointError):
-            self._units, self._formats = native_units(values), native_formats(values, args)
+            self._units = native_units(values, axis_units(args))
+            self._formats = native_formats(values, args)
             if self._formats:
                 _require_whole_quant_groups(self._units)
         super().__init__(files, args, empty)
@@ -179,12 +180,21 @@ class NativeFolder(TensorFiles):
 def axis_units(args: ModelArgs, quant_group_size: int = 1) -> dict[str, int]:
     """The rows or columns in one unit of each axis; independent of the number of ranks.
 
-    Units are multiples of `quant_group_size` inputs.
+    Units are multiples of `quant_group_size` inputs. Axes that the model lacks have none.
     """
+    channels = {
+        "ffn": args.ffn_dim,
+        "shared_ffn": args.shared_ffn_dim,
+        "dense_ffn": args.dense_ffn_dim,
+    }
     return {
         "heads": args.head_dim,
         "kv_heads": args.head_dim,
-        "ffn": unit_size(args.ffn_dim, args.n_heads, quant_group_size),
+        **{
+            axis: unit_size(size, args.n_heads, quant_group_size)
+            for axis, size in channels.items()
+            if size
+        },
         "vocab": unit_size(args.vocab_size, args.n_heads),
     }
 
@@ -288,7 +298,7 @@ def from_unit_major(data: Tensor, n_rows: int, unit: int) -> Tensor:
 
 def _require_whole_quant_groups(units: Mapping[str, int]) -> None:
     """Raises: UsageError if a group of inputs would be in two units."""
-    for axis in ("heads", "ffn"):
+    for axis in units.keys() - {"kv_heads", "vocab"}:  # axes along which inputs are cut
         if units[axis] % QUANT_GROUP_SIZE:
             raise UsageError(
                 f"units of {axis} have size {units[axis]}, not a multiple of the "

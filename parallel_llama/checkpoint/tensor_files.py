@@ -70,7 +70,7 @@ class TensorFiles(Checkpoint):
         misshapen = [
             f"{name} is {list(found[name])}, expected {list(shape)}"
             for name, shape in wanted.items()
-            if found.get(name, shape) != shape
+            if name in found and not self._fits(found[name], shape)
         ]
         missing = [name for name in wanted if name not in found]
         refuse_difference(
@@ -101,6 +101,10 @@ class TensorFiles(Checkpoint):
     def _slices_of(self, args: ModelArgs) -> Mapping[str, StoredSlice]:
         assert self.layout is not None, "a reader without a layout overrides this method"
         return stored_slices(args, self.layout)
+
+    def _fits(self, found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether the shape of a tensor in a file is that of a stored tensor."""
+        return found == shape
 
     def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (subclasses use it)
         """The readable dtypes of a stored tensor."""

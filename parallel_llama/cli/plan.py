@@ -33,6 +33,7 @@ from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs, context_length
+from parallel_llama.families.weights import Axis
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
 from parallel_llama.plan import ShardPlan, why_unrecorded
@@ -251,6 +252,8 @@ def _object(found: Estimate) -> dict[str, Any]:
                 "heads": _pair(rank.shard.heads),
                 "kv_heads": _pair(rank.shard.kv_heads),
                 "ffn": _pair(rank.shard.ffn),
+                "shared_ffn": _pair(rank.shard.shared_ffn),
+                "dense_ffn": _pair(rank.shard.dense_ffn),
                 "experts": _pair(rank.shard.experts),
                 "vocab": _pair(rank.shard.vocab),
                 "outputs": _pair(rank.shard.outputs),
@@ -316,7 +319,15 @@ def _sizes(memory: Sequence[int]) -> str:
 def _channels(args: ModelArgs) -> str:
     if not args.n_experts:
         return f"{args.ffn_dim} channels"
-    return f"{args.n_active_experts} of {args.n_experts} experts of {args.ffn_dim} channels"
+    channels = f"{args.n_active_experts} of {args.n_experts} experts of {args.ffn_dim} channels"
+    if args.shared_ffn_dim:
+        channels += f", a shared expert of {args.shared_ffn_dim}"
+    if args.dense_layers:
+        n_dense = len(args.dense_layers)
+        channels += (
+            f", {args.dense_ffn_dim} in {n_dense} layer{'s' * (n_dense > 1)} without experts"
+        )
+    return channels
 
 
 def _line(label: str, text: str) -> list[str]:
@@ -330,7 +341,7 @@ def _page(found: Estimate) -> list[str]:
     plan, asked = found.plan, found.asked
     sequences = f"{asked.max_seq_len:,} tokens" + (f" x {asked.batch}" if asked.batch > 1 else "")
     held = ["rank", "heads", "KV heads", *(["experts"] if plan.placement else [])]
-    held += ["channels", "vocabulary", "KV/token"]
+    held += ["channels", *_more_channels(asked.args), "vocabulary", "KV/token"]
     needs = ["rank", "weights", "KV cache", "rest", "needs"]
     needs += [] if found.fits is None else ["has"]
     fills, _ = bar_fills(sys.stdout)
@@ -338,7 +349,7 @@ def _page(found: Estimate) -> list[str]:
     scale = max(max(rank.memory or 0, rank.needed) for rank in found.ranks)
     kv_per_token = sum(rank.kv_per_token for rank in found.ranks)
     return [
-        *table(held, [_held_row(rank) for rank in found.ranks], sys.stdout),
+        *table(held, [_held_row(rank, asked.args) for rank in found.ranks], sys.stdout),
         "",
         *table(needs, [_needs_row(rank, scale) for rank in found.ranks], sys.stdout),
         "",
@@ -366,10 +377,21 @@ def _page(found: Estimate) -> list[str]:
     ]
 
 
-def _held_row(rank: RankEstimate) -> list[str]:
+def _more_channels(args: ModelArgs) -> dict[str, Axis]:
+    """The columns for channels other than those of experts or of all layers, and their axes."""
+    columns: dict[str, Axis] = {}
+    if args.shared_ffn_dim:
+        columns["shared"] = "shared_ffn"
+    if args.dense_layers:
+        columns["dense"] = "dense_ffn"
+    return columns
+
+
+def _held_row(rank: RankEstimate, args: ModelArgs) -> list[str]:
     shard = rank.shard
     experts = [_span(shard.experts)] if shard.experts else []
     spans = [_span(shard.heads), _span(shard.kv_heads), *experts, _span(shard.ffn)]
+    spans += [_span(shard.extent(axis)) for axis in _more_channels(args).values()]
     return [str(shard.rank), *spans, _span(shard.vocab), size(rank.kv_per_token)]
 
 

@@ -1,6 +1,6 @@
 """Reads and writes native.json, which states the fields of `ModelArgs` directly."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -56,13 +56,13 @@ def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
     return args
 
 
-def native_units(values: Mapping[str, Any]) -> dict[str, int]:
-    """The unit sizes of a native folder, by axis.
+def native_units(values: Mapping[str, Any], axes: Collection[str]) -> dict[str, int]:
+    """The unit sizes of a native folder along these axes.
 
-    Raises: UsageError for a size below 1.
+    Raises: UsageError for a missing size, or one below 1.
     """
     units = Fields(Fields(values).mapping("units"))
-    sizes = {axis: units.integer(axis) for axis in ("heads", "kv_heads", "ffn", "vocab")}
+    sizes = {axis: units.integer(axis) for axis in axes}
     for axis, size in sizes.items():
         if size < 1:
             raise UsageError(f"units of {axis} have size {size}; at least 1")

@@ -123,6 +123,7 @@ class ModelRunner:
             compiled = thread.submit(
                 ops.compile,
                 has_experts=args.n_experts > 0,
+                has_shared_gate=args.shared_gate,
                 has_unrotated=bool(args.unrotated_layers),
             )
             weights = load(checkpoint, args, shard, precision, device, on_bytes, held=held)

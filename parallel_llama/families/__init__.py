@@ -16,7 +16,7 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
 from parallel_llama.families.olmo import OLMO2, OLMO3
 from parallel_llama.families.phi import PHI3
-from parallel_llama.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from parallel_llama.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from parallel_llama.families.seed_oss import SEED_OSS
 from parallel_llama.families.smollm3 import SMOLLM3
 from parallel_llama.families.stablelm import STABLELM
@@ -31,6 +31,7 @@ FAMILIES = {
         MISTRAL,
         MIXTRAL,
         QWEN2,
+        QWEN2_MOE,
         QWEN3,
         QWEN3_MOE,
         GEMMA,
@@ -68,7 +69,7 @@ MISSING = {
     **dict.fromkeys(("bloom", "mpt", "baichuan"), _ALIBI),
     **dict.fromkeys(("gpt2", "gpt_bigcode", "opt"), _LEARNED),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3"), _LATENT),
-    **dict.fromkeys(("qwen2_moe", "glm4_moe", "ernie4_5_moe", "granitemoeshared"), _SHARED),
+    **dict.fromkeys(("glm4_moe", "ernie4_5_moe", "granitemoeshared"), _SHARED),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), _STATE),
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),

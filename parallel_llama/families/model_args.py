@@ -158,6 +158,10 @@ class ModelArgs:
     n_experts: int = 0  # 0: one feed-forward; ffn_dim is that of one expert
     n_active_experts: int = 0  # experts per token
     normed_experts: bool = True  # the routing weights of a token sum to 1
+    shared_ffn_dim: int = 0  # channels of the expert that computes every token; 0: none
+    shared_gate: bool = False  # that expert's output is scaled by the sigmoid of a score
+    dense_layers: tuple[int, ...] = ()  # layers with one feed-forward instead of experts
+    dense_ffn_dim: int = 0  # its channels
 
     def __post_init__(self) -> None:
         if self.wo_bias == self.attention_bias:
@@ -231,6 +235,7 @@ class ModelArgs:
         for name, layers in (
             ("full_layers", full),
             ("unrotated_layers", list(self.unrotated_layers)),
+            ("dense_layers", list(self.dense_layers)),
         ):
             if layers != sorted(set(layers) & set(range(self.n_layers))):
                 raise UsageError(
@@ -259,6 +264,15 @@ class ModelArgs:
             ),
             "n_experts and mlp_bias cannot be combined": self.n_experts > 0 and self.mlp_bias,
             "n_experts needs gated": self.n_experts > 0 and not self.gated,
+            "shared_ffn_dim needs n_experts": self.shared_ffn_dim > 0 and not self.n_experts,
+            "shared_gate needs shared_ffn_dim": self.shared_gate and not self.shared_ffn_dim,
+            "dense_layers needs n_experts": len(self.dense_layers) > 0 and not self.n_experts,
+            "dense_layers and dense_ffn_dim need each other": (
+                (len(self.dense_layers) > 0) != (self.dense_ffn_dim > 0)
+            ),
+            "n_experts needs a layer that is not in dense_layers": (
+                self.n_experts > 0 and len(self.dense_layers) == self.n_layers
+            ),
             "n_experts and parallel_block cannot be combined": (
                 self.n_experts > 0 and self.parallel_block
             ),
@@ -275,6 +289,11 @@ class ModelArgs:
                 f"n_experts={self.n_experts} in each of {self.n_layers} layers: use at most "
                 f"{MAX_EXPERTS_OF_ALL_LAYERS} in all"
             )
+        for name in ("shared_ffn_dim", "dense_ffn_dim"):
+            if not 0 <= (size := getattr(self, name)) <= MAX_SIZES["ffn_dim"]:
+                raise UsageError(
+                    f"{name}={size}: use a whole number from 0 to {MAX_SIZES['ffn_dim']}"
+                )
         least = min(1, self.n_experts)
         if not least <= self.n_active_experts <= self.n_experts:
             raise UsageError(

@@ -94,6 +94,20 @@ def expert_names(hf: str, w1: str, w2: str, w3: str) -> tuple[Names, ...]:
     )
 
 
+def shared_expert_names(hf: str) -> tuple[Names, ...]:
+    """Rows for a shared expert; `hf` is HF's module."""
+    return in_layers(
+        *(
+            (f"feed_forward.shared_expert.{meta}.weight", f"{hf}.{name}.weight", f"{own}.weight")
+            for meta, name, own in (
+                ("w1", "gate_proj", "ffn_gate_shexp"),
+                ("w2", "down_proj", "ffn_down_shexp"),
+                ("w3", "up_proj", "ffn_up_shexp"),
+            )
+        )
+    )
+
+
 def names_with(*rows: Names) -> tuple[Names, ...]:
     """Llama's rows with these added; they replace rows for the same weights."""
     own = {row.meta for row in rows}

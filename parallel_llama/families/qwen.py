@@ -1,14 +1,11 @@
 """Qwen 2, 2.5 and 3: Llama with biases on queries, keys and values (2), or with norms of every
-head's queries and keys (3), or with those norms and many narrow experts (3 MoE).
+head's queries and keys (3); both also with many narrow experts, and 2 MoE with a shared expert.
 
-config.json of a Qwen 3 MoE can name layers without experts. No released model has such layers, and
-they are refused.
-
-Source: arXiv 2505.09388; Qwen2Config, Qwen3Config and Qwen3MoeConfig of transformers 5.23;
-llama.cpp's qwen2, whose files keep HF's order of rows.
+Source: arXiv 2407.10671 and 2505.09388; Qwen2Config, Qwen2MoeConfig, Qwen3Config and Qwen3MoeConfig
+of transformers 5.24; llama.cpp's qwen2 and qwen2moe, whose files keep HF's order of rows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from parallel_llama.errors import UsageError
@@ -17,10 +14,21 @@ from parallel_llama.families.family import (
     Family,
     GGUFForm,
     every_layer_has_the_window,
+    layer_types,
 )
-from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.families.names import QK_NORM_NAMES, expert_names, names_with
+from parallel_llama.families.model_args import ModelArgs, require_size
+from parallel_llama.families.names import (
+    QK_NORM_NAMES,
+    expert_names,
+    in_layers,
+    names_with,
+    shared_expert_names,
+)
 from parallel_llama.files.fields import Fields
+
+# Keys of GGUF files.
+_EXPERT_CHANNELS = "expert_feed_forward_length"
+_SHARED_CHANNELS = "expert_shared_feed_forward_length"
 
 
 def _full_layers(fields: Fields, n_layers: int) -> Iterable[int]:
@@ -38,30 +46,88 @@ def _qwen3_features(fields: Fields) -> dict[str, Any]:
     return {"qk_norm": True, "attention_bias": fields.flag("attention_bias", False)}
 
 
-def _moe_features(fields: Fields) -> dict[str, Any]:
-    if (step := fields.integer("decoder_sparse_step", 1)) != 1:
-        raise UsageError(f"decoder_sparse_step={step}: only 1 is supported, experts in every layer")
-    if fields.has("mlp_only_layers") and (dense := fields.values["mlp_only_layers"]) != []:
+def _dense_layers(fields: Fields) -> tuple[int, ...]:
+    """The layers without experts: those of mlp_only_layers, and those between sparse steps.
+
+    Raises: UsageError for a step below 1, or if no layer has experts.
+    """
+    if (step := fields.integer("decoder_sparse_step", 1)) < 1:
+        raise UsageError(f"decoder_sparse_step={step}: use 1 or more")
+    n_layers, named = fields.integer("num_hidden_layers"), set(fields.integers("mlp_only_layers"))
+    require_size("n_layers", n_layers)
+    dense = tuple(layer for layer in range(n_layers) if layer in named or (layer + 1) % step)
+    if len(dense) == n_layers:
         raise UsageError(
-            f"mlp_only_layers={str(dense)[:80]}: only [] is supported, experts in every layer"
+            f"mlp_only_layers={sorted(named)[:10]} and decoder_sparse_step={step} leave no layer "
+            f"of {n_layers} with experts; use a model without experts instead"
         )
+    return dense
+
+
+def _moe_features(fields: Fields, n_experts: int, n_active: int) -> dict[str, Any]:
+    """The features of layers with and without experts; `n_experts` and `n_active` are defaults."""
+    dense = _dense_layers(fields)
     # transformers 5 writes num_local_experts, as for Mixtral; all others write num_experts.
-    n_experts = fields.integer("num_experts", fields.integer("num_local_experts", 128))
+    n_experts = fields.integer("num_experts", fields.integer("num_local_experts", n_experts))
+    if n_experts < 1:
+        raise UsageError(f"num_experts={n_experts}: use 1 or more")
     return {
-        **_qwen3_features(fields),
         "n_experts": n_experts,
-        "n_active_experts": fields.integer("num_experts_per_tok", 8),
+        "n_active_experts": fields.integer("num_experts_per_tok", n_active),
         "normed_experts": fields.flag("norm_topk_prob", False),
+        "dense_layers": dense,
+        "dense_ffn_dim": fields.integer("intermediate_size") if dense else 0,
     }
 
 
 def _moe_writes(args: ModelArgs) -> dict[str, Any]:
     return {
-        "attention_bias": args.attention_bias,
         "use_sliding_window": args.sliding_window is not None,
         "num_experts": args.n_experts,
         "num_experts_per_tok": args.n_active_experts,
         "norm_topk_prob": args.normed_experts,
+        "mlp_only_layers": list(args.dense_layers),
+        "decoder_sparse_step": 1,
+        **({"intermediate_size": args.dense_ffn_dim} if args.dense_layers else {}),
+    }
+
+
+def _qwen2_moe_features(fields: Fields) -> dict[str, Any]:
+    return {
+        **_moe_features(fields, n_experts=60, n_active=4),
+        "attention_bias": fields.flag("qkv_bias", True),
+        "wo_bias": False,
+        "shared_ffn_dim": fields.integer("shared_expert_intermediate_size"),
+        "shared_gate": True,
+    }
+
+
+def _qwen2_moe_writes(args: ModelArgs) -> dict[str, Any]:
+    return {
+        **_moe_writes(args),
+        "qkv_bias": args.attention_bias,
+        "shared_expert_intermediate_size": args.shared_ffn_dim,
+        **({} if args.sliding_window is None else {"layer_types": layer_types(args)}),
+    }
+
+
+def _qwen2_moe_full_layers(fields: Fields, n_layers: int) -> Iterable[int]:
+    """Every second layer, and the layers from max_window_layers on."""
+    n_first = fields.integer("max_window_layers", 28)
+    return (layer for layer in range(n_layers) if layer % 2 or layer >= n_first)
+
+
+def _qwen2moe_features(fields: Fields, _: Collection[str]) -> dict[str, Any]:
+    """The features of a GGUF file; the first files lack the sizes of experts."""
+    width = fields.integer("qwen2moe.feed_forward_length", 0)
+    n_active = fields.integer("qwen2moe.expert_used_count")
+    return {
+        "ffn_dim": fields.integer(
+            f"qwen2moe.{_EXPERT_CHANNELS}", width // n_active if n_active > 0 else 0
+        ),
+        "shared_ffn_dim": fields.integer(f"qwen2moe.{_SHARED_CHANNELS}", width),
+        "shared_gate": True,
+        "normed_experts": False,
     }
 
 
@@ -94,35 +160,77 @@ QWEN3 = Family(
     rotary_order=QWEN2.rotary_order,
 )
 
-QWEN3_MOE = Family(
-    name="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
-    base_architecture="Qwen3MoeModel",
-    keys={"ffn_dim": "moe_intermediate_size"},
-    reads=QWEN3.reads
-    | {
+_EXPERT_KEYS = frozenset(
+    {
         "decoder_sparse_step",
         "mlp_only_layers",
         "norm_topk_prob",
         "num_experts",
         "num_experts_per_tok",
         "num_local_experts",
+    }
+)
+_EXPERT_NAMES = expert_names("mlp", "gate_proj", "down_proj", "up_proj")
+
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    base_architecture="Qwen2MoeModel",
+    keys={"ffn_dim": "moe_intermediate_size"},
+    reads=QWEN2.reads | _EXPERT_KEYS | {"qkv_bias", "shared_expert_intermediate_size"},
+    features=_qwen2_moe_features,
+    writes=_qwen2_moe_writes,
+    full_layers=_qwen2_moe_full_layers,
+    window_switch=QWEN2.window_switch,
+    defaults={**QWEN2.defaults, "n_kv_heads": 16},
+    names=names_with(
+        *_EXPERT_NAMES,
+        *shared_expert_names("mlp.shared_expert"),
+        *in_layers(
+            (
+                "feed_forward.shared_gate.weight",
+                "mlp.shared_expert_gate.weight",
+                "ffn_gate_inp_shexp.weight",
+            )
+        ),
+    ),
+    gguf=GGUFForm(
+        "qwen2moe",
+        _qwen2moe_features,
+        frozenset({_EXPERT_CHANNELS, _SHARED_CHANNELS}),
+        has_experts=True,
+        writes=lambda args: {
+            _EXPERT_CHANNELS: args.ffn_dim,
+            _SHARED_CHANNELS: args.shared_ffn_dim,
+        },
+    ),
+    rotary_order=QWEN2.rotary_order,
+)
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    base_architecture="Qwen3MoeModel",
+    keys={"ffn_dim": "moe_intermediate_size"},
+    reads=QWEN3.reads | _EXPERT_KEYS,
+    features=lambda fields: {
+        **_qwen3_features(fields),
+        **_moe_features(fields, n_experts=128, n_active=8),
     },
-    features=_moe_features,
-    writes=_moe_writes,
+    writes=lambda args: {**_moe_writes(args), "attention_bias": args.attention_bias},
     full_layers=every_layer_has_the_window,  # transformers does not use max_window_layers here
     window_switch=QWEN3.window_switch,
     defaults={"max_seq_len": 32768, "sliding_window": 4096, "n_kv_heads": 4},
-    names=names_with(*QK_NORM_NAMES, *expert_names("mlp", "gate_proj", "down_proj", "up_proj")),
+    names=names_with(*QK_NORM_NAMES, *_EXPERT_NAMES),
     gguf=GGUFForm(
         "qwen3moe",
         lambda fields, _: {
             "qk_norm": True,
-            "ffn_dim": fields.integer("qwen3moe.expert_feed_forward_length"),
+            "ffn_dim": fields.integer(f"qwen3moe.{_EXPERT_CHANNELS}"),
         },
-        frozenset({"expert_feed_forward_length"}),
+        frozenset({_EXPERT_CHANNELS}),
         has_experts=True,
-        writes=lambda args: {"expert_feed_forward_length": args.ffn_dim},
+        writes=lambda args: {_EXPERT_CHANNELS: args.ffn_dim},
     ),
     rotary_order=QWEN3.rotary_order,
 )

@@ -8,7 +8,10 @@ from typing import Literal
 from parallel_llama.dtypes import Kind
 from parallel_llama.families.model_args import ModelArgs
 
-Axis = Literal["heads", "kv_heads", "ffn", "vocab", "outputs"]
+Axis = Literal["heads", "kv_heads", "ffn", "shared_ffn", "dense_ffn", "vocab", "outputs"]
+
+# Rows of these multiply whole tokens into a few scores; they are not quantised.
+_GATES = ".gate.weight", ".shared_gate.weight"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Param:
     @property
     def kind(self) -> Kind:
         """The kind of weight, which decides the allowed formats."""
-        if len(self.shape) == 1 or self.name.endswith(".gate.weight"):  # routers are not quantised
+        if len(self.shape) == 1 or self.name.endswith(_GATES):
             return "vector"
         return "matrix" if self.name.startswith("layers.") else "outer"
 
@@ -78,7 +81,13 @@ def layer_parameters(args: ModelArgs, layer: int) -> Iterator[Param]:
         yield from _norm(f"layers.{layer}.post_attention_norm", args)
     if args.pre_norms and not args.shared_norm:
         yield from _norm(f"layers.{layer}.ffn_norm", args)
-    yield from (_experts if args.n_experts else _feed_forward)(f"layers.{layer}.feed_forward", args)
+    name = f"layers.{layer}.feed_forward"
+    if not args.n_experts:
+        yield from _feed_forward(name, args, "ffn", args.ffn_dim)
+    elif layer in args.dense_layers:
+        yield from _feed_forward(name, args, "dense_ffn", args.dense_ffn_dim)
+    else:
+        yield from _experts(name, args)
     if args.post_norms:
         yield from _norm(f"layers.{layer}.post_ffn_norm", args)
 
@@ -110,19 +119,22 @@ def _attention(name: str, args: ModelArgs) -> Iterator[Param]:
         yield Param(f"{name}.k_norm.weight", (head_dim,))
 
 
-def _feed_forward(name: str, args: ModelArgs) -> Iterator[Param]:
+def _feed_forward(name: str, args: ModelArgs, axis: Axis, channels: int) -> Iterator[Param]:
     columns = ("w1", "w3") if args.gated else ("w1",)
     for column in columns:
-        yield Param(f"{name}.{column}.weight", (args.ffn_dim, args.dim), "ffn")
-    yield Param(f"{name}.w2.weight", (args.dim, args.ffn_dim), "ffn", 1)
+        yield Param(f"{name}.{column}.weight", (channels, args.dim), axis)
+    yield Param(f"{name}.w2.weight", (args.dim, channels), axis, 1)
     if args.mlp_bias:
         for column in columns:
-            yield Param(f"{name}.{column}.bias", (args.ffn_dim,), "ffn")
+            yield Param(f"{name}.{column}.bias", (channels,), axis)
         yield Param(f"{name}.w2.bias", (args.dim,))
 
 
 def _experts(name: str, args: ModelArgs) -> Iterator[Param]:
-    """The router of a layer, with mistral-inference's name for it, and every expert."""
+    """The router of a layer, with mistral-inference's name for it, and every expert.
+
+    The shared expert and its gate are last.
+    """
     dim, channels = args.dim, args.ffn_dim
     yield Param(f"{name}.gate.weight", (args.n_experts, dim))
     for expert in range(args.n_experts):
@@ -130,3 +142,7 @@ def _experts(name: str, args: ModelArgs) -> Iterator[Param]:
         yield Param(f"{own}.w1.weight", (channels, dim), "ffn", expert=expert)
         yield Param(f"{own}.w3.weight", (channels, dim), "ffn", expert=expert)
         yield Param(f"{own}.w2.weight", (dim, channels), "ffn", 1, expert=expert)
+    if args.shared_ffn_dim:
+        yield from _feed_forward(f"{name}.shared_expert", args, "shared_ffn", args.shared_ffn_dim)
+    if args.shared_gate:
+        yield Param(f"{name}.shared_gate.weight", (1, dim))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.weights import Axis
 from parallel_llama.ops import TorchOps, formats
 from parallel_llama.ops.formats import DenseWeight, MixedWeight, Weight
 from parallel_llama.parallel.collectives import Communicator
@@ -91,10 +92,10 @@ class RowCut:
         return cls._of(shard, len(shard.heads) * head_dim, [len(r) * head_dim for r in every])
 
     @classmethod
-    def of_channels(cls, shard: Shard) -> "RowCut":
-        """The cut of w2, and of each expert's w2."""
-        every = () if shard.exact is None else shard.exact.ffn
-        return cls._of(shard, len(shard.ffn), [len(channels) for channels in every])
+    def of_channels(cls, shard: Shard, axis: Axis) -> "RowCut":
+        """The cut of w2, and of each expert's w2; `axis` is that of its channels."""
+        every = () if shard.exact is None else shard.exact.channels(axis)
+        return cls._of(shard, len(shard.extent(axis)), [len(channels) for channels in every])
 
     @classmethod
     def _of(cls, shard: Shard, inputs: int, every: Sequence[int]) -> "RowCut":

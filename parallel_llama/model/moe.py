@@ -5,15 +5,20 @@ sorted by expert. Its channels of these experts give a partial sum, as in a dens
 all_reduce adds the partial sums, whether ranks shard an expert or hold different ones. With exact
 sums every rank gathers all channels of every expert and computes some outputs of w2.
 
+A shared expert computes every token. All ranks split its channels, wherever the other experts are,
+and its partial sum is added to the others' before the all_reduce.
+
     token           0    1    2         rank of experts 0-1    rank of experts 2-3
     its experts    3 1  0 3  1 2        0: 1   1: 0 2          2: 2   3: 0 1
 
-Source: Mixtral, arXiv 2401.04088; sparsely-gated mixtures, arXiv 1701.06538.
+Source: Mixtral, arXiv 2401.04088; sparsely-gated mixtures, arXiv 1701.06538; shared experts,
+DeepSeekMoE, arXiv 2401.06066, with a gate as in Qwen2MoeSparseMoeBlock of transformers 5.24.
 """
 
 from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.model.feed_forward import FeedForward
 from parallel_llama.model.layers import Backend, RowCut, activation_of
 from parallel_llama.ops.formats import Weight, concat_outputs, grouped_linear
 from parallel_llama.plan import Shard
@@ -41,13 +46,13 @@ class Expert:
 
 
 class MixtureOfExperts:
-    """The sum of each token's best experts, weighted by the router.
+    """The sum of each token's best experts, weighted by the router, and of the shared expert.
 
     This rank holds some of the experts, or some channels of each. The experts of a token depend on
     no other token.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: one all_reduce; with exact sums two gather_columns.
+    Collective: one all_reduce; with exact sums two gather_columns, and one for the shared expert.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
@@ -55,13 +60,19 @@ class MixtureOfExperts:
         self.activation = activation_of(args, backend.ops)
         self.n_active, self.normed = args.n_active_experts, args.normed_experts
         self.gate = Matrix(backend, args.n_experts, args.dim)
-        self.cut = RowCut.of_channels(shard)
+        self.cut = RowCut.of_channels(shard, "ffn")
         self.experts = {number: Expert(args.dim, self.cut, backend) for number in shard.experts}
+        self.shared_expert = (
+            FeedForward(args, shard, "shared_ffn", backend) if args.shared_ffn_dim else None
+        )
+        self.shared_gate = Matrix(backend, 1, args.dim) if args.shared_gate else None
 
     def fuse(self) -> None:
         """Collects the weights of the experts. Each expert was fused when it was loaded."""
         self.w13 = [expert.w13 for expert in self.experts.values()]
         self.w2 = [expert.w2.weight for expert in self.experts.values()]
+        if self.shared_expert is not None:
+            self.shared_expert.fuse()
 
     def __call__(self, x: Tensor) -> Tensor:
         routing_weights, experts = self.ops.route(  # [T, n_active] replicated
@@ -72,5 +83,15 @@ class MixtureOfExperts:
         h = self.activation(h)  # [T * n_active, channels] local, by expert
         h = self.cut.whole_inputs(h, self.ops, self.comm)
         parts = grouped_linear(h, self.w2, back, self.ops)  # [T * n_active, ..], by token
-        y = self.ops.weighted_sum(parts, routing_weights)
+        y = self.ops.weighted_sum(parts, routing_weights)  # [T, dim] partial, or [T, outputs] local
+        if self.shared_expert is not None:
+            y = self._add_shared(y, x, self.shared_expert)
         return self.cut.complete(y, self.ops, self.comm)
+
+    def _add_shared(self, y: Tensor, x: Tensor, shared_expert: FeedForward) -> Tensor:
+        """Adds the shared expert's output for x to y; overwrites y."""
+        shared = shared_expert.w2.apply(shared_expert.channels(x))
+        if self.shared_gate is None:
+            return self.ops.add_(y, shared)
+        scores = self.ops.linear(x, self.shared_gate.weight.values)  # [T, 1] replicated
+        return self.ops.add_gated_(y, shared, scores)

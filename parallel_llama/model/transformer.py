@@ -17,51 +17,20 @@ import torch
 from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.weights import Axis
 from parallel_llama.model.attention import Attention
 from parallel_llama.model.batch import Batch
+from parallel_llama.model.feed_forward import FeedForward
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (
     Backend,
     ColumnParallelLinear,
-    RowCut,
-    RowParallelLinear,
     VocabParallelEmbedding,
-    activation_of,
-    concat_outputs,
     norm_of,
     row_parallel_sum,
 )
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.plan import Shard
-
-
-class FeedForward:
-    """w2(f(w1 x) * w3 x), or w2(f(w1 x)) without a gate; w1 and w3 by columns, w2 by rows.
-
-    `fuse` concatenates the loaded w1 and w3; it must run before a call.
-
-    Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: that of w2.
-    Source: arXiv 2002.05202.
-    """
-
-    def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
-        self.activation, bias = activation_of(args, backend.ops), args.mlp_bias
-        self.w1 = ColumnParallelLinear(args.dim, shard.ffn, backend, bias=bias)
-        self.w3 = (
-            ColumnParallelLinear(args.dim, shard.ffn, backend, bias=bias) if args.gated else None
-        )
-        self.w2 = RowParallelLinear(RowCut.of_channels(shard), args.dim, backend, bias=bias)
-
-    def fuse(self) -> None:
-        self.w13 = self.w1 if self.w3 is None else concat_outputs(self.w1, self.w3)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.w2(self.channels(x))
-
-    def channels(self, x: Tensor) -> Tensor:
-        """The input of w2. Shapes: [T, dim] replicated -> [T, channels] local."""
-        return self.activation(self.w13(x))
 
 
 class TransformerBlock:
@@ -74,9 +43,12 @@ class TransformerBlock:
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
         self.ops = backend.ops
         self.attention = Attention(args, shard, layer, backend)
-        feed_forward: type[FeedForward | MixtureOfExperts]
-        feed_forward = MixtureOfExperts if args.n_experts else FeedForward
-        self.feed_forward = feed_forward(args, shard, backend)
+        self.feed_forward: FeedForward | MixtureOfExperts
+        if args.n_experts and layer not in args.dense_layers:
+            self.feed_forward = MixtureOfExperts(args, shard, backend)
+        else:
+            axis: Axis = "dense_ffn" if args.n_experts else "ffn"
+            self.feed_forward = FeedForward(args, shard, axis, backend)
         self.attention_norm = norm_of(args, backend) if args.pre_norms else None
         has_ffn_norm = args.pre_norms and not args.shared_norm
         self.ffn_norm = norm_of(args, backend) if has_ffn_norm else None

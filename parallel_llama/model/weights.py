@@ -14,6 +14,7 @@ from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.model.attention import Attention
+from parallel_llama.model.feed_forward import FeedForward
 from parallel_llama.model.huge_pages import HugePages
 from parallel_llama.model.layers import (
     ColumnParallelLinear,
@@ -23,7 +24,7 @@ from parallel_llama.model.layers import (
     VocabParallelEmbedding,
 )
 from parallel_llama.model.moe import Expert, Matrix, MixtureOfExperts
-from parallel_llama.model.transformer import FeedForward, Transformer, TransformerBlock
+from parallel_llama.model.transformer import Transformer, TransformerBlock
 from parallel_llama.ops.formats import DenseWeight, LoadedWeight, QuantWeight, Weight
 from parallel_llama.ops.quant import PackedRows
 from parallel_llama.plan import Shard

@@ -20,6 +20,7 @@ from parallel_llama.ops.cpu.elementwise import (
     Activation,
     make_activation,
     make_add,
+    make_add_gated,
     make_largest,
     make_norm,
     make_weighted_sum,
@@ -80,7 +81,13 @@ class CPUOps(TorchOps):
         self._arena = Arena()
         self._inputs = torch.empty(0)
 
-    def compile(self, *, has_experts: bool = False, has_unrotated: bool = False) -> None:
+    def compile(
+        self,
+        *,
+        has_experts: bool = False,
+        has_shared_gate: bool = False,
+        has_unrotated: bool = False,
+    ) -> None:
         """Compile the kernels; all models share them."""
         for form in self._matrices:
             if isinstance(form, QuantFormat):
@@ -101,6 +108,8 @@ class CPUOps(TorchOps):
             make_route(self._dtype)
             make_routes()
             make_weighted_sum(self._dtype)
+        if has_shared_gate:
+            make_add_gated(self._dtype)
         self._rotary(self._cache_dtype, rotates=True)
         if has_unrotated:
             self._rotary(self._cache_dtype, rotates=False)
@@ -173,6 +182,10 @@ class CPUOps(TorchOps):
 
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         return make_weighted_sum(self._dtype)(parts, routing_weights, self._run)
+
+    def add_gated_(self, y: Tensor, x: Tensor, scores: Tensor) -> Tensor:
+        make_add_gated(self._dtype)(y, x, scores, self._run)
+        return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         rows = x.view(-1, x.shape[-1])

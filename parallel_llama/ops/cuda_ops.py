@@ -9,6 +9,7 @@ from parallel_llama.ops.attention import PLAIN, HeadMap, PagedPlan, Plan, Scores
 from parallel_llama.ops.cuda.chunk_attention import chunk_attention
 from parallel_llama.ops.cuda.decode_attention import decode_attention
 from parallel_llama.ops.cuda.elementwise import (
+    add_gated,
     add_rms_norm,
     gelu_and_mul,
     lookup,
@@ -88,6 +89,10 @@ class CUDAOps(TorchOps):
 
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         return weighted_sum(parts, routing_weights)
+
+    def add_gated_(self, y: Tensor, x: Tensor, scores: Tensor) -> Tensor:
+        add_gated(y, x, scores)
+        return y
 
     def draw(self, x: Tensor, sampling_keys: SamplingKeys, first: int = 0) -> Tensor:
         return (

@@ -47,7 +47,13 @@ class TorchOps:
     def __init__(self, scores: Scores = PLAIN) -> None:
         self._scores = scores
 
-    def compile(self, *, has_experts: bool = False, has_unrotated: bool = False) -> None:
+    def compile(
+        self,
+        *,
+        has_experts: bool = False,
+        has_shared_gate: bool = False,
+        has_unrotated: bool = False,
+    ) -> None:
         """Compile the kernels, so that the first step does not wait for them."""
 
     def lookup(
@@ -153,6 +159,14 @@ class TorchOps:
         for number in range(1, routing_weights.shape[1]):
             total += each[:, number] * routing_weights[:, number : number + 1]
         return total.to(parts.dtype)
+
+    def add_gated_(self, y: Tensor, x: Tensor, scores: Tensor) -> Tensor:
+        """Adds sigmoid(score) x to y in place, with one score for each row, and returns y.
+
+        Shapes: y, x [T, dim], scores [T, 1].
+        """
+        wide = torch.promote_types(y.dtype, torch.float32)
+        return y.copy_(y.to(wide) + scores.to(wide).sigmoid() * x.to(wide))
 
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
         """The largest value of each row and its first column, counted from `first`.

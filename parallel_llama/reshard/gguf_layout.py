@@ -27,6 +27,7 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.canonical import Piece
 from parallel_llama.checkpoint.checkpoint import is_rotary, reordered
+from parallel_llama.checkpoint.gguf_file import gguf_shape
 from parallel_llama.config.gguf import args_from_gguf
 from parallel_llama.config.gguf_fields import require_equal, written_scaling
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED
@@ -84,7 +85,7 @@ class GGUFLayout(Layout):
         for param in parameters(args):
             held = self.slices[param.name]
             kind = GGMLQuantizationType[types[param.name]]
-            tensors.setdefault(held.name, GGUFTensor(held.name, kind, held.shape))
+            tensors.setdefault(held.name, GGUFTensor(held.name, kind, gguf_shape(held.shape)))
         header = _header(fields, [*tensors.values()])
         offset = len(header)
         self.offsets: dict[str, int] = {}

@@ -166,7 +166,7 @@ def test_a_native_json_that_is_not_understood_is_refused(change, reason):
 
 def test_units_of_no_size_are_refused():
     with pytest.raises(UsageError, match="at least 1"):
-        native_units({"units": {"heads": 0, "kv_heads": 4, "ffn": 1, "vocab": 1}})
+        native_units({"units": {"heads": 0, "kv_heads": 4, "ffn": 1, "vocab": 1}}, ["heads"])
 
 
 def test_a_missing_weight_file_is_named(small, tmp_path):

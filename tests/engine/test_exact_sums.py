@@ -37,6 +37,13 @@ EXPERTS = TinyModel(
     8, 2, 32, 256, ffn_dim=96, family="mixtral",
     own={"num_local_experts": 5, "num_experts_per_tok": 2},
 )  # fmt: skip
+SHARED = TinyModel(
+    8, 2, 32, 256, ffn_dim=416, family="qwen2_moe",
+    own={
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 288, "mlp_only_layers": [1],
+    },
+)  # fmt: skip
 
 
 def logits_of(
@@ -86,7 +93,7 @@ def runner_place(runner: ModelRunner, name: str) -> tuple[object, str]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    tiny = {**TINY_MODELS, "wide": WIDE, "experts": EXPERTS}
+    tiny = {**TINY_MODELS, "wide": WIDE, "experts": EXPERTS, "shared expert": SHARED}
     return {
         name: write_hf(model, tmp_path_factory.mktemp("hf"), seed)
         for seed, (name, model) in enumerate(tiny.items())
@@ -119,6 +126,7 @@ def test_every_family_has_the_same_bits_on_any_number_of_ranks(folders, name):
         ("experts", "fp8", "auto"),
         ("experts", "int8", "bfloat16"),
         ("experts", "int4", "int8"),
+        *(("shared expert", quant, "auto") for quant in ("none", "int8", "int4")),
     ],
 )
 def test_every_format_has_the_same_bits_on_any_number_of_ranks(

@@ -50,6 +50,9 @@ MODELS: dict[str, TinyModel] = {
     "mixtral": TINY_MODELS["8/2 mixtral"],
     "qwen2": TINY_MODELS["8/2 qwen2"],
     "qwen3": TINY_MODELS["8/2 qwen3"],
+    "qwen2moe": TinyModel(
+        8, 2, 6, 56, family="qwen2_moe", own={**_EXPERTS, "shared_expert_intermediate_size": 37}
+    ),
     "qwen3moe": TinyModel(
         8, 2, 6, 56, family="qwen3_moe", own={**_EXPERTS, "norm_topk_prob": True}
     ),

@@ -61,7 +61,30 @@ def test_shares_that_are_not_stated_to_sum_to_1_do_not(folder):
     assert not args_with(folder, norm_topk_prob=None).normed_experts
 
 
-@pytest.mark.parametrize(("key", "value"), [("decoder_sparse_step", 2), ("mlp_only_layers", [1])])
-def test_layers_without_experts_are_refused(folder, key, value):
-    with pytest.raises(UsageError, match=f"{key}=.*experts in every layer"):
-        args_with(folder, **{key: value})
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"decoder_sparse_step": 2}, (0,)),
+        ({"mlp_only_layers": [1, 7]}, (1,)),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 1}, ()),
+    ],
+)
+def test_layers_may_lack_experts(folder, values, expected):
+    args = args_with(folder, **values)
+    assert args.dense_layers == expected
+    assert args.dense_ffn_dim == (TINY_MODELS["8/2 qwen3_moe"].ffn_dim if expected else 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0: use 1"),
+        ({"mlp_only_layers": [0, 1]}, "leave no layer of 2 with experts"),
+        ({"decoder_sparse_step": 3}, "leave no layer of 2 with experts"),
+        ({"mlp_only_layers": ["0"]}, "mlp_only_layers='0' is not a whole number"),
+        ({"num_experts": 0}, "num_experts=0: use 1"),
+    ],
+)
+def test_layers_and_experts_that_no_model_has_are_refused(folder, values, expected):
+    with pytest.raises(UsageError, match=expected):
+        args_with(folder, **values)

@@ -135,6 +135,36 @@ def test_what_is_read_has_the_bytes_that_the_plan_promises(precision):
             assert sum(counts) == weight_bytes(shard, values_by_form(ARGS, precision))
 
 
+SHARED = replace(
+    ARGS,
+    ffn_dim=64,
+    n_experts=3,
+    n_active_experts=2,
+    shared_ffn_dim=192,
+    shared_gate=True,
+    dense_layers=(1,),
+    dense_ffn_dim=320,
+)
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_a_shared_expert_and_layers_without_experts_are_quantised_too(quant):
+    """The gate is not: it decides like a router, with one row."""
+    precision = PRECISIONS[quant]
+    exact = logits_of(Solo(), Precision.plain("float64"), SHARED, Kept(precision, SHARED))
+    ours = torch.cat(run_on_threads(3, logits_of, precision, SHARED), 1)
+    assert (ours - exact).norm() < 0.02 * exact.norm()
+    shard, counts = make_plan(SHARED, 3, quant_group_size=32).shards[1], []
+    list(load(random_checkpoint(SHARED, 1), SHARED, shard, precision, CPU, counts.append))
+    assert sum(counts) == weight_bytes(shard, values_by_form(SHARED, precision))
+
+
+def test_a_shared_expert_whose_channels_are_no_whole_groups_is_not_quantised():
+    for name in ("shared_ffn_dim", "dense_ffn_dim"):
+        with pytest.raises(UsageError, match=f"{name}=200 is not a multiple of the 32"):
+            make_precision(replace(SHARED, **{name: 200}), "float32", "cpu", "int4")
+
+
 # Blocks of 256 that ranks cut inside, and queries, keys and values in two formats.
 WIDE = ModelArgs(
     dim=256, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=32, ffn_dim=768, vocab_size=101

@@ -34,6 +34,7 @@ CARRIED = {
     "glm": OF_FAMILIES["glm"],
     "gemma": OF_FAMILIES["gemma"],
     "mixtral": OF_FAMILIES["mixtral"],
+    "qwen2_moe": OF_FAMILIES["qwen2_moe"],
     "biases everywhere": replace(ARGS, attention_bias=True, mlp_bias=True),
     "post norms": replace(ARGS, post_norms=True, norm_offset=1.0, attention_soft_cap=2.0),
     "post norms only": replace(ARGS, pre_norms=False, post_norms=True),
@@ -149,7 +150,7 @@ def test_ranks_leave_their_programs_to_sum_in_any_way(tp_size):
 
 
 @pytest.mark.parametrize(
-    ("name", "tp_size"), [("biases everywhere", 2), ("mixtral", 3), ("norms across heads", 3)]
+    ("name", "tp_size"), [("biases everywhere", 2), ("qwen2_moe", 3), ("norms across heads", 3)]
 )
 def test_ranks_sum_within_their_programs(ranks, name, tp_size):
     for n_recorded in ranks(tp_size).run(run_both_ways, CARRIED[name], range(2)):

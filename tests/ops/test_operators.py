@@ -201,6 +201,18 @@ def test_weighted_sum(backend, n_columns):
     check(ops.weighted_sum(parts, routing_weights), expected)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("n_columns", [37, 1030])
+def test_add_gated_scales_each_row_by_the_sigmoid_of_its_score(backend, n_columns):
+    """Far below 0, exp(-score) overflows, and the row stays as it is."""
+    ops, dtype, device = backend
+    y, x = torch.randn(2, 5, n_columns, dtype=dtype, device=device)
+    scores = torch.tensor([[-200.0], [-1.5], [0.0], [3.0], [200.0]], dtype=dtype, device=device)
+    expected = y.double() + scores.double().sigmoid() * x.double()
+    assert ops.add_gated_(y, x, scores) is y
+    check(y, expected)
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(0, 96), (1, 2), (5, 130), (2, 3, 48)], ids=str)
 def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(backend, shape, offset):

@@ -18,6 +18,7 @@ from torch import Tensor
 ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
 }
@@ -111,8 +112,10 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
     if n_experts:
         writer.add_expert_count(n_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    if arch == "qwen3moe":
+    if arch in ("qwen2moe", "qwen3moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if arch in ("gemma2", "gemma3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if arch == "exaone4" and config["sliding_window"] is not None:

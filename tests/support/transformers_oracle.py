@@ -24,7 +24,8 @@ def load_transformers(folder: Path) -> PreTrainedModel:
     Built inside `float64_throughout` its rotary buffers are float64 too.
     """
     config = AutoConfig.from_pretrained(folder)
-    if getattr(config, "num_local_experts", 0):  # which it keeps in another form than in files
+    if any(getattr(config, key, 0) for key in ("num_local_experts", "num_experts")):
+        # It keeps experts in another form than in files.
         return _from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
     weights = load_file(folder / "model.safetensors")

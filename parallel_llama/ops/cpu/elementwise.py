@@ -347,6 +347,59 @@ def _weighted_sum(
 
 
 @dataclass(slots=True, kw_only=True)
+class _AddGatedArguments(Generic[T]):
+    y: Numbers[T]
+    x: Numbers[T]
+    scores: Numbers[T]
+    n_tokens: Integer[T]
+    dim: Integer[T]
+
+
+class AddGatedKernel:
+    """y[t] += sigmoid(scores[t]) * x[t]: a shared expert with a gate.
+
+    Shapes: y and x [T, dim] and scores [T, 1], contiguous.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
+        lanes = machine.lanes(dtype)
+        self._program = CompiledKernel(
+            _AddGatedArguments[float], partial(_add_gated, lanes), numbers=lanes.pointer
+        )
+
+    def __call__(self, y: Tensor, x: Tensor, scores: Tensor, run: Launcher = at_once) -> None:
+        n_tokens, dim = y.shape
+        assert y.shape == x.shape and scores.shape == (n_tokens, 1)
+        assert y.dtype == x.dtype == scores.dtype
+        assert y.is_contiguous() and x.is_contiguous() and scores.is_contiguous()
+        arguments = _AddGatedArguments(
+            y=y.data_ptr(), x=x.data_ptr(), scores=scores.data_ptr(), n_tokens=n_tokens, dim=dim
+        )
+        run(self._program, threads_for(y.numel()), arguments)
+
+
+@cache
+def make_add_gated(dtype: torch.dtype) -> AddGatedKernel:
+    return AddGatedKernel(dtype, this_machine())
+
+
+def _add_gated(
+    lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _AddGatedArguments[Value]
+) -> None:
+    """
+    for token in this thread's tokens:
+        y[token] += sigmoid(scores[token]) * x[token]
+    """
+    with loop(b, *thread.part_of(args.n_tokens)) as token:
+        own, others = args.y + token * args.dim, args.x + token * args.dim
+        gate = _sigmoid(lanes, lanes.splat(args.scores[token]))
+        with loop(b, 0, args.dim, lanes.width) as i:
+            mask = lanes.first(args.dim - i)
+            total = fma(lanes.load(others + i, mask), gate, lanes.load(own + i, mask))
+            lanes.store(own + i, total, mask)
+
+
+@dataclass(slots=True, kw_only=True)
 class _LargestArguments(Generic[T]):
     x: Numbers[T]
     x_stride: Integer[T]

@@ -35,6 +35,14 @@ def weighted_sum(parts: Tensor, routing_weights: Tensor) -> Tensor:
     return y
 
 
+def add_gated(y: Tensor, x: Tensor, scores: Tensor) -> None:
+    """`TorchOps.add_gated_`. Shapes: y, x [T, dim], scores [T, 1]."""
+    n, dim = y.shape
+    assert y.shape == x.shape and scores.shape == (n, 1)
+    assert y.is_contiguous() and x.is_contiguous() and scores.is_contiguous()
+    launch(_add_gated, (triton.cdiv(dim, _SIZE), n), y, x, scores, dim, SIZE=_SIZE)
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up, the two halves of each row. Shapes: [T, 2 * channels] -> [T, channels]."""
     return _gated(x, "silu")
@@ -104,6 +112,17 @@ def _weighted(parts, routing_weights, y, dim, N_PARTS: tl.constexpr, SIZE: tl.co
         own = tl.load(parts + at * dim + columns, columns < dim, 0).to(tl.float32)
         total += own * tl.load(routing_weights + at)
     tl.store(y + row * dim + columns, total.to(y.dtype.element_ty), columns < dim)
+
+
+@triton.jit
+def _add_gated(y, x, scores, dim, SIZE: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    at, is_there = row * dim + columns, columns < dim
+    gate = 1 / (1 + tl.exp(-tl.load(scores + row).to(tl.float32)))
+    total = tl.load(y + at, is_there, 0).to(tl.float32)
+    total += gate * tl.load(x + at, is_there, 0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), is_there)
 
 
 @triton.jit

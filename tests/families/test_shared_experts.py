@@ -1,0 +1,195 @@
+"""Families with a shared expert, which computes every token, compared with transformers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mixes import OF_FAMILIES
+from parity_steps import load_runner, logits_by_cuts, logits_in_pieces, logits_of_models
+from reshard_samples import through_every_layout
+from thread_ranks import ThreadComm, run_on_threads
+from tiny_models import TinyModel, write_hf
+from torch import Tensor
+from transformers_oracle import loaded_logits, reference_logits
+
+from parallel_llama.checkpoint.reading import load, open_checkpoint
+from parallel_llama.config.hf import args_from_hf, hf_config
+from parallel_llama.config.layouts import load_model_args
+from parallel_llama.dtypes import Precision
+from parallel_llama.errors import UsageError
+from parallel_llama.files.model_files import find_model
+from parallel_llama.memory import values_by_form, weight_bytes
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.plan import make_plan
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_QWEN2 = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "shared_expert_intermediate_size": 37,
+}
+
+MODELS: dict[str, TinyModel] = {
+    "qwen2_moe": TinyModel(7, 1, 8, 56, family="qwen2_moe", own=_QWEN2),
+    "qwen2_moe, dense layers, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        n_layers=4,
+        tied=True,
+        family="qwen2_moe",
+        own={
+            **_QWEN2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "qkv_bias": False,
+            "shared_expert_intermediate_size": 5,  # fewer than heads
+        },
+        rope=_YARN,
+    ),
+    "qwen2_moe, windows": TinyModel(
+        7,
+        7,
+        6,
+        42,
+        n_layers=4,
+        family="qwen2_moe",
+        own={
+            **_QWEN2,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 2,  # the others see all keys, as every second layer does
+            "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3_moe, dense layers": TinyModel(
+        7,
+        1,
+        6,
+        42,
+        n_layers=3,
+        family="qwen3_moe",
+        own={
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 18,
+            "decoder_sparse_step": 2,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: write_hf(tiny, tmp_path_factory.mktemp("hf"), seed=3) for name, tiny in MODELS.items()
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
+    folder, tokens = folders[name], MODELS[name].tokens
+    expected = reference_logits(folder, tokens)
+    for tp_size in (1, 2, 3, 5, 7):
+        for (logits,) in run_on_threads(tp_size, logits_of_models, [(folder, tokens)]):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    args = load_model_args(find_model(str(folder)))
+    assert args_from_hf(json.loads(json.dumps(hf_config(args)))) == args
+    cuts = [[5, *range(9, len(tokens))]]  # a prompt in two chunks, then tokens one by one
+    (logits,) = logits_by_cuts(Solo(), folder, tokens, cuts)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def cut_logits(
+    comm: Communicator, folder: Path, tokens: Sequence[int], cut: Mapping[str, Any]
+) -> Tensor:
+    return logits_in_pieces(load_runner(comm, folder, len(tokens), cut), tokens, [9])
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [{"ranks_per_expert": 1}, {"ranks_per_expert": 2}, {"memory": [10, 1, 6]}],
+    ids=["expert", "mixed", "uneven"],
+)
+def test_a_shared_expert_is_split_over_all_ranks_wherever_the_others_are(folders, cut):
+    name = "qwen2_moe, dense layers, tied"
+    folder, tokens = folders[name], MODELS[name].tokens
+    expected = reference_logits(folder, tokens)
+    for logits in run_on_threads(3, cut_logits, folder, tokens, cut):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    args = load_model_args(find_model(str(folder)))
+    shards = make_plan(args, 3, **cut).shards
+    for axis, size in (("shared_ffn", args.shared_ffn_dim), ("dense_ffn", args.dense_ffn_dim)):
+        assert [n for shard in shards for n in shard.extent(axis)] == list(range(size))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
+    folder, tokens = folders[name], MODELS[name].tokens
+    alone = cut_logits(Solo(), folder, tokens, {"exact": True})
+    for tp_size in (3, 5):
+        for logits in run_on_threads(tp_size, cut_logits, folder, tokens, {"exact": True}):
+            assert torch.equal(logits, alone)
+
+
+def logits_and_counts(
+    comm: ThreadComm, folder: Path, tokens: Sequence[int]
+) -> tuple[Tensor, dict[str, int]]:
+    runner = load_runner(comm, folder, len(tokens))
+    comm.counts.clear()
+    return logits_in_pieces(runner, tokens), dict(comm.counts)
+
+
+def test_a_shared_expert_costs_no_collective(folders):
+    name = "qwen2_moe"
+    folder, tokens = folders[name], MODELS[name].tokens
+    for _, counts in run_on_threads(3, logits_and_counts, folder, tokens):
+        assert counts == {"all_reduce": 2 * MODELS[name].n_layers + 1, "all_gather": 1}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, folders, tmp_path):
+    folder, tokens = through_every_layout(folders[name], tmp_path), MODELS[name].tokens
+    logits, expected = loaded_logits(folder, tokens), reference_logits(folders[name], tokens)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_plan_counts_every_byte_that_a_rank_loads(folders, exact):
+    files = find_model(str(folders["qwen2_moe, dense layers, tied"]))
+    args = load_model_args(files)
+    checkpoint, precision = open_checkpoint(files, args), Precision.plain("float32")
+    for tp_size in (1, 3, 7):
+        for shard in make_plan(args, tp_size, exact=exact).shards:
+            loaded = load(checkpoint, args, shard, precision, torch.device("cpu"))
+            expected = weight_bytes(shard, values_by_form(args, precision, exact=exact))
+            assert sum(value.nbytes for _, value in loaded) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"n_experts": 0, "n_active_experts": 0}, "shared_ffn_dim needs n_experts"),
+        ({"shared_ffn_dim": 0}, "shared_gate needs shared_ffn_dim"),
+        ({"shared_ffn_dim": -1}, "shared_ffn_dim=-1: use a whole number from 0"),
+        ({"shared_ffn_dim": 1 << 30}, "shared_ffn_dim=1073741824: use a whole number from 0"),
+        ({"dense_ffn_dim": 0}, "dense_layers and dense_ffn_dim need each other"),
+        ({"dense_layers": (0, 1)}, "n_experts needs a layer that is not in dense_layers"),
+        ({"dense_layers": (2,)}, r"dense_layers=\[2\]: use numbers from 0 to 1"),
+    ],
+)
+def test_arguments_without_a_meaning_are_refused(changed, expected):
+    with pytest.raises(UsageError, match=expected):
+        replace(OF_FAMILIES["qwen2_moe"], **changed)
