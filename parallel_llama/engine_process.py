@@ -86,8 +86,8 @@ class EngineProcess:
             block_size=capacity.block_size,
             longest=capacity.longest(self._inputs.max_seq_len),
             ranks=tuple(
-                wire.RankFacts(rank, n_bytes, pids.get(rank), on_card)
-                for rank, (n_bytes, on_card) in enumerate(
+                wire.RankFacts(rank, n_bytes, pids.get(rank), on_gpu)
+                for rank, (n_bytes, on_gpu) in enumerate(
                     zip_longest(setup.weight_bytes, self._ranks.cuda_bytes)
                 )
             ),

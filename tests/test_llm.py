@@ -188,9 +188,9 @@ def test_a_number_of_ranks_that_torchrun_contradicts_is_refused(model, monkeypat
         LLM(str(model), tp_size=2)
 
 
-def test_two_ranks_share_no_card_and_say_so(model, llm, monkeypatch, caplog):
+def test_two_ranks_share_no_gpu_and_say_so(model, llm, monkeypatch, caplog):
     """They died in set_device on a host with one GPU, for example in the quickstart."""
-    monkeypatch.setattr("parallel_llama.engine.setup.visible_cards", lambda: 1)
+    monkeypatch.setattr("parallel_llama.engine.setup.visible_gpus", lambda: 1)
     with pytest.raises(UsageError, match=r"2 ranks on this host and 1 GPU, .* at most 1 on"):
         LLM(str(model), tp_size=2, device="cuda")
     assert local_ranks() == []
@@ -203,8 +203,8 @@ def test_two_ranks_share_no_card_and_say_so(model, llm, monkeypatch, caplog):
     assert [says in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_memory_of_a_card_that_nobody_checks_is_not_said_to_be_checked(model, monkeypatch):
-    monkeypatch.setattr("parallel_llama.engine.setup.visible_cards", lambda: 1)
+def test_memory_of_a_gpu_that_nobody_checks_is_not_said_to_be_checked(model, monkeypatch):
+    monkeypatch.setattr("parallel_llama.engine.setup.visible_gpus", lambda: 1)
     with pytest.raises(UsageError, match="integrity_check=True on device='cuda': only memory of"):
         LLM(str(model), device="cuda", integrity_check=True)
 
@@ -223,13 +223,13 @@ def test_memory_is_checked_by_default_with_exact_sums(model, settings, is_checke
     assert ModelSetup(LLMConfig(str(model), **settings)).integrity_check == is_checked
 
 
-def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(model, monkeypatch):
+def test_a_model_that_a_gpu_has_no_room_for_is_refused_before_a_byte_is_read(model, monkeypatch):
     """The model was read until the GPU was full."""
     n_read: list[int] = []
     for name, gives in (
-        ("setup.visible_cards", 1),
-        ("setup.own_device", torch.device("cpu")),  # stands in for the card
-        ("ranks.memory_of", DeviceMemory(1 << 29, card=1)),
+        ("setup.visible_gpus", 1),
+        ("setup.own_device", torch.device("cpu")),  # stands in for the GPU
+        ("ranks.memory_of", DeviceMemory(1 << 29, gpu=1)),
     ):
         monkeypatch.setattr(f"parallel_llama.engine.{name}", lambda *_, gives=gives: gives)
     with pytest.raises(UsageError, match=f"rank 0 of 1 needs .* which has {1 << 29} free"):
@@ -237,14 +237,14 @@ def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(mo
     assert n_read == []
 
 
-def test_a_model_says_what_it_has_taken_of_each_card(model, monkeypatch):
+def test_a_model_says_what_it_has_taken_of_each_gpu(model, monkeypatch):
     with LLM(str(model), dtype="float64") as on_cpu:
         assert on_cpu.statistics.cuda_bytes == ()
     monkeypatch.setattr("parallel_llama.engine.ranks.peak_cuda_bytes", lambda _: 9 << 30)
-    with LLM(str(model), dtype="float64") as on_card:
-        assert on_card.statistics.cuda_bytes == (9 << 30,)
-        assert EngineProcess(on_card.ranks, FrameSocket(socket.socket()))._loaded().ranks == (
-            RankFacts(0, on_card.statistics.weight_bytes[0], os.getpid(), 9 << 30),
+    with LLM(str(model), dtype="float64") as on_gpu:
+        assert on_gpu.statistics.cuda_bytes == (9 << 30,)
+        assert EngineProcess(on_gpu.ranks, FrameSocket(socket.socket()))._loaded().ranks == (
+            RankFacts(0, on_gpu.statistics.weight_bytes[0], os.getpid(), 9 << 30),
         )
 
 
@@ -282,13 +282,13 @@ def test_graphs_are_dropped_before_the_group_of_ranks_is_left(model, monkeypatch
 
 def test_ranks_of_two_devices_do_not_meet(model):
     """With auto each rank decides for itself, and one rank may see no GPU."""
-    cards = []
+    infos = []
     for rank, kind in enumerate(("cuda", "cpu")):
         setup = ModelSetup(LLMConfig(str(model)))
         setup.kind = kind
-        cards.append(RankInfo.of_this_process(rank, 2, shared_facts(setup)))
+        infos.append(RankInfo.of_this_process(rank, 2, shared_facts(setup)))
     with pytest.raises(RankError, match="device: rank 1 of 2 has cpu and rank 0 has cuda"):
-        require_same(cards)
+        require_same(infos)
 
 
 def test_every_thread_that_touches_the_model_uses_its_device(model, monkeypatch):

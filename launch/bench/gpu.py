@@ -38,7 +38,7 @@ import torch
 
 from launch.bench.gpu_report import charts, markdown
 from launch.bench.gpu_steps import DEVICE_LOST, Row
-from launch.bench.gpu_steps.card import COPY, MATRIX
+from launch.bench.gpu_steps.gpu import COPY, MATRIX
 from launch.bench.plot import svg
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ class Step:
 
 
 STEPS = (
-    Step("card", "The GPU", 30),
+    Step("gpu", "The GPU", 30),
     Step("parity", "Whole models", 70),
     Step("shapes:llama-3.2-1b", "Llama 3.2 1B's shape", 60),
     Step("peers", "transformers for comparison", 40),

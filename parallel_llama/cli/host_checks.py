@@ -20,7 +20,7 @@ from parallel_llama.doctor.machine import Host, Needs, startup_checks
 from parallel_llama.engine.available_memory import available_memory
 from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.parallel.device_choice import choose_device, count_cards, ranks_sharing_cards
+from parallel_llama.parallel.device_choice import choose_device, count_gpus, ranks_sharing_gpus
 from parallel_llama.parallel.launch import threads_per_rank
 from parallel_llama.parallel.rank_env import SECRET_FD, is_started_as_rank, local_world, world
 
@@ -36,14 +36,14 @@ def host_of(n_ranks: int, needs: Needs | None, port: int = 0) -> Host:
 def needs_of(
     flags: Flags, model: str, files: ModelFiles, args: ModelArgs, n_ranks: int
 ) -> Needs | None:
-    """The memory of this host's ranks; None if they run on cards.
+    """The memory of this host's ranks; None if they run on GPUs.
 
     Raises: UsageError if there is no plan for so many ranks.
     """
     local_rank, n_local = local_world(n_ranks)
-    n_cards = count_cards()
-    _, n_sharing = ranks_sharing_cards(flags[DEVICE], n_ranks, n_cards)
-    if choose_device(flags[DEVICE], n_sharing, n_cards) != "cpu":
+    n_gpus = count_gpus()
+    _, n_sharing = ranks_sharing_gpus(flags[DEVICE], n_ranks, n_gpus)
+    if choose_device(flags[DEVICE], n_sharing, n_gpus) != "cpu":
         return None
     dtype = flags[DTYPE] or default_dtype(files, args, "cpu")
     asked = PlanRequest(

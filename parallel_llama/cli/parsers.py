@@ -32,7 +32,7 @@ _SIZE = re.compile(
 _COUNTED = re.compile(r"(?:([0-9]{1,4}) ?[xX] ?)?(.+)")
 
 
-class Card(NamedTuple):
+class GPU(NamedTuple):
     """A GPU: bytes of memory, and bytes per second that it reads, which may not be known."""
 
     memory: int
@@ -41,7 +41,7 @@ class Card(NamedTuple):
 
 # Memory of NVIDIA GPUs in GiB, as CUDA reports it: less than their nominal memory, because of error
 # correction and the driver. Bandwidth in GB/s, from NVIDIA's data sheets (H100: SXM).
-CARDS = {
+KNOWN_GPUS = {
     "B200": (178.3, 8000),
     "H200": (139.7, 4800),
     "H100": (79.1, 3350),
@@ -259,39 +259,39 @@ def rank_sizes(text: str) -> list[int]:
     return [sizes] if isinstance(sizes, int) else sizes
 
 
-def cards(text: str) -> Card | list[Card]:
+def gpu_list(text: str) -> GPU | list[GPU]:
     """One GPU, for any number of ranks, or a list if counts or several GPUs are given.
 
-    A GPU is given by a name of `CARDS`, or by its memory in GiB or another unit.
+    A GPU is given by a name of `KNOWN_GPUS`, or by its memory in GiB or another unit.
 
-    >>> [card.memory // GIB for card in cards("2x80,40")], cards("H200").bandwidth
+    >>> [gpu.memory // GIB for gpu in gpu_list("2x80,40")], gpu_list("H200").bandwidth
     ([80, 80, 40], 4800000000000)
     """
     counted = [_COUNTED.fullmatch(piece.strip()) for piece in text.split(",")]
-    found: list[Card] = []
+    found: list[GPU] = []
     try:
         for match in counted:
             if match is None:
                 raise ValueError
-            n_cards, card = whole(1, MAX_RANKS)(match[1] or "1"), _card(match[2])
+            n_gpus, gpu = whole(1, MAX_RANKS)(match[1] or "1"), _gpu(match[2])
             if len(counted) == 1 and not match[1]:
-                return card
-            found += [card] * n_cards
+                return gpu
+            found += [gpu] * n_gpus
             if len(found) > MAX_RANKS:
                 raise ValueError
     except ValueError:
         raise ValueError(
             f"not GPUs such as 8xH200, 3x24 (GiB) or 2x80,1x40, at most {MAX_RANKS}; the names "
-            f"are {', '.join(CARDS)}"
+            f"are {', '.join(KNOWN_GPUS)}"
         ) from None
     return found
 
 
-def _card(text: str) -> Card:
-    for name, (gib, gb_per_s) in CARDS.items():
+def _gpu(text: str) -> GPU:
+    for name, (gib, gb_per_s) in KNOWN_GPUS.items():
         if _plain_name(name) == _plain_name(text):
-            return Card(int(gib * GIB), gb_per_s * GB)
-    return Card(byte_size(text, GIB))
+            return GPU(int(gib * GIB), gb_per_s * GB)
+    return GPU(byte_size(text, GIB))
 
 
 def bandwidths(text: str) -> int | list[int]:

@@ -21,10 +21,10 @@ from parallel_llama.cli.estimate import (
 )
 from parallel_llama.cli.parsers import (
     GB,
-    Card,
+    GPU,
     bandwidths,
-    cards,
     count_or_range,
+    gpu_list,
     memory_sizes,
     whole,
 )
@@ -35,7 +35,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.families.weights import Axis
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
-from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
+from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_gpus
 from parallel_llama.plan import ShardPlan, why_unrecorded
 
 WIDTH = 80
@@ -60,11 +60,11 @@ MEMORY: Flag[int | list[int] | None] = Flag(
     "(80,80,40; 80x4,40x2), so that ranks get work in proportion; GPU memory with --device cuda",
     memory_sizes, "SIZES",
 )  # fmt: skip
-GPUS: Flag[Card | list[Card] | None] = Flag(
+GPUS: Flag[GPU | list[GPU] | None] = Flag(
     "gpus",
     "plan for CUDA GPUs, one per rank: number and name (8xH200) or number and usable GiB (3x24; "
     "2x80,1x40); without a number (H100) finds the fewest that fit",
-    cards, "GPUS",
+    gpu_list, "GPUS",
 )  # fmt: skip
 BANDWIDTH: Flag[int | list[int] | None] = Flag(
     "bandwidth",
@@ -134,7 +134,7 @@ def _check_listed(n_bandwidths: int, n_ranks: int | None) -> None:
         )
 
 
-def _gpus(flags: Flags) -> Card | list[Card] | None:
+def _gpus(flags: Flags) -> GPU | list[GPU] | None:
     """The GPUs in --gpus that are planned for: one for any number of ranks, or one per rank."""
     gpus = flags[GPUS]
     if gpus is not None and flags[MEMORY] is not None:
@@ -146,7 +146,7 @@ def _gpus(flags: Flags) -> Card | list[Card] | None:
     return gpus
 
 
-def _some_of(gpus: list[Card], nproc: list[int]) -> Card | list[Card]:
+def _some_of(gpus: list[GPU], nproc: list[int]) -> GPU | list[GPU]:
     """The GPUs in --gpus that --nproc ranks use."""
     if nproc[-1] > len(gpus):
         raise UsageError(
@@ -158,27 +158,27 @@ def _some_of(gpus: list[Card], nproc: list[int]) -> Card | list[Card]:
     return gpus[: nproc[0]] if len(nproc) == 1 else gpus[0]
 
 
-def _memory(flags: Flags, gpus: Card | list[Card] | None) -> int | tuple[int, ...] | None:
+def _memory(flags: Flags, gpus: GPU | list[GPU] | None) -> int | tuple[int, ...] | None:
     """The memory per rank from --memory or --gpus: one size for all ranks, or a list."""
-    if isinstance(gpus, Card):
+    if isinstance(gpus, GPU):
         return gpus.memory
-    given = [card.memory for card in gpus] if gpus else flags[MEMORY]
+    given = [gpu.memory for gpu in gpus] if gpus else flags[MEMORY]
     return tuple(given) if isinstance(given, list) else given
 
 
-def _bandwidth(flags: Flags, gpus: Card | list[Card] | None) -> int | tuple[int | None, ...] | None:
+def _bandwidth(flags: Flags, gpus: GPU | list[GPU] | None) -> int | tuple[int | None, ...] | None:
     """The bandwidth per rank from --bandwidth, or of the GPUs: one for all ranks, or a list."""
     given = flags[BANDWIDTH]
     if given is None:
         if isinstance(gpus, list):
-            return tuple(card.bandwidth for card in gpus)
+            return tuple(gpu.bandwidth for gpu in gpus)
         return gpus and gpus.bandwidth
     return tuple(given) if isinstance(given, list) else given
 
 
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
     """The device to plan for; an explicit --device need not exist on this machine."""
-    return choose_device(asked, n_ranks, count_cards() if asked == "auto" else n_ranks)
+    return choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks)
 
 
 def _show_one(flags: Flags, found: Estimate) -> int:

@@ -12,7 +12,7 @@ CHECKS: Mapping[str, str] = {
     "load": "cores that other programs use",
     "numa": "NUMA nodes against ranks",
     "memory": "free memory against what the ranks need",
-    "dev-shm": "size of /dev/shm, which NCCL uses between cards",
+    "dev-shm": "size of /dev/shm, which NCCL uses between GPUs",
     "open-files": "limit of open files",
     "processes": "limits of processes and threads",
     "locked-memory": "limit of locked memory, which InfiniBand needs",

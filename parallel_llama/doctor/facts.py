@@ -22,8 +22,8 @@ from parallel_llama.doctor.records import exchange
 from parallel_llama.errors import listed_ranks
 from parallel_llama.ops.cpu.jit import CPUFeatures, code_cache, computes, this_machine
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.parallel.communicators import address_to, visible_cards
-from parallel_llama.parallel.device_choice import count_cards, too_few
+from parallel_llama.parallel.communicators import address_to, visible_gpus
+from parallel_llama.parallel.device_choice import count_gpus, too_few
 
 _LIBRARIES = "torch", "llvmlite", "numpy", "blake3", "msgspec", "safetensors", "fairscale"
 _PACKAGE = Path(parallel_llama.__file__).parent
@@ -178,15 +178,15 @@ def _round_trip(address: str, port: int) -> float:
         return -1.0
 
 
-def cards(n_local: int, needed: int) -> Check:
-    """Looks at this rank's card; `needed` are its bytes, 0 without a model."""
-    n_there, n_seen = count_cards(), visible_cards()
+def gpus(n_local: int, needed: int) -> Check:
+    """Looks at this rank's GPU; `needed` are its bytes, 0 without a model."""
+    n_there, n_seen = count_gpus(), visible_gpus()
     if not n_there and not n_seen:
         return Check("cards", "skip", "there is no CUDA device")
     if not n_seen:
         seen = f"{n_there} CUDA devices, but torch {torch.__version__} sees none"
         return Check("cards", "fail", seen, "nvidia-smi (then install a torch for its CUDA)")
-    kinds = {torch.cuda.get_device_name(card) for card in range(min(n_local, n_seen))}
+    kinds = {torch.cuda.get_device_name(gpu) for gpu in range(min(n_local, n_seen))}
     if n_local > n_seen:
         cure = f"use at most --nproc {n_seen}"
         return Check("cards", "warn", f"{too_few(n_local, n_seen)}: running on the CPU", cure)
@@ -197,8 +197,8 @@ def cards(n_local: int, needed: int) -> Check:
             "cards", "fail", f"{seen}, {needed // _MIB} needed", "nvidia-smi (what else runs)"
         )
     if len(kinds) > 1:
-        seen = f"unlike cards: {', '.join(sorted(kinds))}"
-        return Check("cards", "warn", seen, "export CUDA_VISIBLE_DEVICES=.. (equal cards)")
+        seen = f"different GPUs: {', '.join(sorted(kinds))}"
+        return Check("cards", "warn", seen, "export CUDA_VISIBLE_DEVICES=.. (equal GPUs)")
     return Check("cards", "pass", seen)
 
 

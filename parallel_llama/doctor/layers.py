@@ -43,7 +43,7 @@ from parallel_llama.plan import ShardPlan, make_plan
 # Limits on the bytes that a rank hashes and on the time for layers, so that the command is quick.
 _HASHED_BYTES = 1 << 30
 _LAYERS_S = 3.0
-_CARD_TOLERANCE = 2e-2  # of bfloat16, relative to the largest value
+_GPU_TOLERANCE = 2e-2  # of bfloat16, relative to the largest value
 _N_TOKENS = 16
 
 
@@ -168,7 +168,7 @@ def _compared(
     if comm.rank == checker:
         solo = TracedSolo()
         _compute(setup, alone, solo, layer, x)
-        tolerance = _CARD_TOLERANCE if setup.kind == "cuda" else 0.0
+        tolerance = _GPU_TOLERANCE if setup.kind == "cuda" else 0.0
         own = _Compared(first_difference(solo.trace, trace, tolerance), len(trace.results))
     found = exchange(comm, own, _Compared)[checker]
     if found is None:

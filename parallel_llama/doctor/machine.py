@@ -19,7 +19,7 @@ from parallel_llama.doctor.check import Check
 from parallel_llama.engine.available_memory import available_memory
 from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.parallel.cgroups import cgroup_folders, cpu_cores
-from parallel_llama.parallel.device_choice import count_cards
+from parallel_llama.parallel.device_choice import count_gpus
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -29,8 +29,8 @@ _LEAST_FILES, _USUAL_FILES = 128, 1024
 # Threads of a rank besides those of kernels: heartbeat, reading, gloo.
 _OTHER_THREADS = 16
 # NCCL's documentation asks for 1 GiB; containers have 64 MiB by default, which is too little for
-# several cards. Ranks on the CPU do not use /dev/shm.
-_CARD_SHM, _CARD_LEAST_SHM, _CPU_SHM = GIB, 256 * MIB, 32 * MIB
+# several GPUs. Ranks on the CPU do not use /dev/shm.
+_GPU_SHM, _GPU_LEAST_SHM, _CPU_SHM = GIB, 256 * MIB, 32 * MIB
 _LOCKED = 64 * MIB
 _TEMP_LEAST, _TEMP_USUAL = 1 * MIB, 64 * MIB
 _LOOK_S = 0.25  # long enough for 25 ticks of each core's clock
@@ -75,8 +75,8 @@ class Host:
     root: Path = Path("/")
 
     @property
-    def n_cards(self) -> int:
-        return count_cards(self.root)
+    def n_gpus(self) -> int:
+        return count_gpus(self.root)
 
 
 def machine_checks(host: Host) -> Iterator[Check]:
@@ -191,13 +191,13 @@ def dev_shm(host: Host) -> Check:
         total, n_free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
         seen = f"{_size(n_free)} free of {_size(total)}"
     cure = "mount -o remount,size=1G /dev/shm (for a container: docker run --shm-size 1g)"
-    if host.n_cards > 1 and host.n_ranks > 1:
-        if n_free < _CARD_LEAST_SHM:
+    if host.n_gpus > 1 and host.n_ranks > 1:
+        if n_free < _GPU_LEAST_SHM:
             return Check("dev-shm", "fail", f"{seen}; NCCL needs up to 1 GiB", cure)
-        if n_free < _CARD_SHM:
+        if n_free < _GPU_SHM:
             return Check("dev-shm", "warn", f"{seen}; NCCL needs up to 1 GiB", cure)
     elif n_free < _CPU_SHM:
-        seen += "; ranks on the CPU use unnamed memory instead, but NCCL on cards would fail"
+        seen += "; ranks on the CPU use unnamed memory instead, but NCCL on GPUs would fail"
         return Check("dev-shm", "warn", seen, cure)
     return Check("dev-shm", "pass", seen)
 

@@ -24,9 +24,9 @@ from parallel_llama.parallel.communicators import (
     join,
     own_device,
     use_device,
-    visible_cards,
+    visible_gpus,
 )
-from parallel_llama.parallel.device_choice import choose_device, ranks_sharing_cards
+from parallel_llama.parallel.device_choice import choose_device, ranks_sharing_gpus
 from parallel_llama.parallel.failures import RankError, exit_code
 from parallel_llama.parallel.rank_env import world
 from parallel_llama.parallel.timeouts import Timeouts
@@ -85,8 +85,8 @@ class Examination:
         comm: Communicator | None = None
         try:
             self._begin("start")
-            card, n_local = ranks_sharing_cards("auto", size, visible_cards())
-            device = own_device(choose_device("auto", n_local, visible_cards()), card)
+            gpu, n_local = ranks_sharing_gpus("auto", size, visible_gpus())
+            device = own_device(choose_device("auto", n_local, visible_gpus()), gpu)
             use_device(device)
             comm = join(device, timeouts=self.timeouts)
             for check in self._checks(comm):
@@ -136,9 +136,9 @@ class Examination:
         yield facts.clocks(there)
         setup, unusable = self._setup()
         self._begin("cards")
-        _, n_local = ranks_sharing_cards("auto", comm.size, visible_cards())
+        _, n_local = ranks_sharing_gpus("auto", comm.size, visible_gpus())
         needed = 0 if setup is None else setup.weight_bytes[comm.rank]
-        yield agreed(comm, facts.cards(n_local, needed))
+        yield agreed(comm, facts.gpus(n_local, needed))
         yield agreed(comm, facts.instruction_set())
         yield agreed(comm, facts.kernel_cache())
         self._begin("collectives")
@@ -169,8 +169,8 @@ class Examination:
         """The model's plan and checkpoint on this rank, or why they are not available."""
         if self.model is None:
             return None, None
-        _, n_local = ranks_sharing_cards("auto", world()[1], visible_cards())
-        is_on_cpu = choose_device("auto", n_local, visible_cards()) == "cpu"
+        _, n_local = ranks_sharing_gpus("auto", world()[1], visible_gpus())
+        is_on_cpu = choose_device("auto", n_local, visible_gpus()) == "cpu"
         try:
             return ModelSetup(LLMConfig(self.model, exact=True if is_on_cpu else None)), None
         except (UsageError, CheckpointError) as error:

@@ -1,7 +1,7 @@
 """A built-in model of random weights: every rank computes it alone, then all compute it together.
 
 On the CPU the bits of a result do not depend on the number of ranks, so results are compared bit by
-bit: ranks with each other, and with the digests that are recorded here. On cards they are compared
+bit: ranks with each other, and with the digests that are recorded here. On GPUs they are compared
 with a tolerance.
 """
 
@@ -50,7 +50,7 @@ DECODED = (3, 1279, 640)
 # change of that order in the kernels requires new digests; a test prints them.
 RECORDED: Mapping[int, str] = {32: "70aca10bc51b7b73a17e807462231ede"}
 
-_CARD_TOLERANCE = 1e-3  # relative to the largest logit
+_GPU_TOLERANCE = 1e-3  # relative to the largest logit
 _REFERENCE_TOLERANCE = 1e-4
 _CPU = torch.device("cpu")
 
@@ -108,12 +108,12 @@ def arithmetic(comm: Communicator, alone: Alone) -> tuple[Check, set[int]]:
     reference = _reference()
     error = (alone.logits.cpu().to(torch.float64) - reference).abs().max() / reference.abs().max()
     results = exchange(comm, Result(alone.digest, float(error)), Result)
-    on_card = alone.logits.is_cuda
-    return judged(results, None if on_card else RECORDED.get(this_machine().vector_bytes), on_card)
+    on_gpu = alone.logits.is_cuda
+    return judged(results, None if on_gpu else RECORDED.get(this_machine().vector_bytes), on_gpu)
 
 
 def judged(
-    results: Sequence[Result | None], recorded: str | None, on_card: bool = False
+    results: Sequence[Result | None], recorded: str | None, on_gpu: bool = False
 ) -> tuple[Check, set[int]]:
     """The check of the results of all ranks, and the ranks that are wrong.
 
@@ -127,11 +127,11 @@ def judged(
         seen = f"the result of rank {listed_ranks(lost)} arrives damaged"
         return Check("arithmetic", "fail", seen, HARDWARE), lost
     there = [result for result in results if result is not None]
-    limit = _CARD_TOLERANCE if on_card else _REFERENCE_TOLERANCE
+    limit = _GPU_TOLERANCE if on_gpu else _REFERENCE_TOLERANCE
     wrong = {rank for rank, result in enumerate(there) if not result.error <= limit}
     seen = f"{len(there)} rank{'s' * (len(there) > 1)}, error {max(r.error for r in there):.1e}"
     counts = Counter(result.digest for result in there)
-    if len(counts) > 1 and not on_card:
+    if len(counts) > 1 and not on_gpu:
         (most, n_most), (_, n_next) = counts.most_common(2)
         right = recorded if recorded in counts else most if n_most > n_next else None
         if right is not None:
@@ -151,7 +151,7 @@ def judged(
     if recorded is not None and recorded not in counts:
         seen = f"{seen}; all equal, but not the bits that were recorded for this kind of CPU"
         return Check("arithmetic", "warn", seen, HARDWARE), set()
-    how = "within the tolerance" if on_card else "equal bits"
+    how = "within the tolerance" if on_gpu else "equal bits"
     known = ", as recorded" if recorded is not None else ""
     return Check("arithmetic", "pass", f"{seen}; {how}{known}"), set()
 
@@ -198,7 +198,7 @@ class _Found(msgspec.Struct, frozen=True):
 def _compare(comm: Traced, device: torch.device, alone: Alone) -> _Found:
     runner = _load(comm, device)
     logits = _prefill(runner)
-    tolerance = _CARD_TOLERANCE if logits.is_cuda else 0.0
+    tolerance = _GPU_TOLERANCE if logits.is_cuda else 0.0
     found = first_difference(alone.trace, comm.trace, tolerance)
     return _Found(found, not _differs(logits, alone, runner))
 
@@ -207,7 +207,7 @@ def _differs(logits: Tensor, alone: Alone, runner: ModelRunner) -> bool:
     """Whether the logits of this rank's vocabulary rows differ from those it computed alone."""
     vocab = runner.shard.vocab
     expected = alone.logits[: len(logits), vocab.start : vocab.stop]
-    tolerance = _CARD_TOLERANCE if logits.is_cuda else 0.0
+    tolerance = _GPU_TOLERANCE if logits.is_cuda else 0.0
     return bool(differing(expected.contiguous(), logits, tolerance).any())
 
 

@@ -70,7 +70,7 @@ class DeviceMemory:
     """Free bytes of a rank's device, and a number that identifies its GPU; 0 for the CPU."""
 
     n_free: int
-    card: int = 0
+    gpu: int = 0
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
@@ -156,10 +156,10 @@ class CacheSize:
                 "memory; lower kv_cache_bytes"
             )
         rooms = [
-            default_cache_bytes("cuda" if card else "cpu", n_free, work, comm.size)
+            default_cache_bytes("cuda" if gpu else "cpu", n_free, work, comm.size)
             if self.n_bytes is None
             else self.n_bytes
-            for (n_free, card), work in zip(agreed, self._working, strict=True)
+            for (n_free, gpu), work in zip(agreed, self._working, strict=True)
         ]
         n_blocks = [
             most_blocks(self._sizes, each, room)
@@ -180,9 +180,9 @@ class CacheSize:
 
     def _agreed(self, comm: Communicator, memory: DeviceMemory) -> list[tuple[int, int]]:
         """The free bytes and the GPU of each rank; ranks that share a GPU share its memory."""
-        rows = comm.all_gather(torch.tensor([memory.n_free, memory.card])).tolist()
-        sharing = Counter(card for _, card in rows if card)
-        return [(n_free // max(1, sharing[card]), card) for n_free, card in rows]
+        rows = comm.all_gather(torch.tensor([memory.n_free, memory.gpu])).tolist()
+        sharing = Counter(gpu for _, gpu in rows if gpu)
+        return [(n_free // max(1, sharing[gpu]), gpu) for n_free, gpu in rows]
 
     def _sizes(self, n_blocks: int) -> tuple[int, ...]:
         longest, tokens = self.max_seq_len, self._step_tokens

@@ -23,7 +23,7 @@ _CROWDED = 50.0
 _LEAST_S = 1.0
 
 
-class CardTick:
+class GPUTick:
     """The moment at which this thread's GPU has finished the work queued so far."""
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class CardTick:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_until(self, later: Tick) -> float:
-        assert isinstance(later, CardTick)
+        assert isinstance(later, GPUTick)
         return float(self.event.elapsed_time(later.event)) / 1e3
 
 
 def tick_of(device: torch.device) -> Callable[[], Tick]:
-    return CardTick if device.type == "cuda" else HostTick
+    return GPUTick if device.type == "cuda" else HostTick
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def measure(comm: Communicator, device: torch.device) -> Machine:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peaks = comm.all_gather(torch.tensor([peak, peak_cuda_bytes(device) or 0]))
     largest, largest_cuda = peaks.amax(0).tolist()
-    has_card = device.type == "cuda"
-    n_bytes, move = _copying(device) if has_card else reading(READ_BYTES // comm.size)
+    has_gpu = device.type == "cuda"
+    n_bytes, move = _copying(device) if has_gpu else reading(READ_BYTES // comm.size)
     tick = tick_of(device)
     slowest_s = []
     for _ in range(_REPEATS):
@@ -79,9 +79,7 @@ def measure(comm: Communicator, device: torch.device) -> Machine:
             time.sleep(_LOOK_S)
         elapsed = torch.tensor([began.seconds_until(ended)], dtype=torch.float64)
         slowest_s.append(float(comm.all_gather(elapsed).max()))
-    return Machine(
-        n_bytes * comm.size / min(slowest_s), largest, largest_cuda if has_card else None
-    )
+    return Machine(n_bytes * comm.size / min(slowest_s), largest, largest_cuda if has_gpu else None)
 
 
 def peak_cuda_bytes(device: torch.device) -> int | None:

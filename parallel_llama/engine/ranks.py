@@ -34,7 +34,6 @@ from parallel_llama.errors import DISAGREE, TEST_MEMORY, UsageError
 from parallel_llama.files.model_files import fingerprint
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.triton_toolchain import why_unusable
-from parallel_llama.parallel.card import describe_card, library_versions
 from parallel_llama.parallel.collectives import (
     Communicator,
     Slice,
@@ -43,6 +42,7 @@ from parallel_llama.parallel.collectives import (
 )
 from parallel_llama.parallel.communicators import give_up, join, use_device
 from parallel_llama.parallel.failures import RankError, exit_code
+from parallel_llama.parallel.gpu import describe_gpu, library_versions
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, write_in_background
 from parallel_llama.parallel.rank_stacks import record_stacks
@@ -395,7 +395,7 @@ class Ranks:
             dtype=torch_dtype(setup.precision.computed),
             env=env,
             facts=facts,
-            notes=card_notes(setup),
+            notes=gpu_notes(setup),
             timeouts=self._timeouts,
             log_dir=setup.config.log_dir,
             look=look,
@@ -489,7 +489,7 @@ def shared_facts(setup: ModelSetup) -> dict[str, str]:
         "version of parallel_llama": parallel_llama.__version__,
         "version of torch": torch.__version__,
         "device": setup.kind,
-        **_card_facts(setup),
+        **_gpu_facts(setup),
         **config.facts(),
         "model's arguments": _digest(setup.args),
         "plan": _digest(setup.plan),
@@ -497,7 +497,7 @@ def shared_facts(setup: ModelSetup) -> dict[str, str]:
     }
 
 
-def _card_facts(setup: ModelSetup) -> Mapping[str, str]:
+def _gpu_facts(setup: ModelSetup) -> Mapping[str, str]:
     """The values that must be the same on all ranks with GPUs.
 
     In a mixture of experts every rank routes all tokens. GPUs of different architectures round the
@@ -507,16 +507,16 @@ def _card_facts(setup: ModelSetup) -> Mapping[str, str]:
         return {}
     kernels = {"kernels": "torch's operators" if why_unusable() else "Triton"}
     name = "architecture of the GPU"
-    routed = {name: describe_card(setup.device).get(name, "")} if setup.args.n_experts else {}
+    routed = {name: describe_gpu(setup.device).get(name, "")} if setup.args.n_experts else {}
     return library_versions() | kernels | routed
 
 
-def card_notes(setup: ModelSetup) -> Mapping[str, str]:
+def gpu_notes(setup: ModelSetup) -> Mapping[str, str]:
     """The values of this rank's GPU that should be the same on all ranks.
 
     Empty if the user has set the ranks' shares of memory, because GPUs may then differ.
     """
-    return {} if setup.config.memory is not None else describe_card(setup.device)
+    return {} if setup.config.memory is not None else describe_gpu(setup.device)
 
 
 def _digest(value: object) -> str:

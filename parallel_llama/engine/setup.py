@@ -29,11 +29,11 @@ from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.memory import values_by_form, weight_bytes, working_bytes
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
 from parallel_llama.ops.triton_toolchain import why_unusable
-from parallel_llama.parallel.communicators import own_device, visible_cards
+from parallel_llama.parallel.communicators import own_device, visible_gpus
 from parallel_llama.parallel.device_choice import (
     DeviceKind,
     choose_device,
-    ranks_sharing_cards,
+    ranks_sharing_gpus,
     too_few,
 )
 from parallel_llama.parallel.launch import MAX_RANKS
@@ -66,9 +66,9 @@ class ModelSetup:
         # Sent to the other ranks: `inputs` may have another context length than `config`.
         self.config = replace(config, tp_size=self.size, max_seq_len=self.inputs.max_seq_len)
         _, n_local_ranks = local_world(self.size)
-        self.kind, card = _device_of(config.device, self.size)
+        self.kind, gpu = _device_of(config.device, self.size)
         _require_checkable(bool(config.integrity_check), self.kind)
-        self.device = own_device(self.kind, card)
+        self.device = own_device(self.kind, gpu)
         if config.elastic:
             require_elastic(self.kind, config.kv_split)
             require_spares(config.spares, self.size)
@@ -213,9 +213,9 @@ def _device_of(asked: str, size: int) -> tuple[DeviceKind, int]:
     Args:
         size: the number of ranks on all hosts.
     """
-    n_cards = visible_cards()
-    card, n_ranks = ranks_sharing_cards(asked, size, n_cards)
-    kind = choose_device(asked, n_ranks, n_cards)
-    if n_cards and asked == "auto" and kind == "cpu" and world()[0] == 0:
-        logger.warning("running on the CPU: %s", too_few(n_ranks, n_cards))
-    return kind, card
+    n_gpus = visible_gpus()
+    gpu, n_ranks = ranks_sharing_gpus(asked, size, n_gpus)
+    kind = choose_device(asked, n_ranks, n_gpus)
+    if n_gpus and asked == "auto" and kind == "cpu" and world()[0] == 0:
+        logger.warning("running on the CPU: %s", too_few(n_ranks, n_gpus))
+    return kind, gpu

@@ -135,31 +135,31 @@ class Slice(Solo):
         return whole
 
 
-def is_on_card(x: Tensor) -> bool:
+def is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
 class ByDevice(Communicator):
-    """Routes CUDA tensors to `cards` and all other tensors to `host`, two groups of the same ranks.
+    """Routes CUDA tensors to `gpus` and all other tensors to `host`, two groups of the same ranks.
 
     Messages of a step take tens of microseconds through shared memory, and 0.4 to 0.9 ms through
     gloo. `host` is closed last, and with it whatever both groups share.
 
     Args:
-        require_whole: raises a RankError after the watchdog of `cards` has aborted a collective,
+        require_whole: raises a RankError after the watchdog of `gpus` has aborted a collective,
             so that no message based on its invalid result leaves this rank.
     """
 
     def __init__(
         self,
         host: Communicator,
-        cards: Communicator,
+        gpus: Communicator,
         require_whole: Callable[[], None],
-        is_on_card: Callable[[Tensor], bool] = is_on_card,
+        is_on_gpu: Callable[[Tensor], bool] = is_on_gpu,
     ) -> None:
         self.rank, self.size = host.rank, host.size
-        self._host, self._cards = host, cards
-        self._require_whole, self._is_on_card = require_whole, is_on_card
+        self._host, self._gpus = host, gpus
+        self._require_whole, self._is_on_gpu = require_whole, is_on_gpu
         self._alone: Slice | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class ByDevice(Communicator):
         self._host.require_alive()
 
     def close(self) -> None:
-        self._cards.close()
+        self._gpus.close()
         self._host.close()
 
     @contextmanager
@@ -204,7 +204,7 @@ class ByDevice(Communicator):
         if self._alone is not None:
             return self._alone
         self._require_whole()
-        return self._cards if self._is_on_card(x) else self._host
+        return self._gpus if self._is_on_gpu(x) else self._host
 
 
 def without_peers(comm: Communicator) -> AbstractContextManager[None]:

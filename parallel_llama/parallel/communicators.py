@@ -27,10 +27,10 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
-from parallel_llama.parallel.card import card_id
 from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.failures import RankError, first_line
+from parallel_llama.parallel.gpu import gpu_id
 from parallel_llama.parallel.handshake import (
     RankInfo,
     read_objection,
@@ -39,7 +39,7 @@ from parallel_llama.parallel.handshake import (
     tell,
     telling,
 )
-from parallel_llama.parallel.one_shot import seconds_on_card, symmetric_memory, with_one_shot_sums
+from parallel_llama.parallel.one_shot import seconds_on_gpu, symmetric_memory, with_one_shot_sums
 from parallel_llama.parallel.process_group import ProcessGroup, within
 from parallel_llama.parallel.rank_env import (
     SECRET_FILE,
@@ -59,7 +59,7 @@ from parallel_llama.parallel.torch_threads import start_thread
 logger = logging.getLogger(__name__)
 
 
-def visible_cards() -> int:
+def visible_gpus() -> int:
     """The number of GPUs that torch sees in this process; 0 if none can be used."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -145,7 +145,7 @@ def join(
         stores.append(store)
         with telling(store, env.rank, env.size):
             own = RankInfo.of_this_process(
-                env.rank, env.size, facts or {}, notes or {}, card_id(device)
+                env.rank, env.size, facts or {}, notes or {}, gpu_id(device)
             )
             unlike = rendezvous(store, own, missing, ended)
             if env.rank == 0:
@@ -233,8 +233,8 @@ def make_communicator(
     """
     timeout = timedelta(seconds=timeouts.start_s)
     # CUDA needs both back ends: only the model's tensors are on the GPU.
-    has_card = device.type == "cuda"
-    backend = "cpu:gloo,cuda:nccl" if has_card else "gloo"
+    has_gpu = device.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     try:
         with _silent_stdout(), _nccl_leaves_errors_to_us():
             dist.init_process_group(
@@ -256,7 +256,7 @@ def make_communicator(
     for own in (group, fs_init.get_data_parallel_group(), fs_init.get_pipeline_parallel_group()):
         # fairscale's groups start with torch's default of 30 minutes.
         own.set_timeout(timedelta(seconds=timeouts.step_s))
-    abort = partial(_abort, group, device) if has_card else None
+    abort = partial(_abort, group, device) if has_gpu else None
     comm = ProcessGroup(group, store, timeouts, _leave, abort, partial(use_device, device))
     try:
         # No rank continues before all have connected, because the store may end with rank 0.
@@ -265,14 +265,14 @@ def make_communicator(
         is_shared = host is not comm
         if not is_shared:
             host = connect(comm, endpoint, timeouts)
-        if not has_card:
+        if not has_gpu:
             return host
         comm.all_gather(torch.zeros(1, device=device))  # NCCL connects at the first collective
-        cards: Communicator = comm
+        gpus: Communicator = comm
         if is_shared:  # on one host, GPUs may read each other's memory
             shared = partial(symmetric_memory, group, device)
-            cards = with_one_shot_sums(comm, device, shared, seconds_on_card, dtype)
-        return ByDevice(host, cards, comm.require_whole)
+            gpus = with_one_shot_sums(comm, device, shared, seconds_on_gpu, dtype)
+        return ByDevice(host, gpus, comm.require_whole)
     except RankError:
         comm.close()
         raise

@@ -7,7 +7,7 @@ from typing import Literal
 
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.rank_env import (
-    asks_for_own_cards,
+    asks_for_own_gpus,
     given_local_world,
     is_started_as_rank,
     is_watched,
@@ -16,30 +16,30 @@ from parallel_llama.parallel.rank_env import (
 
 DeviceKind = Literal["cpu", "cuda"]
 
-_CARDS = "dev/nvidia[0-9]*"
+_GPUS = "dev/nvidia[0-9]*"
 
 
-def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
-    """The kind of device for `n_ranks` ranks on a host with `n_cards` GPUs.
+def choose_device(asked: str, n_ranks: int, n_gpus: int) -> DeviceKind:
+    """The kind of device for `n_ranks` ranks on a host with `n_gpus` GPUs.
 
     Two ranks never share a GPU, because NCCL does not support that.
 
     Args:
         asked: "auto", "cpu" or "cuda".
 
-    >>> [choose_device("auto", n_ranks=2, n_cards=n) for n in (0, 1, 2)]
+    >>> [choose_device("auto", n_ranks=2, n_gpus=n) for n in (0, 1, 2)]
     ['cpu', 'cpu', 'cuda']
 
     Raises: UsageError for "cuda" with too few GPUs, and for any other value.
     """
     if asked == "auto":
-        return "cuda" if n_ranks <= n_cards else "cpu"
+        return "cuda" if n_ranks <= n_gpus else "cpu"
     if asked == "cuda":
-        if n_cards == 0:
+        if n_gpus == 0:
             raise UsageError("device=cuda: torch sees no CUDA device here; use --device cpu")
-        if n_ranks > n_cards:
+        if n_ranks > n_gpus:
             raise UsageError(
-                f"device=cuda: {too_few(n_ranks, n_cards)}; start at most {n_cards} on this host "
+                f"device=cuda: {too_few(n_ranks, n_gpus)}; start at most {n_gpus} on this host "
                 "(CUDA_VISIBLE_DEVICES may hide GPUs), or use --device cpu"
             )
         return "cuda"
@@ -48,8 +48,8 @@ def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
     raise UsageError(f"device={asked!r}: use auto, cpu or cuda")
 
 
-def ranks_sharing_cards(
-    asked: str, size: int, n_cards: int, root: Path = Path("/")
+def ranks_sharing_gpus(
+    asked: str, size: int, n_gpus: int, root: Path = Path("/")
 ) -> tuple[int, int]:
     """This process's rank among the ranks that share its visible GPUs, and their number.
 
@@ -61,46 +61,46 @@ def ranks_sharing_cards(
         asked: "auto", "cpu" or "cuda". With "cuda", a rank that sees one GPU uses it, if its
             launcher may have hidden the other GPUs.
         size: the number of ranks on all hosts.
-        n_cards: the number of GPUs that this process sees.
+        n_gpus: the number of GPUs that this process sees.
         root: the root of the file system.
 
     Raises: UsageError as `local_world`.
     """
     local_rank, n_local = local_world(size)
-    if not 0 < n_cards < n_local or not is_started_as_rank():
+    if not 0 < n_gpus < n_local or not is_started_as_rank():
         return local_rank, n_local
     if is_watched():
         # torchrun and `--nproc` show all GPUs to all ranks. The exception is --virtual-local-rank:
         # then each rank is local rank 0 and sees only its own GPU.
-        return (0, 1) if asked == "cuda" and n_cards == 1 and local_rank == 0 else (0, n_local)
-    are_hidden = len(list(root.glob(_CARDS))) >= n_local * n_cards
-    if asks_for_own_cards() or are_hidden or (asked == "cuda" and n_cards == 1):
+        return (0, 1) if asked == "cuda" and n_gpus == 1 and local_rank == 0 else (0, n_local)
+    are_hidden = len(list(root.glob(_GPUS))) >= n_local * n_gpus
+    if asks_for_own_gpus() or are_hidden or (asked == "cuda" and n_gpus == 1):
         return 0, 1
     known_rank, known_size = given_local_world()
-    if known_rank is not None and known_size is None and known_rank < n_cards:
-        return known_rank, n_cards  # the other ranks are on other hosts
+    if known_rank is not None and known_size is None and known_rank < n_gpus:
+        return known_rank, n_gpus  # the other ranks are on other hosts
     return local_rank, n_local
 
 
-def too_few(n_ranks: int, n_cards: int) -> str:
+def too_few(n_ranks: int, n_gpus: int) -> str:
     """The part of an error message that says why the ranks cannot use GPUs."""
-    cards = f"{n_cards} GPU{'s' * (n_cards != 1)}"
-    return f"{n_ranks} ranks on this host and {cards}, but each rank needs its own GPU"
+    gpus = f"{n_gpus} GPU{'s' * (n_gpus != 1)}"
+    return f"{n_ranks} ranks on this host and {gpus}, but each rank needs its own GPU"
 
 
-def count_cards(root: Path = Path("/"), visible: str | None = None) -> int:
+def count_gpus(root: Path = Path("/"), visible: str | None = None) -> int:
     """The number of GPUs that a process would see, counted without torch.
 
     Args:
         root: the root of the file system.
         visible: used instead of the environment's CUDA_VISIBLE_DEVICES if given.
     """
-    n_cards = len(list(root.glob(_CARDS)))
+    n_gpus = len(list(root.glob(_GPUS)))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
-    if visible is None or n_cards == 0:
-        return n_cards
+    if visible is None or n_gpus == 0:
+        return n_gpus
     # Like the driver: the first invalid name hides itself and all names after it.
-    numbers = {str(number) for number in range(n_cards)}
+    numbers = {str(number) for number in range(n_gpus)}
     names = (name.strip() for name in visible.split(","))
     seen = takewhile(lambda name: name in numbers or name.startswith(("GPU-", "MIG-")), names)
     return len(list(seen))

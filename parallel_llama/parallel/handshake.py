@@ -37,7 +37,7 @@ class RankInfo:
         facts: by name, values that must be equal on all ranks.
         token: distinguishes two processes that claim the same rank.
         notes: by name, values of this rank's GPU that should be equal on all ranks.
-        card: the id of this rank's GPU, which no other rank may have; empty on the CPU.
+        gpu: the id of this rank's GPU, which no other rank may have; empty on the CPU.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class RankInfo:
     pid: int
     token: str
     notes: Mapping[str, str] = field(default_factory=dict)
-    card: str = ""
+    gpu: str = ""
 
     @classmethod
     def of_this_process(
@@ -56,12 +56,12 @@ class RankInfo:
         size: int,
         facts: Mapping[str, str],
         notes: Mapping[str, str] | None = None,
-        card: str = "",
+        gpu: str = "",
     ) -> "RankInfo":
         name = socket.gethostname()
         # Some are not plain strings, such as torch's version.
         texts = {fact: str(value) for fact, value in facts.items()}
-        return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8), notes or {}, card)
+        return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8), notes or {}, gpu)
 
     @classmethod
     def decode(cls, data: bytes, rank: int) -> "RankInfo":
@@ -120,7 +120,7 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> 
             raise TimeoutError
     in_order = [infos[rank] for rank in range(own.size)]
     require_same(in_order)
-    require_own_cards(in_order)
+    require_own_gpus(in_order)
     return differences([info.notes for info in in_order])
 
 
@@ -199,16 +199,16 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
     return found
 
 
-def require_own_cards(infos: Sequence[RankInfo]) -> None:
+def require_own_gpus(infos: Sequence[RankInfo]) -> None:
     """Raises: RankError naming two ranks that have the same GPU, which NCCL does not support."""
     first: dict[str, RankInfo] = {}
     for info in infos:
-        other = first.setdefault(info.card, info)
-        if info.card and other is not info:
-            card = printable(info.card, _SHOWN_CHARS)
+        other = first.setdefault(info.gpu, info)
+        if info.gpu and other is not info:
+            gpu = printable(info.gpu, _SHOWN_CHARS)
             raise RankError(
                 f"rank {other.rank} and rank {info.rank} of {info.size}, {other.process} and "
-                f"{info.process}, have the same GPU ({card}); let the launcher show each rank a "
+                f"{info.process}, have the same GPU ({gpu}); let the launcher show each rank a "
                 "GPU of its own, or use --device cpu"
             )
 

@@ -33,44 +33,44 @@ OneShot = Callable[[Tensor], Tensor]
 
 
 class OneShotSums(Communicator):
-    """Sums up to `most` elements by one shot; everything else goes to `cards`."""
+    """Sums up to `most` elements by one shot; everything else goes to `gpus`."""
 
-    def __init__(self, cards: Communicator, one_shot: OneShot, most: int) -> None:
-        self.rank, self.size, self.most = cards.rank, cards.size, most
-        self._cards, self._one_shot = cards, one_shot
+    def __init__(self, gpus: Communicator, one_shot: OneShot, most: int) -> None:
+        self.rank, self.size, self.most = gpus.rank, gpus.size, most
+        self._gpus, self._one_shot = gpus, one_shot
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if not 0 < x.numel() <= self.most or x.dtype == torch.float64:
-            return self._cards.all_reduce(x)
+            return self._gpus.all_reduce(x)
         return x.copy_(self._one_shot(x.float().contiguous().view(-1)).view(x.shape))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return self._cards.all_gather(x)
+        return self._gpus.all_gather(x)
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
-        return self._cards.broadcast(x, src, no_timeout=no_timeout)
+        return self._gpus.broadcast(x, src, no_timeout=no_timeout)
 
     def barrier(self) -> None:
-        self._cards.barrier()
+        self._gpus.barrier()
 
     def keepalive(self) -> None:
-        self._cards.keepalive()
+        self._gpus.keepalive()
 
     def require_alive(self) -> None:
-        self._cards.require_alive()
+        self._gpus.require_alive()
 
     def close(self) -> None:
-        self._cards.close()
+        self._gpus.close()
 
 
 def with_one_shot_sums(
-    cards: Communicator,
+    gpus: Communicator,
     device: torch.device,
     make: Callable[[], OneShot],
     seconds: Callable[[Callable[[], object]], float],
     dtype: torch.dtype = torch.float32,
 ) -> Communicator:
-    """`cards` with one-shot sums for the sizes at which they are faster, or `cards` itself.
+    """`gpus` with one-shot sums for the sizes at which they are faster, or `gpus` itself.
 
     Args:
         make: returns the one-shot function; raises if the device has none.
@@ -83,21 +83,21 @@ def with_one_shot_sums(
         one_shot: OneShot | None = make()
     except (RuntimeError, AttributeError, ImportError):  # this torch or GPU has none
         one_shot = None
-    if not _all(cards, one_shot is not None, device) or one_shot is None:
-        return cards
-    ours = OneShotSums(cards, one_shot, _MOST)
-    if not _all(cards, _is_right(ours, cards, device), device):
-        return cards
+    if not _all(gpus, one_shot is not None, device) or one_shot is None:
+        return gpus
+    ours = OneShotSums(gpus, one_shot, _MOST)
+    if not _all(gpus, _is_right(ours, gpus, device), device):
+        return gpus
     most = 0
     for n in _TRIED:
         x = torch.zeros(n, dtype=dtype, device=device)
-        taken_s = [seconds(partial(way.all_reduce, x)) for way in (ours, cards)]
+        taken_s = [seconds(partial(way.all_reduce, x)) for way in (ours, gpus)]
         # Each rank has its own measurement; the slowest one counts.
-        slowest = cards.all_gather(torch.tensor(taken_s, device=device)).amax(0).tolist()
+        slowest = gpus.all_gather(torch.tensor(taken_s, device=device)).amax(0).tolist()
         if slowest[0] >= slowest[1]:
             break
         most = n
-    return OneShotSums(cards, one_shot, most) if most else cards
+    return OneShotSums(gpus, one_shot, most) if most else gpus
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
@@ -114,7 +114,7 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
     return lambda x: one_shot(buffer[: len(x)], x, "sum", group.group_name)
 
 
-def seconds_on_card(call: Callable[[], object]) -> float:
+def seconds_on_gpu(call: Callable[[], object]) -> float:
     """The median time of a call on the current GPU, in seconds, in the replay of a CUDA graph.
 
     If the calls cannot be captured, launches from Python are timed. The number of calls is the same
@@ -139,14 +139,14 @@ def seconds_on_card(call: Callable[[], object]) -> float:
     return median(taken)
 
 
-def _is_right(ours: Communicator, cards: Communicator, device: torch.device) -> bool:
-    """Whether one-shot sums of integers, which need no rounding, equal those of `cards`."""
+def _is_right(ours: Communicator, gpus: Communicator, device: torch.device) -> bool:
+    """Whether one-shot sums of integers, which need no rounding, equal those of `gpus`."""
     is_right = True
     for n in (1, 1000, _MOST):  # no early exit: the other ranks take part
-        own = torch.arange(n, device=device, dtype=torch.float32) % 97 * (cards.rank + 1)
-        is_right &= torch.equal(ours.all_reduce(own.clone()), cards.all_reduce(own))
+        own = torch.arange(n, device=device, dtype=torch.float32) % 97 * (gpus.rank + 1)
+        is_right &= torch.equal(ours.all_reduce(own.clone()), gpus.all_reduce(own))
     return is_right
 
 
-def _all(cards: Communicator, is_so: bool, device: torch.device) -> bool:
-    return bool(cards.all_gather(torch.tensor(is_so, device=device)).all())
+def _all(gpus: Communicator, is_so: bool, device: torch.device) -> bool:
+    return bool(gpus.all_gather(torch.tensor(is_so, device=device)).all())

@@ -160,7 +160,7 @@ def _host_launcher() -> _Launcher | None:
     return launcher
 
 
-def asks_for_own_cards() -> bool:
+def asks_for_own_gpus() -> bool:
     """Whether the variables of Slurm or Kubernetes say that each rank has GPUs of its own.
 
     A pod of Kubernetes is a host of its own, although often no variable states a local rank.

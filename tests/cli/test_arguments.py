@@ -558,7 +558,7 @@ def test_plan_says_whether_it_fits(capsys):
     assert fits == [True, False]
 
 
-def test_a_plan_for_cards_counts_what_they_need_to_work(capsys):
+def test_a_plan_for_gpus_counts_what_they_need_to_work(capsys):
     """Weights and KV cache alone filled the GPU, and the first step found no memory."""
     asked = ["--model", "llama-3.1-8b", "--nproc", "2", "--dtype", "bfloat16"]
     on_cpu, on_cuda = (plan_json(capsys, *asked, "--device", each) for each in ("cpu", "cuda"))
@@ -583,10 +583,10 @@ def test_a_plan_for_cards_counts_what_they_need_to_work(capsys):
     assert f"rest       a process of about {PROCESS_BYTES >> 20} MiB" in page
 
 
-def test_plan_takes_cuda_only_where_each_rank_gets_a_card(capsys, monkeypatch):
+def test_plan_takes_cuda_only_where_each_rank_gets_a_gpu(capsys, monkeypatch):
     """--nproc 2 on a host with one GPU runs on the CPU, in float32."""
-    for n_cards, dtype in ((0, "float32"), (1, "float32"), (2, "bfloat16")):
-        monkeypatch.setattr("parallel_llama.cli.plan.count_cards", lambda n=n_cards: n)
+    for n_gpus, dtype in ((0, "float32"), (1, "float32"), (2, "bfloat16")):
+        monkeypatch.setattr("parallel_llama.cli.plan.count_gpus", lambda n=n_gpus: n)
         assert plan_json(capsys, "--nproc", "2")["dtype"] == dtype
         assert plan_json(capsys, "--nproc", "2", "--device", "cuda")["dtype"] == "bfloat16"
 

@@ -80,8 +80,8 @@ def test_a_flag_that_the_model_does_not_allow_is_named(model, refused, flags, sa
     refused("generate", "--model", str(model), "--prompt", "Hi", *flags, says=says)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is of a host without a card")
-def test_cuda_without_a_card_is_wrong_use(model, refused):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is of a host without a GPU")
+def test_cuda_without_a_gpu_is_wrong_use(model, refused):
     says = ["device=cuda: torch sees no CUDA device here"]
     refused("generate", "--model", str(model), "--prompt", "Hi", "--device", "cuda", says=says)
 

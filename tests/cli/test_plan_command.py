@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parallel_llama.cli import main as command_line
 from parallel_llama.cli import terminal
-from parallel_llama.cli.parsers import CARDS, GB, GIB, Card, cards
+from parallel_llama.cli.parsers import GB, GIB, GPU, KNOWN_GPUS, gpu_list
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.kv_capacity import CacheSize, DeviceMemory
@@ -36,12 +36,12 @@ def page(capsys: Capture, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-# Cards
+# GPUs
 
 
-def test_cards_of_another_machine_are_planned_in_bfloat16(capsys, monkeypatch):
+def test_gpus_of_another_machine_are_planned_in_bfloat16(capsys, monkeypatch):
     """GPUs given by their memory were planned like CPUs: in float32, without working memory."""
-    monkeypatch.setattr("parallel_llama.cli.plan.count_cards", lambda: 0)
+    monkeypatch.setattr("parallel_llama.cli.plan.count_gpus", lambda: 0)
     asked = ["--model", "llama-3.1-8b"]
     found = plan(capsys, *asked, "--gpus", "3x24")
     assert (found["tp_size"], found["device"]) == (3, "cuda")
@@ -56,29 +56,29 @@ def test_cards_of_another_machine_are_planned_in_bfloat16(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["rtx 4090", "RTX-4090", "4090", "NVIDIA GeForce RTX 4090"])
-def test_a_card_is_known_by_the_names_that_people_use(text):
-    assert cards(text) == Card(int(23.6 * GIB), 1008 * GB)
+def test_a_gpu_is_known_by_the_names_that_people_use(text):
+    assert gpu_list(text) == GPU(int(23.6 * GIB), 1008 * GB)
 
 
-def test_counts_sizes_and_names_of_cards_may_be_mixed():
-    h100, a100 = Card(int(79.1 * GIB), 3350 * GB), Card(int(79.1 * GIB), 2039 * GB)
-    assert cards("8xH100") == [h100] * 8
-    assert cards("1xH100") == [h100]
-    assert cards("h100") == h100
-    assert cards("2 x A100 80GB, 1x40") == [a100, a100, Card(40 * GIB)]
-    assert cards("2X80G,16GB") == [Card(80 * GIB), Card(80 * GIB), Card(16 * 10**9)]
+def test_counts_sizes_and_names_of_gpus_may_be_mixed():
+    h100, a100 = GPU(int(79.1 * GIB), 3350 * GB), GPU(int(79.1 * GIB), 2039 * GB)
+    assert gpu_list("8xH100") == [h100] * 8
+    assert gpu_list("1xH100") == [h100]
+    assert gpu_list("h100") == h100
+    assert gpu_list("2 x A100 80GB, 1x40") == [a100, a100, GPU(40 * GIB)]
+    assert gpu_list("2X80G,16GB") == [GPU(80 * GIB), GPU(80 * GIB), GPU(16 * 10**9)]
 
 
-def test_every_card_has_less_memory_than_its_name_says():
+def test_every_gpu_has_less_memory_than_its_name_says():
     said = {"B200": 192, "H200": 141, "H100": 80, "A100-80": 80, "A100-40": 40, "L40S": 48}
     said |= {"A40": 48, "A6000": 48, "RTX5090": 32, "RTX4090": 24, "RTX3090": 24, "L4": 24}
     said |= {"T4": 16}
-    assert CARDS.keys() == said.keys()
-    for name, (gib, _) in CARDS.items():
+    assert KNOWN_GPUS.keys() == said.keys()
+    for name, (gib, _) in KNOWN_GPUS.items():
         assert 0.9 * said[name] < gib < said[name]
 
 
-def test_a_card_without_a_number_asks_how_many_it_takes(capsys):
+def test_a_gpu_without_a_number_asks_how_many_it_takes(capsys):
     asked = ["--model", "llama-3.1-70b", "--max-seq-len", "32k"]
     found = plan(capsys, *asked, "--gpus", "H100")
     assert found["device"] == "cuda" and found["smallest_that_fits"] == found["tp_size"] == 2
@@ -129,7 +129,7 @@ def test_a_step_reads_the_window_of_layers_with_a_sliding_window(capsys):
 
 
 def test_the_page_says_what_it_plans_for(capsys, monkeypatch):
-    monkeypatch.setattr("parallel_llama.cli.plan.count_cards", lambda: 0)
+    monkeypatch.setattr("parallel_llama.cli.plan.count_gpus", lambda: 0)
     first = [
         page(capsys, *argv).splitlines()[0]
         for argv in (
@@ -236,11 +236,11 @@ FIELDS = {
 
 
 def changed(argv: list[str], flags: dict[str, str]) -> list[str]:
-    """A command line with other values of some flags; listed cards are as many as --nproc says."""
+    """A command line with other values of some flags; listed GPUs are as many as --nproc says."""
     given = dict(zip(argv[::2], argv[1::2], strict=True)) | flags
-    count, _, card = given.get("--gpus", "").partition("x")
-    if "--nproc" in flags and card:
-        given["--gpus"] = f"{max(int(count), int(flags['--nproc']))}x{card}"
+    count, _, gpu = given.get("--gpus", "").partition("x")
+    if "--nproc" in flags and gpu:
+        given["--gpus"] = f"{max(int(count), int(flags['--nproc']))}x{gpu}"
     return [word for pair in given.items() for word in pair]
 
 
@@ -297,7 +297,7 @@ def test_what_loses_least_comes_first(capsys):
     ]
 
 
-def test_more_ranks_than_listed_cards_are_named_as_more_cards(capsys):
+def test_more_ranks_than_listed_gpus_are_named_as_more_gpus(capsys):
     """--nproc 8 beside --gpus 3x24 would be refused."""
     asked = ["--model", "llama-3.1-70b", "--gpus", "3x24", "--nproc"]
     for nproc in ("2", "1-3"):
@@ -314,7 +314,7 @@ def test_formats_that_are_enough_alone_are_not_named_again_with_more_ranks(capsy
 def test_a_split_of_the_cache_by_tokens_is_named_where_it_saves(capsys):
     """Each GPU stores the same number of tokens, so the smallest of unequal GPUs has less room."""
     asked = ["--model", "llama-3.1-70b", "--gpus"]
-    uneven, even = ([*asked, cards] for cards in ("2x80,1x40", "6x80"))
+    uneven, even = ([*asked, gpus] for gpus in ("2x80,1x40", "6x80"))
     split = ["--kv-split", "sequence"]
     for argv, is_named in ((uneven, False), (even, True)):
         by_heads, by_tokens = plan(capsys, *argv), plan(capsys, *argv, *split)

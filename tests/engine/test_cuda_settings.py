@@ -11,7 +11,7 @@ from parallel_llama.engine.model_runner import ModelRunner, settle_cuda
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 
-CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def settings() -> tuple[object, ...]:
@@ -32,7 +32,7 @@ def set_all(on: bool, precision: str) -> None:
     torch.set_float32_matmul_precision(precision)
 
 
-def test_a_model_on_a_card_keeps_its_digits_and_asks_cudnn_for_no_plans(monkeypatch):
+def test_a_model_on_a_gpu_keeps_its_digits_and_asks_cudnn_for_no_plans(monkeypatch):
     """bf16 sums were cut on the way, and every new length cost a plan of 55 to 440 ms."""
     before = settings()
 
@@ -55,7 +55,7 @@ def test_a_model_on_a_card_keeps_its_digits_and_asks_cudnn_for_no_plans(monkeypa
         set_all(True, "medium")
         make(CPU)
         assert settings() == (True, True, True, "medium")
-        make(CARD)
+        make(GPU)
         assert settings() == (False, False, False, "highest")
         settle_cuda()  # a second model
         assert settings() == (False, False, False, "highest")

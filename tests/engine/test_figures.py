@@ -9,18 +9,18 @@ import torch
 from thread_ranks import run_on_threads
 
 from parallel_llama.engine import machine
-from parallel_llama.engine.machine import CardTick, measure, peak_cuda_bytes, tick_of
+from parallel_llama.engine.machine import GPUTick, measure, peak_cuda_bytes, tick_of
 from parallel_llama.engine.statistics import HostTick, StepClock, StepTimes
 from parallel_llama.parallel.collectives import Communicator, Solo
 
-CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class FakeEvent:
     """An event that the GPU reaches at a known time."""
 
     now_ms = 0.0
-    recorded: ClassVar[deque[float]] = deque()  # when the card comes to those that will be recorded
+    recorded: ClassVar[deque[float]] = deque()  # when the GPU comes to those that will be recorded
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -37,7 +37,7 @@ class FakeEvent:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> type[FakeEvent]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> type[FakeEvent]:
     monkeypatch.setattr(machine.torch.cuda, "Event", FakeEvent)
     FakeEvent.recorded.clear()
     FakeEvent.now_ms = 0.0
@@ -51,28 +51,28 @@ def step(clock: StepClock) -> None:
     clock.end()
 
 
-def test_a_step_on_a_card_takes_what_the_card_says_once_it_is_over(card):
+def test_a_step_on_a_gpu_takes_what_the_gpu_says_once_it_is_over(gpu):
     """Launching is over at once, and all of the time went to whoever read a result first."""
     times = StepTimes()
-    clock = StepClock(times, tick_of(CARD))
-    card.recorded.extend([1000, 1004, 1005, 1025, 1026])
+    clock = StepClock(times, tick_of(GPU))
+    gpu.recorded.extend([1000, 1004, 1005, 1025, 1026])
     step(clock)
-    assert (times.forward_s, times.sample_s) == (0.0, 0.0)  # the card is not there yet
-    card.now_ms = 1026.0
-    card.recorded.extend([2000, 2001, 2002, 2003, 2004])
+    assert (times.forward_s, times.sample_s) == (0.0, 0.0)  # the GPU is not there yet
+    gpu.now_ms = 1026.0
+    gpu.recorded.extend([2000, 2001, 2002, 2003, 2004])
     step(clock)
     assert (times.forward_s, times.sample_s) == pytest.approx((0.024, 0.002))
-    card.now_ms = 9999.0
-    card.recorded.extend([9990, 9990, 9990, 9990, 9990])
+    gpu.now_ms = 9999.0
+    gpu.recorded.extend([9990, 9990, 9990, 9990, 9990])
     step(clock)
     assert (times.forward_s, times.sample_s) == pytest.approx((0.026, 0.004))
 
 
-def test_a_step_that_broke_off_leaves_no_time(card):
+def test_a_step_that_broke_off_leaves_no_time(gpu):
     times = StepTimes()
-    clock = StepClock(times, tick_of(CARD))
-    card.recorded.extend([0, 500, 1000, 1001, 1002, 1003, 1004])
-    card.now_ms = 9999.0
+    clock = StepClock(times, tick_of(GPU))
+    gpu.recorded.extend([0, 500, 1000, 1001, 1002, 1003, 1004])
+    gpu.now_ms = 9999.0
     clock.begin()
     clock.lap("forward_s")
     step(clock)
@@ -85,7 +85,7 @@ def test_on_the_cpu_a_lap_is_the_hosts(monkeypatch):
     times = StepTimes()
     step(StepClock(times, tick_of(CPU)))
     assert (times.forward_s, times.sample_s) == (2.5, 1.5)
-    assert (tick_of(CPU), tick_of(CARD)) == (HostTick, CardTick)
+    assert (tick_of(CPU), tick_of(GPU)) == (HostTick, GPUTick)
 
 
 @dataclass
@@ -104,27 +104,27 @@ class FakeTick:
         return later.s - self.s
 
 
-def measure_as_on_cards(comm: Communicator) -> machine.Machine:
+def measure_as_on_gpus(comm: Communicator) -> machine.Machine:
     return measure(comm, torch.device("cuda", comm.rank))
 
 
-def test_a_card_is_measured_by_copies_by_its_own_clock_and_its_own_peak(monkeypatch):
+def test_a_gpu_is_measured_by_copies_by_its_own_clock_and_its_own_peak(monkeypatch):
     """The slower of two GPUs determines each of five rounds, and the best round counts."""
     copied: list[int] = []
     # Each turn of each rank has a beginning and an end.
     seconds = {0: [4.0, 2.0, 3.0, 4.0, 5.0], 1: [1.0, 2.5, 9.0, 9.0, 9.0]}
     ticks = {rank: iter([s for each in own for s in (0.0, each)]) for rank, own in seconds.items()}
 
-    def tick_of_card(device: torch.device) -> object:
+    def tick_of_gpu(device: torch.device) -> object:
         return lambda: FakeTick(next(ticks[device.index]))
 
-    monkeypatch.setattr(machine, "tick_of", tick_of_card)
+    monkeypatch.setattr(machine, "tick_of", tick_of_gpu)
     monkeypatch.setattr(machine, "_copying", lambda device: (100, lambda: copied.append(device)))
     peaks = {0: 7 << 30, 1: 9 << 30}
     monkeypatch.setattr(
         machine.torch.cuda, "max_memory_allocated", lambda device: peaks[device.index]
     )
-    for found in run_on_threads(2, measure_as_on_cards):
+    for found in run_on_threads(2, measure_as_on_gpus):
         assert found.read_bytes_per_s == pytest.approx(2 * 100 / 2.5)
         assert found.peak_cuda_bytes == 9 << 30 and found.peak_rss_bytes > 1 << 20
     assert len(copied) == 2 * 5
@@ -138,7 +138,7 @@ def test_a_copy_reads_and_writes_every_byte(monkeypatch):
     assert isinstance(target, torch.Tensor) and target.nbytes == 4096 and bool((target == 1).all())
 
 
-def test_a_cpu_has_no_peak_of_a_card(monkeypatch):
+def test_a_cpu_has_no_peak_of_a_gpu(monkeypatch):
     monkeypatch.setattr(machine, "READ_BYTES", 1 << 20)
     assert peak_cuda_bytes(CPU) is None
     found = measure(Solo(), CPU)

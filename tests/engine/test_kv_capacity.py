@@ -238,12 +238,12 @@ def test_full_requests_are_counted_in_whole_blocks():
     assert Capacity((10,), 16, 0).n_full_requests(33) == 3
 
 
-# On cards.
+# On GPUs.
 
 WEIGHTS, WORKING = (7 * GIB, 6 * GIB), (GIB, GIB + 5)
 
 
-def on_cards(
+def on_gpus(
     comm: Communicator, memories: Sequence[DeviceMemory], n_bytes: int | None = None
 ) -> Capacity | str:
     """The result of ranks with these GPUs: before the weights are read, and after."""
@@ -253,46 +253,46 @@ def on_cards(
     own = memories[comm.rank]
     try:
         size.require_room(comm, own, WEIGHTS[: comm.size])
-        loaded = DeviceMemory(own.n_free - WEIGHTS[comm.rank], own.card)
+        loaded = DeviceMemory(own.n_free - WEIGHTS[comm.rank], own.gpu)
         return size.agree(comm, loaded)
     except UsageError as error:
         return str(error)
 
 
-def test_a_card_that_is_too_small_is_refused_by_all_ranks_before_weights_are_read():
+def test_a_gpu_that_is_too_small_is_refused_by_all_ranks_before_weights_are_read():
     needed = 6 * GIB + GIB + 5 + BLOCK
-    cards = [DeviceMemory(10 * GIB, 1), DeviceMemory(needed - 1, 2)]
-    first, second = run_on_threads(2, on_cards, cards)
+    gpus = [DeviceMemory(10 * GIB, 1), DeviceMemory(needed - 1, 2)]
+    first, second = run_on_threads(2, on_gpus, gpus)
     assert first == second
     assert first.startswith(
         f"rank 1 of 2 needs {needed} bytes of its GPU, which has {needed - 1} free: {6 * GIB} for "
         f"weights, {BLOCK} for the KV cache, {GIB + 5} as workspace; use more ranks, --quant int8"
     )
     assert "kv_cache_bytes" not in first
-    asked = run_on_threads(2, on_cards, cards, 2 * GIB)
+    asked = run_on_threads(2, on_gpus, gpus, 2 * GIB)
     assert "rank 0 of 2 needs" not in asked[0]
     assert f"{2 * GIB} for the KV cache" in asked[0] and "or lower kv_cache_bytes" in asked[0]
 
 
-def test_a_cache_leaves_its_card_room_to_work():
+def test_a_cache_leaves_its_gpu_room_to_work():
     """It took nine tenths of what was free, and the first step found no memory."""
     n_blocks = 1000
     free = int((n_blocks * BLOCK + WORKING[1] + 3) / CUDA_FRACTION)
-    cards = [DeviceMemory(20 * GIB, 1), DeviceMemory(free + WEIGHTS[1], 2)]
-    assert run_on_threads(2, on_cards, cards) == [
+    gpus = [DeviceMemory(20 * GIB, 1), DeviceMemory(free + WEIGHTS[1], 2)]
+    assert run_on_threads(2, on_gpus, gpus) == [
         Capacity((n_blocks,), 16, n_blocks * BLOCK),
     ] * 2  # fmt: skip
 
 
-def test_what_is_asked_for_leaves_a_card_room_to_work_too():
-    cards = [DeviceMemory(20 * GIB, 1), DeviceMemory(8 * GIB + 4 + WORKING[1], 2)]
-    (said, _) = run_on_threads(2, on_cards, cards, 2 * GIB + 5)
+def test_what_is_asked_for_leaves_a_gpu_room_to_work_too():
+    gpus = [DeviceMemory(20 * GIB, 1), DeviceMemory(8 * GIB + 4 + WORKING[1], 2)]
+    (said, _) = run_on_threads(2, on_gpus, gpus, 2 * GIB + 5)
     assert f"rank 1 of 2 needs {8 * GIB + 5 + WORKING[1]} bytes" in said
-    (found, _) = run_on_threads(2, on_cards, cards, 2 * GIB)
+    (found, _) = run_on_threads(2, on_gpus, gpus, 2 * GIB)
     assert isinstance(found, Capacity) and found.n_bytes == 2 * GIB // BLOCK * BLOCK
 
 
-def test_what_is_left_on_a_card_is_weighed_again_once_the_weights_are_there():
+def test_what_is_left_on_a_gpu_is_weighed_again_once_the_weights_are_there():
     """Another program may have come meanwhile."""
     size = CacheSize(ARGS, make_plan(ARGS, 1), KVFormat("float64"), 16, GIB, 2048, [GIB])
     assert size.agree(Solo(), DeviceMemory(2 * GIB, 1)).n_bytes <= GIB
@@ -300,15 +300,15 @@ def test_what_is_left_on_a_card_is_weighed_again_once_the_weights_are_there():
         size.agree(Solo(), DeviceMemory(2 * GIB - 1, 1))
 
 
-def test_ranks_of_one_card_have_a_part_of_it_each():
+def test_ranks_of_one_gpu_have_a_part_of_it_each():
     """Each took nine tenths of all of it."""
     free = 16 * GIB  # before either has read its weights; then what both leave
     shared = CacheSize(ARGS, make_plan(ARGS, 2), KVFormat("float64"), 16, None, 2048, WORKING)
 
-    def agree(comm: Communicator, cards: Sequence[int]) -> int:
-        return shared.agree(comm, DeviceMemory(free, cards[comm.rank])).n_bytes
+    def agree(comm: Communicator, gpus: Sequence[int]) -> int:
+        return shared.agree(comm, DeviceMemory(free, gpus[comm.rank])).n_bytes
 
-    whole, half = (run_on_threads(2, agree, cards)[0] for cards in ((7, 8), (7, 7)))
+    whole, half = (run_on_threads(2, agree, gpus)[0] for gpus in ((7, 8), (7, 7)))
     assert whole == (int(free * CUDA_FRACTION) - WORKING[1]) // BLOCK * BLOCK
     assert half == (int(free // 2 * CUDA_FRACTION) - WORKING[1]) // BLOCK * BLOCK
 
@@ -325,5 +325,5 @@ def test_what_torch_has_freed_counts_as_free(monkeypatch):
     )
     first, second, again = (memory_of(torch.device("cuda", index)) for index in range(3))
     assert first.n_free == 10 * GIB
-    assert first == again and 0 < first.card != second.card < 1 << 63
-    assert memory_of(CPU).card == 0
+    assert first == again and 0 < first.gpu != second.gpu < 1 << 63
+    assert memory_of(CPU).gpu == 0

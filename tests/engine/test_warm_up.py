@@ -120,17 +120,17 @@ def test_ranks_compile_without_waiting_for_each_other(tp_size: int, kv_split: KV
             self.comm.barrier()
 
     def run(comm: ThreadComm) -> tuple[int, int]:
-        host, cards = Waited(comm), Waited(comm)
-        both = ByDevice(host, cards, lambda: None, lambda x: x.dim() > 1)
+        host, gpus = Waited(comm), Waited(comm)
+        both = ByDevice(host, gpus, lambda: None, lambda x: x.dim() > 1)
         runner = make_runner(both, ARGS, kv_split=kv_split, ops=paged_ops(ARGS))
         engine = make_engine(runner, 64, block_size=4)
-        before = host.n_exchanges + cards.n_exchanges
+        before = host.n_exchanges + gpus.n_exchanges
         warm_up(runner, lambda: None)
-        alone = host.n_exchanges + cards.n_exchanges - before
+        alone = host.n_exchanges + gpus.n_exchanges - before
         if comm.rank == 0:
             engine.submit(Request(0, (1, 2, 3), WAYS[0], 0, frozenset()))
         engine.step()
-        return alone, host.n_exchanges + cards.n_exchanges - before
+        return alone, host.n_exchanges + gpus.n_exchanges - before
 
     for alone, together in run_on_threads(tp_size, run):
         assert alone == 0 < together

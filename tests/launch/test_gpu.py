@@ -29,7 +29,7 @@ def report(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_every_step_runs_without_a_card(tmp_path):
+def test_every_step_runs_without_a_gpu(tmp_path):
     """In tiny shapes, kernels in the interpreter; the report has none of its figures."""
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
     code = main(["--out", str(tmp_path), "--dry-run"])
@@ -63,13 +63,13 @@ def test_what_is_missing_is_said_before_work_starts(
 @pytest.mark.slow
 def test_a_step_that_fails_or_takes_too_long_costs_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "find_spec", lambda _: object())
-    steps = Step("nothing", "none", 60), Step("parity", "long", 1.25), Step("card", "card", 60)
+    steps = Step("nothing", "none", 60), Step("parity", "long", 1.25), Step("gpu", "gpu", 60)
     monkeypatch.setattr(gpu, "STEPS", steps)
     assert main(["--out", str(tmp_path), "--dry-run"]) == 1
     found = report(tmp_path)
     assert "No module named" in found["none"][-1]["wrong"]
     assert "out of time after 5 s" in found["long"][-1]["wrong"]
-    assert found["card"] and not [row for row in found["card"] if row["wrong"]]
+    assert found["gpu"] and not [row for row in found["gpu"] if row["wrong"]]
 
 
 def test_after_a_crash_the_remaining_parts_run_in_a_new_process(tmp_path, monkeypatch):
@@ -138,14 +138,14 @@ def test_a_process_whose_gpu_is_lost_ends_after_saying_so(monkeypatch, capsys):
     assert [line.get("part") or line["name"] for line in lines] == ["c", "c"]
 
 
-def test_the_parts_of_the_tests_on_a_card_are_those_of_the_steps():
+def test_the_parts_of_the_tests_on_a_gpu_are_those_of_the_steps():
     """The names differed, so that every test on a GPU would have failed."""
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
-    spec = importlib.util.spec_from_file_location("on_card", ROOT / "tests/gpu/test_card.py")
+    spec = importlib.util.spec_from_file_location("on_gpu", ROOT / "tests/gpu/test_on_gpu.py")
     assert spec is not None and spec.loader is not None
-    on_card = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(on_card)
-    for step, parts in on_card.PARTS.items():
+    on_gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(on_gpu)
+    for step, parts in on_gpu.PARTS.items():
         assert tuple(importlib.import_module(f"launch.bench.gpu_steps.{step}").PARTS) == parts
 
 

@@ -23,7 +23,7 @@ from parallel_llama.parallel.collectives import (
     Communicator,
     Solo,
     broadcast_bytes,
-    is_on_card,
+    is_on_gpu,
 )
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.process_group import ProcessGroup
@@ -71,11 +71,11 @@ def queueing(comm: Communicator, limit_s: float, abort: Callable[[], None]) -> P
 
 def go_both_ways(comm: Communicator) -> list[list[tuple[str, torch.dtype]]]:
     by_host: list[tuple[str, torch.dtype]] = []
-    by_card: list[tuple[str, torch.dtype]] = []
+    by_gpu: list[tuple[str, torch.dtype]] = []
     aborted: list[str] = []
-    cards = queueing(comm, 20.0, lambda: aborted.append("all"))
-    ways = Told(comm, by_host), Told(cards, by_card)
-    both = ByDevice(*ways, cards.require_whole, is_float64)
+    gpus = queueing(comm, 20.0, lambda: aborted.append("all"))
+    ways = Told(comm, by_host), Told(gpus, by_gpu)
+    both = ByDevice(*ways, gpus.require_whole, is_float64)
     assert (both.rank, both.size) == (comm.rank, comm.size)
     total = sum(range(1, comm.size + 1))
     for dtype in (torch.float64, torch.float32):
@@ -91,24 +91,24 @@ def go_both_ways(comm: Communicator) -> list[list[tuple[str, torch.dtype]]]:
     both.barrier()
     order = broadcast_bytes(both, b"a step" if comm.rank == 0 else None, no_timeout=True)
     assert order == b"a step" and aborted == []
-    return [by_host, by_card]
+    return [by_host, by_gpu]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_each_tensor_goes_its_own_way_and_both_give_the_same(ranks, size):
     """Orders and ids of a CUDA model went through gloo, which takes 0.4 to 0.9 ms for each."""
     kinds = ["all_reduce", "all_gather", "broadcast"]
-    for by_host, by_card in ranks(size).run(go_both_ways):
-        assert by_card == [(kind, torch.float64) for kind in kinds]
+    for by_host, by_gpu in ranks(size).run(go_both_ways):
+        assert by_gpu == [(kind, torch.float64) for kind in kinds]
         told = [*((kind, torch.float32) for kind in kinds), ("barrier", torch.bool)]
         assert by_host == [*told, ("broadcast", torch.int64), ("broadcast", torch.uint8)]
 
 
 def gather_shapes(comm: Communicator) -> list[Tensor]:
-    cards = queueing(comm, 20.5, lambda: None)
+    gpus = queueing(comm, 20.5, lambda: None)
     shapes: list[tuple[int, ...]] = [(), (1,), (0,), (2, 0, 3), (2, 3)]
     return [
-        cards.all_gather(torch.full(shape, comm.rank, dtype=dtype))
+        gpus.all_gather(torch.full(shape, comm.rank, dtype=dtype))
         for shape in shapes
         for dtype in (torch.float64, torch.bool, torch.bfloat16)
     ]
@@ -125,14 +125,14 @@ def test_every_shape_is_gathered_into_one_tensor(ranks, size):
 def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list[str]]:
     """The errors of the other ranks, first from the GPUs' group and then from the host's."""
     aborted: list[str] = []
-    cards = queueing(comm, 1.0, lambda: aborted.append("all"))
-    both = ByDevice(comm, cards, cards.require_whole, is_float64)
+    gpus = queueing(comm, 1.0, lambda: aborted.append("all"))
+    both = ByDevice(comm, gpus, gpus.require_whole, is_float64)
     comm.barrier()
     began = time.monotonic()
     if comm.rank == 1:
         os.kill(os.getpid(), number)
         time.sleep(1000)
-    cards._group.set_timeout(timedelta(seconds=4))  # what stands for a card waits no longer
+    gpus._group.set_timeout(timedelta(seconds=4))  # what stands for a GPU waits no longer
     heard = []
     for dtype in (torch.float64, torch.float32):
         try:
@@ -143,7 +143,7 @@ def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_while_cards_wait_is_named(number):
+def test_a_rank_that_is_lost_while_gpus_wait_is_named(number):
     """A GPU waits forever, and torch's watchdog ended the process."""
     with Ranks(3, shared_memory=True) as pool:
         for rank, outcome in enumerate(pool.outcomes(lose_rank_1, number, lost=[1])):
@@ -207,7 +207,7 @@ def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_a_process_ends_where_its_card_is_not_let_go(is_heard):
+def test_a_process_ends_where_its_gpu_is_not_let_go(is_heard):
     """A kernel that waits for a lost GPU blocks the host that waits for the kernel."""
     given_up, ended = threading.Event(), threading.Event()
     said: list[str] = []
@@ -247,7 +247,7 @@ def test_a_process_ends_whatever_abort_does(way):
         released.set()
 
 
-def test_the_threads_of_a_watchdog_use_the_card_of_their_rank():
+def test_the_threads_of_a_watchdog_use_the_gpu_of_their_rank():
     """Asking whether a collective is done made a context of half a gigabyte on GPU 0."""
     users: dict[str, bool] = {}
     own = threading.local()
@@ -280,7 +280,7 @@ def test_a_watch_that_has_ended_has_no_thread():
     assert not thread.is_alive()
 
 
-def test_cards_are_left_before_the_host():
+def test_gpus_are_left_before_the_host():
     """NCCL's end may need what the host's way still gives."""
     left: list[str] = []
 
@@ -291,8 +291,8 @@ def test_cards_are_left_before_the_host():
         def close(self) -> None:
             left.append(self.name)
 
-    ByDevice(Leaving("host"), Leaving("cards"), lambda: None).close()
-    assert left == ["cards", "host"]
+    ByDevice(Leaving("host"), Leaving("gpus"), lambda: None).close()
+    assert left == ["gpus", "host"]
 
 
 @pytest.mark.parametrize("before", [None, "1"])
@@ -307,5 +307,5 @@ def test_torchs_watchdog_is_told_only_while_a_group_is_made(monkeypatch, before)
     assert os.environ.get(name) == before
 
 
-def test_tensors_of_the_host_are_not_on_a_card():
-    assert not is_on_card(torch.ones(1)) and not is_on_card(torch.ones(1, device="meta"))
+def test_tensors_of_the_host_are_not_on_a_gpu():
+    assert not is_on_gpu(torch.ones(1)) and not is_on_gpu(torch.ones(1, device="meta"))

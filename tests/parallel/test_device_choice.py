@@ -10,24 +10,24 @@ import torch
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel import communicators
 from parallel_llama.parallel.communicators import own_device, use_device
-from parallel_llama.parallel.device_choice import choose_device, count_cards, ranks_sharing_cards
+from parallel_llama.parallel.device_choice import choose_device, count_gpus, ranks_sharing_gpus
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.parallel.handshake import RankInfo, require_own_cards
+from parallel_llama.parallel.handshake import RankInfo, require_own_gpus
 from parallel_llama.parallel.rank_env import local_world
 
 
 @pytest.mark.parametrize(
-    ("n_cards", "one_rank", "two_ranks"),
+    ("n_gpus", "one_rank", "two_ranks"),
     [(0, "cpu", "cpu"), (1, "cuda", "cpu"), (2, "cuda", "cuda"), (8, "cuda", "cuda")],
 )
-def test_auto_takes_cards_only_where_every_rank_gets_its_own(n_cards, one_rank, two_ranks):
+def test_auto_takes_gpus_only_where_every_rank_gets_its_own(n_gpus, one_rank, two_ranks):
     """Two ranks on a host with one GPU died in set_device, for example in the quickstart."""
-    assert choose_device("auto", 1, n_cards) == one_rank
-    assert choose_device("auto", 2, n_cards) == two_ranks
-    assert choose_device("cpu", 2, n_cards) == "cpu"
+    assert choose_device("auto", 1, n_gpus) == one_rank
+    assert choose_device("auto", 2, n_gpus) == two_ranks
+    assert choose_device("cpu", 2, n_gpus) == "cpu"
 
 
-def test_cuda_is_refused_with_the_numbers_where_there_are_too_few_cards():
+def test_cuda_is_refused_with_the_numbers_where_there_are_too_few_gpus():
     with pytest.raises(UsageError, match=r"3 ranks on this host and 2 GPUs.*at most 2 on"):
         choose_device("cuda", 3, 2)
     with pytest.raises(UsageError, match=r"torch sees no CUDA device here; use --device cpu"):
@@ -41,23 +41,23 @@ def test_cuda_is_refused_with_the_numbers_where_there_are_too_few_cards():
     ("visible", "n_seen"),
     [("0", 1), ("1,0", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("0, 2", 1), ("GPU-8a,GPU-07", 2)],
 )
-def test_cards_are_counted_without_torch_as_the_driver_would_show_them(tmp_path, visible, n_seen):
+def test_gpus_are_counted_without_torch_as_the_driver_would_show_them(tmp_path, visible, n_seen):
     (tmp_path / "dev").mkdir()
-    assert count_cards(tmp_path, visible) == 0
+    assert count_gpus(tmp_path, visible) == 0
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert count_cards(tmp_path, visible) == n_seen
+    assert count_gpus(tmp_path, visible) == n_seen
 
 
-def test_all_cards_of_a_host_are_counted_where_nothing_hides_them(tmp_path, monkeypatch):
+def test_all_gpus_of_a_host_are_counted_where_nothing_hides_them(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert count_cards(tmp_path) == 0
+    assert count_gpus(tmp_path) == 0
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia3").touch()
-    assert count_cards(tmp_path) == 1
+    assert count_gpus(tmp_path) == 1
 
 
-def test_a_rank_has_the_card_of_its_number_on_its_own_host(monkeypatch):
+def test_a_rank_has_the_gpu_of_its_number_on_its_own_host(monkeypatch):
     """Rank 5 is the second rank of its host; it took GPU 5."""
     for name, value in {"RANK": "5", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
@@ -108,7 +108,7 @@ CPU, REFUSED = "cpu", "4 ranks on this host and 1 GPU, but"
 
 
 @pytest.mark.parametrize(
-    ("env", "n_files", "n_cards", "auto", "cuda"),
+    ("env", "n_files", "n_gpus", "auto", "cuda"),
     [
         (TORCHRUN, 4, 4, 1, 1),
         (TORCHRUN, 1, 1, CPU, REFUSED),
@@ -140,12 +140,12 @@ CPU, REFUSED = "cpu", "4 ranks on this host and 1 GPU, but"
         ({}, 2, 2, CPU, "8 ranks on this host and 2 GPUs"),
     ],
 )
-def test_every_launchers_rank_gets_its_card(
+def test_every_launchers_rank_gets_its_gpu(
     put: Callable[[Mapping[str, str]], None],
     tmp_path: Path,
     env: Mapping[str, str],
     n_files: int,
-    n_cards: int,
+    n_gpus: int,
     auto: int | str,
     cuda: int | str,
 ) -> None:
@@ -156,8 +156,8 @@ def test_every_launchers_rank_gets_its_card(
     put(env)
 
     def chosen(asked: str) -> int | str:
-        card, n_ranks = ranks_sharing_cards(asked, 8, n_cards, tmp_path)
-        return card if choose_device(asked, n_ranks, n_cards) == "cuda" else CPU
+        gpu, n_ranks = ranks_sharing_gpus(asked, 8, n_gpus, tmp_path)
+        return gpu if choose_device(asked, n_ranks, n_gpus) == "cuda" else CPU
 
     assert chosen("auto") == auto
     assert chosen("cpu") == CPU
@@ -168,13 +168,13 @@ def test_every_launchers_rank_gets_its_card(
             chosen("cuda")
 
 
-def test_two_ranks_with_one_card_are_named() -> None:
+def test_two_ranks_with_one_gpu_are_named() -> None:
     """Each rank sees one GPU; only a comparison between ranks shows that it is the same GPU."""
-    infos = [RankInfo(n, 3, {}, f"host{n % 2}", n, "", {}, card) for n, card in enumerate("aba")]
+    infos = [RankInfo(n, 3, {}, f"host{n % 2}", n, "", {}, gpu) for n, gpu in enumerate("aba")]
     with pytest.raises(RankError, match="rank 0 and rank 2 of 3, process 0 on host0 and process 2"):
-        require_own_cards(infos)
-    require_own_cards(infos[:2])
-    require_own_cards([RankInfo(n, 3, {}, "", n, "") for n in range(3)])
+        require_own_gpus(infos)
+    require_own_gpus(infos[:2])
+    require_own_gpus([RankInfo(n, 3, {}, "", n, "") for n in range(3)])
 
 
 def test_ranks_of_a_script_in_srun_know_the_ranks_of_their_host(
@@ -187,7 +187,7 @@ def test_ranks_of_a_script_in_srun_know_the_ranks_of_their_host(
     assert local_world(8) == (1, 8)
 
 
-def test_a_card_becomes_the_current_one_of_the_thread_that_asks(monkeypatch):
+def test_a_gpu_becomes_the_current_one_of_the_thread_that_asks(monkeypatch):
     taken: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         communicators.torch.cuda,
@@ -201,7 +201,7 @@ def test_a_card_becomes_the_current_one_of_the_thread_that_asks(monkeypatch):
     assert taken == [("other", torch.device("cuda", 1))]
 
 
-def test_a_device_without_an_index_is_the_current_card(monkeypatch):
+def test_a_device_without_an_index_is_the_current_gpu(monkeypatch):
     """torch.cuda.set_device refuses it, which ended the threads that were to launch work."""
 
     def set_device(device: torch.device) -> None:

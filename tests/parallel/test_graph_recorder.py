@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel_llama.parallel.cuda_graphs import GraphRecorder, NotCapturable, require_capturable
 
 
-class Card:
+class GPU:
     """What torch and the allocator know of one GPU.
 
     As in torch, a capture that has become invalid raises when it ends, before the allocator is
@@ -72,37 +72,37 @@ class Card:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    return Card(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
+    return GPU(monkeypatch)
 
 
-def test_graphs_of_one_model_share_their_memory(card: Card) -> None:
+def test_graphs_of_one_model_share_their_memory(gpu: GPU) -> None:
     """Each of nine graphs kept the intermediates of its own step."""
     record = GraphRecorder()
     for number in range(3):
         result, replay = record(lambda number=number: number)
         assert result == number and replay() == "replayed"
-    assert len(card.pools) == 3 and len({*map(id, card.pools)}) == 1
-    assert not card.captures and card.stream.name == "own"
+    assert len(gpu.pools) == 3 and len({*map(id, gpu.pools)}) == 1
+    assert not gpu.captures and gpu.stream.name == "own"
 
 
-def test_a_failed_capture_leaves_a_usable_allocator(card: Card) -> None:
+def test_a_failed_capture_leaves_a_usable_allocator(gpu: GPU) -> None:
     """The allocator assumed an active capture, and freed no memory that another stream had used."""
     record = GraphRecorder()
-    card.is_valid = False
+    gpu.is_valid = False
     with pytest.raises(RuntimeError, match="previous error during capture"):
         record(lambda: None)
-    assert not card.captures and not card.pools and card.stream.name == "own"
+    assert not gpu.captures and not gpu.pools and gpu.stream.name == "own"
 
 
-def test_a_step_that_raises_in_a_capture_ends_it_once(card: Card) -> None:
+def test_a_step_that_raises_in_a_capture_ends_it_once(gpu: GPU) -> None:
     def step() -> None:
-        if card.captures:
+        if gpu.captures:
             raise torch.OutOfMemoryError("no memory")
 
     with pytest.raises(torch.OutOfMemoryError):
         GraphRecorder()(step)
-    assert not card.captures and len(card.pools) == 1 and card.stream.name == "own"
+    assert not gpu.captures and len(gpu.pools) == 1 and gpu.stream.name == "own"
 
 
 @pytest.mark.parametrize("is_inference", [False, True])

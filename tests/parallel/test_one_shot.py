@@ -34,7 +34,7 @@ class Made:
 
 
 def none() -> Callable[[Tensor], Tensor]:
-    raise RuntimeError("these cards cannot read each other's memory")
+    raise RuntimeError("these GPUs cannot read each other's memory")
 
 
 def faster_up_to(n: int) -> Callable[[Callable[[], object]], float]:
@@ -127,7 +127,7 @@ def test_calls_are_timed_in_a_graph_and_as_many_on_every_rank(monkeypatch, is_ca
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     n_of_one = one_shot._ROUNDS
-    assert one_shot.seconds_on_card(call) == pytest.approx(2e-3 / n_of_one)
+    assert one_shot.seconds_on_gpu(call) == pytest.approx(2e-3 / n_of_one)
     made = n_calls - n_of_one + n_replays * n_of_one
     assert made == one_shot._REPLAYS * n_of_one and (n_replays > 0) == is_captured
 
@@ -140,7 +140,7 @@ def test_what_is_nowhere_faster_is_not_taken():
     run_on_threads(3, run)
 
 
-def test_the_slowest_card_decides_for_all():
+def test_the_slowest_gpu_decides_for_all():
     def run(comm: ThreadComm) -> None:
         seconds = faster_up_to(1 << 10 if comm.rank == 1 else 1 << 20)
         group = with_one_shot_sums(comm, CPU, Made(comm), seconds)
@@ -150,7 +150,7 @@ def test_the_slowest_card_decides_for_all():
 
 
 @pytest.mark.parametrize("wrong_on", [0, 2])
-def test_what_is_wrong_on_one_card_is_taken_on_none(wrong_on):
+def test_what_is_wrong_on_one_gpu_is_taken_on_none(wrong_on):
     def run(comm: ThreadComm) -> None:
         made = Made(comm, wrong_on)
         assert with_one_shot_sums(comm, CPU, made, faster_up_to(1 << 20)) is comm
@@ -158,7 +158,7 @@ def test_what_is_wrong_on_one_card_is_taken_on_none(wrong_on):
     run_on_threads(3, run)
 
 
-def test_where_one_card_has_no_such_memory_none_uses_it():
+def test_where_one_gpu_has_no_such_memory_none_uses_it():
     def run(comm: ThreadComm) -> None:
         made = Made(comm)
         make = none if comm.rank == 1 else made

@@ -13,7 +13,7 @@ from parallel_llama.serve.wire import Loaded, RankFacts, framed, from_engine
 
 
 @pytest.mark.parametrize("cuda_bytes", [5 << 30, None])
-def test_what_ranks_have_taken_of_their_cards_stands_beside_the_hosts_memory(cuda_bytes):
+def test_what_ranks_have_taken_of_their_gpus_stands_beside_the_hosts_memory(cuda_bytes):
     """The host's memory does not show a model on a GPU."""
     ranks = tuple(RankFacts(rank, 7, None, cuda_bytes) for rank in range(2))
     loaded = Loaded("bfloat16", "none", 1, 1000, 16, 1000, ranks)

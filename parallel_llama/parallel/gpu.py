@@ -11,7 +11,7 @@ import torch
 _DRIVER = re.compile(r"\s(\d+\.\d+(?:\.\d+)*)\s")
 
 
-def card_id(device: torch.device) -> str:
+def gpu_id(device: torch.device) -> str:
     """The UUID of a GPU; empty for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
@@ -27,7 +27,7 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def describe_card(device: torch.device, root: Path = Path("/")) -> Mapping[str, str]:
+def describe_gpu(device: torch.device, root: Path = Path("/")) -> Mapping[str, str]:
     """The name, the architecture and the driver of a GPU; empty for the CPU.
 
     Args:
@@ -35,10 +35,10 @@ def describe_card(device: torch.device, root: Path = Path("/")) -> Mapping[str, 
     """
     if device.type != "cuda":
         return {}
-    card = torch.cuda.get_device_properties(device)
+    gpu = torch.cuda.get_device_properties(device)
     return {
-        "GPU": f"{card.name}, {card.total_memory >> 30} GiB",
-        "architecture of the GPU": f"sm_{card.major}{card.minor}",
+        "GPU": f"{gpu.name}, {gpu.total_memory >> 30} GiB",
+        "architecture of the GPU": f"sm_{gpu.major}{gpu.minor}",
         "driver of the GPU": _driver(root),
     }
 

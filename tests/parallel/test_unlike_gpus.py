@@ -1,4 +1,4 @@
-"""What ranks with GPUs compare when they meet: cards, drivers and libraries."""
+"""What ranks with GPUs compare when they meet: GPUs, drivers and libraries."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +11,14 @@ import torch
 from torch.distributed import HashStore
 
 from parallel_llama.engine import ranks as engine_ranks
-from parallel_llama.engine.ranks import card_notes, shared_facts
-from parallel_llama.parallel import card
+from parallel_llama.engine.ranks import gpu_notes, shared_facts
+from parallel_llama.parallel import gpu
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.handshake import RankInfo, rendezvous
 
 H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 << 30, major=9, minor=0)
 A100 = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=40 << 30, major=8, minor=0)
-CARD = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 
 
 def meet(*infos: RankInfo) -> list[list[str]]:
@@ -47,23 +47,23 @@ def info(rank: int, facts: Mapping[str, str], notes: Mapping[str, str], uuid: st
         (None, "unknown"),
     ],
 )
-def test_a_card_is_described(monkeypatch, tmp_path: Path, text: str | None, version: str) -> None:
+def test_a_gpu_is_described(monkeypatch, tmp_path: Path, text: str | None, version: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
     if text is not None:
         (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
         (tmp_path / "proc/driver/nvidia/version").write_text(text)
-    assert card.describe_card(CARD, tmp_path) == {
+    assert gpu.describe_gpu(GPU, tmp_path) == {
         "GPU": "NVIDIA H100 80GB HBM3, 80 GiB",
         "architecture of the GPU": "sm_90",
         "driver of the GPU": version,
     }
-    assert card.describe_card(torch.device("cpu"), tmp_path) == {} == card_notes(on("cpu"))
+    assert gpu.describe_gpu(torch.device("cpu"), tmp_path) == {} == gpu_notes(on("cpu"))
 
 
 def on(kind: str, n_experts: int = 0, memory: tuple[float, ...] | None = None) -> SimpleNamespace:
     """The attributes of a ModelSetup that facts and notes are read from."""
     config = SimpleNamespace(random_weights=1, facts=dict, memory=memory)
-    device = CARD if kind == "cuda" else torch.device("cpu")
+    device = GPU if kind == "cuda" else torch.device("cpu")
     args = SimpleNamespace(n_experts=n_experts)
     return SimpleNamespace(
         inputs=SimpleNamespace(files=None), config=config, kind=kind, device=device,
@@ -75,7 +75,7 @@ def on(kind: str, n_experts: int = 0, memory: tuple[float, ...] | None = None) -
     ("differs", "says"),
     [
         ({"torch.cuda.nccl.version": (2, 20, 5)}, "version of NCCL: rank 1 of 2 has 2.20.5"),
-        ({"parallel.card.version": "3.6.0"}, "version of Triton: rank 1 of 2 has 3.6.0"),
+        ({"parallel.gpu.version": "3.6.0"}, "version of Triton: rank 1 of 2 has 3.6.0"),
         ({"engine.ranks.why_unusable": "no compiler"}, "kernels: rank 1 of 2 has torch's operat"),
     ],
 )
@@ -85,7 +85,7 @@ def test_ranks_with_other_libraries_do_not_start(monkeypatch, differs, says) -> 
     def facts(values: Mapping[str, object]) -> Mapping[str, str]:
         usual = {
             "torch.cuda.nccl.version": (2, 27, 3),
-            "parallel.card.version": "3.5.1",
+            "parallel.gpu.version": "3.5.1",
             "engine.ranks.why_unusable": None,
         }
         for name, value in {**usual, **values}.items():
@@ -100,7 +100,7 @@ def test_ranks_with_other_libraries_do_not_start(monkeypatch, differs, says) -> 
     assert meet(info(0, first, {}, "a"), info(1, first, {}, "b")) == [[], []]
 
 
-def test_unlike_cards_are_reported_and_refused_only_where_experts_are_routed(monkeypatch) -> None:
+def test_unlike_gpus_are_reported_and_refused_only_where_experts_are_routed(monkeypatch) -> None:
     """GPUs of unequal memory are supported, and each rounds a router's scores in its own way."""
     monkeypatch.setattr(engine_ranks, "why_unusable", lambda: None)
     notes, facts = [], []
@@ -108,9 +108,9 @@ def test_unlike_cards_are_reported_and_refused_only_where_experts_are_routed(mon
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda _, properties=properties: properties
         )
-        notes.append(card_notes(on("cuda")))
+        notes.append(gpu_notes(on("cuda")))
         facts.append([shared_facts(on("cuda", n)) for n in (0, 8)])
-        assert card_notes(on("cuda", memory=(80, 40))) == {}
+        assert gpu_notes(on("cuda", memory=(80, 40))) == {}
     dense, mixture = zip(*facts, strict=True)
     found, same = meet(*(info(rank, dense[rank], notes[rank], str(rank)) for rank in (0, 1)))
     assert found == same and len(found) == 2

@@ -32,11 +32,9 @@ def _versions(setting: Setting) -> str:
         except PackageNotFoundError:
             found.append(f"no {package}")
     if not setting.is_rehearsal:
-        card = torch.cuda.get_device_properties(setting.device)
+        gpu = torch.cuda.get_device_properties(setting.device)
         found.append(f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
-        found.append(
-            f"{card.name}, {card.total_memory / 2**30:.0f} GiB, sm_{card.major}{card.minor}"
-        )
+        found.append(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}")
     return ", ".join(found)
 
 

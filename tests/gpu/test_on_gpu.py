@@ -26,7 +26,7 @@ PARTS = {
 @pytest.mark.parametrize(
     ("step", "part"), [(step, part) for step, parts in PARTS.items() for part in parts]
 )
-def test_nothing_is_wrong_on_a_card(step, part):
+def test_nothing_is_wrong_on_a_gpu(step, part):
     module = importlib.import_module(f"launch.bench.gpu_steps.{step}")
     assert list(module.PARTS) == list(PARTS[step])
     rows = list(module.PARTS[part](Setting(torch.device("cuda", 0), is_rehearsal=False)))
