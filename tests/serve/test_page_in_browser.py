@@ -481,9 +481,9 @@ def test_the_panel_tells_resident_from_reserved_memory(page, server):
         for name in ("resident-bar", "reserved-bar")
     ]
     assert [[round(float(width[:-1])) for width in bar] for bar in widths] == [[100], [52, 24]]
-    expect(row.locator(".on-card")).to_be_hidden()
+    expect(row.locator(".on-gpu")).to_be_hidden()
     server.status["ranks"][0]["cuda_bytes"] = 20 << 30
-    expect(row.locator(".on-card")).to_have_text(re.compile(r"On the GPU\s*20\.0 GiB"))
+    expect(row.locator(".on-gpu")).to_have_text(re.compile(r"On the GPU\s*20\.0 GiB"))
 
 
 def test_a_model_that_is_loading_is_said(page, server):

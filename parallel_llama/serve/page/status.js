@@ -128,8 +128,8 @@ function showRank(row, { rank, up, memory_bytes, weight_bytes, cuda_bytes }, kvB
   part(".rank").textContent = `Rank ${rank}${up ? "" : " is lost"}`;
   part(".resident").textContent = up ? known(memory_bytes, mebibytes) : "–";
   part(".reserved").textContent = known(weight_bytes, (bytes) => mebibytes(bytes + kvBytes));
-  part(".on-card").hidden = !cuda_bytes;
-  part(".on-card dd").textContent = known(cuda_bytes, mebibytes);
+  part(".on-gpu").hidden = !cuda_bytes;
+  part(".on-gpu dd").textContent = known(cuda_bytes, mebibytes);
   row.title = weight_bytes ? `${mebibytes(weight_bytes)} of weights, ${mebibytes(kvBytes)} of KV cache` : "";
   shares(part(".resident-bar"), [up ? memory_bytes : 0], most);
   shares(part(".reserved-bar"), [weight_bytes, kvBytes], most);
