@@ -17,7 +17,12 @@ from tiny_models import TinyModel, write_hf
 from transformers_oracle import reference_logits
 
 from parallel_llama.cli.main import main
-from parallel_llama.config.layouts import load_model_args, why_decoded
+from parallel_llama.config.layouts import (
+    default_quant,
+    load_model_args,
+    stored_formats,
+    why_decoded,
+)
 from parallel_llama.config.quantised import HF_QUANTS, packing_of
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
@@ -126,6 +131,16 @@ def test_logits_are_those_of_transformers_with_the_dequantised_values(kind, tp_s
     expected = reference_logits(meant_by(made[kind]), TOKENS)
     ours = torch.cat(run_on_threads(tp_size, logits_of, made[kind], "none", "float64"), 1)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["packed 4, group, float32", "int channel, float32"])
+def test_integers_with_float32_scales_are_decoded_and_a_line_says_so(kind, made):
+    """The formats that stay as stored have float16 scales, which do not hold a float32."""
+    files = find_model(str(made[kind]))
+    args = load_model_args(files)
+    assert stored_formats(files, args) == {} and default_quant(files, args, "bfloat16") == "none"
+    line = why_decoded(files, args, "bfloat16") or ""
+    assert re.search("in int[48] are decoded to bfloat16; only .* integers with 16-bit sc", line)
 
 
 def test_groups_name_their_matrices_and_ignored_ones_stay_plain(source, tmp_path):
