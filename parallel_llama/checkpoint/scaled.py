@@ -33,6 +33,9 @@ from parallel_llama.ops.quant import QuantMatrix
 # Reads some rows and columns of the tensor with a name suffix, as a matrix of this many columns.
 Read = Callable[[str, int, range, range], Tensor]
 
+# The dtypes and possible shapes of a matrix's tensors, by the suffixes of their names.
+WantedTensors = dict[str, tuple[Collection[str], list[tuple[int, ...]]]]
+
 SCALE_DTYPES = "F32", "BF16", "F16"
 
 TYPES = {
@@ -68,16 +71,14 @@ class ScaledMatrix:
         return n_outputs, n_inputs
 
     @property
-    def tensors(self) -> dict[str, tuple[Collection[str], list[tuple[int, ...]]]]:
+    def tensors(self) -> WantedTensors:
         """The dtypes and possible shapes of its tensors, by the suffixes of their names."""
         scheme, grid, shape = self.scheme, self.grid, self.stored_slice.shape
         numbers = ("F8_E4M3",) if scheme.is_float else ("I8",)
         scales: list[tuple[int, ...]] = [grid]
         scales += [grid[:1]] if grid[1] == 1 else []
         scales += [()] if grid == (1, 1) else []
-        wanted: dict[str, tuple[Collection[str], list[tuple[int, ...]]]] = {
-            scheme.scale: (SCALE_DTYPES, scales)
-        }
+        wanted: WantedTensors = {scheme.scale: (SCALE_DTYPES, scales)}
         if scheme.is_packed:
             per_word = 32 // scheme.n_bits
             wanted["weight_packed"] = ("I32",), [(shape[0], -(-shape[1] // per_word))]
@@ -90,7 +91,7 @@ class ScaledMatrix:
         return wanted
 
     @property
-    def optional_tensors(self) -> dict[str, tuple[Collection[str], list[tuple[int, ...]]]]:
+    def optional_tensors(self) -> WantedTensors:
         """The tensors that it may have: the groups of the inputs, in order."""
         is_grouped = self.scheme.block[1] and self.scheme.is_packed
         return {"weight_g_idx": (("I32",), [self.stored_slice.shape[1:]])} if is_grouped else {}
