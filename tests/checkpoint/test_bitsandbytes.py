@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from bitsandbytes_folders import KINDS, as_bytes, quant_state, write_bitsandbytes
-from bitsandbytes_samples import sample
 from packed_folders import meant_by
+from packed_samples import sample
 from safetensors.torch import load_file
 from test_gptq_and_awq import loaded, logits_of, rewritten
 from thread_ranks import run_on_threads

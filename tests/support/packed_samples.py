@@ -1,6 +1,7 @@
-"""Matrices that bitsandbytes 0.50.2 quantised and dequantised on a CPU, as it packed them.
+"""Matrices that bitsandbytes 0.50.2 and compressed-tensors 0.20.0 packed and dequantised on a CPU.
 
-They come from quantize_4bit(compress_statistics=True) and int8_vectorwise_quant of normal values.
+They come from quantize_4bit(compress_statistics=True) and int8_vectorwise_quant, and from the
+schemes NVFP4A16 and MXFP4A16, of normal values.
 """
 
 import base64
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 def sample(kind: str) -> dict[str, Tensor]:
-    """The tensors of a matrix in nf4 or int8 by suffix, and its dequantised values."""
+    """The tensors of a matrix of a kind by suffix, and its dequantised values."""
     return {name: _tensor(*each) for name, each in _SAMPLES[kind].items()}
 
 
@@ -114,6 +115,67 @@ _SAMPLES = {
             "4vBRvxaLyT4SiWU/AMCxv+jzJ74ej5E+TyclvxKJZb8qlbK/tVqlPwAA0j8ul4e/kUiEvq1W"
             "e770+QA/kUiEPgCAEMC1WtE+R6MRP3u9mj673f69h8N1v5FI4T+hUHo/2OtRv1utkz8AAJu/"
             "vV4BP1+v275xOBw/6nSSPq1Wlz8=",
+        ),
+    },
+    "nvfp4": {
+        "weight_global_scale": (
+            torch.float32,
+            (1,),
+            "s15gRA==",
+        ),
+        "weight_packed": (
+            torch.uint8,
+            (4, 32),
+            "SgnZoamnFY1i79lGSkTnbikeohuzEZdLyPRUppYOLnQ+O90X/Wlkj5S6+VKAhEeOs1z91Tdu"
+            "fSSz8f4Q4jsxTN12SsZUZeCosqKV/UJVyhE36eGY5ra21I66/kI1SEli7+QszDPu1yUELFk3"
+            "6OvyBL9g/fGfpJVl/tNLVTaxvBk=",
+        ),
+        "weight_scale": (
+            torch.float8_e4m3fn,
+            (4, 4),
+            "fnl+d3l8en55e3h9dXp4eg==",
+        ),
+        "values": (
+            torch.bfloat16,
+            (4, 64),
+            "AL+AP4C+AACAvsC/gD4Av4C+AL9AQAC/wD+APsC/AICkPqQ/9r+kvyS+dr+kPyQ/pL4kPyQ/"
+            "JD/2P6S/pL+kP4C+AD8AwIA+AD8Av0C/gD5AP0C/gD6APkBAgL5Av4A/AIAJvwk/zb8JP00/"
+            "iT+Jvok/Cb6JvwAAib+JPgk/zT+kv/Y+9r72Pna/dr/2PyQ+dr/2vyS+pD8kP6Q/9r8AgFs/"
+            "W77bviS/W74kwNs+pD8AAACAWz8AgCRAWz/bvwCACT8Jvze/iT+JvwnAiT+JvwlACT+3v7c/"
+            "ib8JQDc/tz5AP0C/gD5AwADAQMAAAIA+AD8AwEC/QD+APkA/gL+AP3a/dr+kP/Y/pL4kP6Q/"
+            "JL8kP3Y/dj+kPwAApL8AgKS+yT4Xv8k+yb6XP0m+l78XwMk+ST+XP5c/yb5Jv0k+ST7bP9s+"
+            "Er6SvxI+kr8AgBK+kj+Sv5I/276SP9u+Ej9bv+2/AIDtvjK/7b8ywO0+bT+yPzI/AIBtP22+"
+            "bT/tPu0/sr9tv+0+bb/tvm0+7b7tvrI+sj5tv22/sj8yvzI/bT43PwAAN7+3Pje+iT8JQAk/"
+            "AIC3vwm/t7+3PgnANz8AANu/274AAJI/W7/bvxI+27/bvxK+Ej+Svls/Er5bP5I/t78JwAk/"
+            "ib8Jvzc/iT+JP7c/CT83Pgm/N78Jvze+Nz4=",
+        ),
+    },
+    "mxfp4": {
+        "weight_packed": (
+            torch.uint8,
+            (4, 32),
+            "PZJaWgFN4VRLuYWsocma1LSUkEoTmWxW5K2duZuqjByxglqpCa0BxBI0ChqkYMA8w8ChLSFb"
+            "PcUMzRiK6MQpWcS9ZOHAIdMiDQqiVApYsbpEkZBVwkqoRayYFTqpFakgXCiLGbFBlaClkciT"
+            "skqSQrCmPSvotZwaxVmaEZSdDRo=",
+        ),
+        "weight_scale": (
+            torch.uint8,
+            (4, 2),
+            "fn5+fn5+fn4=",
+        ),
+        "values": (
+            torch.bfloat16,
+            (4, 64),
+            "wL9APwA/gL4Av8A/AL/AP4A+AADAv4A/gD4AwIA/wD9Av4A/gL5Av8A/AICAvwC/gD4Av4C+"
+            "gL8Av4C+gD/Av4A/QL+AP4C+AACAvgC/gD9AP4A+gL6AvoC/AEAAQMA/gD8AwMC/AL/Av4C+"
+            "gL5Av0C/gL4AvwC/gL8AgIC/gD6APkC/AD8AgAC/wD+AvgC/gL4AAMC/AL+APgAAgD+AvwA/"
+            "gD6AP0A/AL8AAAC/gD6APwC/AAAAQAAAgL+Av0A/QD+AvwAAgL+APgC/wL8AP4A+AD9Av8A/"
+            "wL9AP8A/gL+AvwAAwL+AvwCAgD4AvwCAAIAAwIA/gL+AvgA/gL7AP4A/gL/Av0C/gD8AQIA+"
+            "AMAAAIC/gD4AP0A/wL8APwA/wL8AAAC/AAAAPwC/gD/APwC/AAAAgMA/gD5AvwC/QL+AP4A/"
+            "gD6AvgAAgL7AP8A/AD+AvwC/gD8AgAC/wD+AP4C/AL8AgIC+wD+APgC/QD+AvgC/wD+APoC+"
+            "AL8AAAA/gL/APwCAAD9AvwCAgL6APoA+QL+APoA/wD+AvgAAAL/APwC/gD6AvgCAgL9AP4C+"
+            "AD9AvwC/gD8AP4C+AD+APwAAQL8AQAC/wL9AP0C/AD8AgADAwD9Av4C/gL4Av4A+wD+Av4C+"
+            "wD8Av4C+gD6APoA/gL7Av4C+wL8AAAC/gD4=",
         ),
     },
 }
