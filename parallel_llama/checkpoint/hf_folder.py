@@ -7,10 +7,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from parallel_llama.checkpoint.bitsandbytes import FourBitMatrix, Int8Matrix
 from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
 from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, read_packed
-from parallel_llama.checkpoint.scaled import TYPES, ScaledMatrix
-from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged, read_header
+from parallel_llama.checkpoint.scaled import TYPES, ScaledMatrix, WantedTensors
+from parallel_llama.checkpoint.tensor_files import (
+    HeldTensors,
+    TensorFiles,
+    decoded,
+    merged,
+    read_header,
+)
+from parallel_llama.config.bitsandbytes import (
+    QUANT_STATE,
+    BitsAndBytes,
+    bitsandbytes_types,
+    read_quant_state,
+)
 from parallel_llama.config.quantised import Packing, hf_packing, packed_weights, stored_form
 from parallel_llama.config.scaled import BYTE_DTYPES, MARKS, UNUSED, Schemes, scaled_weights
 from parallel_llama.dtypes import STORED, QuantFormat
@@ -27,7 +40,10 @@ from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix, joined
 
 # Suffixes of tensors of GPTQ, AWQ, bitsandbytes and fp8 checkpoints.
-_QUANTISED = (".qweight", ".qzeros", ".absmax", *(f".{mark}" for mark in MARKS))
+_QUANTISED = (
+    *(".qweight", ".qzeros", ".SCB", ".absmax", ".quant_map", ".bitsandbytes__nf4"),
+    *(".bitsandbytes__fp4", *(f".{mark}" for mark in MARKS)),
+)
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
 
 
@@ -52,6 +68,7 @@ class HFFolder(TensorFiles):
         packing, slices = hf_packing(files) if is_quantised else None, stored_slices(args, "hf")
         self._packed: dict[str, PackedMatrix] = {}
         self._scaled: dict[str, ScaledMatrix] = {}
+        self._bits: dict[str, Int8Matrix | FourBitMatrix] = {}  # of bitsandbytes
         if isinstance(packing, Packing):
             for name in packed_weights(args, tensors):
                 self._packed[name] = PackedMatrix(packing, slices[name])
@@ -60,6 +77,12 @@ class HFFolder(TensorFiles):
             for name, scheme in scaled_weights(packing, args, held).items():
                 self._scaled[name] = ScaledMatrix(scheme, slices[name])
             tensors = {name: held for name, held in tensors.items() if not UNUSED.search(name)}
+        elif isinstance(packing, BitsAndBytes):
+            held = {name: tensor for name, (_, tensor) in tensors.items()}
+            for name, kind in bitsandbytes_types(args, held).items():
+                self._bits[name] = _bits(kind, slices[name], tensors)
+            read = {m.quant_state for m in self._bits.values() if isinstance(m, FourBitMatrix)}
+            tensors = {name: held for name, held in tensors.items() if name not in read}
         super().__init__(files, args, empty, tensors)
 
     def check(self, args: ModelArgs) -> None:
@@ -78,12 +101,14 @@ class HFFolder(TensorFiles):
         for scaled in self._scaled.values():
             self._require_order(scaled, "weight_g_idx", scaled.scheme.block[1])
             self._require_shape(scaled)
+        for bits in self._bits.values():
+            bits.check(partial(self._bytes, bits.base))
 
     def _slices_of(self, args: ModelArgs) -> Mapping[str, StoredSlice]:
         slices = {
             name: stored_slice
             for name, stored_slice in super()._slices_of(args).items()
-            if name not in self._packed and name not in self._scaled
+            if not (name in self._packed or name in self._scaled or name in self._bits)
         }
         own = {stored_slice.name for stored_slice in slices.values()}
         for matrix in self._packed.values():
@@ -98,11 +123,12 @@ class HFFolder(TensorFiles):
         return slices
 
     @cached_property
-    def _scaled_tensors(self) -> dict[str, tuple[Collection[str], list[tuple[int, ...]]]]:
+    def _scaled_tensors(self) -> WantedTensors:
         """The dtypes and possible shapes of the tensors of matrices with scales, by name."""
-        wanted: dict[str, tuple[Collection[str], list[tuple[int, ...]]]] = {}
+        wanted: WantedTensors = {}
+        for each_matrix in (*self._scaled.values(), *self._bits.values()):
+            wanted |= {each_matrix.base + end: each for end, each in each_matrix.tensors.items()}
         for matrix in self._scaled.values():
-            wanted |= {matrix.base + end: each for end, each in matrix.tensors.items()}
             optional = {matrix.base + end: each for end, each in matrix.optional_tensors.items()}
             wanted |= {name: each for name, each in optional.items() if name in self._tensors}
         return wanted
@@ -128,8 +154,12 @@ class HFFolder(TensorFiles):
         if (matrix := self._scaled.get(param.name)) is not None:
             read = partial(self._numbers, matrix)
             blocks = as_blocks(param, matrix.stored_slice, rows)
-            parts = [matrix.values(block, read) for block in blocks]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return _concatenated([matrix.values(block, read) for block in blocks])
+        if (bits := self._bits.get(param.name)) is not None:
+            blocks = as_blocks(param, bits.stored_slice, rows)
+            return _concatenated(
+                [bits.values(block, partial(self._bytes, bits.base)) for block in blocks]
+            )
         return super()._stored(param, rows)
 
     def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
@@ -152,21 +182,24 @@ class HFFolder(TensorFiles):
         self, matrix: PackedMatrix | ScaledMatrix, end: str, rows: range, columns: range
     ) -> Tensor:
         """A block of one tensor of a quantised weight, as bytes."""
-        path, tensor = self._tensors[matrix.base + end]
+        _, tensor = self._tensors[matrix.base + end]
         width = DTYPE_BITS[tensor.dtype] // 8
         of_columns = range(columns.start * width, columns.stop * width)
-        row_bytes = tensor.shape[-1] * width
-        return self._files[path].matrix(tensor.offset, row_bytes, rows, of_columns)
+        return self._bytes(matrix.base, end, tensor.shape[-1] * width, rows, of_columns)
+
+    def _bytes(self, base: str, end: str, row_bytes: int, rows: range, columns: range) -> Tensor:
+        """A block of one tensor, as a matrix with rows of this many bytes."""
+        path, tensor = self._tensors[base + end]
+        return self._files[path].matrix(tensor.offset, row_bytes, rows, columns)
 
     def _numbers(
         self, matrix: ScaledMatrix, end: str, n_columns: int, rows: range, columns: range
     ) -> Tensor:
         """A block of one tensor of a matrix with scales, which has `n_columns`."""
-        path, tensor = self._tensors[matrix.base + end]
-        dtype = TYPES[tensor.dtype]
+        dtype = TYPES[self._tensors[matrix.base + end][1].dtype]
         width = dtype.itemsize
         of_columns = range(columns.start * width, columns.stop * width)
-        part = self._files[path].matrix(tensor.offset, n_columns * width, rows, of_columns)
+        part = self._bytes(matrix.base, end, n_columns * width, rows, of_columns)
         return part.view(-1).view(dtype).view(len(rows), len(columns))
 
     def _require_shape(self, matrix: ScaledMatrix) -> None:
@@ -209,6 +242,24 @@ class HFFolder(TensorFiles):
                 f"{path}: {name!r:.200} is not zero, and the model that config.json describes "
                 "has no such bias; use the config.json that belongs to the weights"
             )
+
+
+def _bits(kind: str, stored_slice: StoredSlice, tensors: HeldTensors) -> Int8Matrix | FourBitMatrix:
+    """A matrix of bitsandbytes in one of `bitsandbytes_types`."""
+    name = stored_slice.name
+    base = name.removesuffix("weight")
+    if kind == "int8":
+        return Int8Matrix(stored_slice, base + "weight_format" in tensors)
+    state = base + QUANT_STATE + kind
+    path, tensor = tensors[state]
+    dtype = tensors[name][1].dtype if name in tensors else "U8"
+    return FourBitMatrix(
+        stored_slice, read_quant_state(path, state, tensor, stored_slice.shape), dtype
+    )
+
+
+def _concatenated(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _joined(parts: list[QuantMatrix]) -> QuantMatrix:

@@ -3,9 +3,11 @@
 A matrix [out, in] is stored as several tensors:
 
     weight             e4m3 floats or signed integers of 8 bits: [out, in]
-    weight_packed      integers in 32-bit words, the first in the lowest bits: [out, words]
+    weight_packed      integers in 32-bit words, the first in the lowest bits: [out, words]; or
+                       e2m1 floats of 4 bits, two in a byte, the first in the low bits
     weight_scale       for the matrix, each row, each group of a row, or each block; fp8 folders
-                       call it weight_scale_inv
+                       call it weight_scale_inv. nvfp4 has e4m3 floats, to be divided by
+                       weight_global_scale, and mxfp4 the exponents of powers of two, plus 127
     weight_zero_point  as the scale; packed along the outputs if the integers are packed
     weight_shape       [2], if the integers are packed
     weight_g_idx       the group of each input: [in]
@@ -13,8 +15,8 @@ A matrix [out, in] is stored as several tensors:
 A value is (stored - zero point) * scale, one product in float32, so it does not depend on how the
 matrix is cut.
 
-Source: compressed-tensors 0.20, its pack_quantized and naive_quantized compressors; transformers
-5.24, Fp8Dequantize.
+Source: compressed-tensors 0.20, its pack_quantized, naive_quantized, nvfp4 and mxfp4 compressors;
+transformers 5.24, Fp8Dequantize.
 """
 
 from collections.abc import Callable, Collection
@@ -33,10 +35,15 @@ from parallel_llama.ops.quant import QuantMatrix
 # Reads some rows and columns of the tensor with a name suffix, as a matrix of this many columns.
 Read = Callable[[str, int, range, range], Tensor]
 
+# The dtypes and possible shapes of a matrix's tensors, by the suffixes of their names.
+WantedTensors = dict[str, tuple[Collection[str], list[tuple[int, ...]]]]
+
 SCALE_DTYPES = "F32", "BF16", "F16"
 
 TYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,  # the exponents
+    "U8": torch.uint8,
     "I8": torch.int8,
     "I32": torch.int32,
     "I64": torch.int64,
@@ -44,6 +51,10 @@ TYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
+
+# What the 4 bits of an e2m1 float stand for.
+_E2M1 = torch.tensor([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+_E2M1_PAIRS = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), 1)  # of a byte
 
 
 @dataclass(frozen=True)
@@ -68,16 +79,23 @@ class ScaledMatrix:
         return n_outputs, n_inputs
 
     @property
-    def tensors(self) -> dict[str, tuple[Collection[str], list[tuple[int, ...]]]]:
+    def tensors(self) -> WantedTensors:
         """The dtypes and possible shapes of its tensors, by the suffixes of their names."""
         scheme, grid, shape = self.scheme, self.grid, self.stored_slice.shape
+        if scheme.is_fp4:
+            kinds = ("F8_E4M3",) if scheme.has_global_scale else ("U8", "F8_E8M0")
+            floats: WantedTensors = {
+                "weight_packed": (("U8",), [(shape[0], -(-shape[1] // 2))]),
+                scheme.scale: (kinds, [grid]),
+            }
+            if scheme.has_global_scale:
+                floats["weight_global_scale"] = ("F32",), [(1,), ()]
+            return floats
         numbers = ("F8_E4M3",) if scheme.is_float else ("I8",)
         scales: list[tuple[int, ...]] = [grid]
         scales += [grid[:1]] if grid[1] == 1 else []
         scales += [()] if grid == (1, 1) else []
-        wanted: dict[str, tuple[Collection[str], list[tuple[int, ...]]]] = {
-            scheme.scale: (SCALE_DTYPES, scales)
-        }
+        wanted: WantedTensors = {scheme.scale: (SCALE_DTYPES, scales)}
         if scheme.is_packed:
             per_word = 32 // scheme.n_bits
             wanted["weight_packed"] = ("I32",), [(shape[0], -(-shape[1] // per_word))]
@@ -90,7 +108,7 @@ class ScaledMatrix:
         return wanted
 
     @property
-    def optional_tensors(self) -> dict[str, tuple[Collection[str], list[tuple[int, ...]]]]:
+    def optional_tensors(self) -> WantedTensors:
         """The tensors that it may have: the groups of the inputs, in order."""
         is_grouped = self.scheme.block[1] and self.scheme.is_packed
         return {"weight_g_idx": (("I32",), [self.stored_slice.shape[1:]])} if is_grouped else {}
@@ -103,7 +121,9 @@ class ScaledMatrix:
         Raises: DamagedWeights if a scale is NaN or Inf.
         """
         scales = self._scales(block, read)
-        if self.scheme.is_packed:
+        if self.scheme.is_fp4:
+            values = self._fp4(block, read)
+        elif self.scheme.is_packed:
             values = self._integers(block, read).float()
             values -= self._spread(block, self._packed_zeros(block, read).float())
         else:
@@ -148,13 +168,26 @@ class ScaledMatrix:
 
     def _scales(self, block: MatrixBlock, read: Read) -> Tensor:
         """The scales of a block of the matrix. Shapes: [row blocks, column blocks] float32."""
-        scales = self._by_block(block, self.scheme.scale, read).float()
+        scales = self._by_block(block, self.scheme.scale, read)
+        scales = scales.float() if scales.is_floating_point() else _power_of_two(scales)
+        if self.scheme.has_global_scale:
+            scales = scales / self._global_scale(read)
         if not torch.isfinite(scales).all():
             raise DamagedWeights(
                 f"{self.base + self.scheme.scale!r:.200} has a scale that is NaN or Inf; the "
                 "weights are damaged, fetch them again"
             )
         return scales
+
+    def _global_scale(self, read: Read) -> Tensor:
+        """What divides all scales. Shapes: [1, 1] float32."""
+        scale = read("weight_global_scale", 1, range(1), range(1))
+        if not torch.isfinite(1 / scale).all() or not torch.isfinite(scale).all():
+            raise DamagedWeights(
+                f"{self.base + 'weight_global_scale'!r:.200} is {scale.item():g}, which cannot "
+                "divide scales; the weights are damaged, fetch them again"
+            )
+        return scale
 
     def _by_block(self, block: MatrixBlock, end: str, read: Read) -> Tensor:
         rows, columns = self._blocks(block)
@@ -178,6 +211,15 @@ class ScaledMatrix:
             first, columns = block.columns.start // width, block.columns
             numbers = numbers[:, torch.arange(columns.start, columns.stop) // width - first]
         return numbers
+
+    def _fp4(self, block: MatrixBlock, read: Read) -> Tensor:
+        """The floats of a block of the matrix. Shapes: [rows, columns] float32."""
+        columns, n_bytes = block.columns, -(-self.stored_slice.shape[1] // 2)
+        held = range(columns.start // 2, -(-columns.stop // 2))
+        pairs = read("weight_packed", n_bytes, block.rows, held)
+        values = _E2M1_PAIRS.index_select(0, pairs.flatten().int())
+        values = values.view(len(block.rows), 2 * len(held))
+        return values[:, columns.start - 2 * held.start :][:, : len(columns)].contiguous()
 
     def _integers(self, block: MatrixBlock, read: Read) -> Tensor:
         """The packed integers of a block of the matrix, unsigned. Shapes: [rows, columns] uint8."""
@@ -212,3 +254,10 @@ class ScaledMatrix:
         if self.scheme.n_bits == 8:
             return bytes_
         return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """2 ** (exponent - 127) in float32, and Inf for 255. Shapes: uint8 [...] -> [...]."""
+    bits = exponents.int() << 23
+    bits[exponents == 0] = 1 << 22  # 2 ** -127 is subnormal
+    return bits.view(torch.float32)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parallel_llama.config.bitsandbytes import BitsAndBytes, bitsandbytes_of, bitsandbytes_types
 from parallel_llama.config.scaled import METHODS, Scheme, Schemes, scaled_weights, schemes_of
 from parallel_llama.dtypes import (
     ASKED,
@@ -57,7 +58,8 @@ _FORMAT_KEYS = {
 _OTHER_PROGRAMS = {"compression_config": "compressed-tensors", "quantization": "MLX"}
 
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
-_SUPPORTED = f"{', '.join(map(repr, (*_LOWERED, *METHODS)))} are"
+_METHODS = (*_LOWERED, *METHODS, "bitsandbytes")
+_SUPPORTED = f"{', '.join(map(repr, _METHODS))} are"
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,12 @@ def hf_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
 
     Raises: CheckpointError as `hf_packing`, or if a file is damaged.
     """
-    schemes = hf_packing(files)
-    if not isinstance(schemes, Schemes):
+    packing = hf_packing(files)
+    if isinstance(packing, BitsAndBytes):
+        return sorted({*bitsandbytes_types(args, _held(files, args)).values()})
+    if not isinstance(packing, Schemes):
         return []
-    _, decoded = _scaled_forms(schemes, files, args)
+    _, decoded = _scaled_forms(packing, files, args)
     return sorted({scheme.name for scheme in decoded.values()})
 
 
@@ -200,8 +204,8 @@ def hf_not_applied(files: ModelFiles) -> tuple[str, ...]:
 
     Raises: CheckpointError as `hf_packing`.
     """
-    schemes = hf_packing(files)
-    return schemes.not_applied if isinstance(schemes, Schemes) else ()
+    packing = hf_packing(files)
+    return packing.not_applied if isinstance(packing, Schemes | BitsAndBytes) else ()
 
 
 def _held(files: ModelFiles, args: ModelArgs) -> dict[str, FileTensor]:
@@ -214,7 +218,7 @@ def _held(files: ModelFiles, args: ModelArgs) -> dict[str, FileTensor]:
     }
 
 
-def hf_packing(files: ModelFiles) -> Packing | Schemes | None:
+def hf_packing(files: ModelFiles) -> Packing | Schemes | BitsAndBytes | None:
     """How an HF folder packs its quantised matrices, or None if config.json names no quantisation.
 
     Raises: CheckpointError if the quantisation is not supported, or not in safetensors files.
@@ -231,8 +235,8 @@ def hf_packing(files: ModelFiles) -> Packing | Schemes | None:
     return packing
 
 
-def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | None:
-    """The packing or the schemes that a config.json states, or None if it names no quantisation.
+def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | None:
+    """How a config.json says that weights are packed, or None if it names no quantisation.
 
     quant_method 'gguf' counts as none: transformers saves weights that it read from a GGUF file as
     plain values.
@@ -249,12 +253,14 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | None:
     method = stated.string("quant_method", "unknown")
     if not stated.values or method == "gguf":
         return None
-    if method not in _LOWERED and method not in METHODS:
+    if method not in _METHODS:
         raise UsageError(
             f"quantization_config has quant_method={method[:80]!r}: a quantised checkpoint, which "
             f"is not supported; {_SUPPORTED}; {_INSTEAD}"
         )
     try:
+        if method == "bitsandbytes":
+            return bitsandbytes_of(stated)
         return _packing(method, stated) if method in _LOWERED else schemes_of(method, stated)
     except UsageError as error:
         raise UsageError(f"quantization_config of {method!r}: {error}; {_INSTEAD}") from error

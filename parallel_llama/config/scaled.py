@@ -23,7 +23,7 @@ BYTE_DTYPES = "F8_E4M3", "I8"
 
 # Tensors with scales of activations and of the KV cache, which are not applied.
 UNUSED = re.compile(
-    r"\.(input_scale(_ub)?|input_zero_point|activation_scale|output_scale|output_zero_point"
+    r"\.(input_scale(_ub)?|input_global_scale|input_zero_point|activation_scale|output_scale|output_zero_point"
     r"|[qkv]_scale|[qkv]_zero_point)$"
 )
 
@@ -32,7 +32,12 @@ _FORMATS: dict[str, dict[str, tuple[int, ...]]] = {  # by type of number: the nu
     "float-quantized": {"float": (8,)},
     "int-quantized": {"int": (4, 8)},
     "naive-quantized": {"int": (4, 8), "float": (8,)},
+    "nvfp4-pack-quantized": {"float": (4,)},
+    "mxfp4-pack-quantized": {"float": (4,)},
 }
+
+# The strategy and the size of a group of each format with floats of 4 bits.
+_FP4 = {"nvfp4-pack-quantized": ("tensor_group", 16), "mxfp4-pack-quantized": ("group", 32)}
 _MIXED = "mixed-precision"
 _STRATEGIES = "tensor", "channel", "group", "block"
 
@@ -47,8 +52,8 @@ class Scheme:
     """How a matrix [out, in] is stored.
 
     Args:
-        is_float: whether it holds e4m3 floats; else integers.
-        n_bits: bits of an integer.
+        is_float: whether it holds floats, e4m3 or (with 4 bits) e2m1; else integers.
+        n_bits: bits of an integer or a float.
         block: rows and columns that share a scale; 0 stands for all.
         is_packed: whether several integers share a 32-bit word, without a sign.
         has_zeros: whether scales have zero points.
@@ -63,7 +68,18 @@ class Scheme:
     scale: str = "weight_scale"
 
     @property
+    def is_fp4(self) -> bool:
+        return self.is_float and self.n_bits == 4
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether scales are e4m3 floats, to be divided by one number; else powers of two."""
+        return self.is_fp4 and self.block == (1, 16)
+
+    @property
     def name(self) -> str:
+        if self.is_fp4:
+            return "nvfp4" if self.has_global_scale else "mxfp4"
         return "fp8" if self.is_float else f"int{self.n_bits}"
 
 
@@ -168,8 +184,10 @@ def _scheme(form: str, weights: Fields) -> Scheme:
         )
     if weights.flag("dynamic", False):
         raise UsageError("weights have dynamic=true; they must have scales of their own")
-    block, is_packed = _block(weights), form == "pack-quantized"
     has_zeros = not weights.flag("symmetric", True)
+    if form in _FP4:
+        return _fp4_scheme(form, weights, has_zeros)
+    block, is_packed = _block(weights), form == "pack-quantized"
     if is_packed and block[0] != 1 and (has_zeros or block[0]):
         raise UsageError(
             f"{form} with strategy={weights.string('strategy', '')[:80]!r} and symmetric="
@@ -177,6 +195,17 @@ def _scheme(form: str, weights: Fields) -> Scheme:
             "'tensor' without zero points"
         )
     return Scheme(kind == "float", n_bits, block, is_packed, has_zeros)
+
+
+def _fp4_scheme(form: str, weights: Fields, has_zeros: bool) -> Scheme:
+    strategy, size = _FP4[form]
+    stated, n_inputs = weights.string("strategy", strategy), weights.integer("group_size", size)
+    if has_zeros or (stated, n_inputs) != (strategy, size):
+        raise UsageError(
+            f"{form} with strategy={stated[:80]!r}, group_size={n_inputs} and symmetric="
+            f"{str(not has_zeros).lower()} is not supported; {strategy!r}, {size} and true are"
+        )
+    return Scheme(True, 4, (1, size))
 
 
 def _block(weights: Fields) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from packed_folders import meant_by
+from packed_samples import sample
 from safetensors.torch import load_file
 from scaled_folders import KINDS, quantization_config, write_scaled
 from test_gptq_and_awq import TINY as WITH_HEADS_OF_32
@@ -16,12 +17,21 @@ from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
 from transformers_oracle import reference_logits
 
+from parallel_llama.checkpoint.byte_ranges import MatrixBlock
+from parallel_llama.checkpoint.scaled import ScaledMatrix
 from parallel_llama.cli.main import main
-from parallel_llama.config.layouts import load_model_args, why_decoded
+from parallel_llama.config.layouts import (
+    default_quant,
+    load_model_args,
+    stored_formats,
+    why_decoded,
+)
 from parallel_llama.config.quantised import HF_QUANTS, packing_of
+from parallel_llama.config.scaled import Scheme
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
+from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import make_plan
 
@@ -128,6 +138,46 @@ def test_logits_are_those_of_transformers_with_the_dequantised_values(kind, tp_s
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["packed 4, group, float32", "int channel, float32"])
+def test_integers_with_float32_scales_are_decoded_and_a_line_says_so(kind, made):
+    """The formats that stay as stored have float16 scales, which do not hold a float32."""
+    files = find_model(str(made[kind]))
+    args = load_model_args(files)
+    assert stored_formats(files, args) == {} and default_quant(files, args, "bfloat16") == "none"
+    line = why_decoded(files, args, "bfloat16") or ""
+    assert re.search("in int[48] are decoded to bfloat16; only .* integers with 16-bit sc", line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_logits_of_fp4_are_those_of_transformers_with_the_dequantised_values(kind, made):
+    expected = reference_logits(meant_by(made[kind]), TOKENS)
+    for tp_size in (1, 2, 3, 5):
+        ours = torch.cat(run_on_threads(tp_size, logits_of, made[kind], "none", "float64"), 1)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+    files = find_model(str(made[kind]))
+    line = why_decoded(files, load_model_args(files), "bfloat16") or ""
+    assert f"in {kind} are decoded to bfloat16" in line
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_fp4_has_the_values_that_compressed_tensors_dequantises(kind):
+    tensors = sample(kind)
+    meant = tensors.pop("values")
+    stored_slice = StoredSlice("weight", tuple(meant.shape), 0, 1, 1)
+    matrix = ScaledMatrix(Scheme(True, 4, (1, 16 if kind == "nvfp4" else 32)), stored_slice)
+
+    def read(end: str, n_columns: int, rows: range, columns: range) -> torch.Tensor:
+        numbers = tensors[end].view(-1, n_columns)[rows.start : rows.stop]
+        return numbers[:, columns.start : columns.stop].contiguous()
+
+    for rows in (range(4), range(1, 3), range(2, 2)):
+        for columns in (range(64), range(3, 38), range(4, 5), range(5, 5)):
+            part = matrix.values(MatrixBlock(64, rows, columns), read)
+            expected = meant[rows.start : rows.stop, columns.start : columns.stop]
+            assert torch.equal(part.to(torch.bfloat16), expected)
+
+
 def test_groups_name_their_matrices_and_ignored_ones_stay_plain(source, tmp_path):
     """Several config_groups, by name, by pattern and by class."""
     stated = quantization_config("float channel")
@@ -220,6 +270,34 @@ def test_plan_counts_the_decoded_bytes_and_reshard_writes_them(made, tmp_path, c
             {f"{Q_PROJ}.weight": torch.ones(192, 160, dtype=torch.float8_e4m3fn)},
             r"q_proj\.weight' has the dtype F8_E4M3; .* asks for I8",
         ),
+        ("nvfp4", {f"{Q_PROJ}.weight_packed": None}, r"missing: .*q_proj\.weight_packed"),
+        ("nvfp4", {f"{Q_PROJ}.weight_scale": None}, r"missing: .*q_proj\.weight_scale"),
+        ("nvfp4", {f"{Q_PROJ}.weight_global_scale": None}, r"missing: .*weight_global_scale"),
+        (
+            "nvfp4",
+            {f"{Q_PROJ}.weight_global_scale": torch.ones(2)},
+            r"weight_global_scale is \[2\], expected \[1\]",
+        ),
+        (
+            "nvfp4",
+            {f"{Q_PROJ}.weight_scale": torch.ones(192, 10)},
+            r"q_proj\.weight_scale' has the dtype F32; .* F8_E4M3",
+        ),
+        (
+            "mxfp4",
+            {f"{Q_PROJ}.weight_scale": torch.ones(192, 10).byte()},
+            r"q_proj\.weight_scale is \[192, 10\], expected \[192, 5\]",
+        ),
+        (
+            "mxfp4",
+            {f"{Q_PROJ}.weight_packed": torch.ones(192, 80)},
+            r"q_proj\.weight_packed' has the dtype F32; .* U8",
+        ),
+        (
+            "mxfp4",
+            {f"{Q_PROJ}.weight_global_scale": torch.ones(1)},
+            r"extra: .*q_proj\.weight_global_scale",
+        ),
         (
             "packed 4, group",
             {f"{Q_PROJ}.weight_shape": torch.tensor([160, 192])},
@@ -250,6 +328,24 @@ def test_a_scale_that_is_not_finite_is_refused(kind, made, tmp_path):
         loaded(folder, 1, "none")
 
 
+@pytest.mark.parametrize(
+    ("kind", "end", "value", "expected"),
+    [
+        ("mxfp4", "weight_scale", 255, "has a scale that is NaN or Inf"),
+        ("nvfp4", "weight_global_scale", 0, "is 0, which cannot divide scales"),
+        ("nvfp4", "weight_global_scale", torch.nan, "is nan, which cannot divide scales"),
+    ],
+)
+def test_a_scale_of_fp4_that_is_not_finite_is_refused(kind, end, value, expected, made, tmp_path):
+    folder = shutil.copytree(made[kind], tmp_path / "model")
+    name = f"{Q_PROJ}.{end}"
+    scales = load_file(folder / "model.safetensors")[name]
+    scales.flatten()[0] = value
+    rewritten(folder, {name: scales})
+    with pytest.raises(DamagedWeights, match=f"'{re.escape(name)}' {expected}"):
+        loaded(folder, 1, "none")
+
+
 COMPRESSED = quantization_config("packed 4, group")
 WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
 
@@ -257,7 +353,16 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
 @pytest.mark.parametrize(
     ("stated", "expected"),
     [
-        ({"format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is not supported; pack-qua"),
+        ({"format": "mxfp6-pack-quantized"}, "'mxfp6-pack-quantized' is not supported; pack-qua"),
+        ({"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized with type='int'"),
+        (
+            {"format": "nvfp4-pack-quantized", "weights": {"type": "float"}},
+            "strategy='group', group_size=32 and symmetric=true is not supported; 'tensor_group'",
+        ),
+        (
+            {"format": "mxfp4-pack-quantized", "weights": {"type": "float", "symmetric": False}},
+            "group_size=32 and symmetric=false is not supported; 'group', 32 and true are",
+        ),
         ({"format": "marlin-24"}, "'marlin-24' is not supported"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'; dense is"),
         ({"transform_config": {"config_groups": {}}}, "transform_config': rotations"),

@@ -452,9 +452,13 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
                 {"quantization_config": {"quant_method": method, "bits": 4}},
                 f"quant_method='{method}': a quantised checkpoint.*use the unquantised model, or",
             )
-            for method in ("bitsandbytes", "mxfp4", "fp_quant")
+            for method in ("hqq", "mxfp4", "fp_quant")
         ),
         ({"quantization_config": {"load_in_4bit": True}}, "quant_method='unknown'"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": "yes"}},
+            "of 'bitsandbytes': load_in_8bit='yes' is neither true nor false; use the unquantised",
+        ),
         # The advice was to remove the key, and the weights stay quantised.
         *(
             (

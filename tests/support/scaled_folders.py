@@ -20,16 +20,22 @@ KINDS: dict[str, tuple[tuple[int, int], int, bool, bool, bool, torch.dtype]] = {
     "float channel": ((1, 0), 8, True, False, False, torch.bfloat16),
     "float block": ((128, 128), 8, True, False, False, torch.float32),
     "int channel": ((1, 0), 8, False, False, False, torch.bfloat16),
+    "int channel, float32": ((1, 0), 8, False, False, False, torch.float32),
     "int tensor": ((0, 0), 8, False, False, False, torch.bfloat16),
     "int tensor, zeros": ((0, 0), 8, False, False, True, torch.float32),
     "packed 4, group": ((1, 32), 4, False, True, False, torch.bfloat16),
     "packed 4, group, zeros": ((1, 32), 4, False, True, True, torch.float16),
     "packed 4, group of 64, zeros": ((1, 64), 4, False, True, True, torch.bfloat16),
+    "packed 4, group, float32": ((1, 32), 4, False, True, False, torch.float32),
     "packed 4, channel": ((1, 0), 4, False, True, False, torch.bfloat16),
     "packed 8, channel": ((1, 0), 8, False, True, False, torch.float16),
     "packed 8, channel, zeros": ((1, 0), 8, False, True, True, torch.bfloat16),
+    "nvfp4": ((1, 16), 4, True, True, False, torch.float8_e4m3fn),
+    "mxfp4": ((1, 32), 4, True, True, False, torch.uint8),
     "packed 8, tensor": ((0, 0), 8, False, True, False, torch.float32),
 }
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def write_scaled(
@@ -54,16 +60,23 @@ def quantization_config(kind: str) -> dict[str, Any]:
         return {"quant_method": "fp8", "weight_block_size": [*block], "fmt": "e4m3"}
     if kind == "fbgemm_fp8":
         return {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
-    strategy = {(0, 0): "tensor", (1, 0): "channel", (128, 128): "block"}.get(block, "group")
+    is_fp4 = is_float and n_bits == 4
+    strategy = {
+        (1, 16): "tensor_group",
+        (0, 0): "tensor",
+        (1, 0): "channel",
+        (128, 128): "block",
+    }.get(block, "group")
     weights: dict[str, Any] = {
         "type": "float" if is_float else "int",
         "num_bits": n_bits,
         "symmetric": not has_zeros,
         "strategy": strategy,
-        "group_size": block[1] if strategy == "group" else None,
+        "group_size": block[1] if strategy in ("group", "tensor_group") else None,
         "block_structure": [*block] if strategy == "block" else None,
     }
     form = "float-quantized" if is_float else "pack-quantized" if is_packed else "int-quantized"
+    form = f"{kind}-pack-quantized" if is_fp4 else form
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -76,6 +89,8 @@ def quantization_config(kind: str) -> dict[str, Any]:
 def scaled(values: Tensor, kind: str) -> tuple[Mapping[str, Tensor], Tensor]:
     """The tensors of a matrix by suffix, and the values that they stand for in float64."""
     block, n_bits, is_float, is_packed, has_zeros, dtype = KINDS[kind]
+    if is_float and n_bits == 4:
+        return _four_bit_floats(values, block[1], dtype)
     height, width = (side or size for side, size in zip(block, values.shape, strict=True))
     n_rows, n_columns = -(-len(values) // height), -(-values.shape[1] // width)
     row_of = torch.arange(len(values)) // height
@@ -112,6 +127,28 @@ def scaled(values: Tensor, kind: str) -> tuple[Mapping[str, Tensor], Tensor]:
         whole = packed(zeros.T, n_bits).T if is_packed else zeros.to(torch.int8).reshape(1)
         tensors["weight_zero_point"] = whole
     return tensors, meant.double()
+
+
+def _four_bit_floats(
+    values: Tensor, size: int, dtype: torch.dtype
+) -> tuple[Mapping[str, Tensor], Tensor]:
+    """As `scaled`, in groups of `size` with scales in e4m3, or exponents in uint8."""
+    groups = values.view(len(values), -1, size)
+    largest = groups.abs().amax(2) / 6
+    if dtype == torch.uint8:
+        exponents = largest.log2().ceil()
+        tensors, scales = {"weight_scale": (exponents + 127).to(dtype)}, exponents.exp2()
+    else:
+        divisor = (448 / largest.max()).reshape(1)
+        stored = (largest * divisor).to(dtype)
+        tensors = {"weight_scale": stored, "weight_global_scale": divisor}
+        scales = stored.float() / divisor
+    near = (groups.abs() / scales[..., None])[..., None].sub(E2M1).abs().argmin(-1)
+    codes = near + 8 * (groups < 0)
+    meant = torch.cat((E2M1, -E2M1))[codes] * scales[..., None]
+    codes = codes.view(values.shape).to(torch.uint8)
+    tensors["weight_packed"] = codes[:, ::2] + 16 * codes[:, 1::2]
+    return tensors, meant.view(values.shape).double()
 
 
 def packed(integers: Tensor, n_bits: int) -> Tensor:
