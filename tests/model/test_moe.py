@@ -148,6 +148,35 @@ def test_shares_are_the_softmax_over_all_experts(ops, normed, n_experts):
 
 @every_ops
 @pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+def test_sigmoids_with_a_bias_choose_experts_of_the_best_groups(ops, normed, groups):
+    """The bias is for the choice only, and no sum of two groups is equal to another's."""
+    x, gate = torch.randn(50, 13, dtype=FLOAT64), torch.randn(12, 13, dtype=FLOAT64)
+    bias = torch.randn(12, dtype=FLOAT64)
+    routing_weights, experts = ops.sigmoid_route(x, gate, bias, 3, groups, 1.7, normed=normed)
+    scores = (x @ gate.T).sigmoid()
+    for row, own in enumerate((scores + bias).tolist()):
+        size = 12 // groups[0]
+        parts = [range(start, start + size) for start in range(0, 12, size)]
+        parts.sort(key=lambda part: -sum(sorted(own[e] for e in part)[-2:]))
+        allowed = [expert for part in parts[: groups[1]] for expert in part]
+        chosen = sorted(allowed, key=lambda expert: -own[expert])[:3]
+        assert experts[row].tolist() == chosen
+        expected = scores[row, chosen]
+        assert_same(routing_weights[row], 1.7 * expected / (expected.sum() if normed else 1))
+
+
+@every_ops
+@pytest.mark.parametrize("groups", [(1, 1), (2, 1)])
+def test_equal_choices_are_taken_by_their_number(ops, groups):
+    scores = torch.tensor([[1.0, 3, 2, 3, 3, 2], [0, 0, 0, 0, 0, 0]], dtype=FLOAT64)
+    eye, bias = torch.eye(6, dtype=FLOAT64), torch.zeros(6, dtype=FLOAT64)
+    _, experts = ops.sigmoid_route(scores, eye, bias, 2, groups, 1.0, normed=True)
+    assert experts.tolist() == [[1, 3] if groups == (1, 1) else [3, 4], [0, 1]]
+
+
+@every_ops
+@pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_token_whose_scores_are_no_numbers_gets_shares_that_are_none(ops, normed, bad):
     """So that the step ends with an error; and its experts are such as there are."""
