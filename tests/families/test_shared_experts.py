@@ -187,6 +187,17 @@ def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
             assert torch.equal(logits, alone)
 
 
+def test_layers_with_a_window_are_those_of_transformers_where_no_key_lists_them(folders, tmp_path):
+    """transformers writes layer_types, and Qwen's own files lack this key."""
+    path = shutil.copytree(folders["qwen2_moe, windows"], tmp_path / "copy") / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({k: value for k, value in config.items() if k != "layer_types"}))
+    args = load_model_args(find_model(str(path.parent)))
+    assert args.full_layers == tuple(
+        layer for layer, kind in enumerate(config["layer_types"]) if kind == "full_attention"
+    )
+
+
 def logits_and_counts(
     comm: ThreadComm, folder: Path, tokens: Sequence[int]
 ) -> tuple[Tensor, dict[str, int]]:

@@ -285,6 +285,9 @@ def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
     matrices = [layer.gate]
     for expert in layer.experts.values():
         matrices += [expert.w1, expert.w3, expert.w2]
+    if layer.shared_expert is not None:
+        shared = layer.shared_expert
+        matrices += [shared.w1, shared.w3, shared.w2, layer.shared_gate]
     for matrix in matrices:
         shape = matrix.weight.values.shape
         matrix.weight.load(torch.randn(shape, generator=generator, dtype=FLOAT64))
@@ -294,9 +297,10 @@ def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
     return layer
 
 
-def test_a_token_gets_to_the_last_bit_what_it_gets_alone():
+@pytest.mark.parametrize("shared", [{}, {"shared_ffn_dim": 43, "shared_gate": True}], ids=str)
+def test_a_token_gets_to_the_last_bit_what_it_gets_alone(shared):
     """As in a dense layer, as long as no expert has more rows than kernels take."""
-    args = replace(EXPERTS, n_experts=9, n_active_experts=3)
+    args = replace(EXPERTS, n_experts=9, n_active_experts=3, **shared)
     layer = a_layer(args, CPUOps(FLOAT64, args.head_dim, {3}))
     x = torch.randn(31, args.dim, dtype=FLOAT64)
     together = layer(x.clone())
