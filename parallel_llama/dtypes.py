@@ -214,7 +214,9 @@ class Precision:
         if self.stored is not None and name in self.stored:
             return self.stored[name]
         if kind == "vector":
-            return DenseFormat(self.computed)
+            # In 16 bits, the bias of a router would choose other experts.
+            is_wide = name.endswith(".gate.bias") and self.computed != "float64"
+            return DenseFormat("float32" if is_wide else self.computed)
         if kind == "outer" and self.matrices == ASKED["int4"]:
             return ASKED["int8"]
         return self.matrices

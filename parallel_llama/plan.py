@@ -412,6 +412,11 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
         )
     if device == "cpu" and args.norm == "layer":
         return "decode steps run operator by operator: LayerNorm has no kernel for the CPU"
+    if device == "cpu" and args.n_expert_groups > 1:
+        return (
+            "decode steps run operator by operator: routing to groups of experts has no kernel for "
+            "the CPU"
+        )
     scaling = args.rope_scaling
     if device == "cuda" and scaling is not None and scaling.kind == "dynamic":
         return (

@@ -223,6 +223,7 @@ WITHOUT_SHAPES = {
     "exaone4",
     "glm",
     "glm4",
+    "glm4_moe",
     "granite",
     "internlm2",
     "nemotron",

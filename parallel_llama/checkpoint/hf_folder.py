@@ -88,7 +88,8 @@ class HFFolder(TensorFiles):
     def check(self, args: ModelArgs) -> None:
         known = {stored_slice.name for stored_slice in self._slices_of(args).values()}
         for name, (path, _) in self._tensors.items():
-            if name.endswith(_QUANTISED) and name not in known:
+            is_needed = not family_of(args).skips(name, "hf", args)
+            if name.endswith(_QUANTISED) and name not in known and is_needed:
                 raise CheckpointError(
                     f"{path}: tensor {name!r:.200} is part of a quantised weight, and "
                     f"config.json states no supported quantisation; {_INSTEAD}"

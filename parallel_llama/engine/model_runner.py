@@ -124,6 +124,7 @@ class ModelRunner:
                 ops.compile,
                 has_experts=args.n_experts > 0,
                 has_shared_gate=args.shared_gate,
+                has_sigmoid_router=args.sigmoid_router,
                 has_unrotated=bool(args.unrotated_layers),
             )
             weights = load(checkpoint, args, shard, precision, device, on_bytes, held=held)

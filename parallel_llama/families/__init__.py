@@ -9,6 +9,7 @@ from parallel_llama.families.falcon import FALCON, PALM
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.glm import CHATGLM, GLM, GLM4
+from parallel_llama.families.glm_moe import GLM4_MOE
 from parallel_llama.families.granite import GRANITE
 from parallel_llama.families.internlm2 import INTERNLM2
 from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
@@ -41,6 +42,7 @@ FAMILIES = {
         PALM,
         GLM,
         GLM4,
+        GLM4_MOE,
         CHATGLM,
         SMOLLM3,
         GRANITE,
@@ -69,7 +71,7 @@ MISSING = {
     **dict.fromkeys(("bloom", "mpt", "baichuan"), _ALIBI),
     **dict.fromkeys(("gpt2", "gpt_bigcode", "opt"), _LEARNED),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3"), _LATENT),
-    **dict.fromkeys(("glm4_moe", "ernie4_5_moe", "granitemoeshared"), _SHARED),
+    **dict.fromkeys(("ernie4_5_moe", "granitemoeshared"), _SHARED),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), _STATE),
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),

@@ -12,6 +12,7 @@ from parallel_llama.families.names import (
     Names,
     RotaryOrder,
     is_rotary_table,
+    layer_of,
     renamed,
 )
 from parallel_llama.files.fields import Fields
@@ -130,6 +131,7 @@ class Family:
         keys: Keys that differ from `USUAL_KEYS`, by argument; empty for an argument without a key.
         full_layers: Returns the layers without a sliding window, if the family has one.
         window_switch: A key that must be true for the sliding window to be used.
+        has_extra_layers: Whether files may hold layers after the last, which are not needed.
         has_local_rope: Whether rope_parameters may have one object for full attention and one for
             sliding attention.
         defaults: Arguments for keys that config.json does not have.
@@ -151,6 +153,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     full_layers: FullLayers | None = None
     window_switch: str | None = None
+    has_extra_layers: bool = False
     has_local_rope: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     names: tuple[Names, ...] = LLAMA_NAMES
@@ -177,4 +180,5 @@ class Family:
         # Some writers store tied embeddings twice.
         output = self.name_in(layout, "output.weight", args)
         is_second = args.tied_embeddings and name == output
-        return is_second or is_rotary_table(name, layout)
+        is_extra = self.has_extra_layers and layer_of(name, layout) >= args.n_layers
+        return is_second or is_extra or is_rotary_table(name, layout)

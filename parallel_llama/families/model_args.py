@@ -158,6 +158,12 @@ class ModelArgs:
     n_experts: int = 0  # 0: one feed-forward; ffn_dim is that of one expert
     n_active_experts: int = 0  # experts per token
     normed_experts: bool = True  # the routing weights of a token sum to 1
+    routed_scale: float = 1.0  # of the routing weights
+    sigmoid_router: bool = (
+        False  # weights are sigmoids of scores; a bias is added to choose experts
+    )
+    n_expert_groups: int = 1  # with sigmoid_router: consecutive experts form a group,
+    n_active_groups: int = 1  # and a token's experts are in its best groups
     shared_ffn_dim: int = 0  # channels of the expert that computes every token; 0: none
     shared_gate: bool = False  # that expert's output is scaled by the sigmoid of a score
     dense_layers: tuple[int, ...] = ()  # layers with one feed-forward instead of experts
@@ -265,6 +271,10 @@ class ModelArgs:
             "n_experts and mlp_bias cannot be combined": self.n_experts > 0 and self.mlp_bias,
             "n_experts needs gated": self.n_experts > 0 and not self.gated,
             "shared_ffn_dim needs n_experts": self.shared_ffn_dim > 0 and not self.n_experts,
+            "sigmoid_router needs n_experts": self.sigmoid_router and not self.n_experts,
+            "n_expert_groups and routed_scale need sigmoid_router": (
+                (self.n_expert_groups != 1 or self.routed_scale != 1) and not self.sigmoid_router
+            ),
             "shared_gate needs shared_ffn_dim": self.shared_gate and not self.shared_ffn_dim,
             "dense_layers needs n_experts": len(self.dense_layers) > 0 and not self.n_experts,
             "dense_layers and dense_ffn_dim need each other": (
@@ -294,11 +304,33 @@ class ModelArgs:
                 raise UsageError(
                     f"{name}={size}: use a whole number from 0 to {MAX_SIZES['ffn_dim']}"
                 )
+        if not (math.isfinite(self.routed_scale) and self.routed_scale > 0):
+            raise UsageError(f"routed_scale={self.routed_scale}: use a finite number above 0")
+        self._check_expert_groups()
         least = min(1, self.n_experts)
         if not least <= self.n_active_experts <= self.n_experts:
             raise UsageError(
                 f"n_active_experts={self.n_active_experts} and n_experts={self.n_experts}: use "
                 f"{least} to {self.n_experts} active experts"
+            )
+
+    def _check_expert_groups(self) -> None:
+        n_groups, n_active = self.n_expert_groups, self.n_active_groups
+        if not 1 <= n_active <= n_groups:
+            raise UsageError(
+                f"n_active_groups={n_active} and n_expert_groups={n_groups}: use 1 to {n_groups} "
+                "active groups, of 1 or more"
+            )
+        size = self.n_experts // n_groups
+        if n_groups > 1 and (self.n_experts % n_groups or size < 2):
+            raise UsageError(
+                f"n_expert_groups={n_groups} and n_experts={self.n_experts}: use groups of the "
+                "same size, of 2 or more experts"
+            )
+        if n_groups > 1 and n_active * size < self.n_active_experts:
+            raise UsageError(
+                f"n_active_experts={self.n_active_experts} in {n_active} groups of {size} experts: "
+                f"use at most {n_active * size}"
             )
 
     @property

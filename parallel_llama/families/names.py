@@ -169,6 +169,23 @@ def _base_models(names: tuple[Names, ...]) -> dict[str, str]:
     return {**parts, "rotary_emb": next(iter(parts.values()))}
 
 
+_LAYER_LISTS: dict[Layout, str] = {
+    "meta": r"layers\.([0-9]{1,9})\..*",
+    "hf": r"model\.layers\.([0-9]{1,9})\..*",
+    "gguf": r"blk\.([0-9]{1,9})\..*",
+}
+
+
+def layer_of(name: str, layout: Layout) -> int:
+    """The number of the layer that has a tensor, with transformers' usual names; -1 if none has.
+
+    >>> layer_of("model.layers.46.eh_proj.weight", "hf"), layer_of("output.weight", "gguf")
+    (46, -1)
+    """
+    match = re.fullmatch(_LAYER_LISTS[layout], name)
+    return -1 if match is None else int(match[1])
+
+
 def is_rotary_table(name: str, layout: Layout) -> bool:
     return any(_compiled(pattern).fullmatch(name) for pattern in _ROTARY_TABLES[layout])
 

@@ -38,9 +38,14 @@ class Backend:
     ops: TorchOps
     dtype: torch.dtype
 
-    def empty_weight(self, *shape: int) -> DenseWeight:
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """The dtype of activations, but at least float32."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def empty_weight(self, *shape: int, dtype: torch.dtype | None = None) -> DenseWeight:
         """A weight on the meta device, which takes no memory until it is loaded."""
-        return DenseWeight(shape, dtype=self.dtype, device=torch.device("meta"))
+        return DenseWeight(shape, dtype=dtype or self.dtype, device=torch.device("meta"))
 
 
 class ColumnParallelLinear:

@@ -12,7 +12,8 @@ and its partial sum is added to the others' before the all_reduce.
     its experts    3 1  0 3  1 2        0: 1   1: 0 2          2: 2   3: 0 1
 
 Source: Mixtral, arXiv 2401.04088; sparsely-gated mixtures, arXiv 1701.06538; shared experts,
-DeepSeekMoE, arXiv 2401.06066, with a gate as in Qwen2MoeSparseMoeBlock of transformers 5.24.
+DeepSeekMoE, arXiv 2401.06066, with a gate as in Qwen2MoeSparseMoeBlock of transformers 5.24;
+sigmoids with a bias, DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
 """
 
 from torch import Tensor
@@ -29,6 +30,21 @@ class Matrix:
 
     def __init__(self, backend: Backend, *shape: int) -> None:
         self.weight: Weight = backend.empty_weight(*shape)
+
+
+class Router:
+    """The score of each expert is a product with a row of `weight`; `bias` is for the choice only.
+
+    Shapes: weight [n_experts, dim]; bias [n_experts], in at least float32.
+    """
+
+    def __init__(self, args: ModelArgs, backend: Backend) -> None:
+        self.weight = backend.empty_weight(args.n_experts, args.dim)
+        self.bias = (
+            backend.empty_weight(args.n_experts, dtype=backend.wide_dtype)
+            if args.sigmoid_router
+            else None
+        )
 
 
 class Expert:
@@ -59,7 +75,8 @@ class MixtureOfExperts:
         self.comm, self.ops, self.numbers = backend.comm, backend.ops, shard.experts
         self.activation = activation_of(args, backend.ops)
         self.n_active, self.normed = args.n_active_experts, args.normed_experts
-        self.gate = Matrix(backend, args.n_experts, args.dim)
+        self.groups = args.n_expert_groups, args.n_active_groups
+        self.scale, self.gate = args.routed_scale, Router(args, backend)
         self.cut = RowCut.of_channels(shard, "ffn")
         self.experts = {number: Expert(args.dim, self.cut, backend) for number in shard.experts}
         self.shared_expert = (
@@ -75,9 +92,7 @@ class MixtureOfExperts:
             self.shared_expert.fuse()
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing_weights, experts = self.ops.route(  # [T, n_active] replicated
-            x, self.gate.weight.values, self.n_active, normed=self.normed
-        )
+        routing_weights, experts = self._route(x)  # [T, n_active] replicated
         to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
         h = grouped_linear(x, self.w13, to_experts, self.ops)
         h = self.activation(h)  # [T * n_active, channels] local, by expert
@@ -87,6 +102,15 @@ class MixtureOfExperts:
         if self.shared_expert is not None:
             y = self._add_shared(y, x, self.shared_expert)
         return self.cut.complete(y, self.ops, self.comm)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The routing weights and the experts of each token, [T, n_active] replicated."""
+        gate, bias = self.gate.weight.values, self.gate.bias
+        if bias is None:
+            return self.ops.route(x, gate, self.n_active, normed=self.normed)
+        return self.ops.sigmoid_route(
+            x, gate, bias.values, self.n_active, self.groups, self.scale, normed=self.normed
+        )
 
     def _add_shared(self, y: Tensor, x: Tensor, shared_expert: FeedForward) -> Tensor:
         """Adds the shared expert's output for x to y; overwrites y."""

@@ -23,7 +23,7 @@ from parallel_llama.model.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from parallel_llama.model.moe import Expert, Matrix, MixtureOfExperts
+from parallel_llama.model.moe import Expert, Matrix, MixtureOfExperts, Router
 from parallel_llama.model.transformer import Transformer, TransformerBlock
 from parallel_llama.ops.formats import DenseWeight, LoadedWeight, QuantWeight, Weight
 from parallel_llama.ops.quant import PackedRows
@@ -34,6 +34,7 @@ _Layer = (
     | FeedForward
     | MixtureOfExperts
     | Matrix
+    | Router
     | ColumnParallelLinear
     | RowParallelLinear
     | RMSNorm

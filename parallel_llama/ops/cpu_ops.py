@@ -42,7 +42,7 @@ from parallel_llama.ops.cpu.prefill_attention_amx import (
 from parallel_llama.ops.cpu.quant_gemm import make_quant_gemm
 from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, Recording, make_executor
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
-from parallel_llama.ops.cpu.route import make_route, make_routes
+from parallel_llama.ops.cpu.route import make_route, make_routes, make_sigmoid_route
 from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.quant import PanelShape
 from parallel_llama.ops.torch_ops import TorchOps
@@ -86,6 +86,7 @@ class CPUOps(TorchOps):
         *,
         has_experts: bool = False,
         has_shared_gate: bool = False,
+        has_sigmoid_router: bool = False,
         has_unrotated: bool = False,
     ) -> None:
         """Compile the kernels; all models share them."""
@@ -108,6 +109,8 @@ class CPUOps(TorchOps):
             make_route(self._dtype)
             make_routes()
             make_weighted_sum(self._dtype)
+        if has_sigmoid_router:
+            make_sigmoid_route(self._dtype)
         if has_shared_gate:
             make_add_gated(self._dtype)
         self._rotary(self._cache_dtype, rotates=True)
@@ -164,10 +167,30 @@ class CPUOps(TorchOps):
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
+        scores = self.router_scores(x, gate)
+        return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
+
+    def router_scores(self, x: Tensor, gate: Tensor) -> Tensor:
         # One kernel for any number of rows: a token's experts must not depend on the batch or the
         # number of threads.
-        scores = make_gemv(self._dtype, self._dtype)(x, gate, self._run)
-        return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
+        return make_gemv(self._dtype, self._dtype)(x, gate, self._run)
+
+    def sigmoid_route(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        bias: Tensor,
+        n_active: int,
+        groups: tuple[int, int],
+        scale: float,
+        *,
+        normed: bool,
+    ) -> tuple[Tensor, Tensor]:
+        if groups[0] > 1:
+            return super().sigmoid_route(x, gate, bias, n_active, groups, scale, normed=normed)
+        scores = self.router_scores(x, gate)
+        kernel = make_sigmoid_route(self._dtype)
+        return kernel(scores, bias, n_active, scale, normed=normed, run=self._run)
 
     def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
         return make_routes()(experts, own, self._run)

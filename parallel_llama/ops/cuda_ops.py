@@ -69,8 +69,11 @@ class CUDAOps(TorchOps):
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
+        return route(self.router_scores(x, gate), n_active, normed=normed)
+
+    def router_scores(self, x: Tensor, gate: Tensor) -> Tensor:
         # One kernel for any number of rows: a token's experts must not depend on the batch.
-        return route(linear(x, gate, None), n_active, normed=normed)
+        return linear(x, gate, None)
 
     def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
         if experts.numel() > MAX_PAIRS:

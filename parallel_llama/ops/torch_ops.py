@@ -52,6 +52,7 @@ class TorchOps:
         *,
         has_experts: bool = False,
         has_shared_gate: bool = False,
+        has_sigmoid_router: bool = False,
         has_unrotated: bool = False,
     ) -> None:
         """Compile the kernels, so that the first step does not wait for them."""
@@ -129,6 +130,54 @@ class TorchOps:
         if normed:
             routing_weights = routing_weights / routing_weights.sum(-1, keepdim=True)
         return routing_weights, experts[:, :n_active]
+
+    def router_scores(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x A, where a row's bits do not depend on the batch.
+
+        Shapes: x [T, dim], gate [n_experts, dim] -> [T, n_experts].
+        """
+        return F.linear(x, gate)
+
+    def sigmoid_route(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        bias: Tensor,
+        n_active: int,
+        groups: tuple[int, int],
+        scale: float,
+        *,
+        normed: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The routing weights and the experts of each token, those with the largest choice first.
+
+        The choice of an expert is sigmoid(score) + bias, in at least float32. Its weight is
+        sigmoid(score) times `scale`; with `normed`, those of a token sum to `scale`. Ties go to the
+        expert with the lower number.
+
+        Args:
+            groups: the number of groups of consecutive experts, and the number of groups that a
+                token's experts are in: those with the largest sums of their two largest choices.
+
+        Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] -> routing_weights and experts
+            [T, n_active].
+        Source: DeepSeek-V3, arXiv 2412.19437; Glm4MoeTopkRouter of transformers 5.24.
+        """
+        scores = self.router_scores(x, gate)
+        weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).sigmoid()
+        choices, (n_groups, n_active_groups) = weights + bias, groups
+        if n_groups > 1:
+            by_group = choices.view(len(x), n_groups, -1)
+            of_groups = by_group.sort(-1, descending=True).values[..., :2].sum(-1)
+            order = of_groups.sort(descending=True, stable=True).indices
+            is_out = torch.ones_like(of_groups, dtype=torch.bool)
+            is_out.scatter_(1, order[:, :n_active_groups], False)
+            choices = by_group.masked_fill(is_out[..., None], -torch.inf).view_as(choices)
+        experts = choices.sort(descending=True, stable=True).indices[:, :n_active].contiguous()
+        routing_weights = weights.gather(1, experts)
+        if normed:
+            routing_weights = routing_weights / (routing_weights.sum(-1, keepdim=True) + 1e-20)
+        return routing_weights * scale, experts
 
     def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
         """Two dispatches: from tokens to rows sorted by expert, and from these to pairs.

@@ -42,6 +42,13 @@ from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion, Grammar, Request
 
 WIDE = TinyModel(9, 3, 32, 288, ffn_dim=416, vocab_size=700)
+SHARED = TinyModel(
+    8, 2, 32, 256, ffn_dim=416, family="qwen2_moe",
+    own={
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 288, "mlp_only_layers": [1],
+    },
+)  # fmt: skip
 EXPERTS = TinyModel(
     8, 2, 32, 256, ffn_dim=96, family="mixtral",
     own={"num_local_experts": 5, "num_experts_per_tok": 2},
@@ -169,6 +176,7 @@ def bytes_of(runner: ModelRunner) -> dict[str, Tensor]:
         ("int8", EXPERTS, True),
         ("int4", WIDE, False),
         ("int4", EXPERTS, True),
+        ("int4", SHARED, True),
         ("fp8", WIDE, True),
     ],
 )

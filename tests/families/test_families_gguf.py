@@ -56,6 +56,24 @@ MODELS: dict[str, TinyModel] = {
     "qwen3moe": TinyModel(
         8, 2, 6, 56, family="qwen3_moe", own={**_EXPERTS, "norm_topk_prob": True}
     ),
+    "glm4moe": TinyModel(
+        5,
+        1,
+        8,
+        34,
+        n_layers=3,
+        family="glm4_moe",
+        own={
+            "pad_token_id": 0,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 18,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
     "gemma": TINY_MODELS["8/1 gemma"],
     "gemma2": TinyModel(
         8, 4, 8, 56, tied=True, n_layers=3, family="gemma2", own={**_GEMMA, **_CAPS, **_WINDOW}

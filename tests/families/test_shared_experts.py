@@ -1,6 +1,7 @@
 """Families with a shared expert, which computes every token, compared with transformers."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from converted_gguf import convert, rounded
 from mixes import OF_FAMILIES
 from parity_steps import load_runner, logits_by_cuts, logits_in_pieces, logits_of_models
 from reshard_samples import through_every_layout
+from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TinyModel, write_hf
 from torch import Tensor
@@ -37,6 +40,13 @@ _QWEN2 = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 18,
     "shared_expert_intermediate_size": 37,
+}
+_GLM = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "routed_scaling_factor": 1.75,  # exact in float32, as in a GGUF file
+    "pad_token_id": 0,  # else an id beyond this small vocabulary
 }
 
 MODELS: dict[str, TinyModel] = {
@@ -73,6 +83,39 @@ MODELS: dict[str, TinyModel] = {
             "max_window_layers": 2,  # the others see all keys, as every second layer does
             "mlp_only_layers": [0],
         },
+    ),
+    "glm4_moe": TinyModel(7, 1, 8, 56, n_layers=3, family="glm4_moe", own=_GLM),
+    "glm4_moe, groups, biases, tied": TinyModel(
+        9,
+        3,
+        8,
+        54,
+        tied=True,
+        family="glm4_moe",
+        own={
+            **_GLM,
+            "n_group": 3,
+            "topk_group": 2,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm4_moe, two shared experts": TinyModel(
+        7,
+        7,
+        12,
+        42,
+        n_layers=3,
+        family="glm4_moe",
+        own={
+            **_GLM,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "use_qk_norm": True,
+        },
+        rope={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
     ),
     "qwen3_moe, dense layers": TinyModel(
         7,
@@ -144,6 +187,17 @@ def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
             assert torch.equal(logits, alone)
 
 
+def test_layers_with_a_window_are_those_of_transformers_where_no_key_lists_them(folders, tmp_path):
+    """transformers writes layer_types, and Qwen's own files lack this key."""
+    path = shutil.copytree(folders["qwen2_moe, windows"], tmp_path / "copy") / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({k: value for k, value in config.items() if k != "layer_types"}))
+    args = load_model_args(find_model(str(path.parent)))
+    assert args.full_layers == tuple(
+        layer for layer, kind in enumerate(config["layer_types"]) if kind == "full_attention"
+    )
+
+
 def logits_and_counts(
     comm: ThreadComm, folder: Path, tokens: Sequence[int]
 ) -> tuple[Tensor, dict[str, int]]:
@@ -164,6 +218,42 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, fo
     folder, tokens = through_every_layout(folders[name], tmp_path), MODELS[name].tokens
     logits, expected = loaded_logits(folder, tokens), reference_logits(folders[name], tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
+    """They follow the last layer. The header of a GGUF file counts them; config.json does not."""
+    tokens = MODELS["glm4_moe"].tokens
+    folder = rounded(shutil.copytree(folders["glm4_moe"], tmp_path / "copy"))
+    expected = reference_logits(folder, tokens)
+    weights = load_file(folder / "model.safetensors")
+    extra = {key: weight for key, weight in weights.items() if ".layers.2." in key}
+    extra = {key.replace(".2.", ".3.", 1): 2 * weight for key, weight in extra.items()}
+    extra["model.layers.3.eh_proj.weight"] = torch.ones(56, 112, dtype=torch.float64)
+    save_file({**weights, **extra}, folder / "model.safetensors", {"format": "pt"})
+    files = [folder, convert(folder, tmp_path / "tiny.gguf")]
+    for logits in logits_of_models(Solo(), [(file, tokens) for file in files]):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"n_shared_experts": 0}, "n_shared_experts is 0: use 1"),
+        ({"n_routed_experts": 0}, "the number of experts is 0: use 1"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace=3 of 3 layers: use 0 to 2"),
+        ({"n_group": 4}, "n_expert_groups=4 and n_experts=6"),
+        ({"n_group": 6}, "n_expert_groups=6 and n_experts=6: use groups of .* 2 or more"),
+        ({"n_group": 3, "topk_group": 4}, "n_active_groups=4 and n_expert_groups=3: use 1 to 3"),
+        ({"n_group": 3}, "n_active_experts=3 in 1 groups of 2 experts: use at most 2"),
+        ({"routed_scaling_factor": 0.0}, "routed_scale=0.0: use a finite number above 0"),
+        ({"partial_rotary_factor": 2.0, "rope_parameters": None}, "at most 1"),
+    ],
+)
+def test_a_configuration_without_a_meaning_is_refused(folders, tmp_path, values, expected):
+    path = shutil.copytree(folders["glm4_moe"], tmp_path / "copy") / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    with pytest.raises(UsageError, match=expected):
+        load_model_args(find_model(str(path.parent)))
 
 
 @pytest.mark.parametrize("exact", [False, True])

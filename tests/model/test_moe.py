@@ -148,6 +148,35 @@ def test_shares_are_the_softmax_over_all_experts(ops, normed, n_experts):
 
 @every_ops
 @pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+def test_sigmoids_with_a_bias_choose_experts_of_the_best_groups(ops, normed, groups):
+    """The bias is for the choice only, and no sum of two groups is equal to another's."""
+    x, gate = torch.randn(50, 13, dtype=FLOAT64), torch.randn(12, 13, dtype=FLOAT64)
+    bias = torch.randn(12, dtype=FLOAT64)
+    routing_weights, experts = ops.sigmoid_route(x, gate, bias, 3, groups, 1.7, normed=normed)
+    scores = (x @ gate.T).sigmoid()
+    for row, own in enumerate((scores + bias).tolist()):
+        size = 12 // groups[0]
+        parts = [range(start, start + size) for start in range(0, 12, size)]
+        parts.sort(key=lambda part: -sum(sorted(own[e] for e in part)[-2:]))
+        allowed = [expert for part in parts[: groups[1]] for expert in part]
+        chosen = sorted(allowed, key=lambda expert: -own[expert])[:3]
+        assert experts[row].tolist() == chosen
+        expected = scores[row, chosen]
+        assert_same(routing_weights[row], 1.7 * expected / (expected.sum() if normed else 1))
+
+
+@every_ops
+@pytest.mark.parametrize("groups", [(1, 1), (2, 1)])
+def test_equal_choices_are_taken_by_their_number(ops, groups):
+    scores = torch.tensor([[1.0, 3, 2, 3, 3, 2], [0, 0, 0, 0, 0, 0]], dtype=FLOAT64)
+    eye, bias = torch.eye(6, dtype=FLOAT64), torch.zeros(6, dtype=FLOAT64)
+    _, experts = ops.sigmoid_route(scores, eye, bias, 2, groups, 1.0, normed=True)
+    assert experts.tolist() == [[1, 3] if groups == (1, 1) else [3, 4], [0, 1]]
+
+
+@every_ops
+@pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_token_whose_scores_are_no_numbers_gets_shares_that_are_none(ops, normed, bad):
     """So that the step ends with an error; and its experts are such as there are."""
@@ -256,6 +285,9 @@ def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
     matrices = [layer.gate]
     for expert in layer.experts.values():
         matrices += [expert.w1, expert.w3, expert.w2]
+    if layer.shared_expert is not None:
+        shared = layer.shared_expert
+        matrices += [shared.w1, shared.w3, shared.w2, layer.shared_gate]
     for matrix in matrices:
         shape = matrix.weight.values.shape
         matrix.weight.load(torch.randn(shape, generator=generator, dtype=FLOAT64))
@@ -265,9 +297,10 @@ def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
     return layer
 
 
-def test_a_token_gets_to_the_last_bit_what_it_gets_alone():
+@pytest.mark.parametrize("shared", [{}, {"shared_ffn_dim": 43, "shared_gate": True}], ids=str)
+def test_a_token_gets_to_the_last_bit_what_it_gets_alone(shared):
     """As in a dense layer, as long as no expert has more rows than kernels take."""
-    args = replace(EXPERTS, n_experts=9, n_active_experts=3)
+    args = replace(EXPERTS, n_experts=9, n_active_experts=3, **shared)
     layer = a_layer(args, CPUOps(FLOAT64, args.head_dim, {3}))
     x = torch.randn(31, args.dim, dtype=FLOAT64)
     together = layer(x.clone())

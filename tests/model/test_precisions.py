@@ -159,6 +159,14 @@ def test_a_shared_expert_and_layers_without_experts_are_quantised_too(quant):
     assert sum(counts) == weight_bytes(shard, values_by_form(SHARED, precision))
 
 
+def test_the_bias_of_a_router_keeps_32_bits():
+    """Rounded to bfloat16, it would choose other experts on a GPU."""
+    name = "layers.0.feed_forward.gate.bias"
+    for computed in ("float64", "float32", "bfloat16"):
+        form = Precision.on("cuda", computed).form_of("vector", name)
+        assert form.dtype == ("float64" if computed == "float64" else "float32")
+
+
 def test_a_shared_expert_whose_channels_are_no_whole_groups_is_not_quantised():
     for name in ("shared_ffn_dim", "dense_ffn_dim"):
         with pytest.raises(UsageError, match=f"{name}=200 is not a multiple of the 32"):

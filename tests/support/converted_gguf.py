@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "glm4_moe": "glm4moe",
     "gemma3_text": "gemma3",
 }
 
@@ -55,10 +56,12 @@ def convert(folder: Path, path: Path, quantised: str | None = None, **fields: An
     for key, value in fields.items():
         full_key = f"{arch}.{key.replace('__', '.')}"
         (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(full_key, value)
-    n_layers = config["num_hidden_layers"]
+    n_layers = n_layers_of(config)
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(architecture, n_layers)
     for name, weight in _converted(load_file(folder / "model.safetensors"), config).items():
+        # The converter gives this vector a name that ends as a bias does.
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
         values, quantization = weight.float().numpy(), gguf.GGMLQuantizationType.F32
@@ -73,9 +76,15 @@ def convert(folder: Path, path: Path, quantised: str | None = None, **fields: An
     return path
 
 
+def n_layers_of(config: dict[str, Any]) -> int:
+    """The number of layers of the file; those of MTP count in GGUF files."""
+    n_layers: int = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    return n_layers
+
+
 def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
     n_heads = config["num_attention_heads"]
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(n_layers_of(config))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(n_heads)
@@ -108,7 +117,8 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
             writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
             if "attention_factor" in rope:
                 writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
-    n_experts = config.get("num_experts") or config.get("num_local_experts")
+    keys = "num_experts", "num_local_experts", "n_routed_experts"
+    n_experts = next((config[key] for key in keys if config.get(key)), 0)
     if n_experts:
         writer.add_expert_count(n_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -116,6 +126,14 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if arch == "glm4moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if arch in ("gemma2", "gemma3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if arch == "exaone4" and config["sliding_window"] is not None:
@@ -129,7 +147,7 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
             for name in ("long", "short"):
                 factors = torch.tensor(config["rope_parameters"][f"{name}_factor"])
                 writer.add_tensor(f"rope_factors_{name}.weight", factors.float().numpy())
-    if arch in ("nemotron", "stablelm", "phi3"):
+    if arch in ("nemotron", "stablelm", "phi3", "glm4moe"):
         head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
         part = config["rope_parameters"]["partial_rotary_factor"]
         writer.add_rope_dimension_count(int(part * head_dim))

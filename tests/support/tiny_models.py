@@ -254,7 +254,8 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
     model = AutoModelForCausalLM.from_config(config).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        biases = [each for each in model.named_buffers() if each[0].endswith("correction_bias")]
+        for name, weight in [*model.named_parameters(), *biases]:
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             if name.endswith("bias"):
                 weight.copy_(0.3 * noise)

@@ -36,7 +36,7 @@ from parallel_llama.ops.cpu.jit import (
     this_machine,
     threads_for,
 )
-from parallel_llama.ops.cpu.vector_math import erfc, exp
+from parallel_llama.ops.cpu.vector_math import erfc, sigmoid
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
@@ -247,13 +247,13 @@ def _activate(
 
 
 def _silu(lanes: Lanes, x: Value) -> Value:
-    return x * _sigmoid(lanes, x)
+    return x * sigmoid(lanes, x)
 
 
 def _gelu_tanh(lanes: Lanes, x: Value) -> Value:
     """x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3); the factor is sigmoid(2 u)."""
     cubic = x * fma(x * x, 0.044715, 1)
-    return x * _sigmoid(lanes, cubic * math.sqrt(8 / math.pi))
+    return x * sigmoid(lanes, cubic * math.sqrt(8 / math.pi))
 
 
 def _gelu(lanes: Lanes, x: Value) -> Value:
@@ -266,12 +266,6 @@ def _relu2(lanes: Lanes, x: Value) -> Value:
     """max(x, 0)^2; NaN stays NaN."""
     positive = where(x < 0, lanes.constant(x.b, 0), x)
     return positive * positive
-
-
-def _sigmoid(lanes: Lanes, x: Value) -> Value:
-    """1 / (1 + exp(-x)), computed with exp(-|x|), which cannot overflow."""
-    e = exp(lanes, -abs(x))
-    return where(x < 0, e, 1) / (e + 1)
 
 
 _ACTIVATIONS: dict[Activation, Callable[[Lanes, Value], Value]] = {
@@ -392,7 +386,7 @@ def _add_gated(
     """
     with loop(b, *thread.part_of(args.n_tokens)) as token:
         own, others = args.y + token * args.dim, args.x + token * args.dim
-        gate = _sigmoid(lanes, lanes.splat(args.scores[token]))
+        gate = sigmoid(lanes, lanes.splat(args.scores[token]))
         with loop(b, 0, args.dim, lanes.width) as i:
             mask = lanes.first(args.dim - i)
             total = fma(lanes.load(others + i, mask), gate, lanes.load(own + i, mask))

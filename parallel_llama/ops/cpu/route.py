@@ -10,7 +10,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
+from parallel_llama.ops.cpu.arguments import Float64, Integer, Integers, Numbers, T
 from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, Variable, larger, loop, where
 from parallel_llama.ops.cpu.jit import (
     CompiledKernel,
@@ -20,7 +20,7 @@ from parallel_llama.ops.cpu.jit import (
     this_machine,
     threads_for,
 )
-from parallel_llama.ops.cpu.vector_math import exp
+from parallel_llama.ops.cpu.vector_math import exp, sigmoid
 from parallel_llama.ops.dispatch import Dispatch
 
 
@@ -33,6 +33,20 @@ class _RouteArguments(Generic[T]):
     n_experts: Integer[T]
     n_active: Integer[T]
     normed: Integer[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _SigmoidRouteArguments(Generic[T]):
+    scores: Numbers[T]
+    bias: Numbers[T]
+    choices: Numbers[T]
+    routing_weights: Numbers[T]
+    experts: Integers[T]
+    n: Integer[T]
+    n_experts: Integer[T]
+    n_active: Integer[T]
+    normed: Integer[T]
+    scale: Float64[T]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +92,45 @@ class RouteKernel:
         return routing_weights, experts
 
 
+class SigmoidRouteKernel:
+    """The best experts of each row, and their routing weights: see `TorchOps.sigmoid_route`.
+
+    It overwrites the scores, and knows one group only.
+
+    Shapes: scores [T, n_experts] and bias [n_experts], contiguous -> weights and experts
+        [T, n_active].
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
+        lanes = machine.lanes(dtype)
+        self._program = CompiledKernel(
+            _SigmoidRouteArguments[float], partial(_sigmoid_route, lanes), numbers=lanes.pointer
+        )
+
+    def __call__(
+        self,
+        scores: Tensor,
+        bias: Tensor,
+        n_active: int,
+        scale: float,
+        *,
+        normed: bool,
+        run: Launcher = at_once,
+    ) -> tuple[Tensor, Tensor]:
+        n, n_experts = scores.shape
+        assert scores.is_contiguous() and bias.is_contiguous() and n_active <= n_experts
+        assert bias.shape == (n_experts,) and bias.dtype == scores.dtype
+        routing_weights, choices = scores.new_empty(n, n_active), scores.new_empty(n, n_experts)
+        experts = scores.new_empty(n, n_active, dtype=torch.int64)
+        arguments = _SigmoidRouteArguments(
+            scores=scores.data_ptr(), bias=bias.data_ptr(), choices=choices.data_ptr(),
+            routing_weights=routing_weights.data_ptr(), experts=experts.data_ptr(), n=n,
+            n_experts=n_experts, n_active=n_active, normed=normed, scale=scale,
+        )  # fmt: skip
+        run(self._program, threads_for(n * n_experts * n_active), arguments)
+        return routing_weights, experts
+
+
 class RoutesKernel:
     """The rows of each expert: see `TorchOps.expert_dispatch`."""
 
@@ -104,6 +157,11 @@ class RoutesKernel:
 @cache
 def make_route(dtype: torch.dtype) -> RouteKernel:
     return RouteKernel(dtype, this_machine())
+
+
+@cache
+def make_sigmoid_route(dtype: torch.dtype) -> SigmoidRouteKernel:
+    return SigmoidRouteKernel(dtype, this_machine())
 
 
 @cache
@@ -135,6 +193,41 @@ def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _RouteArguments[
         divisor = where(args.normed > 0, kept.value, kept.value.like(1))
         with loop(b, 0, n_active) as place:
             own_weights[place] = own_weights[place] / divisor
+
+
+def _sigmoid_route(
+    lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _SigmoidRouteArguments[Value]
+) -> None:
+    """
+    for row in this thread's rows:
+        scores[row] = sigmoid(scores[row])
+        choices[row] = scores[row] + bias
+        for i in n_active:
+            experts[row, i] = argmax(choices[row]), which is then excluded
+            routing_weights[row, i] = scores[row, that expert]
+        routing_weights[row] /= sum(routing_weights[row]) + 1e-20 if normed
+        routing_weights[row] *= scale
+    """
+    n_experts, n_active = args.n_experts, args.n_active
+    scale = args.scale.to(lanes.vector.element)
+    with loop(b, *thread.part_of(args.n)) as row:
+        own, choices = args.scores + row * n_experts, args.choices + row * n_experts
+        own_weights = args.routing_weights + row * n_active
+        with loop(b, 0, n_experts, lanes.width) as i:
+            mask = lanes.first(n_experts - i)
+            weights = sigmoid(lanes, lanes.load(own + i, mask))
+            lanes.store(own + i, weights, mask)
+            lanes.store(choices + i, weights + lanes.load(args.bias + i, mask), mask)
+        kept = Variable(own[0].like(0))
+        with loop(b, 0, n_active) as place:
+            number, _ = _argmax(choices, n_experts)
+            (args.experts + row * n_active)[place] = number
+            choices[number] = kept.value.like(nan)  # comparisons with NaN are false
+            own_weights[place] = own[number]
+            kept.value += own[number]
+        divisor = where(args.normed > 0, kept.value + 1e-20, kept.value.like(1))
+        with loop(b, 0, n_active) as place:
+            own_weights[place] = own_weights[place] / divisor * scale
 
 
 def _softmax(lanes: Lanes, scores: Value, n: Value) -> tuple[Value, Value]:

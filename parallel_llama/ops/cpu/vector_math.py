@@ -42,6 +42,12 @@ def exp(lanes: Lanes, x: Value) -> Value:
     return where(too_small, x.like(0), series * two_to_n)
 
 
+def sigmoid(lanes: Lanes, x: Value) -> Value:
+    """1 / (1 + exp(-x)), computed with exp(-|x|), which cannot overflow."""
+    e = exp(lanes, -abs(x))
+    return where(x < 0, e, 1) / (e + 1)
+
+
 def tanh(lanes: Lanes, x: Value) -> Value:
     """tanh(x), with an absolute error of a few units in the last place of 1; NaN for NaN."""
     e = exp(lanes, abs(x) * -2)
