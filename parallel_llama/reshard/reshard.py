@@ -1,7 +1,7 @@
 """Converts a model from one layout to another, tensor by tensor.
 
-Values change only if another dtype or quantisation is requested. Memory is bounded by the largest
-tensor. However the process ends, the target is missing or complete.
+Values change only if another dtype or quantisation is requested, or an adapter is merged. Memory
+is bounded by the largest tensor. However the process ends, the target is missing or complete.
 """
 
 import errno
