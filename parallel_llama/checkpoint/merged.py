@@ -81,7 +81,10 @@ class MergedCheckpoint(Checkpoint):
     def _sum(
         self, value: Tensor, param: Param, pair: LoraPair, stored_slice: StoredSlice, rows: range
     ) -> Tensor:
-        """W + scaling * B @ A for a slice W of a weight."""
+        """W + scaling * B @ A for a slice W of a weight.
+
+        Raises: DamagedWeights if a sum is NaN or Inf.
+        """
         n_outputs, n_inputs = param.shape
         rank = pair.a.shape[0]
         outputs, columns = (rows, range(n_inputs)) if param.dim == 0 else (range(n_outputs), rows)
@@ -95,7 +98,7 @@ class MergedCheckpoint(Checkpoint):
         merged = b.to(dtype) @ a.to(dtype)
         merged *= pair.scaling
         merged += value
-        return merged
+        return finite(param, merged, dtype)
 
     def _values(
         self,

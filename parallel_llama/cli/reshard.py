@@ -12,6 +12,7 @@ from parallel_llama.cli.parsers import dtype_name, filled_text, one_of, quant_na
 from parallel_llama.cli.terminal import StatusLine, ctrl_c_raises, duration, size
 from parallel_llama.config.adapter import load_adapter
 from parallel_llama.errors import UsageError
+from parallel_llama.files.bounded_files import expanded
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.reshard.gguf_types import BLOCK_TYPES
 from parallel_llama.reshard.target_folder import (
@@ -81,7 +82,7 @@ def prepare(flags: Flags) -> Job:
     check_target(source, target, layout)
     args = args_of(source)
     folder = flags[MERGE_ADAPTER]
-    adapter = None if folder is None else load_adapter(Path(folder), args)
+    adapter = None if folder is None else load_adapter(expanded(folder), args)
     check_parts(layout, args, n_parts)
     target_formats(source, args, layout, flags[QUANT], flags[DTYPE], adapter)
     return Job(lambda: _run(source, target, layout, n_parts, flags))
@@ -134,7 +135,7 @@ def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, fla
             n_parts=n_parts,
             dtype=flags[DTYPE],
             quant=flags[QUANT],
-            merge_adapter=None if folder is None else Path(folder),
+            merge_adapter=None if folder is None else expanded(folder),
             resume=flags[RESUME],
             on_start=progress.start,
             on_bytes=progress.add,

@@ -433,12 +433,20 @@ def test_a_damaged_file_is_named(base, adapter, tmp_path, capsys):
     assert "not a folder" in refusal(base, folder / "no", tmp_path, capsys)
 
 
-def test_a_value_that_is_not_finite_is_named(base, adapter, tmp_path):
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (float("nan"), rf"{re.escape(A)}: 1 of 216 values are NaN or Inf"),
+        (1.7e308, r"layers\.1\.feed_forward\.w3\.weight: \d\d of 6408 values are NaN or Inf"),
+    ],
+)
+def test_a_value_or_a_sum_that_is_not_finite_is_named(base, adapter, value, expected, tmp_path):
     def damage(tensors: dict[str, Tensor]) -> None:
-        tensors[A][1, 2] = float("nan")
+        tensors[A][1, 2] = value
 
     damaged = edit_tensors(shutil.copytree(adapter, tmp_path / "adapter"), damage)
-    with pytest.raises(DamagedWeights, match=re.escape(f"{A}: 1 of 216 values are NaN or Inf")):
+    edit(damaged, lora_alpha=24)
+    with pytest.raises(DamagedWeights, match=expected):
         moved(base, tmp_path / "out", "hf", merge_adapter=damaged)
     assert not (tmp_path / "out").exists()
 
