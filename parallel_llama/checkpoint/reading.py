@@ -126,7 +126,7 @@ def quantised(param: Param, values: Tensor, form: QuantFormat) -> QuantMatrix:
     n_rows = max(1, at_once // max(1, values.shape[1]))
 
     def part(start: int) -> QuantMatrix:
-        return quantise(_finite(param, values[start : start + n_rows], torch.float32), form)
+        return quantise(finite(param, values[start : start + n_rows], torch.float32), form)
 
     starts = range(0, max(1, len(values)), n_rows)
     if len(starts) == 1:
@@ -164,7 +164,7 @@ def _read_quantised(
     if part is None:
         return quantised(param, checkpoint.read(param, piece, "interleaved"), form)
     for numbers in [part.values()] if form.is_float else part.tensors[1:]:
-        _finite(param, numbers, torch.float32)  # integers are finite
+        finite(param, numbers, torch.float32)  # integers are finite
     return part
 
 
@@ -180,7 +180,7 @@ def _converted(
     rows = shard.rows_of(param)
     sources = _sources(param, rows, held)
     if sources == [(rows, False)]:  # the usual case: returns the read tensor without a copy
-        tensor = _finite(param, checkpoint.read(param, rows, "interleaved"), dtype)
+        tensor = finite(param, checkpoint.read(param, rows, "interleaved"), dtype)
         on_bytes(tensor.nbytes)
         return tensor.to(device)
     parts: list[Tensor] = []
@@ -190,7 +190,7 @@ def _converted(
             part = held.take(param, piece)
             assert isinstance(part, Tensor)  # this weight is not quantised
         else:
-            part = _finite(param, checkpoint.read(param, piece, "interleaved"), dtype)
+            part = finite(param, checkpoint.read(param, piece, "interleaved"), dtype)
         if param.dim == 0 and held is not None:
             parts.append(part)
         else:
@@ -230,7 +230,7 @@ def pieces_of(param: Param, rows: range, n_values: int) -> list[range]:
     return pieces
 
 
-def _finite(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
+def finite(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
     """Converts a tensor to `dtype`; raises DamagedWeights if a value is not finite in it."""
     tensor = stored.to(dtype)
     if tensor.numel() == 0:

@@ -10,7 +10,9 @@ from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.model import DOWNLOAD, args_of, found_model
 from parallel_llama.cli.parsers import dtype_name, filled_text, one_of, quant_name, whole
 from parallel_llama.cli.terminal import StatusLine, ctrl_c_raises, duration, size
+from parallel_llama.config.adapter import load_adapter
 from parallel_llama.errors import UsageError
+from parallel_llama.files.bounded_files import expanded
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.reshard.gguf_types import BLOCK_TYPES
 from parallel_llama.reshard.target_folder import (
@@ -56,6 +58,13 @@ QUANT: Flag[str | None] = Flag(
     _target_quant, "FORMAT",
     default_text="stored for a quantised folder and from gguf to gguf, else none",
 )  # fmt: skip
+MERGE_ADAPTER: Flag[str | None] = Flag(
+    "merge-adapter",
+    "merge a LoRA adapter into the weights: a folder that peft saved, with adapter_config.json and "
+    "adapter_model.safetensors",
+    filled_text,
+    "FOLDER",
+)
 RESUME: Flag[bool] = Flag("resume", "continue an interrupted run")
 
 
@@ -72,8 +81,10 @@ def prepare(flags: Flags) -> Job:
     source.require_weights()
     check_target(source, target, layout)
     args = args_of(source)
+    folder = flags[MERGE_ADAPTER]
+    adapter = None if folder is None else load_adapter(expanded(folder), args)
     check_parts(layout, args, n_parts)
-    target_formats(source, args, layout, flags[QUANT], flags[DTYPE])
+    target_formats(source, args, layout, flags[QUANT], flags[DTYPE], adapter)
     return Job(lambda: _run(source, target, layout, n_parts, flags))
 
 
@@ -114,7 +125,7 @@ def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, fla
 
     # The work is reading, hashing and writing, in threads of its own.
     torch.set_num_threads(1)
-    progress = Progress(f"writing {target}")
+    folder, progress = flags[MERGE_ADAPTER], Progress(f"writing {target}")
     ctrl_c_raises()
     try:
         result = reshard(
@@ -124,6 +135,7 @@ def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, fla
             n_parts=n_parts,
             dtype=flags[DTYPE],
             quant=flags[QUANT],
+            merge_adapter=None if folder is None else expanded(folder),
             resume=flags[RESUME],
             on_start=progress.start,
             on_bytes=progress.add,
@@ -149,7 +161,7 @@ VERB = Verb(
     "reshard",
     "Rewrites a model's files in another layout, for any number of ranks.",
     "SRC DST --tp N --format meta|hf|native|gguf [flags]",
-    (TP, FORMAT, DTYPE, QUANT, RESUME, DOWNLOAD, JSON),
+    (TP, FORMAT, DTYPE, QUANT, MERGE_ADAPTER, RESUME, DOWNLOAD, JSON),
     "parallel-llama reshard smollm2 smollm2-native --tp 1 --format native",
     prepare,
     (SRC, DST),

@@ -7,10 +7,11 @@ FineGrainedFP8Config and FbgemmFp8Config.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parallel_llama.config.patterns import compiled_pattern
 from parallel_llama.errors import CheckpointError, UsageError, listed
 from parallel_llama.families import parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
@@ -40,11 +41,6 @@ _FORMATS: dict[str, dict[str, tuple[int, ...]]] = {  # by type of number: the nu
 _FP4 = {"nvfp4-pack-quantized": ("tensor_group", 16), "mxfp4-pack-quantized": ("group", 32)}
 _MIXED = "mixed-precision"
 _STRATEGIES = "tensor", "channel", "group", "block"
-
-# Patterns of config.json run on every matrix's name, so they are bounded: a repeated group takes
-# exponential time, and n repetitions take up to the n-th power of the name's length.
-_MAX_PATTERN_CHARS = 1000
-_MAX_REPETITIONS = 4
 
 
 @dataclass(frozen=True)
@@ -257,35 +253,10 @@ METHODS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8":
 
 
 def _target(target: str) -> str:
-    """The target. Raises: UsageError for a pattern that is not one, or that might run for long."""
-    if not target.startswith("re:"):
-        return target
-    pattern = target.removeprefix("re:")
-    repetitions = [*_repetitions(pattern)]
-    if (
-        len(pattern) > _MAX_PATTERN_CHARS
-        or len(repetitions) > _MAX_REPETITIONS
-        or any(before == ")" for before in repetitions)
-        or re.search(r"\(\?[^:=!<]|\\[1-9]", pattern)
-    ):
-        raise UsageError(
-            f"the pattern {shown(target)} is not supported: at most {_MAX_PATTERN_CHARS} "
-            f"characters and {_MAX_REPETITIONS} repetitions, and no repeated groups; name the "
-            "modules instead"
-        )
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"the pattern {shown(target)} is not valid: {error}") from error
+    """The target. Raises: UsageError for a pattern that `compiled_pattern` refuses."""
+    if target.startswith("re:"):
+        compiled_pattern(target.removeprefix("re:"))
     return target
-
-
-def _repetitions(pattern: str) -> Iterator[str]:
-    """What comes before each quantifier of a pattern; "x" for an escaped character."""
-    plain = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)
-    plain = re.sub(r"\(\?", "(", plain)  # not a quantifier
-    for match in re.finditer(r"(.)(?:[*+?]|\{\d*,?\d*\})", plain, re.DOTALL):
-        yield match[1]
 
 
 def _matches(module: str, target: str) -> bool:

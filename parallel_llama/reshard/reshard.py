@@ -1,7 +1,7 @@
 """Converts a model from one layout to another, tensor by tensor.
 
-Values change only if another dtype or quantisation is requested. Memory is bounded by the largest
-tensor. However the process ends, the target is missing or complete.
+Values change only if another dtype or quantisation is requested, or an adapter is merged. Memory
+is bounded by the largest tensor. However the process ends, the target is missing or complete.
 """
 
 import errno
@@ -21,6 +21,7 @@ from parallel_llama.checkpoint import manifest
 from parallel_llama.checkpoint.byte_ranges import ReusedMemory
 from parallel_llama.checkpoint.canonical import canonical_pieces
 from parallel_llama.checkpoint.checkpoint import Checkpoint
+from parallel_llama.checkpoint.merged import MergedCheckpoint
 from parallel_llama.checkpoint.meta_folder import (
     NORM_VARIANTS,
     MetaFolder,
@@ -29,6 +30,7 @@ from parallel_llama.checkpoint.meta_folder import (
     norm_variants,
 )
 from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.adapter import Adapter, load_adapter
 from parallel_llama.config.layouts import load_generation_defaults, load_model_args
 from parallel_llama.dtypes import STORED, QuantFormat
 from parallel_llama.errors import UsageError, WriteError
@@ -49,6 +51,7 @@ from parallel_llama.reshard.target_folder import (
     check_parts,
     check_target,
     kept_quant,
+    merged_quant,
     partial_bytes,
     target_formats,
 )
@@ -78,6 +81,7 @@ def reshard(
     n_parts: int,
     dtype: str | None = None,
     quant: str | None = None,
+    merge_adapter: Path | None = None,
     resume: bool = False,
     on_start: Callable[[int, int], None] = lambda _total, _done: None,
     on_bytes: Callable[[int], None] = lambda _: None,
@@ -88,31 +92,40 @@ def reshard(
         n_parts: number of files of weights.
         dtype: dtype of unquantised weights; that of the source by default.
         quant: quantisation of the matrices, one of `QUANTS`.
+        merge_adapter: the folder of a LoRA adapter that is merged into the weights.
         resume: continue an unfinished run.
         on_start: called after all checks with the bytes of all weights, and those that an earlier
             run has written.
         on_bytes: called with the size of each piece that is written.
 
-    Raises: UsageError for an invalid request and CheckpointError for a damaged source, both before
-    anything is written; DamagedWeights or WriteError if reading or writing fails.
+    Raises: UsageError for an invalid request and CheckpointError for a damaged source or adapter,
+    both before anything is written; DamagedWeights or WriteError if reading or writing fails.
     """
     source.require_weights()
     check_target(source, target, layout)
     args = load_model_args(source, meta_vocab_size)
+    adapter = None if merge_adapter is None else load_adapter(merge_adapter, args)
     check_parts(layout, args, n_parts)
-    formats = target_formats(source, args, layout, quant, dtype)
-    with closing(open_checkpoint(source, args, ReusedMemory().empty)) as checkpoint:
-        checkpoint.check(args)
-        dtypes = {p.name: checkpoint.read(p, range(0)).dtype for p in parameters(args)}
+    formats = target_formats(source, args, layout, quant, dtype, adapter)
+    has_dtype = dtype is not None or kept_quant(source, args) == "none"
+    with closing(open_checkpoint(source, args, ReusedMemory().empty)) as base:
+        base.check(args)
+        dtypes = {p.name: base.read(p, range(0)).dtype for p in parameters(args)}
         if dtype is not None:
             dtypes = dict.fromkeys(dtypes, torch_dtype(dtype))
-        if dtype is not None or kept_quant(source, args) == "none":
+        checkpoint: Checkpoint = base
+        if adapter is not None:
+            args, quant = adapter.args, merged_quant(quant)
+            dtypes = _with_output(dtypes, args)
+            checkpoint = MergedCheckpoint(base, adapter, dtypes)
+        if has_dtype:
             args = replace(args, dtype=_dtype_of_matrices(args, dtypes))
         if layout == "gguf":
             copies = copies_tensors(source, quant, dtype)
             job = _gguf_job(source, args, checkpoint, target, dtypes, formats, quant, copies)
         else:
             job = _folder_job(source, args, checkpoint, target, layout, n_parts, dtypes, formats)
+        job = replace(job, adapter=adapter)
         job.require_space()
         return job.write(resume, on_start, on_bytes)
 
@@ -129,10 +142,13 @@ def _folder_job(
 ) -> "ReshardJob":
     """The conversion into a folder of `n_parts` files of weights."""
     defaults, variants = load_generation_defaults(source), norm_variants(source)
+    base = checkpoint.base if isinstance(checkpoint, MergedCheckpoint) else checkpoint
+    if isinstance(checkpoint, MergedCheckpoint):
+        variants = {n: each for n, each in variants.items() if not checkpoint.changes(n)}
     beside = sidecar_files(source, layout, defaults)
     written: Layout
     if layout == "meta":
-        dim = checkpoint.embeddings_dim() if isinstance(checkpoint, MetaFolder) else 0
+        dim = base.embeddings_dim() if isinstance(base, MetaFolder) else 0
         written = MetaLayout(args, dtypes, n_parts, dim, variants)
     else:
         if variants:
@@ -178,7 +194,8 @@ class ReshardJob:
     """A conversion that passed all checks and can be started.
 
     `dtypes` and `formats` (of quantised weights) are those of the target, by Meta's names; `small`
-    are the files beside the weights, by name; `pieces` reads some weights.
+    are the files beside the weights, by name; `pieces` reads some weights. `adapter` is the adapter
+    that is merged into the weights.
     """
 
     source: ModelFiles
@@ -189,6 +206,7 @@ class ReshardJob:
     formats: Mapping[str, QuantFormat]
     small: Mapping[str, bytes]
     pieces: Callable[[Sequence[Param]], Pieces]
+    adapter: Adapter | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -224,6 +242,16 @@ class ReshardJob:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Result(n_files, n_bytes, time.monotonic() - began, peak)
 
+    @property
+    def _configs(self) -> tuple[Path, ...]:
+        """The configurations that are read."""
+        return (self.source.config, *([] if self.adapter is None else [self.adapter.config]))
+
+    @property
+    def _weights(self) -> tuple[Path, ...]:
+        """The files with weights that are read."""
+        return (*self.source.weights, *([] if self.adapter is None else [self.adapter.weights]))
+
     def _plan(self) -> dict[str, Any]:
         """Describes the run; an unfinished run is continued only if its description is equal."""
         if self.layout.kind == "gguf":
@@ -237,7 +265,7 @@ class ReshardJob:
                 **{name: form.name for name, form in self.formats.items()},
             },
             "files": {file.name: file.n_bytes for file in self.layout.files},
-            "source": {p.name: _identity(p) for p in (self.source.config, *self.source.weights)},
+            "source": {p.name: _identity(p) for p in (*self._configs, *self._weights)},
             "beside": {
                 name: manifest.hash_bytes(data) for name, data in {**self.small, **header}.items()
             },
@@ -282,7 +310,7 @@ class ReshardJob:
             units={name: hashes for tensor in tensors for name, hashes in tensor.units.items()},
             source=manifest.Source(
                 self.source.kind,
-                {path.name: path.stat().st_size for path in self.source.weights},
+                {path.name: path.stat().st_size for path in self._weights},
                 {tensor.name: tensor.source for tensor in tensors if tensor.source is not None},
             ),
         )
@@ -304,6 +332,12 @@ def _identity(path: Path) -> str:
     """A string that changes when the file changes."""
     stat = path.stat()
     return f"{stat.st_size} bytes of {stat.st_mtime_ns}"
+
+
+def _with_output(dtypes: Mapping[str, torch.dtype], args: ModelArgs) -> dict[str, torch.dtype]:
+    """The dtypes of a merged model, whose output may have been the embeddings in the base."""
+    embeddings = dtypes["tok_embeddings.weight"]
+    return {p.name: dtypes.get(p.name, embeddings) for p in parameters(args)}
 
 
 def _dtype_of_matrices(args: ModelArgs, dtypes: Mapping[str, torch.dtype]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from parallel_llama.config.adapter import Adapter
 from parallel_llama.config.gguf_fields import written_form
 from parallel_llama.config.layouts import stored_formats
 from parallel_llama.config.quantised import NATIVE_QUANTS
@@ -94,18 +95,40 @@ def kept_quant(source: ModelFiles, args: ModelArgs) -> str:
     return "stored" if source.kind != "gguf" and stored_formats(source, args) else "none"
 
 
+def merged_quant(quant: str | None) -> str:
+    """The quantisation of a target with a merged adapter: by default none, because weights change.
+
+    Raises: UsageError for --quant stored.
+    """
+    if quant == "stored":
+        raise UsageError(
+            "--quant stored and --merge-adapter: merged weights differ from the stored ones; use "
+            "--quant none, or another format"
+        )
+    return quant or "none"
+
+
 def target_formats(
-    source: ModelFiles, args: ModelArgs, kind: TargetKind, quant: str | None, dtype: str | None
+    source: ModelFiles,
+    args: ModelArgs,
+    kind: TargetKind,
+    quant: str | None,
+    dtype: str | None,
+    adapter: Adapter | None = None,
 ) -> dict[str, QuantFormat]:
     """The formats of the weights that are written quantised, by Meta's names.
 
-    Without `quant`, a quantised folder stays quantised in a native folder.
+    Without `quant`, a quantised folder stays quantised in a native folder, unless an adapter is
+    merged into it.
 
     Raises: UsageError for formats that this model or layout does not support, or if quantised
     weights would be decoded without a requested `dtype`.
     """
+    written = args
+    if adapter is not None:
+        written, quant = adapter.args, merged_quant(quant)
     if kind == "gguf":
-        written_form(args)
+        written_form(written)
         if copies_tensors(source, quant, dtype):
             return {}
     found, stored = kept_quant(source, args), stored_formats(source, args)
@@ -113,7 +136,9 @@ def target_formats(
         quant = found if kind in ("native", "gguf") else "none"
     if quant == "none":
         if found != "none" and dtype is None:
-            can_stay = all(form in NATIVE_QUANTS.values() for form in stored.values())
+            can_stay = adapter is None and all(
+                form in NATIVE_QUANTS.values() for form in stored.values()
+            )
             raise UsageError(
                 f"{source.path}: its weights are quantised; choose the dtype of the decoded values "
                 "with --dtype" + (", or keep them with --format native" if can_stay else "")
@@ -130,13 +155,13 @@ def target_formats(
                 f"--quant {quant} and --format {kind}: only GGUF files have this type; use "
                 "--format gguf, or --quant int8 or int4"
             )
-        require_blocks(args, quant)
+        require_blocks(written, quant)
         return {}
     supported = [*NATIVE_QUANTS.values()] if kind == "native" else [*TYPES_OF_FORMATS]
     where = "native folders" if kind == "native" else "written GGUF files"
-    precision = make_precision(args, "float32", "cpu", quant, stored)
+    precision = make_precision(written, "float32", "cpu", quant, stored)
     formats = {}
-    for param in parameters(args):
+    for param in parameters(written):
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, QuantFormat):
             if form not in supported:

@@ -1,0 +1,256 @@
+"""Finds the tensors of a LoRA adapter that PEFT saved, and checks them against the base model.
+
+Names and shapes are those of transformers' modules, so one rule covers every layout of the base: a
+fused projection has one pair of A and B for all weights that it holds.
+
+Source: get_peft_model_state_dict of peft 0.21.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from parallel_llama.config.lora import MERGE_WITH_PEFT, LoraConfig, lora_config
+from parallel_llama.dtypes import STORED
+from parallel_llama.errors import CheckpointError, UsageError, listed
+from parallel_llama.families import family_of, parameters, stored_slices
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.names import hf_full_name
+from parallel_llama.files.bounded_files import is_file, is_folder
+from parallel_llama.files.fields import naming, read_json_object
+from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLED = "adapter_model.bin"
+
+# What peft puts before the names of the base model's modules.
+_PREFIX = "base_model.model."
+_A, _B, _BASE = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
+# Ends of names of tensors of settings that are refused.
+_UNSUPPORTED = {
+    ".lora_embedding_A": "LoRA of embeddings",
+    ".lora_embedding_B": "LoRA of embeddings",
+    ".lora_magnitude_vector": "use_dora",
+    ".lora_B.bias": "lora_bias",
+}
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """The matrices A [rank, inputs] and B [outputs, rank] of a module; adds scaling * B @ A."""
+
+    a: FileTensor
+    b: FileTensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that fits a base model.
+
+    Args:
+        config: adapter_config.json.
+        weights: adapter_model.safetensors.
+        args: the merged model, whose output is its own if the adapter changes it or the embeddings.
+        pairs: by the names of the tensors that HF folders store.
+        whole: tensors that replace those of the base model, by the same names.
+    """
+
+    config: Path
+    weights: Path
+    args: ModelArgs
+    pairs: Mapping[str, LoraPair]
+    whole: Mapping[str, FileTensor]
+
+
+def load_adapter(folder: Path, args: ModelArgs) -> Adapter:
+    """The adapter in a folder, for a base model; reads no tensor data.
+
+    Raises: UsageError if the folder has no adapter, or for a setting that is not supported;
+    CheckpointError if a file is damaged, or its tensors do not fit the settings or the model.
+    """
+    _require_files(folder)
+    config, weights = folder / CONFIG, folder / WEIGHTS
+    values = read_json_object(config)
+    with naming(config):
+        lora = lora_config(values)
+    tensors, is_base = _tensors(weights, args)
+    with naming(config):
+        modules = _Modules(lora, _untied(lora, args), is_base)
+    modules.require_fit(weights, tensors)
+    pairs = {
+        name: LoraPair(tensors[module + _A], tensors[module + _B], modules.scaling(name))
+        for name in modules.matrices()
+        if (module := name.removesuffix(".weight")) + _A in tensors
+    }
+    whole = {name: tensors[name] for name in modules.whole()}
+    for name in pairs:  # peft saves the output's own weight beside its A and B
+        if (own := tensors.get(name.removesuffix(".weight") + _BASE)) is not None:
+            whole[name] = own
+    return Adapter(config, weights, modules.args, pairs, whole)
+
+
+class _Modules:
+    """The modules of a model that an adapter changes.
+
+    `is_base` says that the adapter's names omit the attribute that holds the base model.
+
+    Raises: UsageError if the embeddings have A and B, or no module is changed.
+    """
+
+    def __init__(self, lora: LoraConfig, args: ModelArgs, is_base: bool) -> None:
+        self.args, self._lora, self._is_base = args, lora, is_base
+        slices = stored_slices(args, "hf")
+        self._shapes = {slices[p.name].name: slices[p.name].shape for p in parameters(args)}
+        self._embedding = slices["tok_embeddings.weight"].name
+        self._output = family_of(args).name_in("hf", "output.weight", args)
+        # In recent versions of transformers, experts and routers are not linear modules.
+        self._of_experts = {
+            slices[p.name].name
+            for p in parameters(args)
+            if p.expert is not None or p.name.endswith(".gate.weight")
+        }
+        if lora.targets is not None and self._is_target(self._embedding):
+            raise UsageError(
+                f"target_modules names the embeddings {self._module(self._embedding)!r}: LoRA of "
+                f"embeddings is not supported; {MERGE_WITH_PEFT}"
+            )
+        if not any(map(self._is_target, self.matrices())) and not self.whole():
+            raise UsageError(
+                "target_modules names no linear module of the base model; use the base model that "
+                "the adapter was trained for"
+            )
+
+    def matrices(self) -> list[str]:
+        """The stored tensors that may have A and B."""
+        return [
+            name
+            for name, shape in self._shapes.items()
+            if len(shape) == 2 and name.endswith(".weight") and name != self._embedding
+        ]
+
+    def whole(self) -> list[str]:
+        """The stored tensors of modules that were trained whole."""
+        return [name for name in self._shapes if self._lora.is_saved(self._module(name))]
+
+    def scaling(self, name: str) -> float:
+        """The factor of B @ A of a stored tensor."""
+        return self._lora.scaling_of(self._module(name))
+
+    def require_fit(self, path: Path, tensors: Mapping[str, FileTensor]) -> None:
+        """Raises: CheckpointError if a tensor is missing, unknown, misshapen, or unreadable."""
+        needed, known = self._needed(tensors), self._known()
+        parts = {
+            "missing": [_PREFIX + name for name in needed if name not in tensors],
+            "not named by target_modules or modules_to_save, or not in the base model": [
+                repr(tensor.name) for name, tensor in tensors.items() if name not in known
+            ],
+            "misshapen": [
+                f"{tensor.name} is {list(tensor.shape)}, expected {list(known[name])}"
+                for name, tensor in tensors.items()
+                if known.get(name, tensor.shape) != tensor.shape
+            ],
+        }
+        if faults := [f"{kind}: {listed(names)}" for kind, names in parts.items() if names]:
+            raise CheckpointError(
+                f"{path}: the tensors do not fit {CONFIG} and the base model; {'; '.join(faults)}; "
+                "use the base model that the adapter was trained for, or save the adapter again"
+            )
+        for tensor in tensors.values():
+            if tensor.dtype not in STORED:
+                raise CheckpointError(
+                    f"{path}: tensor {tensor.name!r:.200} has the dtype {tensor.dtype}; supported: "
+                    f"{', '.join(STORED)}"
+                )
+
+    def _needed(self, tensors: Mapping[str, FileTensor]) -> list[str]:
+        """The tensors that the file must have; for experts, either both or neither of A and B."""
+        needed = self.whole()
+        for name in filter(self._is_target, self.matrices()):
+            pair = self._pair_shapes(name)
+            if name not in self._of_experts or any(each in tensors for each in pair):
+                needed += pair
+        return needed
+
+    def _known(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors that the file may have."""
+        known = {name: self._shapes[name] for name in self.whole()}
+        for name in filter(self._is_target, self.matrices()):
+            known |= self._pair_shapes(name)
+            known[name.removesuffix(".weight") + _BASE] = self._shapes[name]
+        if known and self._lora.keeps_tied and self._output not in self._shapes:
+            known[self._output] = self._shapes[self._embedding]  # saved twice
+        return known
+
+    def _pair_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of A and B of a stored matrix."""
+        n_outputs, n_inputs = self._shapes[name]
+        module, rank = name.removesuffix(".weight"), self._lora.rank_of(self._module(name))
+        return {module + _A: (rank, n_inputs), module + _B: (n_outputs, rank)}
+
+    def _is_target(self, name: str) -> bool:
+        if self._lora.targets is None and name == self._output:
+            return False
+        return self._lora.is_target(self._module(name))
+
+    def _module(self, name: str) -> str:
+        """The module of a stored tensor, by its name in the model that the adapter has."""
+        module, short = name.rpartition(".")[0], name.partition(".")[2]
+        is_inside = hf_full_name(short, family_of(self.args).names) == name
+        return module.partition(".")[2] if self._is_base and is_inside else module
+
+
+def _untied(lora: LoraConfig, args: ModelArgs) -> ModelArgs:
+    """The merged model: its output is its own if only the output or the embeddings change.
+
+    This is what peft computes with: it changes one of two modules that have shared a weight.
+    """
+    if not args.tied_embeddings or lora.keeps_tied:
+        return args
+    family = family_of(args)
+    output, embedding = (
+        family.name_in("hf", name, args).removesuffix(".weight")
+        for name in ("output.weight", "tok_embeddings.weight")
+    )
+    is_target = lora.targets is not None and lora.is_target(output)
+    is_changed = is_target or lora.is_saved(output) or lora.is_saved(embedding)
+    return replace(args, tied_embeddings=False) if is_changed else args
+
+
+def _require_files(folder: Path) -> None:
+    if not is_folder(folder):
+        raise UsageError(f"{folder}: not a folder; give the folder that has {CONFIG}")
+    if not is_file(folder / CONFIG):
+        raise UsageError(f"{folder}: has no {CONFIG}; give the folder that peft saved")
+    if is_file(folder / WEIGHTS):
+        return
+    if is_file(folder / _PICKLED):
+        raise UsageError(
+            f"{folder}: has {_PICKLED}, which is not read; load it with peft, and save it as "
+            f"{WEIGHTS}"
+        )
+    raise UsageError(f"{folder}: has no {WEIGHTS}; give the folder that peft saved")
+
+
+def _tensors(path: Path, args: ModelArgs) -> tuple[dict[str, FileTensor], bool]:
+    """The tensors of the file by their names in HF's model, and whether they omit a part of it."""
+    tensors: dict[str, FileTensor] = {}
+    names, is_base = family_of(args).names, False
+    for name, tensor in read_safetensors_header(path).items():
+        for end, setting in _UNSUPPORTED.items():
+            if name.endswith((end, f"{end}.weight")):
+                raise UsageError(
+                    f"{path}: tensor {name!r:.200} belongs to {setting}, which is not supported; "
+                    f"{MERGE_WITH_PEFT}"
+                )
+        if not name.startswith(_PREFIX):
+            raise CheckpointError(
+                f"{path}: tensor {name!r:.200} does not begin with {_PREFIX!r}; save the adapter "
+                "again with peft"
+            )
+        short = name.removeprefix(_PREFIX)
+        full = hf_full_name(short, names)
+        if full in tensors:
+            raise CheckpointError(f"{path}: has two tensors for {full!r:.200}; remove one")
+        tensors[full], is_base = tensor, is_base or full != short
+    return tensors, is_base
