@@ -172,8 +172,8 @@ def test_a_rank_on_the_cpu_needs_what_plan_says(capsys, tmp_path, nproc):
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.split()[-1])
     needed = max(rank["needed_bytes"] for rank in found["ranks"])
-    # Without the process it would be two thirds of the peak.
-    assert 0.9 < needed / peak < 1.1
+    # 0.96 to 1.01, and less on a busy machine; without the process it would be two thirds.
+    assert 0.85 < needed / peak < 1.1
     assert all(
         rank["needed_bytes"]
         == rank["weight_bytes"] + rank["working_bytes"] + 1008 * rank["kv_bytes_per_token"]
