@@ -6,7 +6,7 @@ A matrix [out, in] in int8 is stored as
     SCB                       the largest absolute value of each row: [out] float32
     weight_format             0, if it is stored: rows are not reordered
 
-and a matrix in 4 bits, whose values count row by row, as
+and a matrix in 4 bits, one row after the other, as
 
     weight                    two values in a byte, the first in the high bits: [bytes, 1] of any
                               dtype

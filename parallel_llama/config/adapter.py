@@ -51,7 +51,7 @@ class Adapter:
     Args:
         config: adapter_config.json.
         weights: adapter_model.safetensors.
-        args: the merged model, whose output is its own if the adapter changes it or the embeddings.
+        args: the merged model, untied where output and embeddings get different weights.
         pairs: by the names of the tensors that HF folders store.
         whole: tensors that replace those of the base model, by the same names.
     """

@@ -4,7 +4,7 @@ Every token also goes to the shared experts, which are one expert of their combi
 first layers have no experts. Files also hold layers that predict further tokens (MTP), after the
 last layer; they are not loaded.
 
-Source: arXiv 2508.06471; Glm4MoeConfig of transformers 5.24; llama.cpp's glm4moe, whose files keep
+Source: arXiv 2508.06471; Glm4MoeConfig of transformers 5.24; glm4moe of llama.cpp. GGUF files have
 HF's order of rows.
 """
 
@@ -112,7 +112,7 @@ _GGUF_KEYS = frozenset(
 
 
 def _gguf_features(fields: Fields, tensors: Collection[str]) -> dict[str, Any]:
-    """The features of a GGUF file, whose number of layers includes those of MTP."""
+    """The features of a GGUF file. Its number of layers counts the MTP layers too."""
 
     def integer(key: str, default: int | None = None) -> int:
         return fields.integer(f"glm4moe.{key}", default)

@@ -2,7 +2,7 @@
 head's queries and keys (3); both also with many narrow experts, and 2 MoE with a shared expert.
 
 Source: arXiv 2407.10671 and 2505.09388; Qwen2Config, Qwen2MoeConfig, Qwen3Config and Qwen3MoeConfig
-of transformers 5.24; llama.cpp's qwen2 and qwen2moe, whose files keep HF's order of rows.
+of transformers 5.24; qwen2 and qwen2moe of llama.cpp. GGUF files have HF's order of rows.
 """
 
 from collections.abc import Collection, Iterable

@@ -335,7 +335,7 @@ def _identity(path: Path) -> str:
 
 
 def _with_output(dtypes: Mapping[str, torch.dtype], args: ModelArgs) -> dict[str, torch.dtype]:
-    """The dtypes of a merged model, whose output may have been the embeddings in the base."""
+    """The dtypes of a merged model. An output that was tied gets the dtype of the embeddings."""
     embeddings = dtypes["tok_embeddings.weight"]
     return {p.name: dtypes.get(p.name, embeddings) for p in parameters(args)}
 

@@ -89,7 +89,7 @@ def test_a_gpu_without_a_number_asks_how_many_it_takes(capsys):
 
 
 def test_the_memory_bandwidth_limits_the_speed_of_decoding(capsys):
-    """`plan` told what fits and not how fast it can be: 5 ranks are slower here than 4."""
+    """`plan` did not say how fast a plan can be. For this model, 5 ranks are slower than 4."""
     asked = ["--model", "llama-3.1-70b", "--max-seq-len", "8192", "--batch", "64"]
     found = plan(capsys, *asked, "--gpus", "4xH200")
     # 80 layers and the output in bfloat16; the embedding is only looked up.

@@ -11,7 +11,12 @@ import pytest
 import torch
 from converted_gguf import convert, rounded
 from mixes import OF_FAMILIES
-from parity_steps import load_runner, logits_by_cuts, logits_in_pieces, logits_of_models
+from parity_steps import (
+    assert_parity,
+    load_runner,
+    logits_in_pieces,
+    logits_of_models,
+)
 from reshard_samples import through_every_layout
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadComm, run_on_threads
@@ -20,7 +25,6 @@ from torch import Tensor
 from transformers_oracle import loaded_logits, reference_logits
 
 from parallel_llama.checkpoint.reading import load, open_checkpoint
-from parallel_llama.config.hf import args_from_hf, hf_config
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import Precision
 from parallel_llama.errors import UsageError
@@ -144,15 +148,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
     folder, tokens = folders[name], MODELS[name].tokens
-    expected = reference_logits(folder, tokens)
-    for tp_size in (1, 2, 3, 5, 7):
-        for (logits,) in run_on_threads(tp_size, logits_of_models, [(folder, tokens)]):
-            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
-    args = load_model_args(find_model(str(folder)))
-    assert args_from_hf(json.loads(json.dumps(hf_config(args)))) == args
-    cuts = [[5, *range(9, len(tokens))]]  # a prompt in two chunks, then tokens one by one
-    (logits,) = logits_by_cuts(Solo(), folder, tokens, cuts)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
 
 def cut_logits(

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity_steps import load_runner, logits_by_cuts, logits_in_pieces, logits_of_models
+from parity_steps import (
+    assert_parity,
+    load_runner,
+    logits_in_pieces,
+)
 from reshard_samples import through_every_layout
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TinyModel, write_hf
@@ -16,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers_oracle import loaded_logits, reference_logits
 
-from parallel_llama.config.hf import args_from_hf, hf_config
+from parallel_llama.config.hf import args_from_hf
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.step_buffer import Chunk
@@ -235,15 +239,7 @@ _OF_FAMILIES = {tiny.family: name for name, tiny in MODELS.items()}
 def test_a_model_computes_what_transformers_does_at_any_tp_size(name, tmp_path):
     tiny = MODELS[name]
     folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), tiny.tokens
-    expected = reference_logits(folder, tokens)
-    for tp_size in _TP_SIZES[tiny.n_heads]:
-        for (logits,) in run_on_threads(tp_size, logits_of_models, [(folder, tokens)]):
-            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
-    args = load_model_args(find_model(str(folder)))
-    assert args_from_hf(json.loads(json.dumps(hf_config(args)))) == args
-    cuts = [[5, *range(9, len(tokens))]]  # a prompt in two chunks, then tokens one by one
-    (logits,) = logits_by_cuts(Solo(), folder, tokens, cuts)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    assert_parity(folder, tokens, reference_logits(folder, tokens), _TP_SIZES[tiny.n_heads])
 
 
 def test_phi3_uses_the_short_factors_if_the_context_is_not_longer_than_the_trained_one(tmp_path):

@@ -281,7 +281,7 @@ def test_the_sum_is_rounded_once_to_the_dtype_of_the_base(base, tmp_path):
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A base whose matrices are cut into blocks of 32 values, and an adapter."""
+    """An adapter, and a base model with matrices that divide into blocks of 32 values."""
     home = tmp_path_factory.mktemp("blocks")
     base = write_hf(TinyModel(2, 1, 32, 64, ffn_dim=96, n_layers=1), home / "hf")
     return base, write_adapter(home / "adapter", base, LINEAR, target_modules=EVERY)

@@ -1,5 +1,6 @@
 """The steps of every rank in the parity tests; quick to import, for rank processes."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -7,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from thread_ranks import run_on_threads
 from torch import Tensor
 
 from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.hf import args_from_hf, hf_config
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.files.model_files import find_model
 from parallel_llama.ops import Scores, TorchOps
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.sampling.scoring import gather_logits
 
@@ -152,3 +155,20 @@ def _batched(prompt: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
     more = min(half + 3, len(prompt))
     cuts = sorted({0, half, *range(more, len(prompt) + 1)})
     return [(start, prompt[start:stop]) for start, stop in pairwise(cuts)]
+
+
+def assert_parity(
+    folder: Path, tokens: Sequence[int], expected: Tensor, tp_sizes: Sequence[int]
+) -> None:
+    """Compares logits in float64 on these numbers of ranks, and in pieces, with `expected`.
+
+    Also compares the model's arguments with those that a written config.json gives.
+    """
+    for tp_size in tp_sizes:
+        for (logits,) in run_on_threads(tp_size, logits_of_models, [(folder, tokens)]):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    args = load_model_args(find_model(str(folder)))
+    assert args_from_hf(json.loads(json.dumps(hf_config(args)))) == args
+    cuts = [[5, *range(9, len(tokens))]]  # a prompt in two chunks, then tokens one by one
+    (logits,) = logits_by_cuts(Solo(), folder, tokens, cuts)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
