@@ -58,7 +58,7 @@ class PagedOps(TorchOps):
 
 
 def paged_ops(args: ModelArgs) -> PagedOps:
-    return PagedOps(Scores(args.attention_scale, args.attention_soft_cap))
+    return PagedOps(Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits))
 
 
 def run(comm: Communicator, args: ModelArgs, seeds: range, *, records: bool) -> int:

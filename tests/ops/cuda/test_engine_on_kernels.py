@@ -78,7 +78,10 @@ class Literals(TorchFunctionMode):
 
 def meta_runner(args: ModelArgs, ops: type[CUDAOps] = CUDAOps) -> ModelRunner:
     """A runner with a model on the meta device."""
-    plan, scores = make_plan(args, 1), Scores(args.attention_scale, args.attention_soft_cap)
+    plan, scores = (
+        make_plan(args, 1),
+        Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits),
+    )
     model = Transformer(args, plan.shards[0], Backend(Solo(), ops(scores), torch.bfloat16))
     for block in model.layers:
         if isinstance(block.feed_forward, MixtureOfExperts):
@@ -170,7 +173,7 @@ def answers(
     ranks_per_expert: int | None = None,
 ) -> dict[int, tuple[int, ...]]:
     """The tokens of three requests of unlike lengths, drawn unlike; the last comes later."""
-    ops = make_ops(Scores(args.attention_scale, args.attention_soft_cap))
+    ops = make_ops(Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits))
     runner = make_runner_of(comm, args, ops, ranks_per_expert)
     engine = make_engine(runner, n_blocks=12, block_size=4)
     if ops.is_paged:

@@ -63,7 +63,7 @@ def test_quantised_logits_are_those_of_torchs_operators(device, quant):
 def both(args, checkpoint, precision, device):
     """A prompt of more rows than kernels multiply, and two steps of one row."""
     tokens = torch.randint(args.vocab_size, (N_TOKENS,)).tolist()
-    scores = Scores(args.attention_scale, args.attention_soft_cap)
+    scores = Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits)
     logits = []
     for ops in (CUDAOps(scores), TorchOps(scores)):
         runner = ModelRunner.load(
