@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
-from parity_steps import assert_parity, load_runner, logits_in_pieces
+from converted_gguf import convert, rounded
+from parity_steps import assert_parity, load_runner, logits_in_pieces, logits_of_models
 from reshard_samples import moved, through_every_layout
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_on_threads
@@ -269,3 +271,19 @@ def test_mxfp4_of_inputs_that_fill_no_blocks_is_refused(packed, tmp_path):
     path.write_text(json.dumps({**config, "intermediate_size": 95}))
     with pytest.raises(CheckpointError, match=r"down_proj_blocks': .* 95 inputs .* multiple of 32"):
         loaded(path.parent, 1)
+
+
+def test_a_gguf_file_in_mxfp4_computes_what_transformers_does_with_decoded_weights(tmp_path):
+    """llama.cpp stores the rows of gate and up apart, and its blocks order inputs otherwise."""
+    folder = rounded(write_hf(PACKED, tmp_path / "hf", seed=4))
+    kind = gguf.GGMLQuantizationType.MXFP4
+    file = convert(folder, tmp_path / "tiny.gguf", "_exps.weight", kind)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith(MATRICES)]:
+        rows = weights[name].transpose(1, 2).contiguous().float().numpy()
+        decoded = gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind)
+        weights[name] = torch.from_numpy(decoded).double().transpose(1, 2).contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    expected = reference_logits(folder, PACKED.tokens)
+    for (logits,) in run_on_threads(3, logits_of_models, [(file, PACKED.tokens)]):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
