@@ -127,7 +127,7 @@ class MixtureOfExperts:
             y = self._add_shared(y, x, self.shared_expert)
         y = self.cut.complete(y, self.ops, self.comm)  # [T, dim] replicated
         if self.w2_bias is not None:  # after the all_reduce, so that it counts once
-            of_pairs = self.ops.lookup(experts.view(-1), self.w2_bias.values)
+            of_pairs = self.ops.lookup(experts.flatten(), self.w2_bias.values)
             y = self.ops.add_(y, self.ops.weighted_sum(of_pairs, routing_weights))
         return y
 
