@@ -1,6 +1,8 @@
 """gpt-oss compared with transformers: plain and MXFP4 folders, and GGUF files."""
 
+import errno
 import json
+import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ import pytest
 import torch
 from converted_gguf import convert, rounded
 from parity_steps import assert_parity, load_runner, logits_in_pieces, logits_of_models
-from reshard_samples import moved, through_every_layout
+from reshard_samples import hashes_of, moved, through_every_layout
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
@@ -22,12 +24,16 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers_oracle import loaded_logits, reference_logits
 
 from parallel_llama.checkpoint.reading import load, open_checkpoint
+from parallel_llama.checkpoint.verify import verify
 from parallel_llama.config.layouts import default_dtype, load_model_args, why_decoded
 from parallel_llama.dtypes import Precision
-from parallel_llama.errors import CheckpointError, DamagedWeights
+from parallel_llama.errors import CheckpointError, DamagedWeights, WriteError
 from parallel_llama.files.model_files import find_model
+from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import PART_KEYS, make_plan
+from parallel_llama.reshard import tensor_writer
+from parallel_llama.reshard.tensor_writer import DirectFile
 
 _OWN = {
     "num_local_experts": 5,
@@ -131,6 +137,49 @@ def test_every_way_of_splitting_a_model_gives_the_same_logits(folders, cut):
     expected = reference_logits(folder, tokens)
     for logits in run_on_threads(3, cut_logits, folder, tokens, cut):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def test_a_run_that_stops_between_two_weights_stored_in_turn_is_continued(
+    folders, tmp_path, monkeypatch
+):
+    """The journal may have w1 of an expert, whose bytes are written together with those of w3."""
+    source, expected = folders["7/1"], moved(folders["7/1"], tmp_path / "expected", "hf")
+    monkeypatch.setattr(tensor_writer, "FLUSH_BYTES", 0)  # each tensor is recorded at once
+    real = DirectFile.write
+    for n_written in range(16, 21):
+        left, target = [n_written], tmp_path / str(n_written)
+
+        def write(self, data, offset, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(self, data, offset)
+
+        with monkeypatch.context() as patched, pytest.raises(WriteError, match="--resume"):
+            patched.setattr(DirectFile, "write", write)
+            moved(source, target, "hf")
+        moved(source, target, "hf", resume=True)
+        assert hashes_of(target) == hashes_of(expected)
+        assert not verify(str(target)).problems
+
+
+def test_a_flipped_bit_of_a_stacked_tensor_is_named_with_its_expert(folders, tmp_path):
+    folder = moved(folders["7/1"], tmp_path / "model", "hf")
+    path = folder / "model.safetensors"
+    header = read_safetensors_header(path)
+    for name, weights in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+        tensor = header[f"model.layers.1.mlp.experts.{name}"]
+        data = bytearray(path.read_bytes())
+        data[tensor.offset + tensor.n_bytes * 5 // 10] ^= 1  # of expert 2 of 5
+        path.write_bytes(data)
+        problems = " ".join(verify(str(folder)).problems)
+        named = [
+            w for w in ("w1", "w2", "w3") if f"1.feed_forward.experts.2.{w}.weight" in problems
+        ]
+        assert len(named) == 1 and named[0] in weights and "experts.3" not in problems
+        data[tensor.offset + tensor.n_bytes * 5 // 10] ^= 1
+        path.write_bytes(data)
+        assert not verify(str(folder)).problems
 
 
 # Blocks of 32 inputs that channels are cut inside.
