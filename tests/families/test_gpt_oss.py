@@ -14,12 +14,14 @@ import gguf
 import pytest
 import torch
 from converted_gguf import convert, rounded
+from mixes import OF_FAMILIES
 from parity_steps import assert_parity, load_runner, logits_in_pieces, logits_of_models
 from reshard_samples import hashes_of, moved, through_every_layout
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
 from torch import Tensor
+from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers_oracle import loaded_logits, reference_logits
 
@@ -27,7 +29,8 @@ from parallel_llama.checkpoint.reading import load, open_checkpoint
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.config.layouts import default_dtype, load_model_args, why_decoded
 from parallel_llama.dtypes import Precision
-from parallel_llama.errors import CheckpointError, DamagedWeights, WriteError
+from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError, WriteError
+from parallel_llama.families.model_args import with_sinks
 from parallel_llama.files.model_files import find_model
 from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.parallel.collectives import Communicator, Solo
@@ -180,6 +183,63 @@ def test_a_flipped_bit_of_a_stacked_tensor_is_named_with_its_expert(folders, tmp
         data[tensor.offset + tensor.n_bytes * 5 // 10] ^= 1
         path.write_bytes(data)
         assert not verify(str(folder)).problems
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"swiglu_limit": 0.0}, "swiglu_limit=0.0: use a finite number above 0"),
+        ({"gated": False}, "activation='clamped_swiglu' needs gated"),
+        ({"n_experts": 0, "n_active_experts": 0}, "expert_bias needs n_experts"),
+        ({"sigmoid_router": True}, "expert_bias and sigmoid_router cannot be combined"),
+        ({"attention_sinks": 3}, "attention_sinks and sink_logits cannot be combined"),
+    ],
+)
+def test_arguments_without_a_meaning_are_refused(changed, expected):
+    with pytest.raises(UsageError, match=expected):
+        replace(OF_FAMILIES["gpt_oss"], **changed)
+
+
+def test_sinks_at_the_start_of_a_sequence_are_refused_where_each_head_has_a_sink():
+    args = replace(OF_FAMILIES["gpt_oss"], full_layers=())
+    with pytest.raises(UsageError, match="attention_sinks=4: the model has sinks of its own"):
+        with_sinks(args, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"num_local_experts": 0}, "num_local_experts=0: use 1 or more"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported in 'gpt_oss'"),
+        ({"swiglu_limit": -1}, "swiglu_limit=-1"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 layers"),
+        ({"num_experts_per_tok": 9}, "n_active_experts=9 and n_experts=5"),
+    ],
+)
+def test_a_configuration_without_a_meaning_is_refused(folders, tmp_path, values, expected):
+    path = shutil.copytree(folders["7/1"], tmp_path / "copy") / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    with pytest.raises(UsageError, match=expected):
+        load_model_args(find_model(str(path.parent)))
+
+
+def test_a_configuration_as_openai_writes_it_is_read_as_transformers_does(folders, tmp_path):
+    """Without rope settings and layer_types, and with OpenAI's own names beside transformers'."""
+    path = shutil.copytree(folders["7/1"], tmp_path / "copy") / "config.json"
+    config = json.loads(path.read_text())
+    left_out = "layer_types", "rope_parameters", "swiglu_alpha", "swiglu_limit", "head_dim"
+    config = {key: value for key, value in config.items() if key not in left_out}
+    config |= {"experts_per_token": 2, "initial_context_length": 4096}
+    path.write_text(json.dumps(config))
+    args, theirs = load_model_args(find_model(str(path.parent))), AutoConfig.from_pretrained(path)
+    assert args.head_dim == theirs.head_dim and args.rope_theta == theirs.default_theta
+    kinds = [("sliding", "full")[layer in args.full_layers] for layer in range(args.n_layers)]
+    assert [f"{kind}_attention" for kind in kinds] == theirs.layer_types
+    stated, scaling = theirs.rope_parameters, args.rope_scaling
+    assert (scaling.kind, scaling.factor) == (stated["rope_type"], stated["factor"])
+    assert scaling.original_max_seq_len == stated["original_max_position_embeddings"]
+    assert scaling.truncate is stated["truncate"] is False
+    assert (args.swiglu_alpha, args.swiglu_limit) == (theirs.swiglu_alpha, theirs.swiglu_limit)
 
 
 # Blocks of 32 inputs that channels are cut inside.
