@@ -106,7 +106,7 @@ class MixtureOfExperts:
         self.w2 = [expert.w2.weight for expert in self.experts.values()]
         biases = [bias for expert in self.experts.values() for bias in expert.biases]
         self.w13_bias = (
-            DenseWeight.concat_outputs(biases).values.view(len(self.experts), -1)
+            DenseWeight.concat_outputs(biases).values.view(len(self.experts), 2 * self.cut.inputs)
             if biases
             else None
         )

@@ -110,7 +110,7 @@ def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
 def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
     folder, tokens = folders[name], MODELS[name].tokens
     alone = cut_logits(Solo(), folder, tokens, {"exact": True})
-    for tp_size in (3, 5):
+    for tp_size in (3, 7):  # on 7 ranks, some have no channel of an expert
         for logits in run_on_threads(tp_size, cut_logits, folder, tokens, {"exact": True}):
             assert torch.equal(logits, alone)
 
