@@ -48,7 +48,7 @@ FILTERED = [
     *GREEDY,
 ]
 ALL = [*BEST, SamplingParams(temperature=1.5, top_k=9), SamplingParams(logprobs=1)]
-CARRIED = ["qwen3", "gemma2", "mistral", "mixtral", "falcon 40b", "palm"]
+CARRIED = ["qwen3", "gemma2", "mistral", "mixtral", "falcon 40b", "palm", "gpt_oss"]
 
 
 class PagedOps(TorchOps):
