@@ -38,7 +38,7 @@ import torch
 
 from launch.bench.gpu_report import charts, markdown
 from launch.bench.gpu_steps import DEVICE_LOST, Row
-from launch.bench.gpu_steps.gpu import COPY, MATRIX
+from launch.bench.gpu_steps.gpu import COPY, MATRIX, READ
 from launch.bench.plot import svg
 
 ROOT = Path(__file__).parents[2]
@@ -50,22 +50,41 @@ _SLOWER = 4
 
 @dataclass(frozen=True)
 class Step:
-    """A module of `gpu_steps`, after a colon its argument, and its time limit."""
+    """A part of the benchmark, with a process and a time limit of its own.
+
+    Args:
+        module: a module of `gpu_steps`, and its arguments after colons.
+        title: of the table with its rows, which steps may share.
+        is_rehearsed: False if a rehearsal of another step runs the same code.
+    """
 
     module: str
     title: str
     limit_s: float
+    is_rehearsed: bool = True
 
 
+_1B, _8B = "Llama 3.2 1B's shape", "Llama 3 8B's shape"
+_PEERS = "transformers for comparison"
+_SLICES = "One rank of 8: measured work, modelled collectives"
+
+# What is most worth knowing comes first. Each model has a process of its own, so that its memory is
+# returned before the next model.
 STEPS = (
-    Step("gpu", "The GPU", 30),
+    Step("gpu", "The GPU", 40),
     Step("parity", "Whole models", 70),
-    Step("shapes:llama-3.2-1b", "Llama 3.2 1B's shape", 60),
-    Step("peers", "transformers for comparison", 40),
-    Step("shapes:llama-3-8b", "Llama 3 8B's shape", 100),
+    Step("shapes:llama-3.2-1b:none", _1B, 60),
+    Step("shapes:llama-3-8b:none", _8B, 60),
+    Step("shapes:llama-3-8b:int8", _8B, 80),
+    Step("shapes:llama-3-8b:int4", _8B, 80, is_rehearsed=False),
+    Step("peers:eager", _PEERS, 40),
     Step("kernels", "Kernels against float64", 75),
+    Step("slices:llama-3-8b", _SLICES, 50),
+    Step("slices:llama-3-70b", _SLICES, 60, is_rehearsed=False),
     Step("growing", "One growing sequence: torch's operators and ours", 45),
-    Step("slices", "One rank of 8: measured work, modelled collectives", 70),
+    Step("shapes:llama-3.2-1b:none:rest", _1B, 60),
+    Step("shapes:llama-3-8b:none:rest", _8B, 60, is_rehearsed=False),
+    Step("peers:compiled", _PEERS, 180, is_rehearsed=False),
 )
 
 
@@ -87,14 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     slower = _SLOWER if given.dry_run else 1
     log_file = given.out / "log.txt"
     with log_file.open("w") as log:
-        for step in STEPS:
+        for step in (step for step in STEPS if step.is_rehearsed or not given.dry_run):
             left_s = slower * LIMIT_S - (time.monotonic() - started)
             limit_s = min(slower * step.limit_s, left_s)
             own = replace(step, limit_s=limit_s)
-            found[step.title] = list(_run(own, given.dry_run, found, log, given.out))
+            rows = _run(own, given.dry_run, found, log, given.out)
+            found.setdefault(step.title, []).extend(rows)
             took_s = time.monotonic() - started
             _write(given.out, found, given.dry_run, took_s)
-            print(f"{took_s:5.0f} s  {step.title}", file=sys.stderr, flush=True)
+            print(f"{took_s:5.0f} s  {step.module}", file=sys.stderr, flush=True)
     if log_file.stat().st_size > _LOG_BYTES:
         os.truncate(log_file, _LOG_BYTES)
     print((given.out / "report.md").read_text())
@@ -120,11 +140,11 @@ def _run(
         yield Row(step.module, wrong="not run: the steps before it used all the time")
         return
     rates = {row.name: row.value for rows in before.values() for row in rows if row.value}
-    has_rates = {COPY, MATRIX} <= rates.keys()
+    has_rates = {READ, COPY, MATRIX} <= rates.keys()
     flags = ["--dry-run"] * is_rehearsal
-    if COPY in rates:
+    if has_rates:
+        flags.append(f"--read-bytes-per-s={rates[READ] * 1e9}")
         flags.append(f"--copy-bytes-per-s={rates[COPY] * 1e9}")
-    if MATRIX in rates:
         flags.append(f"--matrix-flops={rates[MATRIX] * 1e12}")
     deadline = time.monotonic() + step.limit_s
     last: str | None = None  # the part that ran when the process ended
@@ -138,7 +158,7 @@ def _run(
                 part = found["part"]
             else:
                 row = Row(**found)
-                yield row if has_rates else replace(row, share=None)
+                yield row if has_rates else replace(row, share=None, copy_share=None)
         if not code:
             return
         if code == -signal.SIGKILL and time.monotonic() >= deadline:

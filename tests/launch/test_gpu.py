@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,10 @@ import torch
 
 from launch.bench import gpu
 from launch.bench.gpu import ROOT, STEPS, Step, main
-from launch.bench.gpu_report import charts, markdown
+from launch.bench.gpu_report import charts, markdown, with_ratios
 from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, attempt, shapes
 from launch.bench.gpu_steps import __main__ as gpu_step
-from launch.bench.gpu_steps.models import shape
+from launch.bench.gpu_steps.models import Recorded, record, shape
 from parallel_llama.errors import UsageError
 
 
@@ -35,7 +36,7 @@ def test_every_step_runs_without_a_gpu(tmp_path):
     code = main(["--out", str(tmp_path), "--dry-run"])
     rows = [row for step in report(tmp_path).values() for row in step]
     assert not [row for row in rows if row["wrong"]] and code == 0
-    assert list(report(tmp_path)) == [step.title for step in STEPS]
+    assert [*report(tmp_path)] == [*dict.fromkeys(step.title for step in STEPS)]
     assert all(report(tmp_path).values())
     table = (tmp_path / "report.md").read_text()
     assert table.startswith("# A rehearsal on the CPU: no figure is a GPU's")
@@ -185,16 +186,40 @@ def test_a_part_that_fails_keeps_what_it_has_given():
 
 
 def test_what_is_wrong_has_no_figure_and_no_point():
-    right = Row("8b: batch 4, context 512", 2.0, "ms", 0.5, "at least 0.7")
+    right = Row(
+        "8b: batch 4, context 512",
+        2.0,
+        "ms",
+        1.9,
+        2.5,
+        0.4,
+        0.5,
+        target="at least 0.7",
+        note="fast",
+    )
     wrong = Row("8b: batch 8, context 512", wrong="off by | 3\nof 4")
     table = markdown({"a step": [right, wrong]}, is_rehearsal=False, took_s=7)
     lines = [line for line in table.splitlines() if line.startswith("| 8b")]
     assert lines == [
-        "| 8b: batch 4, context 512 | 2 ms | 0.50 | at least 0.7 |  |",
-        "| 8b: batch 8, context 512 | none |  |  | WRONG: off by / 3 of 4 |",
+        "| 8b: batch 4, context 512 | 2 ms | 1.9 to 2.5 | 0.40 | 0.50 | at least 0.7 | fast |",
+        "| 8b: batch 8, context 512 | none |  |  |  |  | WRONG: off by / 3 of 4 |",
     ]
     drawn = charts({"a step": [right, wrong]}, is_rehearsal=False)
     assert drawn["decode"].lines == {"8b, 512 tokens": [(4, 2000.0)]} and len(drawn) == 1
+
+
+def test_the_time_of_a_row_is_compared_with_another_row():
+    rows = {
+        "ours": [Row("ours", 2.0, "ms"), Row("int4", 0.5, "ms", than="ours", note="of 4 bits")],
+        "peers": [Row("peer", 5.0, "ms", than="ours"), Row("other", 1.0, "ms", than="not run")],
+    }
+    noted = {row.name: row.note for found in with_ratios(rows).values() for row in found}
+    assert noted == {
+        "ours": "",
+        "int4": "4 times as fast as ours; of 4 bits",
+        "peer": "2.5 times as slow as ours",
+        "other": "",
+    }
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b"])
@@ -209,6 +234,28 @@ def test_a_shape_is_measured_within_its_context(monkeypatch, name):
     monkeypatch.setattr(shapes, "require_right", lambda *_args, **_options: None)
     monkeypatch.setattr(shapes, "LLM", load)
     setting = Setting(torch.device("cuda", 0), is_rehearsal=False)
-    row, *_ = shapes.rows(setting, name)
-    assert row.wrong and asked
+    with pytest.raises(UsageError):
+        next(shapes.rows(setting, name, "none"))
     assert asked[0] <= shape(name, setting).max_seq_len
+
+
+def test_a_shape_without_recorded_steps_says_so():
+    """Only the log said that steps ran without a graph."""
+    model = shapes._Model(None, "8b", "8b", "none", Recorded({1: int, 2: int}, "no memory"))
+    assert model.how_run(1) == model.how_run(2) == ""
+    assert "OPERATOR BY OPERATOR: no memory" in model.how_run(3)
+
+
+def test_the_reason_for_a_step_without_a_graph_is_kept():
+    runner = SimpleNamespace()
+
+    def recorded(recorder: Any, on_graph: Any) -> None:
+        on_graph(1)
+        recorder(lambda: None)
+        on_graph(2)
+        logging.getLogger("parallel_llama.engine.recorded_steps").warning("from %d rows: no", 2)
+
+    runner.record = recorded
+    found = record(runner, Setting(torch.device("cpu"), is_rehearsal=True))
+    assert [*found.replays] == [1] and found.why_not == "from 2 rows: no"
+    assert found.replay(1) and found.replay(2) is None

@@ -8,7 +8,7 @@ crash, the remaining parts run in a new process.
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,17 +18,24 @@ class Row:
     """One line of the report.
 
     Args:
-        value: the figure; None for a configuration with wrong results.
-        share: the fraction of a rate of the GPU; the docstring of the step names the rate.
+        value: the figure, a median; None for a configuration with wrong results.
+        low, high: the least and the largest of the figures whose median is `value`.
+        share: the fraction of the read bandwidth; of arithmetic, of the rate of matrix products.
+        copy_share: the fraction of the copy bandwidth.
         target: what the figure should reach.
+        than: the name of another row with a time; the report compares both.
         wrong: why there is no figure.
     """
 
     name: str
     value: float | None = None
     unit: str = ""
+    low: float | None = None
+    high: float | None = None
     share: float | None = None
+    copy_share: float | None = None
     target: str = ""
+    than: str = ""
     note: str = ""
     wrong: str = ""
 
@@ -38,12 +45,14 @@ class Setting:
     """A GPU and its measured rates, or a rehearsal with tiny shapes on the CPU.
 
     Args:
+        read_bytes_per_s: bytes read per second by a kernel that only reads.
         copy_bytes_per_s: bytes read plus bytes written per second by a copy.
         matrix_flops: operations per second of bfloat16 products.
     """
 
     device: torch.device
     is_rehearsal: bool
+    read_bytes_per_s: float = 1e9
     copy_bytes_per_s: float = 1e9
     matrix_flops: float = 1e9
 
@@ -51,8 +60,18 @@ class Setting:
         """The size `real`, or `tiny` in a rehearsal."""
         return tiny if self.is_rehearsal else real
 
+    def moved(self, row: Row, n_bytes: float, seconds: float) -> Row:
+        """The row with the shares of the time that is needed to read or copy these bytes."""
+        rate = n_bytes / seconds
+        share, copy_share = rate / self.read_bytes_per_s, rate / self.copy_bytes_per_s
+        return replace(row, share=share, copy_share=copy_share)
+
 
 Rows = Iterator[Row]
+
+
+class Wrong(Exception):
+    """A result is wrong."""
 
 
 class DeviceLost(Exception):

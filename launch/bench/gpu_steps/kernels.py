@@ -1,6 +1,7 @@
 """Compares each kernel with float64, checks batch invariance, and measures its bytes per second.
 
-Shares are fractions of the measured copy bandwidth. A kernel has no figure in a dtype in which it
+Shares relate the bytes that a kernel reads and writes to the measured bandwidths; those of prompts
+are fractions of the measured rate of matrix products. A kernel has no figure in a dtype in which it
 is wrong.
 """
 
@@ -20,8 +21,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.jit import JITFunction
 
-from launch.bench.gpu_steps import Row, Rows, Setting, attempt
-from launch.bench.gpu_steps.clock import device_seconds
+from launch.bench.gpu_steps import Row, Rows, Setting, Wrong, attempt
+from launch.bench.gpu_steps.clock import Seconds, device_seconds, in_us, measured
 from parallel_llama.dtypes import ASKED, QuantFormat
 from parallel_llama.ops import SamplingKeys, TorchOps, kv_rows
 from parallel_llama.ops.cuda_ops import CUDAOps
@@ -36,10 +37,6 @@ _MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 12
 _COMPILERS = 8  # processes; each takes half a gigabyte of the GPU
 _COMPILE_S = 40.0  # time limit for all of these processes
 _CACHED = 256 << 20  # bytes, more than the cache of any GPU
-
-
-class Wrong(Exception):
-    """The result of a kernel is wrong."""
 
 
 def dtypes(setting: Setting) -> tuple[torch.dtype, ...]:
@@ -158,14 +155,18 @@ def _elementwise(
     _hold(y, call(torchs, x.double(), weight.double()), x.dtype)
     _alike(y, torch.cat([call(ours, row[None].clone(), weight) for row in x]))
     seconds = device_seconds([lambda: call(ours, timed, weight)] * setting.pick(50, 1), setting)
-    yield Row(name, seconds * 1e6, "us")
+    yield in_us(Row(name), seconds)
 
 
 def attention(setting: Setting) -> Rows:
     """The speed of decode attention over scattered blocks."""
     keys = setting.pick(65536, 40)
     for name, ranges, target in (
-        (f"decode attention, 1 sequence of {keys} keys", [(1, keys - 1)], "at least 0.80"),
+        (
+            f"decode attention, 1 sequence of {keys} keys",
+            [(1, keys - 1)],
+            "at least 0.80 of the copy bandwidth",
+        ),
         ("decode attention, 16 sequences", [(1, keys // 16)] * setting.pick(16, 2), ""),
     ):
         yield from attempt(name, lambda a=(name, ranges, target): _attention(*a, setting))
@@ -289,8 +290,9 @@ def _prompt(
     name: str, attend: Callable[[], Tensor], sample: Sample, n_flops: int, setting: Setting
 ) -> Rows:
     _hold(attend(), sample.expected(), sample.q.dtype)
-    rate = n_flops / device_seconds([attend] * setting.pick(10, 1), setting)
-    yield Row(name, rate / 1e12, "TFLOP/s", rate / setting.matrix_flops)
+    seconds = device_seconds([attend] * setting.pick(10, 1), setting)
+    row = Row(name, share=n_flops / seconds.median / setting.matrix_flops)
+    yield measured(row, seconds, lambda s: n_flops / s / 1e12, "TFLOP/s")
 
 
 def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
@@ -390,9 +392,9 @@ def _alike(together: Tensor, alone: Tensor) -> None:
         raise Wrong("a row in a batch differs from the same row alone")
 
 
-def _moved(name: str, n_bytes: int, seconds: float, setting: Setting, target: str = "") -> Row:
-    rate = n_bytes / seconds
-    return Row(name, rate / 1e9, "GB/s", rate / setting.copy_bytes_per_s, target)
+def _moved(name: str, n_bytes: int, seconds: Seconds, setting: Setting, target: str = "") -> Row:
+    row = setting.moved(Row(name, target=target), n_bytes, seconds.median)
+    return measured(row, seconds, lambda s: n_bytes / s / 1e9, "GB/s")
 
 
 def _name(dtype: torch.dtype) -> str:

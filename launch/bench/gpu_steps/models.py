@@ -4,8 +4,9 @@ The time of a step does not depend on the content of the cache, so decode steps 
 """
 
 import json
+import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,21 +14,23 @@ from typing import Any
 
 import torch
 
-from launch.bench.gpu_steps import Setting
+from launch.bench.gpu_steps import Setting, Wrong
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import make_precision
+from parallel_llama.engine import recorded_steps
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
-from parallel_llama.ops import Scores, TorchOps
+from parallel_llama.ops import Scores, TorchOps, kv_rows
 from parallel_llama.parallel.collectives import Communicator, Slice, Solo
 from parallel_llama.parallel.cuda_graphs import GraphRecorder
 from parallel_llama.plan import make_plan
 
 BLOCK_SIZE = 16
+_NOISE_ROWS = 1 << 20  # rows of noise that are drawn at once
 
 
 def shape(name: str, setting: Setting) -> ModelArgs:
@@ -112,13 +115,23 @@ def load(
 
 
 def reserve(runner: ModelRunner, n_sequences: int, n_tokens: int) -> None:
-    """Allocates a cache of zeros for `n_sequences` of `n_tokens`."""
+    """Allocates a cache of noise for `n_sequences` of `n_tokens`."""
     n_blocks = n_sequences * -(-n_tokens // BLOCK_SIZE)
     runner.reserve([n_blocks] * len(runner.kv_groups), BLOCK_SIZE)
+    fill_with_noise(runner)
+
+
+def fill_with_noise(runner: ModelRunner) -> None:
+    """Writes noise to all slots of the caches. A GPU reads zeros at a higher rate than noise."""
+    width = runner.args.head_dim
     for cache, kv_group in zip(runner.caches, runner.kv_groups, strict=True):
         for layer in range(len(kv_group.layers)):
             for part in cache.layer(layer):
-                part.zero_()
+                for slots in part.unbind():  # of one head: the cache may fill most of the memory
+                    for rows in slots.split(_NOISE_ROWS):
+                        noise = torch.randn(len(rows), width, device=rows.device)
+                        packed = kv_rows.pack(noise, rows.dtype)
+                        rows.view(torch.uint8).copy_(packed.view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -152,23 +165,55 @@ class Texts:
         return lambda: runner.step(chunks, rows)[0].values
 
 
-def record(runner: ModelRunner, setting: Setting) -> bool:
-    """Records the decode steps; returns whether any could be recorded."""
-    n_recorded = 0
+@dataclass(frozen=True)
+class Recorded:
+    """The decode steps of a runner that are recorded.
+
+    Args:
+        replays: by number of rows; a call replays the last step that used this recording.
+        why_not: why there are no recordings for more rows; empty if there are all.
+    """
+
+    replays: Mapping[int, Callable[[], object]]
+    why_not: str = ""
+
+    def replay(self, n_rows: int) -> Callable[[], object] | None:
+        """The replay that a step with this number of rows uses; None if it is not recorded."""
+        return self.replays.get(min((n for n in self.replays if n >= n_rows), default=0))
+
+
+class _Messages(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def record(runner: ModelRunner, setting: Setting) -> Recorded:
+    """Records the decode steps of a runner, again if they are already recorded."""
+    replays: dict[int, Callable[[], object]] = {}
     record_one = _rehearse if setting.is_rehearsal else GraphRecorder()
+    n_rows, messages = 0, _Messages()
+
+    def note(n: int) -> None:
+        nonlocal n_rows
+        n_rows = n
 
     def recorder(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
-        nonlocal n_recorded
-        made = record_one(step)
-        n_recorded += 1
-        return made
+        logits, replays[n_rows] = record_one(step)
+        return logits, replays[n_rows]
 
-    runner.record(recorder)
-    return n_recorded > 0
-
-
-class Wrong(Exception):
-    """The result of a model is wrong."""
+    logger = logging.getLogger(recorded_steps.__name__)  # it has the reasons
+    logger.addHandler(messages)
+    try:
+        runner.record(recorder, note)
+    finally:
+        logger.removeHandler(messages)
+    return Recorded(replays, "; ".join(messages.texts))
 
 
 def require_right(

@@ -4,6 +4,7 @@ The model is small, with random weights, and has enough layers to show errors.
 """
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,7 @@ from parallel_llama import LLM, SamplingParams
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.parallel.collectives import Communicator, Slice, Solo
+from parallel_llama.plan import make_plan
 from parallel_llama.sampling.scoring import gather_logits
 
 
@@ -108,9 +110,9 @@ def over_ranks(setting: Setting) -> Rows:
 
 
 def _over(name: str, tp_size: int, args: ModelArgs, expected: Tensor, setting: Setting) -> Rows:
-    if not setting.is_rehearsal:  # compile the kernels of each rank, one after another
-        for rank in range(tp_size):
-            _logits(Slice(tp_size), args, setting, is_ours=True, shard_of=rank)
+    for rank in range(tp_size):  # compile the kernels of each rank, one after another
+        for _ in _local_logits(Slice(tp_size), args, setting, is_ours=True, shard_of=rank):
+            pass
     # Triton's interpreter is not thread-safe.
     parts = run_on_threads(tp_size, _logits, args, setting, is_ours=not setting.is_rehearsal)
     error = max(float((part - expected).abs().max()) for part in parts)
@@ -133,8 +135,9 @@ def _recorded(name: str, args: ModelArgs, setting: Setting) -> Rows:
     runner, texts = load(args, ours(args), setting, "float32"), Texts(setting.pick(3, 2), 40)
     reserve(runner, texts.n_sequences, texts.n_tokens)
     launched = _steps(runner, texts, setting)
-    if not record(runner, setting):
-        yield Row(name, wrong="no step could be recorded")
+    recorded = record(runner, setting)
+    if not recorded.replay(texts.n_sequences):
+        yield Row(name, wrong=recorded.why_not or "no step could be recorded")
     elif not torch.equal(_steps(runner, texts, setting), launched):
         yield Row(name, wrong="logits differ from those of launched steps")
     else:
@@ -192,25 +195,32 @@ def _steps(runner: ModelRunner, texts: Texts, setting: Setting) -> Tensor:
 
 
 def _logits(
+    comm: Communicator | ThreadComm, args: ModelArgs, setting: Setting, *, is_ours: bool
+) -> Tensor:
+    """Logits of a prompt and two steps. Shapes: [steps, vocabulary], on every rank."""
+    vocabs = [shard.vocab for shard in make_plan(args, comm.size).shards]
+    local = _local_logits(comm, args, setting, is_ours=is_ours)
+    return torch.cat([gather_logits(logits, vocabs, comm) for logits in local])
+
+
+def _local_logits(
     comm: Communicator | ThreadComm,
     args: ModelArgs,
     setting: Setting,
     *,
     is_ours: bool,
     shard_of: int = 0,
-) -> Tensor:
-    """Logits of a prompt and two steps. Shapes: [steps, vocabulary], on every rank.
+) -> Iterator[Tensor]:
+    """Yields the logits of a prompt and of two steps. Shapes: [1, V_local].
 
     Args:
-        shard_of: The rank that a Slice computes for.
+        shard_of: The rank that a Slice computes for. A Slice cannot gather the logits of a rank,
+            because its plan has no other rank.
     """
     ops = (ours if is_ours else torchs)(args)
-    runner = load(replace(args), ops, setting, "float32", comm, shard_of=shard_of)
+    runner = load(args, ops, setting, "float32", comm, shard_of=shard_of)
     texts = Texts(1, 40)
     reserve(runner, 1, texts.n_tokens)
-    vocabs = [shard.vocab for shard in runner.plan.shards]
-    found = []
     n_prompt = setting.pick(20, 5)
     for start, n_new in ((0, n_prompt), (n_prompt, 1), (n_prompt + 1, 1)):
-        found.append(gather_logits(texts.step(runner, start, n_new)().clone(), vocabs, comm))
-    return torch.cat(found)
+        yield texts.step(runner, start, n_new)().clone()
