@@ -92,7 +92,8 @@ def attempt(name: str, measure: Callable[[], Rows]) -> Rows:
     except DeviceLost:
         raise
     except Exception as error:  # after any other error the next parts can still run
-        traceback.print_exc(file=sys.stderr)  # goes to the log
+        print(f"--- {name}", file=sys.stderr)  # goes to the log
+        traceback.print_exc(file=sys.stderr)
         yield Row(name, wrong=f"{type(error).__name__}: {str(error)[:400]}")
         if "CUDA error" in str(error) and "out of memory" not in str(error):
             raise DeviceLost from error

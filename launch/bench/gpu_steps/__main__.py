@@ -45,7 +45,7 @@ def main() -> int:
     torch.manual_seed(0)
     if given.dry_run:
         decode_attention._PROGRAMS = _FEW_PROGRAMS
-    parts = _parts(given.step)
+    parts = parts_of(given.step)
     names = list(parts)
     if given.after is not None:
         names = list(islice(dropwhile(lambda name: name != given.after, names), 1, None))
@@ -60,7 +60,7 @@ def main() -> int:
     return 0
 
 
-def _parts(step: str) -> Mapping[str, Callable[[Setting], Rows]]:
+def parts_of(step: str) -> Mapping[str, Callable[[Setting], Rows]]:
     """The parts of a step by name; the step itself if it has one part, or cannot be imported."""
     name, *of = step.split(":")
     try:
