@@ -43,8 +43,7 @@ import torch
 
 from launch.bench.gpu_report import Report, StepReport, charts, markdown, read, written
 from launch.bench.gpu_state import GPUState, gpu_state
-from launch.bench.gpu_steps import DEVICE_LOST, Row
-from launch.bench.gpu_steps.gpu import COPY, MATRIX, READ
+from launch.bench.gpu_steps import COPY, DEVICE_LOST, MATRIX, READ, Row
 from launch.bench.plot import svg
 
 ROOT = Path(__file__).parents[2]
@@ -82,11 +81,13 @@ STEPS = (
     Step("gpu", "The GPU", 40),
     Step("parity", "Whole models", 70),
     Step("shapes:llama-3.2-1b:none", _1B, 60),
-    Step("shapes:llama-3-8b:none", _8B, 60),
+    Step("shapes:llama-3-8b:none", _8B, 60, is_rehearsed=False),
     Step("quant_products", "Products with 8-bit and 4-bit weights", 40),
     Step("shapes:llama-3-8b:int8", _8B, 80),
     Step("shapes:llama-3-8b:int4", _8B, 80, is_rehearsed=False),
     Step("peers:eager", _PEERS, 40),
+    Step("families", "Families and formats, compared with the CPU", 90),
+    Step("features", "Features of the engine", 60),
     Step("kernels", "Kernels against float64", 75),
     Step("slices:llama-3-8b", _SLICES, 50),
     Step("slices:llama-3-70b", _SLICES, 60, is_rehearsed=False),
@@ -310,7 +311,8 @@ def _process(
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env |= {"TRITON_CACHE_DIR": str((out / "kernels").absolute())}
-    env |= {"TRITON_INTERPRET": "1"} if is_rehearsal else {}
+    if is_rehearsal:  # tiny operators take longer with several threads
+        env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "launch.bench.gpu_steps", module, f"--limit-s={left_s}"]
     with subprocess.Popen(
         [*command, *flags], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=log, text=True

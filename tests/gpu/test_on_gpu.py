@@ -17,6 +17,8 @@ PARTS = {
     ),
     "parity": ("transformers", "recorded", "in any batch", "ranks"),
     "quant_products": ("quant_products",),
+    "families": ("families",),
+    "features": ("features",),
 }
 
 

@@ -20,10 +20,11 @@ from launch.bench import gpu
 from launch.bench.gpu import ROOT, STEPS, Step, main
 from launch.bench.gpu_report import Report, StepReport, charts, markdown, read, written
 from launch.bench.gpu_state import GPUState, parsed
-from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, attempt, shapes
+from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, Wrong, attempt, shapes
 from launch.bench.gpu_steps import __main__ as gpu_step
-from launch.bench.gpu_steps.models import Recorded, record, shape
+from launch.bench.gpu_steps.models import Recorded, Texts, decode_logits, record, shape, torchs
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs
 
 
 def report(folder: Path) -> dict[str, StepReport]:
@@ -242,6 +243,62 @@ def test_a_shape_is_measured_within_its_context(monkeypatch, name):
     with pytest.raises(UsageError):
         next(shapes.rows(setting, name, "none"))
     assert asked[0] <= shape(name, setting).max_seq_len
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        ("Gemma 2", {"full_layers": ()}),
+        ("Gemma 2", {"sliding_window": 30}),
+        ("Gemma 2", {"attention_soft_cap": None}),
+        ("Gemma 2", {"logit_soft_cap": None}),
+        ("Gemma 3", {"local_rope_theta": None}),
+        ("Qwen 3 MoE", {"qk_norm": False}),
+        ("Qwen 3 MoE", {"n_active_experts": 2}),
+        ("Qwen 2 MoE, shared expert", {"shared_gate": False}),
+        ("groups of experts", {"n_active_groups": 3}),
+        ("Falcon, parallel block", {"parallel_block": False, "shared_norm": False}),
+    ],
+)
+def test_a_feature_of_a_tiny_family_is_visible_in_its_logits(name, without):
+    """With random weights, attention scores are near 0, and a soft cap would change nothing."""
+    from launch.bench.gpu_steps import families
+
+    setting = Setting(torch.device("cpu"), is_rehearsal=False)
+    sample, texts = families.samples(setting)[name], Texts(2, 48)
+
+    def logits(args: ModelArgs) -> torch.Tensor:
+        own = replace(sample, args=args)
+        runner = families.loaded(own, torchs(args), families.CPU, texts, setting)
+        return decode_logits(runner, texts, (34, 2))
+
+    expected, found = logits(sample.args), logits(replace(sample.args, **without))
+    assert (found - expected).abs().max() > 10 * families.TOLERANCE * expected.abs().max()
+
+
+def test_a_family_with_wrong_or_unrecorded_steps_is_wrong(monkeypatch):
+    from launch.bench.gpu_steps import families
+
+    setting = Setting(torch.device("cpu"), is_rehearsal=False)
+    gemma = {"Gemma 2": families.samples(setting)["Gemma 2"]}
+    monkeypatch.setattr(families, "samples", lambda _: gemma)
+    monkeypatch.setattr(families, "ours", torchs)
+    monkeypatch.setattr(families, "record", lambda *_: Recorded({}, "no memory"))
+    (row,) = families.rows(setting)
+    assert row.wrong == "no memory"
+    without = replace(gemma["Gemma 2"].args, attention_soft_cap=None)
+    monkeypatch.setattr(families, "ours", lambda _: torchs(without))
+    (row,) = families.rows(setting)
+    assert "of the largest" in row.wrong
+
+
+def test_the_first_token_that_differs_is_named():
+    pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
+    from launch.bench.gpu_steps import features
+
+    features._require_same([(1, 2)], [(1, 2)])
+    with pytest.raises(Wrong, match=r"text 1 .* at token 2"):
+        features._require_same([(1,), (1, 2, 3)], [(1,), (1, 2, 4)])
 
 
 def a_run(rows_of: Mapping[str, Sequence[Row]], **others: Any) -> Report:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+# The names of the rows with the rates of the GPU that shares refer to.
+READ, COPY, MATRIX = "read bandwidth", "copy bandwidth", "bf16 matrix rate"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -94,6 +97,7 @@ def attempt(name: str, measure: Callable[[], Rows]) -> Rows:
     except Exception as error:  # after any other error the next parts can still run
         print(f"--- {name}", file=sys.stderr)  # goes to the log
         traceback.print_exc(file=sys.stderr)
-        yield Row(name, wrong=f"{type(error).__name__}: {str(error)[:400]}")
+        kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
+        yield Row(name, wrong=f"{kind}{str(error)[:400]}")
         if "CUDA error" in str(error) and "out of memory" not in str(error):
             raise DeviceLost from error

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from launch.bench.gpu_steps import Row, Rows, Setting, Wrong, attempt
+from launch.bench.gpu_steps import COPY, MATRIX, READ, Row, Rows, Setting, Wrong, attempt
 from launch.bench.gpu_steps.clock import (
     device_seconds,
     eager_seconds,
@@ -20,7 +20,6 @@ from launch.bench.gpu_steps.clock import (
 )
 from launch.bench.gpu_steps.read_rate import n_parts, read_sums
 
-READ, COPY, MATRIX = "read bandwidth", "copy bandwidth", "bf16 matrix rate"
 _PACKAGES = ("torch", "triton", "transformers", "numpy")
 _N_LAUNCHES = 1000
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from launch.bench.gpu_steps import Setting, Wrong
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.config.layouts import load_model_args
-from parallel_llama.dtypes import make_precision
+from parallel_llama.dtypes import kv_format, make_precision
 from parallel_llama.engine import recorded_steps
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
@@ -33,9 +34,14 @@ BLOCK_SIZE = 16
 _NOISE_ROWS = 1 << 20  # rows of noise that are drawn at once
 
 
+def named_args(name: str) -> ModelArgs:
+    """A shape of configs/models."""
+    return load_model_args(find_model(name))
+
+
 def shape(name: str, setting: Setting) -> ModelArgs:
     """A shape of configs/models; a rehearsal only keeps its name."""
-    args = load_model_args(find_model(name))
+    args = named_args(name)
     if not setting.is_rehearsal:
         return args
     sizes = {"dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 32}
@@ -48,7 +54,13 @@ def named(name: str, setting: Setting) -> Iterator[str]:
     if not setting.is_rehearsal:
         yield name
         return
-    args = shape(name, setting)
+    with params_file(shape(name, setting), name) as path:
+        yield path
+
+
+@contextmanager
+def params_file(args: ModelArgs, name: str) -> Iterator[str]:
+    """A file with the sizes of a model, in Meta's format."""
     keys = "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps"
     sizes = {key: getattr(args, key) for key in keys}
     with tempfile.TemporaryDirectory() as folder:
@@ -98,18 +110,29 @@ def load(
     comm: Communicator | None = None,
     quant: str = "none",
     shard_of: int = 0,
+    *,
+    kv_cache_dtype: str = "auto",
+    device: torch.device | None = None,
+    drawn_on: torch.device | None = None,
 ) -> ModelRunner:
-    """A rank's shard with random weights, without a cache; with a Slice, that of `shard_of`."""
-    comm = comm or Solo()
-    precision = make_precision(args, dtype or half(setting), setting.device.type, quant)
+    """A rank's shard with random weights, without a cache.
+
+    Args:
+        comm: with a Slice, the shard is that of `shard_of`.
+        device, drawn_on: where the model is, and where its weights are drawn, which determines
+            their values; by default the setting's device.
+    """
+    comm, device = comm or Solo(), device or setting.device
+    precision = make_precision(args, dtype or half(setting), device.type, quant)
     plan = make_plan(args, comm.size, quant_group_size=precision.quant_group_size)
     return ModelRunner.load(
         args,
-        random_checkpoint(args, 0, setting.device),
+        random_checkpoint(args, 0, drawn_on or setting.device),
         plan.alone(shard_of) if isinstance(comm, Slice) else plan,
         comm,
         precision=precision,
-        device=setting.device,
+        device=device,
+        kv_format=kv_format(kv_cache_dtype, precision.computed),
         ops=ops,
     )
 
@@ -163,6 +186,21 @@ class Texts:
         chunks = self.chunks(runner, start, n_new)
         rows = [number * n_new + n_new - 1 for number in range(self.n_sequences)]
         return lambda: runner.step(chunks, rows)[0].values
+
+
+def decode_logits(runner: ModelRunner, texts: Texts, sizes: tuple[int, int]) -> Tensor:
+    """Prefills texts one by one, then decodes all together.
+
+    Args:
+        sizes: the tokens of each prompt, and the decode steps.
+
+    Shapes: [steps, texts, vocabulary].
+    """
+    n_prompt, n_steps = sizes
+    for chunk in texts.chunks(runner, 0, n_prompt):
+        runner.step([chunk], [n_prompt - 1])
+    steps = range(n_prompt, n_prompt + n_steps)
+    return torch.stack([texts.step(runner, at)().clone() for at in steps])
 
 
 @dataclass(frozen=True)
