@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -399,6 +399,13 @@ def test_the_state_of_the_gpu_is_in_the_report():
     assert read(json.loads(json.dumps(written(found)))) == found
     last = markdown(found).splitlines()[-1]
     assert last == "| gpu | 12 | 1980 to ? | 2619 to ? | 310 to ? | 41 to ? |"
+
+
+def test_the_rest_of_a_shape_is_what_the_first_measurements_leave():
+    setting = Setting(torch.device("cuda", 0), is_rehearsal=False)
+    first, rest = (set(shapes._sizes(which, setting)) for which in ("first", "rest"))
+    assert not first & rest and {batch for batch, _ in first} == {1, 16, 64}
+    assert first | rest == set(product((1, 16, 64, 256), (512, 2048, 4096)))
 
 
 def test_a_shape_without_recorded_steps_says_so():

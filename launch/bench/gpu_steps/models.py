@@ -231,11 +231,22 @@ class _Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+@contextmanager
+def why_not_recorded() -> Iterator[list[str]]:
+    """Collects the reasons for which steps are not recorded meanwhile."""
+    logger, messages = logging.getLogger(recorded_steps.__name__), _Messages()
+    logger.addHandler(messages)
+    try:
+        yield messages.texts
+    finally:
+        logger.removeHandler(messages)
+
+
 def record(runner: ModelRunner, setting: Setting) -> Recorded:
     """Records the decode steps of a runner, again if they are already recorded."""
     replays: dict[int, Callable[[], object]] = {}
     record_one = _rehearse if setting.is_rehearsal else GraphRecorder()
-    n_rows, messages = 0, _Messages()
+    n_rows = 0
 
     def note(n: int) -> None:
         nonlocal n_rows
@@ -245,13 +256,9 @@ def record(runner: ModelRunner, setting: Setting) -> Recorded:
         logits, replays[n_rows] = record_one(step)
         return logits, replays[n_rows]
 
-    logger = logging.getLogger(recorded_steps.__name__)  # it has the reasons
-    logger.addHandler(messages)
-    try:
+    with why_not_recorded() as reasons:
         runner.record(recorder, note)
-    finally:
-        logger.removeHandler(messages)
-    return Recorded(replays, "; ".join(messages.texts))
+    return Recorded(replays, "; ".join(reasons))
 
 
 def require_right(

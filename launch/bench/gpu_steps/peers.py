@@ -41,7 +41,7 @@ def rows(setting: Setting, way: str) -> Rows:
         place = torch.tensor([at], device=setting.device)
         call(input_ids=token, past_key_values=cache, position_ids=place[None], cache_position=place)
 
-    with torch.inference_mode():
+    with torch.no_grad():  # torch.compile does not support all of inference mode
         prompt = torch.ones(1, first, dtype=torch.int64, device=setting.device)
         model(input_ids=prompt, past_key_values=cache)
         started = time.perf_counter()

@@ -13,7 +13,7 @@ from itertools import pairwise, product
 import torch
 
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
-from launch.bench.gpu_steps.clock import Seconds, eager_seconds, in_ms, measured
+from launch.bench.gpu_steps.clock import Seconds, eager_seconds, in_ms, measured, queued_seconds
 from launch.bench.gpu_steps.models import (
     Recorded,
     Texts,
@@ -54,7 +54,10 @@ def rows(setting: Setting, name: str, quant: str, which: str = "first") -> Rows:
     ):
         runner = llm.engine.runner
         fill_with_noise(runner)
-        model = _Model(llm, name, label, quant, record(runner, setting))
+        recorded = record(runner, setting)
+        if setting.is_rehearsal:  # a CPU has no graphs; this rehearses the rows about them
+            recorded = Recorded({1: lambda: None}, "a rehearsal")
+        model = _Model(llm, name, label, quant, recorded)
         for batch, context in _sizes(which, setting):
             yield from attempt(
                 f"{label}: batch {batch}, context {context}",
@@ -70,7 +73,7 @@ def rows(setting: Setting, name: str, quant: str, which: str = "first") -> Rows:
 def _sizes(which: str, setting: Setting) -> Iterator[tuple[int, int]]:
     """The (batch, context) of a part of the measurements."""
     if setting.is_rehearsal:
-        yield (1, 24) if which == "first" else (2, 24)
+        yield from ((1, 24), (2, 24))
     elif which == "first":
         yield from _FIRST
     else:
@@ -99,7 +102,7 @@ class _Model:
     def replay_seconds(self, n_rows: int, setting: Setting) -> Seconds | None:
         """Seconds of the last step on the device alone, without inputs; None if not recorded."""
         replay = self.recorded.replay(n_rows)
-        return replay and eager_seconds(replay, setting)
+        return replay and queued_seconds(replay, setting)
 
     def how_run(self, n_rows: int) -> str:
         """Says that steps of this many rows are launched operator by operator; else empty."""

@@ -9,7 +9,7 @@ import json
 from contextlib import redirect_stdout
 
 from launch.bench.gpu_steps import Row, Rows, Setting
-from launch.bench.gpu_steps.models import named, require_right
+from launch.bench.gpu_steps.models import named, require_right, why_not_recorded
 from parallel_llama.cli.main import main
 
 _TARGETS = {"llama-3-8b": 1.8, "llama-3-70b": 1.25}
@@ -21,7 +21,7 @@ def rows(setting: Setting, name: str) -> Rows:
     require_right(name, setting, n_ranks=size)
     out = io.StringIO()
     flags = [f"--slice=0/{size}", f"--device={setting.device.type}", "--repeat=2", "--json"]
-    with named(name, setting) as model, redirect_stdout(out):
+    with named(name, setting) as model, redirect_stdout(out), why_not_recorded() as reasons:
         code = main(["bench", f"--model={model}", *flags, *sizes])
     if code:
         yield Row(label, wrong=f"bench ended with {code}; its message is in the log")
@@ -31,7 +31,7 @@ def rows(setting: Setting, name: str) -> Rows:
     floor_ms = n_bytes / setting.copy_bytes_per_s * 1e3
     measured_ms = found["compute_ms_per_step"]
     target = f"at most {_TARGETS[name]}x of the time to copy its bytes"
-    note = f"{measured_ms / floor_ms:.3g}x"
+    note = "; ".join((f"{measured_ms / floor_ms:.3g}x", *reasons))
     row = Row(f"{label}: measured work", measured_ms, "ms", target=target, note=note)
     yield setting.moved(row, n_bytes, measured_ms / 1e3)
     for wait, ms in found["modelled_ms_per_step"].items():
