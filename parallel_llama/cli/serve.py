@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from parallel_llama.cli.arguments import Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.host_checks import warn_of_host
 from parallel_llama.cli.model import (
+    ADAPTER,
     CACHE,
     ELASTIC,
     LOADING,
@@ -19,6 +20,7 @@ from parallel_llama.cli.model import (
     RANKS,
     SPARES,
     TIMEOUT,
+    adapters_of,
     check_model,
     in_dtype,
     llm_config,
@@ -26,6 +28,7 @@ from parallel_llama.cli.model import (
 from parallel_llama.cli.parsers import filled_text, number, one_of, origin, whole
 from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import DIM, painted
+from parallel_llama.errors import UsageError
 from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.serve.log import FORMATS, log_to_stderr
 
@@ -79,6 +82,7 @@ def prepare(flags: Flags) -> Job:
 
     log_to_stderr(flags[LOG_FORMAT])
     inputs, n_ranks = check_model(flags)
+    _names(flags)
     warn_of_host(flags, flags[MODEL], inputs.files, inputs.args, n_ranks)
     if not leads():
         return Job(lambda: _follow(flags, inputs), n_ranks)
@@ -137,7 +141,7 @@ def _front(
 
     # Texts must be encoded in the calling thread, at its priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    names = _names(flags[MODEL], flags[MODEL_NAME])
+    names, adapters = _names(flags), list(adapters_of(flags))
     engine = EngineClient(
         start,
         inputs.request(0, [0], SamplingParams(max_tokens=1)),
@@ -156,7 +160,7 @@ def _front(
         print(f"{line}, {dtype})", file=sys.stderr, flush=True)
 
     engine.on_loaded = announce
-    access = Access(make_app(Service(names, inputs, engine)), keys, flags[HOST])
+    access = Access(make_app(Service(names, inputs, engine, adapters)), keys, flags[HOST])
     app = allowing_origins(access, flags[ORIGINS])
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -206,12 +210,21 @@ def _follow(flags: Flags, inputs: "InputProcessor") -> int:
     return lead(flags, inputs, lambda _: 0)
 
 
-def _names(model: str, given: str | None) -> list[str]:
-    """The model's names for clients: `given`, else the last part of its path, and the path."""
-    if given is not None:
-        return [given]
+def _names(flags: Flags) -> list[str]:
+    """The model's names for clients: the given one, else the last part of its path, and the path.
+
+    Raises: UsageError for an adapter with a name of the model.
+    """
+    model, given = flags[MODEL], flags[MODEL_NAME]
     own = Path(model).name.removesuffix(".gguf") or model
-    return list(dict.fromkeys((own, model)))
+    names = [given] if given is not None else list(dict.fromkeys((own, model)))
+    for name in adapters_of(flags):
+        if name in names:
+            raise UsageError(
+                f"--adapter {name}=..: the model has this name; give the adapter another name, or "
+                f"the model another --{MODEL_NAME.name}"
+            )
+    return names
 
 
 VERB = Verb(
@@ -219,8 +232,8 @@ VERB = Verb(
     "Serves a model over HTTP: an OpenAI-compatible API and a web page.",
     "[MODEL] [--nproc N] [flags]",
     (
-        MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, ORIGINS, MAX_REQUESTS, RESTARTS, DRAIN,
-        LOG_FORMAT, *RANKS, ELASTIC, SPARES, *CACHE, *LOADING,
+        MODEL, MODEL_NAME, ADAPTER, HOST, PORT, API_KEY_FILE, ORIGINS, MAX_REQUESTS, RESTARTS,
+        DRAIN, LOG_FORMAT, *RANKS, ELASTIC, SPARES, *CACHE, *LOADING,
     ),
     "parallel-llama serve --nproc 2",
     prepare,

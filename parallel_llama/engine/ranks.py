@@ -19,6 +19,7 @@ import torch
 
 import parallel_llama
 from parallel_llama.checkpoint.prefetch import started_thread
+from parallel_llama.config.adapter import adapter_digest
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.free_memory import give_back_memory
@@ -436,6 +437,9 @@ class Ranks:
                     on_bytes=note,
                     before=self._runner,
                 )
+            for name, adapter in setup.adapters.items():
+                runner.load_adapter(name, adapter)
+                comm.keepalive()
             tokenizer.result()
         if not keeps_open:
             del setup.checkpoint  # its headers may be large
@@ -494,6 +498,7 @@ def shared_facts(setup: ModelSetup) -> dict[str, str]:
         "model's arguments": _digest(setup.args),
         "plan": _digest(setup.plan),
         **{f"file {name}": digest for name, digest in contents.items()},
+        **{f"adapter {name}": adapter_digest(each) for name, each in setup.adapters.items()},
     }
 
 

@@ -111,7 +111,8 @@ def make_app(service: Service) -> Starlette:
 
 async def models(context: RequestContext) -> Response:
     service = context.service
-    return json_response(replies.Models(data=[_model(service, name) for name in service.names]))
+    names = [*service.names, *service.adapters]
+    return json_response(replies.Models(data=[_model(service, name) for name in names]))
 
 
 async def model(context: RequestContext) -> Response:
@@ -260,7 +261,12 @@ async def _body(context: RequestContext) -> bytes:
 
 
 def _model(service: Service, name: str) -> replies.Model:
-    return replies.Model(id=name, created=service.created, max_model_len=service.inputs.max_seq_len)
+    return replies.Model(
+        id=name,
+        created=service.created,
+        max_model_len=service.inputs.max_seq_len,
+        parent=service.names[0] if name in service.adapters else None,
+    )
 
 
 async def _no_route(request: Request, _: Exception) -> Response:
