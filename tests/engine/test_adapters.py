@@ -1,0 +1,196 @@
+"""Requests with LoRA adapters in the engine: many adapters in one batch, and the prefix cache."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import merged_weights, write_adapter, write_merged
+from parity_steps import load_runner
+from safetensors.torch import load_file
+from thread_ranks import ThreadComm, run_on_threads
+from tiny_folder import write_chat_folder
+
+from parallel_llama import LLM, AsyncLLM, SamplingParams, UsageError
+from parallel_llama.config.adapter import load_served_adapter
+from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.request import Completion
+
+LINEAR = r".*\.\w+_proj"
+N_ADAPTERS, N_SEQUENCES = 8, 32
+PARAMS = SamplingParams(max_tokens=6, logprobs=2, ignore_eos=True)
+SETTINGS = {"dtype": "float32", "kv_cache_bytes": 4 << 20}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("base") / "hf")
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, str]:
+    """Eight adapters of different ranks and modules."""
+    found = {}
+    for n in range(N_ADAPTERS):
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        names = names[: n + 1] if n % 2 else names[n:]
+        folder = write_adapter(
+            base.parent / f"adapter{n}", base, rf".*\.({'|'.join(names)})",
+            lambda _, n=n: n + 1, seed=n, r=n + 1, target_modules=names,
+        )  # fmt: skip
+        found[f"adapter{n}"] = str(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(base: Path, adapters: dict[str, str]) -> Iterator[LLM]:
+    with LLM(str(base), adapters=adapters, **SETTINGS) as llm:
+        yield llm
+
+
+def prompts() -> list[list[int]]:
+    return [[(5 * at + n) % 190 + 3 for at in range(3 + 3 * n)] for n in range(N_SEQUENCES)]
+
+
+def names() -> list[str | None]:
+    """A quarter of the sequences have no adapter."""
+    return [None if n % 4 == 0 else f"adapter{n % N_ADAPTERS}" for n in range(N_SEQUENCES)]
+
+
+def same(found: Completion, expected: Completion) -> bool:
+    return (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
+
+
+def test_each_of_32_sequences_with_8_adapters_has_the_bits_of_a_run_alone(llm, base):
+    """A sequence without an adapter has those of a program without adapters."""
+    together = llm.generate(prompts(), PARAMS, adapter=names())
+    alone = [
+        llm.generate(prompt, PARAMS, adapter=name)[0]
+        for prompt, name in zip(prompts(), names(), strict=True)
+    ]
+    assert all(map(same, together, alone))
+    with LLM(str(base), **SETTINGS) as plain:
+        without = plain.generate(prompts(), PARAMS)
+    equal = list(map(same, together, without))
+    assert equal == [name is None for name in names()]
+
+
+def test_steps_without_an_adapter_are_recorded_beside_those_with_one(llm):
+    """A step with such rows must not use a recording, nor keep later steps from using theirs."""
+    calls = llm.engine.runner._calls
+    llm.generate([[5, 6, 7]] * 3, PARAMS)
+    recorded = calls._steps[3]
+    assert recorded is not None
+    llm.generate([[5, 6, 7]] * 3, PARAMS, adapter=[None, "adapter1", None])
+    llm.generate([[5, 6, 7]] * 5, PARAMS, adapter="adapter1")
+    assert calls._steps[3] is recorded and calls._steps.get(5, "new") == "new"
+    llm.generate([[5, 6, 7]] * 5, PARAMS)
+    assert calls._steps[5] is not None
+
+
+def test_requests_with_different_adapters_share_no_blocks_of_the_prefix_cache(llm):
+    """A name must not be mistaken for a salt either."""
+    prompt, one = [9] * 50, SamplingParams(max_tokens=1)
+    salted = SamplingParams(max_tokens=1, cache_salt="adapter2")
+
+    def n_cached(params: SamplingParams, adapter: str | None) -> int:
+        return llm.generate(prompt, params, adapter=adapter)[0].n_cached_tokens
+
+    for params, name in ((one, None), (one, "adapter1"), (one, "adapter2"), (salted, None)):
+        assert n_cached(params, name) == 0
+        assert n_cached(params, name) == 48
+
+
+def test_drafts_and_scored_prompts_use_the_adapter(llm, base, adapters, tmp_path):
+    """Log-probabilities of the prompt, and a text that repeats itself, as of the merged weights."""
+    ranks = {name: load_file(f"{folder}/adapter_model.safetensors") for name, folder in
+             adapters.items()}  # fmt: skip
+    n_rank = next(t for n, t in ranks["adapter4"].items() if "lora_A" in n).shape[0]
+    weights = merged_weights(base, Path(adapters["adapter4"]), lambda _: 8 / n_rank)
+    merged = write_merged(tmp_path / "merged", base, weights)
+    params = SamplingParams(max_tokens=24, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    (found,) = llm.generate([4, 5, 6] * 6, params, adapter="adapter4")
+    with LLM(str(merged), **SETTINGS) as other:
+        (expected,) = other.generate([4, 5, 6] * 6, params)
+    assert found.tokens == expected.tokens
+    for ours, theirs in (
+        (found.logprobs, expected.logprobs),
+        (found.prompt_logprobs[1:], expected.prompt_logprobs[1:]),
+    ):
+        wanted = torch.tensor([each.logprob for each in theirs])
+        got = torch.tensor([each.logprob for each in ours])
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-3)
+
+
+def test_every_way_to_generate_takes_an_adapter(llm):
+    expected = llm.generate("Once", PARAMS, adapter="adapter3")[0].text
+    assert expected != llm.generate("Once", PARAMS)[0].text
+    assert "".join(llm.stream("Once", PARAMS, adapter="adapter3")) == expected
+    chat = [{"role": "user", "content": "Once"}]
+    replies = [llm.chat(chat, PARAMS, adapter=name)[0].tokens for name in (None, "adapter3")]
+    assert replies[0] != replies[1]
+
+
+async def test_async_llm_takes_an_adapter(llm):
+    expected = llm.generate("Once", PARAMS, adapter="adapter3")[0].text
+    engine = AsyncLLM(llm)
+    try:
+        (completion,) = await engine.generate(["Once"], PARAMS, adapter="adapter3")
+        with pytest.raises(UsageError, match="'other' is not loaded"):
+            await engine.submit("Once", PARAMS, adapter="other")
+    finally:
+        await engine.close()
+    assert completion.text == expected
+
+
+def test_an_unknown_adapter_is_refused_before_anything_runs(llm):
+    with pytest.raises(UsageError, match="'adapter9' is not loaded; use adapter0, adapter1"):
+        llm.generate([[5], [6]], PARAMS, adapter=[None, "adapter9"])
+    with pytest.raises(UsageError, match="2 prompts and 3 adapters; give one for each"):
+        llm.generate([[5], [6]], PARAMS, adapter=[None, None, "adapter1"])
+    assert llm.engine.idle
+
+
+@pytest.mark.parametrize(
+    ("adapters", "expected"),
+    [
+        ({"": "x"}, "adapters has the name ''"),
+        ({"a\n": "x"}, "printable characters"),
+        ({"a": 3}, r"adapters\['a'\]=3: use the path"),
+        (["a"], "use a dict of folders by name"),
+        ({"a": "nowhere"}, "adapter 'a': nowhere: not a folder"),
+    ],
+)
+def test_a_wrong_value_of_adapters_is_refused(base, adapters, expected):
+    with pytest.raises(UsageError, match=expected):
+        LLM(str(base), adapters=adapters)
+
+
+def test_memory_of_adapters_counts_as_weights(llm, base):
+    with LLM(str(base), **SETTINGS) as plain:
+        before = plain.statistics.weight_bytes[0]
+    held = {
+        part.data_ptr(): part.nbytes
+        for block in llm.engine.runner.model.layers
+        for layer in (
+            block.attention.wqkv, block.attention.wo, block.feed_forward.w13, block.feed_forward.w2
+        )
+        for pairs in layer.low_ranks.values()
+        for pair in pairs
+        for part in (pair.a, pair.b)
+    }  # fmt: skip
+    assert llm.statistics.weight_bytes[0] == before + sum(held.values())
+
+
+def test_a_step_of_several_ranks_needs_no_other_exchange(base, adapters):
+    """The low-rank product of a row-parallel layer is part of its partial sum."""
+
+    def counts(comm: ThreadComm, name: str | None) -> object:
+        runner = load_runner(comm, base, 16)
+        loaded = load_served_adapter(Path(adapters["adapter0"]), runner.args)
+        runner.load_adapter("adapter0", loaded)
+        comm.counts.clear()
+        runner.forward([Chunk([5, 6, 7], 0, [[0]], 3, name)])
+        return dict(comm.counts)
+
+    assert run_on_threads(2, counts, None) == run_on_threads(2, counts, "adapter0")
