@@ -29,6 +29,7 @@ from torch import Tensor
 
 from parallel_llama.engine.product_check import ProductCheck
 from parallel_llama.errors import TEST_MEMORY
+from parallel_llama.model.adapters import low_rank_matrices
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import stored_weights
@@ -76,6 +77,7 @@ class IntegrityCheck:
         self._comm, self.n_rounds = comm, -1
         weights = stored_weights(model)
         self._weights = {name: _StoredSums(weight.values) for name, weight in weights.items()}
+        self._weights |= {name: _StoredSums(values) for name, values in low_rank_matrices(model)}
         self._blocks = [_BlockSums(cache) for cache in caches]
         self.products = ProductCheck(model, comm) if exact and comm.size > 1 else None
         self._dim, self._dtype = model.tok_embeddings.dim, model.tok_embeddings.weight.computed

@@ -1,10 +1,13 @@
-"""Adding the matrices of a LoRA adapter to the layers of a loaded model."""
+"""The matrices of LoRA adapters in the layers of a loaded model."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
+from parallel_llama.model.layers import ColumnParallelLinear, RowParallelLinear
 from parallel_llama.model.low_rank import LowRank
+from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import part_at
 
@@ -24,3 +27,18 @@ def add_pair(model: Transformer, adapter: str, weight: str, a: Tensor, b: Tensor
     before = leaves[: leaves.index(leaf)]
     first = sum(getattr(part, each).weight.n_outputs for each in before)
     getattr(part, name).low_ranks.setdefault(adapter, []).append(LowRank(a, b, first))
+
+
+def low_rank_matrices(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of all adapters on this rank, each with a name of its own."""
+    for number, block in enumerate(model.layers):
+        parts: list[Any] = [block.attention, block.feed_forward]
+        if isinstance(block.feed_forward, MixtureOfExperts) and block.feed_forward.shared_expert:
+            parts.append(block.feed_forward.shared_expert)
+        for leaf, layer in ((leaf, each) for part in parts for leaf, each in vars(part).items()):
+            # Without a gate, w1 and w13 are the same layer.
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and leaf != "w1":
+                for adapter, pairs in layer.low_ranks.items():
+                    for at, pair in enumerate(pairs):
+                        name = f"{at} for layers.{number}.{leaf} of adapter {adapter!r}"
+                        yield from ((f"A {name}", pair.a), (f"B {name}", pair.b))

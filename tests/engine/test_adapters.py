@@ -13,7 +13,10 @@ from tiny_folder import write_chat_folder
 
 from parallel_llama import LLM, AsyncLLM, SamplingParams, UsageError
 from parallel_llama.config.adapter import load_served_adapter
+from parallel_llama.engine.integrity import IntegrityCheck
 from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.parallel.collectives import Solo
+from parallel_llama.parallel.failures import IntegrityError
 from parallel_llama.request import Completion
 
 LINEAR = r".*\.\w+_proj"
@@ -180,6 +183,16 @@ def test_memory_of_adapters_counts_as_weights(llm, base):
         for part in (pair.a, pair.b)
     }  # fmt: skip
     assert llm.statistics.weight_bytes[0] == before + sum(held.values())
+
+
+def test_a_flipped_bit_of_an_adapter_is_found(llm):
+    check = IntegrityCheck(llm.engine.runner.model, (), Solo(), exact=True)
+    check.compare_all()
+    pair = llm.engine.runner.model.layers[1].attention.wqkv.low_ranks["adapter3"][1]
+    pair.b[2, 1] *= -1
+    with pytest.raises(IntegrityError, match=r"B 1 for layers\.1\.wqkv of adapter 'adapter3' has"):
+        check.compare_all()
+    pair.b[2, 1] *= -1
 
 
 def test_a_step_of_several_ranks_needs_no_other_exchange(base, adapters):
