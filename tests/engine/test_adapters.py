@@ -6,18 +6,27 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import merged_weights, write_adapter, write_merged
+from mixes import make_engine
 from parity_steps import load_runner
+from recorded import Recorded
 from safetensors.torch import load_file
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_folder import write_chat_folder
 
 from parallel_llama import LLM, AsyncLLM, SamplingParams, UsageError
+from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config.adapter import load_served_adapter
+from parallel_llama.config.layouts import load_model_args
+from parallel_llama.dtypes import Precision
 from parallel_llama.engine.integrity import IntegrityCheck
+from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.files.model_files import find_model
+from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.failures import IntegrityError
-from parallel_llama.request import Completion
+from parallel_llama.plan import make_plan
+from parallel_llama.request import Completion, Request
 
 LINEAR = r".*\.\w+_proj"
 N_ADAPTERS, N_SEQUENCES = 8, 32
@@ -183,6 +192,43 @@ def test_memory_of_adapters_counts_as_weights(llm, base):
         for part in (pair.a, pair.b)
     }  # fmt: skip
     assert llm.statistics.weight_bytes[0] == before + sum(held.values())
+
+
+class PagedOps(TorchOps):
+    """torch's operators, called as those of a GPU are."""
+
+    is_paged = True
+
+
+def tokens_of(base: Path, adapters: dict[str, str], ops: TorchOps, recorder: Recorded) -> object:
+    """The tokens of requests with and without adapters; their steps are recorded where possible."""
+    files = find_model(str(base))
+    args = load_model_args(files)
+    runner = ModelRunner.load(
+        args, open_checkpoint(files, args), make_plan(args, 1), Solo(),
+        precision=Precision.plain("float64"), device=torch.device("cpu"), ops=ops,
+    )  # fmt: skip
+    for name in ("adapter1", "adapter4"):
+        runner.load_adapter(name, load_served_adapter(Path(adapters[name]), args))
+    engine, found = make_engine(runner), {}
+    runner.record(recorder)
+    for names in ((None, "adapter1", "adapter4", None), (None, None)):
+        for index, name in enumerate(names):
+            params = SamplingParams(max_tokens=9, temperature=index % 2, ignore_eos=True)
+            prompt = (5 + index, 9, 11)
+            engine.submit(Request(index, prompt, params, 7, frozenset(), adapter=name))
+        while not engine.idle:
+            for output in engine.step():
+                found[names, output.index] = [*found.get((names, output.index), []), output.tokens]
+    return found
+
+
+def test_steps_on_a_gpu_use_no_graph_for_an_adapter(base, adapters):
+    """Block tables, sampling on the device, and steps that are launched before tokens are read."""
+    recorder = Recorded()
+    paged = tokens_of(base, adapters, PagedOps(), recorder)
+    assert 0 < recorder.n_replays < 10  # the second requests alone
+    assert paged == tokens_of(base, adapters, TorchOps(), Recorded())
 
 
 def test_a_flipped_bit_of_an_adapter_is_found(llm):
