@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from threading import Thread
 
 import torch
@@ -132,8 +131,8 @@ class AsyncLLM:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         line, self._n_submitted = self._n_submitted, self._n_submitted + 1
         request = await asyncio.get_running_loop().run_in_executor(
-            self._input_thread,
-            partial(self._llm.input_processor.request, line, prompt, params, adapter=adapter),
+            *(self._input_thread, self._llm.input_processor.request),
+            *(line, prompt, params, None, adapter),
         )
         self._llm.engine.check(request)
         self._require_open()  # no await until `put`: `close` cannot run between

@@ -260,10 +260,10 @@ class Conversation:
         Raises: ContextExceeded if none fits.
         """
         inputs = self.llm.input_processor
-        params = replace(self.params, max_tokens=None)
-        request: Request = inputs.request(0, prompt, params, adapter=self.adapter)
+        request: Request = inputs.request(0, prompt, replace(self.params, max_tokens=None))
         most = min(self._max_tokens, request.max_tokens)
-        return replace(request, params=replace(request.params, max_tokens=most))
+        params = replace(request.params, max_tokens=most)
+        return replace(request, params=params, adapter=self.adapter)
 
     def _first(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
