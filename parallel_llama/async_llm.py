@@ -130,9 +130,9 @@ class AsyncLLM:
         self._require_open()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         line, self._n_submitted = self._n_submitted, self._n_submitted + 1
+        make = self._llm.input_processor.request
         request = await asyncio.get_running_loop().run_in_executor(
-            *(self._input_thread, self._llm.input_processor.request),
-            *(line, prompt, params, None, adapter),
+            self._input_thread, make, line, prompt, params, None, adapter
         )
         self._llm.engine.check(request)
         self._require_open()  # no await until `put`: `close` cannot run between

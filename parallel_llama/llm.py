@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.input_processor import InputProcessor, Prompt, Prompts, as_prompts
-from parallel_llama.engine.llm_config import LLMConfig, Settings
+from parallel_llama.engine.llm_config import LLMConfig, Settings, adapter_folders
 from parallel_llama.engine.loop import EngineLoop
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.outputs import StepOutput
@@ -315,6 +315,27 @@ class LLM:
             on_tokens(window.stop - n_done)
             n_done = window.stop
         return logprobs
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter on all ranks, between two steps; requests may then name it.
+
+        Raises: UsageError for an adapter that is not supported, or that not all ranks can read; no
+        rank has it then. Also for a name that is in use, and with `elastic`.
+        """
+        self._require_open()
+        (own,) = adapter_folders({name: folder}).values()
+        with self._whole_step():
+            self.ranks.change_adapter(name, own)
+
+    def unload_adapter(self, name: str) -> None:
+        """Free the memory of an adapter.
+
+        Raises: UsageError if it is not loaded, or an unfinished request uses it; and with
+        `elastic`.
+        """
+        self._require_open()
+        with self._whole_step():
+            self.ranks.change_adapter(name, None)
 
     def machine(self) -> Machine:
         """The memory bandwidth of all ranks, and their peak memory."""

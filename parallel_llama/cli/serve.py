@@ -29,6 +29,7 @@ from parallel_llama.cli.parsers import filled_text, number, one_of, origin, whol
 from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import DIM, painted
 from parallel_llama.errors import UsageError
+from parallel_llama.files.bounded_files import expanded, is_folder
 from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.serve.log import FORMATS, log_to_stderr
 
@@ -51,6 +52,11 @@ ORIGINS: Flag[list[str]] = Flag(
 MODEL_NAME: Flag[str | None] = Flag(
     "served-model-name", "name of the model for clients",
     filled_text, "NAME", default_text="that of --model",
+)  # fmt: skip
+ADAPTER_ROOT: Flag[str | None] = Flag(
+    "adapter-root", "folder in which clients may load LoRA adapters while the server runs "
+    "(POST /v1/load_lora_adapter)",
+    filled_text, "FOLDER", default_text="none, so that no client can load one", subject="model",
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
     "max-requests", "maximum completions in preparation, waiting or running; a client "
@@ -83,6 +89,7 @@ def prepare(flags: Flags) -> Job:
     log_to_stderr(flags[LOG_FORMAT])
     inputs, n_ranks = check_model(flags)
     _names(flags)
+    _require_adapter_root(flags)
     warn_of_host(flags, flags[MODEL], inputs.files, inputs.args, n_ranks)
     if not leads():
         return Job(lambda: _follow(flags, inputs), n_ranks)
@@ -160,7 +167,9 @@ def _front(
         print(f"{line}, {dtype})", file=sys.stderr, flush=True)
 
     engine.on_loaded = announce
-    access = Access(make_app(Service(names, inputs, engine, adapters)), keys, flags[HOST])
+    root = flags[ADAPTER_ROOT]
+    service = Service(names, inputs, engine, adapters, None if root is None else expanded(root))
+    access = Access(make_app(service), keys, flags[HOST])
     app = allowing_origins(access, flags[ORIGINS])
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -210,6 +219,18 @@ def _follow(flags: Flags, inputs: "InputProcessor") -> int:
     return lead(flags, inputs, lambda _: 0)
 
 
+def _require_adapter_root(flags: Flags) -> None:
+    """Raises: UsageError if clients cannot load adapters as --adapter-root says."""
+    root = flags[ADAPTER_ROOT]
+    if root is not None and not is_folder(expanded(root)):
+        raise UsageError(f"--{ADAPTER_ROOT.name} {root}: not a folder; give one that exists")
+    if root is not None and flags[ELASTIC]:
+        raise UsageError(
+            f"--{ADAPTER_ROOT.name} and --elastic cannot be combined: a process that replaces a "
+            "rank would not have the adapters; drop one"
+        )
+
+
 def _names(flags: Flags) -> list[str]:
     """The model's names for clients: the given one, else the last part of its path, and the path.
 
@@ -232,8 +253,8 @@ VERB = Verb(
     "Serves a model over HTTP: an OpenAI-compatible API and a web page.",
     "[MODEL] [--nproc N] [flags]",
     (
-        MODEL, MODEL_NAME, ADAPTER, HOST, PORT, API_KEY_FILE, ORIGINS, MAX_REQUESTS, RESTARTS,
-        DRAIN, LOG_FORMAT, *RANKS, ELASTIC, SPARES, *CACHE, *LOADING,
+        MODEL, MODEL_NAME, ADAPTER, ADAPTER_ROOT, HOST, PORT, API_KEY_FILE, ORIGINS,
+        MAX_REQUESTS, RESTARTS, DRAIN, LOG_FORMAT, *RANKS, ELASTIC, SPARES, *CACHE, *LOADING,
     ),
     "parallel-llama serve --nproc 2",
     prepare,

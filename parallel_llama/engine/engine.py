@@ -205,6 +205,12 @@ class Engine:
                 self._continue(each, before)
         self._incoming = deque(each for each in self._incoming if self._fits(*each))
 
+    def uses_adapter(self, name: str) -> bool:
+        """Whether an unfinished request has this adapter; for rank 0."""
+        waiting = (request for _, request in self._incoming)
+        begun = (sequences[0].request for sequences in self._unfinished.values())
+        return any(request.adapter == name for request in (*waiting, *begun))
+
     def cancel(self, ticket: int, reason: FinishReason = "cancelled") -> None:
         """End a request at the next step; does nothing if the request has ended."""
         self._outgoing.append((ticket, reason))
@@ -214,6 +220,7 @@ class Engine:
 
         Collective: the other ranks call `step`.
         """
+        self._in_flight = None  # the other ranks do not use it either
         broadcast_bytes(self.comm, StepMessage(rpc=rpc).encode(), no_timeout=True)
 
     def step(self) -> list[StepOutput]:
@@ -417,9 +424,10 @@ class Engine:
     def _context(self, request: Request) -> bytes:
         """What cached blocks depend on in addition to tokens."""
         salt = (request.params.cache_salt or "").encode()
-        adapter = (request.adapter or "").encode()
+        # A name may be loaded again for other weights, but gets another number.
+        adapter = -1 if request.adapter is None else self.runner.adapters[request.adapter]
         length = base_len(self.runner.args, len(request.prompt))
-        return struct.pack("<qq", length, len(adapter)) + adapter + salt
+        return struct.pack("<qq", length, adapter) + salt
 
     def _draft(self, sequence: Sequence, most: int) -> abc.Sequence[int]:
         """Draft tokens; none with a grammar, which has to accept each token before the next."""

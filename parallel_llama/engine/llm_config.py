@@ -48,7 +48,7 @@ def require_spares(n_spares: int, size: int) -> None:
         )
 
 
-def _folders(adapters: object) -> dict[str, str]:
+def adapter_folders(adapters: object) -> dict[str, str]:
     """The folders of adapters by name. Raises: UsageError for other values."""
     if not isinstance(adapters, Mapping):
         raise UsageError(f"adapters={adapters!r:.200}: use a dict of folders by name")
@@ -209,7 +209,7 @@ class LLMConfig:
                 )
             object.__setattr__(self, name, float(value))
         require_log_dir(self.log_dir)
-        object.__setattr__(self, "adapters", _folders(self.adapters))
+        object.__setattr__(self, "adapters", adapter_folders(self.adapters))
         if self.slice_of is not None:
             rank, n_ranks = self.slice_of
             if not 0 <= rank < n_ranks:

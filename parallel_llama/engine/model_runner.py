@@ -35,7 +35,7 @@ from parallel_llama.engine.recorded_steps import (
 )
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey, StepBuffer, StepSize
 from parallel_llama.families.model_args import ModelArgs, kv_groups
-from parallel_llama.model.adapters import add_pair
+from parallel_llama.model.adapters import add_pair, remove_adapter
 from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import Backend
@@ -69,7 +69,9 @@ class ModelRunner:
         self.args, self.plan, self.comm, self.model = args, plan, comm, model
         self.shard = plan.shards[comm.rank]
         self.weights: WeightLoader | None = None  # of a runner that was loaded
-        self.adapters: set[str] = set()
+        # The loaded adapters, each with a number that no other one has had.
+        self.adapters: dict[str, int] = {}
+        self._n_adapters = 0
         weight = model.norm.weight.values
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_format = kv_format or KVFormat(dtype_name(self.dtype))
@@ -148,9 +150,20 @@ class ModelRunner:
 
         Raises: DamagedWeights for a value that is NaN or Inf, or too large for the dtype.
         """
-        for pair in load_pairs(adapter, self.shard, self.dtype, self.device):
+        assert name not in self.adapters
+        for pair in list(load_pairs(adapter, self.shard, self.dtype, self.device)):
             add_pair(self.model, name, pair.weight, pair.a, pair.b)
-        self.adapters.add(name)
+        self.adapters[name] = self._n_adapters
+        self._n_adapters += 1
+        if self.integrity is not None:
+            self.integrity.watch_adapters()
+
+    def unload_adapter(self, name: str) -> None:
+        """Free the memory of an adapter."""
+        del self.adapters[name]
+        remove_adapter(self.model, name)
+        if self.integrity is not None:
+            self.integrity.watch_adapters()
 
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
         """Replace the KV caches by empty ones of `n_blocks` blocks, one for each KV group."""

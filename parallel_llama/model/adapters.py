@@ -29,8 +29,23 @@ def add_pair(model: Transformer, adapter: str, weight: str, a: Tensor, b: Tensor
     getattr(part, name).low_ranks.setdefault(adapter, []).append(LowRank(a, b, first))
 
 
+def remove_adapter(model: Transformer, adapter: str) -> None:
+    """Removes the matrices of an adapter from all layers; does nothing if it has none."""
+    for _, layer in _layers(model):
+        layer.low_ranks.pop(adapter, None)
+
+
 def low_rank_matrices(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """The matrices of all adapters on this rank, each with a name of its own."""
+    for layer_name, layer in _layers(model):
+        for adapter, pairs in layer.low_ranks.items():
+            for at, pair in enumerate(pairs):
+                name = f"{at} for {layer_name} of adapter {adapter!r}"
+                yield from ((f"A {name}", pair.a), (f"B {name}", pair.b))
+
+
+def _layers(model: Transformer) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+    """The layers that may have matrices of adapters, with their names."""
     for number, block in enumerate(model.layers):
         parts: list[Any] = [block.attention, block.feed_forward]
         if isinstance(block.feed_forward, MixtureOfExperts) and block.feed_forward.shared_expert:
@@ -38,7 +53,4 @@ def low_rank_matrices(model: Transformer) -> Iterator[tuple[str, Tensor]]:
         for leaf, layer in ((leaf, each) for part in parts for leaf, each in vars(part).items()):
             # Without a gate, w1 and w13 are the same layer.
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and leaf != "w1":
-                for adapter, pairs in layer.low_ranks.items():
-                    for at, pair in enumerate(pairs):
-                        name = f"{at} for layers.{number}.{leaf} of adapter {adapter!r}"
-                        yield from ((f"A {name}", pair.a), (f"B {name}", pair.b))
+                yield f"layers.{number}.{leaf}", layer

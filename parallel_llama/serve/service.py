@@ -3,6 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
 from starlette.requests import Request as HTTPRequest
@@ -32,13 +33,15 @@ class UnknownModel(Exception):
 class Service:
     """One model and its engine. Requests may use any of its `names`; replies contain the first.
 
-    A request that names one of the `adapters` runs with it.
+    A request that names one of the `adapters` runs with it. Clients may load adapters from
+    folders in `adapter_root`.
     """
 
     names: Sequence[str]
     inputs: InputProcessor
     engine: EngineClient
-    adapters: Sequence[str] = ()
+    adapters: list[str] = field(default_factory=list)
+    adapter_root: Path | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     # Templates, tokenizers and grammars run here, so that they do not block the event loop.
     threads: FairThreads = field(default_factory=FairThreads)
@@ -47,6 +50,11 @@ class Service:
         """Raises: UnknownModel."""
         if name is not None and name not in self.names and name not in self.adapters:
             raise UnknownModel(f"the model {name!r:.200} is not served here; use {self.names[0]!r}")
+
+    def require_adapter(self, name: str) -> None:
+        """Raises: UnknownModel."""
+        if name not in self.adapters:
+            raise UnknownModel(f"the adapter {name!r:.200} is not loaded; see /v1/models")
 
 
 @dataclass(frozen=True)

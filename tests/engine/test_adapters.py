@@ -1,5 +1,6 @@
 """Requests with LoRA adapters in the engine: many adapters in one batch, and the prefix cache."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config.adapter import load_served_adapter
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import Precision
+from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.integrity import IntegrityCheck
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.files.model_files import find_model
+from parallel_llama.model.adapters import _layers
 from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.failures import IntegrityError
@@ -253,3 +256,72 @@ def test_a_step_of_several_ranks_needs_no_other_exchange(base, adapters):
         return dict(comm.counts)
 
     assert run_on_threads(2, counts, None) == run_on_threads(2, counts, "adapter0")
+
+
+def test_an_adapter_is_loaded_and_unloaded_while_requests_run(llm, adapters):
+    """Its name may return with other weights, which find no blocks of the earlier ones."""
+    prompt = [8] * 40
+
+    def answer(name: str | None) -> Completion:
+        return llm.generate(prompt, PARAMS, adapter=name)[0]
+
+    expected = {name: answer(name) for name in ("adapter2", "adapter7", None)}
+    running = llm.run(llm.input_processor.requests([[7, 8]], SamplingParams(max_tokens=30)))
+    next(running)
+    for name in ("adapter2", "adapter7"):
+        llm.load_adapter("new", adapters[name])
+        assert same(answer("new"), expected[name])
+        assert same(answer(None), expected[None])
+        llm.unload_adapter("new")
+        with pytest.raises(UsageError, match="'new' is not loaded"):
+            answer("new")
+    assert len(list(running)[-1].completion.tokens) == 30
+    assert not any("new" in layer.low_ranks for _, layer in _layers(llm.engine.runner.model))
+
+
+def test_wrong_changes_of_adapters_are_refused(llm, base, adapters):
+    folder = adapters["adapter1"]
+    with pytest.raises(UsageError, match="'adapter1' is loaded already; unload it first"):
+        llm.load_adapter("adapter1", folder)
+    with pytest.raises(UsageError, match="adapter 'new': nowhere: not a folder"):
+        llm.load_adapter("new", "nowhere")
+    with pytest.raises(UsageError, match="use a string of 1 to 256"):
+        llm.load_adapter("", folder)
+    with pytest.raises(UsageError, match="'new' is not loaded"):
+        llm.unload_adapter("new")
+    requests = llm.input_processor.requests([[5, 6]], SamplingParams(max_tokens=9), "adapter1")
+    running = llm.run(requests)
+    next(running)
+    with pytest.raises(UsageError, match="requests use the adapter 'adapter1'; try again"):
+        llm.unload_adapter("adapter1")
+    assert list(running)[-1].completion is not None
+    refusal = pytest.raises(UsageError, match="adapters cannot be changed with elastic")
+    with LLM(str(base), elastic=True, **SETTINGS) as elastic, refusal:
+        elastic.load_adapter("new", folder)
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_all_ranks_load_an_adapter_or_none_does(base, adapters, monkeypatch, is_missing):
+    """A folder that one rank cannot read is an error of rank 0, and the ranks go on."""
+    own = threading.local()
+    monkeypatch.setattr(rank_rpc, "expanded", lambda folder: own.parent / Path(folder).name)
+
+    def serve(comm: ThreadComm) -> tuple[object, object]:
+        own.parent = base / "nowhere" if is_missing and comm.rank == 1 else base.parent
+        engine, refused = make_engine(load_runner(comm, base, 16)), ""
+        if comm.rank:
+            rank_rpc.serve_rank(engine)
+        else:
+            try:
+                rank_rpc.load_adapter(engine, "new", adapters["adapter1"])
+            except UsageError as error:
+                refused = str(error)
+            rank_rpc.close(engine)
+        layers = [layer for _, layer in _layers(engine.runner.model)]
+        return refused, ([*engine.runner.adapters], any("new" in each.low_ranks for each in layers))
+
+    (refused, _), *others = found = run_on_threads(3, serve)
+    loaded = ([], False) if is_missing else (["new"], True)
+    assert [each for _, each in found] == [loaded] * 3 and not any(each for each, _ in others)
+    assert bool(refused) == is_missing
+    assert not is_missing or "cannot be read, or has other files, on ranks [1]" in refused

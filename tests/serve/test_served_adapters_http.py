@@ -1,5 +1,6 @@
 """The `model` of a request to a server selects a LoRA adapter."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.fixture(scope="module")
 def server(model: Path, adapters: dict[str, str]) -> Iterator[Served]:
     flags = [f"--adapter={name}={folder}" for name, folder in adapters.items()]
+    flags.append(f"--adapter-root={Path(adapters['sql']).parent}")
     with Served(f"--model={model}", "--served-model-name=tiny", "--nproc=2", *flags) as served:
         yield served
 
@@ -78,3 +80,55 @@ def test_an_unknown_name_is_not_found(client):
     with pytest.raises(openai.NotFoundError, match="'prose' is not served here") as caught:
         client.completions.create(model="prose", **ASKED)
     assert caught.value.code == "model_not_found"
+
+
+def change(server: Served, what: str, **body: object) -> tuple[int, str]:
+    """Posts a change of adapters. Returns: the status, and the text or the error's message."""
+    connection = server.connect()
+    try:
+        connection.request(
+            "POST", f"/v1/{what}_lora_adapter", json.dumps(body),
+            {"content-type": "application/json"},
+        )  # fmt: skip
+        response = connection.getresponse()
+        text = response.read().decode()
+    finally:
+        connection.close()
+    return response.status, text if response.status == 200 else json.loads(text)["error"]["message"]
+
+
+def names_of(client: openai.OpenAI) -> list[str]:
+    return [each.id for each in client.models.list()]
+
+
+def test_clients_load_and_unload_adapters_in_the_folder_of_the_server(server, client):
+    texts = [client.completions.create(model=name, **ASKED).choices[0].text for name in NAMES[1:]]
+    for path, expected in zip(NAMES[1:], texts, strict=True):
+        assert change(server, "load", lora_name="new", lora_path=path)[0] == 200
+        assert names_of(client) == [*NAMES, "new"]
+        reply = client.completions.create(model="new", **ASKED)
+        assert (reply.model, reply.choices[0].text) == ("new", expected)
+        status, text = change(server, "unload", lora_name="new")
+        assert (status, text) == (200, "Success: LoRA adapter 'new' removed successfully.")
+        assert names_of(client) == NAMES
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="new", **ASKED)
+
+
+@pytest.mark.parametrize(
+    ("what", "body", "status", "message"),
+    [
+        ("load", {"lora_name": "new", "lora_path": ".."}, 400, "outside of the folder"),
+        ("load", {"lora_name": "new", "lora_path": "/etc"}, 400, "outside of the folder"),
+        ("load", {"lora_name": "new", "lora_path": "nowhere"}, 400, "not a folder"),
+        ("load", {"lora_name": "tiny", "lora_path": "sql"}, 400, "a name of the model"),
+        ("load", {"lora_name": "sql", "lora_path": "sql"}, 400, "'sql' is loaded already"),
+        ("load", {"lora_name": "", "lora_path": "sql"}, 400, "length >= 1"),
+        ("unload", {"lora_name": "new"}, 404, "'new' is not loaded"),
+        ("unload", {"lora_name": "tiny"}, 404, "'tiny' is not loaded"),
+    ],
+)
+def test_a_wrong_change_is_refused(server, client, what, body, status, message):
+    got, text = change(server, what, **body)
+    assert got == status and message in text, text
+    assert names_of(client) == NAMES
