@@ -33,13 +33,14 @@ class Chunk:
     """Consecutive tokens of one sequence, the first at position `start`.
 
     `tables` are the sequence's block tables, one for each KV group, at least up to the chunk's last
-    token; `n_prompt` is the length of the sequence's prompt.
+    token; `n_prompt` is the length of the sequence's prompt, and `adapter` the name of its adapter.
     """
 
     tokens: Sequence[int]
     start: int
     tables: Sequence[Blocks]
     n_prompt: int
+    adapter: str | None = None
 
     @property
     def positions(self) -> range:
