@@ -1,6 +1,6 @@
-"""Benchmarks the GPU backend on one GPU in less than 8 minutes.
+"""Benchmarks the GPU backend on one GPU in less than 10 minutes.
 
-    python -m launch.bench.gpu --out FOLDER [--dry-run]
+    python -m launch.bench.gpu --out FOLDER [--first] [--steps NAMES] [--resume] [--dry-run]
 
 It needs torch for CUDA, which includes Triton, this package with its requirements, and transformers
 for the comparisons. It needs no network and no checkpoint. If the machine with the GPU has no
@@ -16,6 +16,11 @@ After a crash, the remaining parts of the step run in a new process. FOLDER gets
 report.json, two plots, a log, and the compiled kernels, which a second run uses again.
 A configuration with wrong results gets no figure, and the exit code is 1.
 
+The steps that are most worth knowing come first. --first ends after 5 minutes at most; the report
+lists the steps that were not run. --resume continues an earlier run in the same FOLDER: it keeps
+the rows of that run, and runs the steps that are missing, have failed or were cut short. --steps
+chooses steps; together with --resume they run again, even if they have succeeded.
+
 With --dry-run every step runs on the CPU in tiny shapes, with kernels in Triton's interpreter. This
 checks the command without a GPU; the report has no figures.
 """
@@ -29,76 +34,229 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from launch.bench.gpu_report import charts, markdown
-from launch.bench.gpu_steps import DEVICE_LOST, Row
-from launch.bench.gpu_steps.gpu import COPY, MATRIX
+from launch.bench.gpu_report import Report, StepReport, charts, markdown, read, written
+from launch.bench.gpu_state import GPUState, gpu_state
+from launch.bench.gpu_steps import COPY, DEVICE_LOST, MATRIX, READ, Row
 from launch.bench.plot import svg
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 460.0
+LIMIT_S, FIRST_LIMIT_S = 560.0, 290.0
+_LEAST_S = 15.0  # a step is not started if less time is left
 _LOG_BYTES = 8 << 20
+_LATE = "out of time"
 # A rehearsal gets more time, because the interpreter is slow.
 _SLOWER = 4
 
 
 @dataclass(frozen=True)
 class Step:
-    """A module of `gpu_steps`, after a colon its argument, and its time limit."""
+    """A part of the benchmark, with a process and a time limit of its own.
+
+    Args:
+        module: a module of `gpu_steps`, and its arguments after colons.
+        title: of the table with its rows, which steps may share.
+        is_rehearsed: False if a rehearsal of another step runs the same code.
+    """
 
     module: str
     title: str
     limit_s: float
+    is_rehearsed: bool = True
 
 
+_1B, _8B = "Llama 3.2 1B's shape", "Llama 3 8B's shape"
+_PEERS = "transformers for comparison"
+_SLICES = "One rank of 8: measured work, modelled collectives"
+
+# What is most worth knowing comes first. Each model has a process of its own, so that its memory is
+# returned before the next model.
 STEPS = (
-    Step("gpu", "The GPU", 30),
+    Step("gpu", "The GPU", 40),
     Step("parity", "Whole models", 70),
-    Step("shapes:llama-3.2-1b", "Llama 3.2 1B's shape", 60),
-    Step("peers", "transformers for comparison", 40),
-    Step("shapes:llama-3-8b", "Llama 3 8B's shape", 100),
+    Step("shapes:llama-3.2-1b:none", _1B, 60),
+    Step("shapes:llama-3-8b:none", _8B, 60, is_rehearsed=False),
+    Step("quant_products", "Products with 8-bit and 4-bit weights", 40),
+    Step("shapes:llama-3-8b:int8", _8B, 80),
+    Step("shapes:llama-3-8b:int4", _8B, 80, is_rehearsed=False),
+    Step("peers:eager", _PEERS, 40),
+    Step("families", "Families and formats, compared with the CPU", 90),
+    Step("features", "Features of the engine", 60),
     Step("kernels", "Kernels against float64", 75),
+    Step("slices:llama-3-8b", _SLICES, 50),
+    Step("slices:llama-3-70b", _SLICES, 60, is_rehearsed=False),
     Step("growing", "One growing sequence: torch's operators and ours", 45),
-    Step("slices", "One rank of 8: measured work, modelled collectives", 70),
+    Step("shapes:llama-3.2-1b:none:rest", _1B, 60, is_rehearsed=False),
+    Step("shapes:llama-3-8b:none:rest", _8B, 60, is_rehearsed=False),
+    Step("peers:compiled", _PEERS, 180, is_rehearsed=False),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs every step and writes the report; returns the exit code."""
+    """Runs the steps and writes the report after each step; returns the exit code."""
     parser = argparse.ArgumentParser(
         "python -m launch.bench.gpu", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--first",
+        action="store_true",
+        help=f"end after {FIRST_LIMIT_S:.0f} s instead of {LIMIT_S:.0f} s",
+    )
+    names = ", ".join(step.module for step in STEPS)
+    parser.add_argument(
+        "--steps",
+        metavar="NAMES",
+        help=f"run these steps, separated by commas; the first part of a name is enough: {names}",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the report in FOLDER; run what is missing or has failed",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="tiny shapes on the CPU: no figure, but every step"
     )
     given = parser.parse_args(arguments)
     if missing := _missing(given.dry_run):
         parser.error(missing)
+    state = _state(given.dry_run)
+    kept: dict[str, StepReport] = {}
+    try:
+        if given.resume:
+            kept = _kept(given.out, given.dry_run, state)
+        steps = _chosen(given.steps, kept, given.dry_run)
+    except ValueError as error:
+        parser.error(str(error))
     given.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[Row]] = {}
-    started = time.monotonic()
-    slower = _SLOWER if given.dry_run else 1
-    log_file = given.out / "log.txt"
-    with log_file.open("w") as log:
-        for step in STEPS:
-            left_s = slower * LIMIT_S - (time.monotonic() - started)
-            limit_s = min(slower * step.limit_s, left_s)
-            own = replace(step, limit_s=limit_s)
-            found[step.title] = list(_run(own, given.dry_run, found, log, given.out))
+    limit_s = FIRST_LIMIT_S if given.first else LIMIT_S
+    reports = _run_all(steps, kept, state, given.dry_run, limit_s, given.out)
+    print((given.out / "report.md").read_text())
+    return int(any(row.wrong for report in reports for row in report.rows))
+
+
+def _chosen(names: str | None, kept: Mapping[str, StepReport], is_rehearsal: bool) -> list[Step]:
+    """The steps to run. The first one measures the rates that the shares of all rows need.
+
+    Raises: ValueError for a name that is not the beginning of a step's.
+    """
+    steps = [step for step in STEPS if step.is_rehearsed or not is_rehearsal]
+    unfinished = [
+        step for step in steps if step.module not in kept or not kept[step.module].is_right
+    ]
+    if names is None:
+        return unfinished
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if not any(_is_named(step, name) for step in steps):
+            raise ValueError(
+                f"--steps: there is no step {name!r}; use "
+                + ", ".join(step.module for step in steps)
+            )
+    return [
+        step
+        for step in steps
+        if any(_is_named(step, name) for name in wanted)
+        or (step.module == STEPS[0].module and step in unfinished)
+    ]
+
+
+def _is_named(step: Step, name: str) -> bool:
+    return f"{step.module}:".startswith(f"{name}:")
+
+
+def _kept(out: Path, is_rehearsal: bool, state: GPUState | None) -> dict[str, StepReport]:
+    """The reports of the steps of an earlier run.
+
+    Raises: ValueError if there is no report, or it is of another kind or GPU.
+    """
+    try:
+        kept = read(json.loads((out / "report.json").read_text()))
+    except FileNotFoundError:
+        raise ValueError(f"--resume: {out} has no report.json; drop --resume") from None
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"--resume: {out / 'report.json'} is not a report of this version "
+            f"({type(error).__name__}: {error}); drop --resume"
+        ) from None
+    if kept.is_rehearsal != is_rehearsal:
+        raise ValueError(
+            f"--resume: {out} has a {'rehearsal' if kept.is_rehearsal else 'run on a GPU'}; "
+            "use another folder"
+        )
+    names = {each.before.name for each in kept.steps if each.before} | {state and state.name}
+    if len(names - {None}) > 1:
+        raise ValueError(
+            f"--resume: {out} has figures of another GPU than this one ({state and state.name}); "
+            "use another folder"
+        )
+    return {each.module: each for each in kept.steps}
+
+
+def _run_all(
+    steps: Sequence[Step],
+    kept: Mapping[str, StepReport],
+    state: GPUState | None,
+    is_rehearsal: bool,
+    limit_s: float,
+    out: Path,
+) -> list[StepReport]:
+    """Runs steps until the time is used up; returns the reports of all steps, in their order."""
+    done, started = dict(kept), time.monotonic()
+    slower = _SLOWER if is_rehearsal else 1
+    log_file = out / "log.txt"
+
+    def reports() -> list[StepReport]:
+        return [done[step.module] for step in STEPS if step.module in done]
+
+    def write() -> None:
+        not_run = [step.module for step in steps if step.module not in done]
+        _write(out, Report(is_rehearsal, time.monotonic() - started, reports(), not_run))
+
+    write()  # with the list of steps that are not run, should the first step be killed
+    with log_file.open("a" if kept else "w") as log:
+        for step in steps:
+            left_s = slower * limit_s - (time.monotonic() - started)
+            if left_s < _LEAST_S:
+                break
+            print(f"=== {step.module}", file=log, flush=True)
+            own = replace(step, limit_s=min(slower * step.limit_s, left_s))
+            is_cut = own.limit_s < slower * step.limit_s
+            found = _report(own, is_cut, is_rehearsal, reports(), log, out)
+            after = _state(is_rehearsal)
+            done[step.module] = replace(found, before=state, after=after)
+            state = after
+            write()
             took_s = time.monotonic() - started
-            _write(given.out, found, given.dry_run, took_s)
-            print(f"{took_s:5.0f} s  {step.title}", file=sys.stderr, flush=True)
+            print(f"{took_s:5.0f} s  {step.module}", file=sys.stderr, flush=True)
     if log_file.stat().st_size > _LOG_BYTES:
         os.truncate(log_file, _LOG_BYTES)
-    print((given.out / "report.md").read_text())
-    return int(any(row.wrong for rows in found.values() for row in rows))
+    return reports()
+
+
+def _report(
+    step: Step, is_cut: bool, is_rehearsal: bool, before: Sequence[StepReport], log: Any, out: Path
+) -> StepReport:
+    """Runs a step. `is_cut`: its limit is what is left of the time of the run."""
+    rates = {row.name: row.value for each in before for row in each.rows if row.value}
+    started = time.monotonic()
+    rows = list(_run(step, is_rehearsal, rates, log, out))
+    took_s = time.monotonic() - started
+    is_whole = True
+    if is_cut and rows and rows[-1].wrong.startswith(_LATE):
+        is_whole = False
+        rows[-1] = Row(step.module, note=f"cut short after {took_s:.0f} s; the rest is missing")
+    return StepReport(step.module, step.title, took_s, rows, is_whole)
+
+
+def _state(is_rehearsal: bool) -> GPUState | None:
+    return None if is_rehearsal else gpu_state()
 
 
 def _missing(is_rehearsal: bool) -> str:
@@ -113,18 +271,17 @@ def _missing(is_rehearsal: bool) -> str:
 
 
 def _run(
-    step: Step, is_rehearsal: bool, before: Mapping[str, list[Row]], log: Any, out: Path
+    step: Step, is_rehearsal: bool, rates: Mapping[str, float], log: Any, out: Path
 ) -> Iterator[Row]:
-    """Yields the rows of a step, and one more for each part that crashed or reached the limit."""
-    if step.limit_s < 5:
-        yield Row(step.module, wrong="not run: the steps before it used all the time")
-        return
-    rates = {row.name: row.value for rows in before.values() for row in rows if row.value}
-    has_rates = {COPY, MATRIX} <= rates.keys()
+    """Yields the rows of a step, and one more for each part that crashed or reached the limit.
+
+    `rates` are the figures of the rows before, by name.
+    """
+    has_rates = {READ, COPY, MATRIX} <= rates.keys()
     flags = ["--dry-run"] * is_rehearsal
-    if COPY in rates:
+    if has_rates:
+        flags.append(f"--read-bytes-per-s={rates[READ] * 1e9}")
         flags.append(f"--copy-bytes-per-s={rates[COPY] * 1e9}")
-    if MATRIX in rates:
         flags.append(f"--matrix-flops={rates[MATRIX] * 1e12}")
     deadline = time.monotonic() + step.limit_s
     last: str | None = None  # the part that ran when the process ended
@@ -138,13 +295,11 @@ def _run(
                 part = found["part"]
             else:
                 row = Row(**found)
-                yield row if has_rates else replace(row, share=None)
+                yield row if has_rates else replace(row, share=None, copy_share=None)
         if not code:
             return
         if code == -signal.SIGKILL and time.monotonic() >= deadline:
-            yield Row(
-                step.module, wrong=f"out of time after {step.limit_s:.0f} s; the rest is missing"
-            )
+            yield Row(step.module, wrong=f"{_LATE} after {step.limit_s:.0f} s; the rest is missing")
             return
         if code != DEVICE_LOST:  # then the row of the part has the error
             yield Row(part or step.module, wrong=f"ended with exit code {code}; see log.txt")
@@ -162,7 +317,8 @@ def _process(
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env |= {"TRITON_CACHE_DIR": str((out / "kernels").absolute())}
-    env |= {"TRITON_INTERPRET": "1"} if is_rehearsal else {}
+    if is_rehearsal:  # tiny operators take longer with several threads
+        env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "launch.bench.gpu_steps", module, f"--limit-s={left_s}"]
     with subprocess.Popen(
         [*command, *flags], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=log, text=True
@@ -179,12 +335,10 @@ def _process(
     yield child.returncode
 
 
-def _write(out: Path, found: Mapping[str, list[Row]], is_rehearsal: bool, took_s: float) -> None:
-    (out / "report.md").write_text(markdown(found, is_rehearsal, took_s))
-    steps = {title: [asdict(row) for row in rows] for title, rows in found.items()}
-    whole = {"is_rehearsal": is_rehearsal, "seconds": round(took_s, 1), "steps": steps}
-    (out / "report.json").write_text(json.dumps(whole, indent=1))
-    for name, chart in charts(found, is_rehearsal).items():
+def _write(out: Path, report: Report) -> None:
+    (out / "report.md").write_text(markdown(report))
+    (out / "report.json").write_text(json.dumps(written(report), indent=1))
+    for name, chart in charts(report).items():
         (out / f"{name}.svg").write_text(svg([chart]))
 
 

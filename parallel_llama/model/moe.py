@@ -17,11 +17,14 @@ sigmoids with a bias, DeepSeek-V3, arXiv 2412.19437, section 2.1.2; biases of ex
 transformers 5.24.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.feed_forward import FeedForward
 from parallel_llama.model.layers import Backend, RowCut, activation_of
+from parallel_llama.model.low_rank import AdapterRows
 from parallel_llama.ops.formats import DenseWeight, Weight, concat_outputs, grouped_linear
 from parallel_llama.plan import Shard
 
@@ -113,7 +116,7 @@ class MixtureOfExperts:
         if self.shared_expert is not None:
             self.shared_expert.fuse()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
         routing_weights, experts = self._route(x)  # [T, n_active] replicated
         to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
         h = grouped_linear(x, self.w13, to_experts, self.ops)
@@ -124,7 +127,7 @@ class MixtureOfExperts:
         parts = grouped_linear(h, self.w2, back, self.ops)  # [T * n_active, ..], by token
         y = self.ops.weighted_sum(parts, routing_weights)  # [T, dim] partial, or [T, outputs] local
         if self.shared_expert is not None:
-            y = self._add_shared(y, x, self.shared_expert)
+            y = self._add_shared(y, x, self.shared_expert, adapters)
         y = self.cut.complete(y, self.ops, self.comm)  # [T, dim] replicated
         if self.w2_bias is not None:  # after the all_reduce, so that it counts once
             of_pairs = self.ops.lookup(experts.flatten(), self.w2_bias.values)
@@ -141,9 +144,11 @@ class MixtureOfExperts:
             x, gate, bias.values, self.n_active, self.groups, self.scale, normed=self.normed
         )
 
-    def _add_shared(self, y: Tensor, x: Tensor, shared_expert: FeedForward) -> Tensor:
+    def _add_shared(
+        self, y: Tensor, x: Tensor, shared_expert: FeedForward, adapters: Sequence[AdapterRows]
+    ) -> Tensor:
         """Adds the shared expert's output for x to y; overwrites y."""
-        shared = shared_expert.w2.apply(shared_expert.channels(x))
+        shared = shared_expert.w2.apply(shared_expert.channels(x, adapters), adapters)
         if self.shared_gate is None:
             return self.ops.add_(y, shared)
         scores = self.ops.linear(x, self.shared_gate.weight.values)  # [T, 1] replicated

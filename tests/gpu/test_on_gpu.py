@@ -1,23 +1,24 @@
 """The checks of kernels and whole models in `launch.bench.gpu`, on a GPU: `pytest -m gpu`."""
 
-import importlib
-
 import pytest
 import torch
 
 from launch.bench.gpu_steps import Setting
+from launch.bench.gpu_steps.__main__ import parts_of
 
 PARTS = {
     "kernels": (
         "products",
         "attention",
-        "products with few bits",
         "prompts",
         "routed products",
         "norms and gates",
         "attention checks",
     ),
     "parity": ("transformers", "recorded", "in any batch", "ranks"),
+    "quant_products": ("quant_products",),
+    "families": ("families",),
+    "features": ("features",),
 }
 
 
@@ -27,7 +28,7 @@ PARTS = {
     ("step", "part"), [(step, part) for step, parts in PARTS.items() for part in parts]
 )
 def test_nothing_is_wrong_on_a_gpu(step, part):
-    module = importlib.import_module(f"launch.bench.gpu_steps.{step}")
-    assert list(module.PARTS) == list(PARTS[step])
-    rows = list(module.PARTS[part](Setting(torch.device("cuda", 0), is_rehearsal=False)))
+    parts = parts_of(step)
+    assert list(parts) == list(PARTS[step])
+    rows = list(parts[part](Setting(torch.device("cuda", 0), is_rehearsal=False)))
     assert rows and not [row for row in rows if row.wrong]

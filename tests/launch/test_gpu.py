@@ -2,11 +2,12 @@
 
 import importlib.util
 import json
+import logging
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +18,18 @@ import torch
 
 from launch.bench import gpu
 from launch.bench.gpu import ROOT, STEPS, Step, main
-from launch.bench.gpu_report import charts, markdown
-from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, attempt, shapes
+from launch.bench.gpu_report import Report, StepReport, charts, markdown, read, written
+from launch.bench.gpu_state import GPUState, parsed
+from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, Wrong, attempt, shapes
 from launch.bench.gpu_steps import __main__ as gpu_step
-from launch.bench.gpu_steps.models import shape
+from launch.bench.gpu_steps.models import Recorded, Texts, decode_logits, record, shape, torchs
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs
 
 
-def report(folder: Path) -> Any:
-    return json.loads((folder / "report.json").read_text())["steps"]
+def report(folder: Path) -> dict[str, StepReport]:
+    found = read(json.loads((folder / "report.json").read_text()))
+    return {step.module: step for step in found.steps}
 
 
 @pytest.mark.slow
@@ -33,10 +37,11 @@ def test_every_step_runs_without_a_gpu(tmp_path):
     """In tiny shapes, kernels in the interpreter; the report has none of its figures."""
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
     code = main(["--out", str(tmp_path), "--dry-run"])
-    rows = [row for step in report(tmp_path).values() for row in step]
-    assert not [row for row in rows if row["wrong"]] and code == 0
-    assert list(report(tmp_path)) == [step.title for step in STEPS]
-    assert all(report(tmp_path).values())
+    found = report(tmp_path)
+    assert not [row for step in found.values() for row in step.rows if row.wrong] and code == 0
+    assert [*found] == [step.module for step in STEPS if step.is_rehearsed]
+    assert {step.title for step in found.values()} == {step.title for step in STEPS}
+    assert all(step.rows and step.is_right for step in found.values())
     table = (tmp_path / "report.md").read_text()
     assert table.startswith("# A rehearsal on the CPU: no figure is a GPU's")
     figures = {line.split("|")[2].strip() for line in table.splitlines() if line.startswith("| ")}
@@ -67,9 +72,11 @@ def test_a_step_that_fails_or_takes_too_long_costs_no_other(tmp_path, monkeypatc
     monkeypatch.setattr(gpu, "STEPS", steps)
     assert main(["--out", str(tmp_path), "--dry-run"]) == 1
     found = report(tmp_path)
-    assert "No module named" in found["none"][-1]["wrong"]
-    assert "out of time after 5 s" in found["long"][-1]["wrong"]
-    assert found["gpu"] and not [row for row in found["gpu"] if row["wrong"]]
+    assert "No module named" in found["nothing"].rows[-1].wrong
+    assert "out of time after 5 s" in found["parity"].rows[-1].wrong
+    assert found["gpu"].rows and found["gpu"].is_right
+    log = (tmp_path / "log.txt").read_text()
+    assert log.startswith("=== nothing\n--- nothing\nTraceback") and "ModuleNotFoundError" in log
 
 
 def test_after_a_crash_the_remaining_parts_run_in_a_new_process(tmp_path, monkeypatch):
@@ -146,7 +153,7 @@ def test_the_parts_of_the_tests_on_a_gpu_are_those_of_the_steps():
     on_gpu = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(on_gpu)
     for step, parts in on_gpu.PARTS.items():
-        assert tuple(importlib.import_module(f"launch.bench.gpu_steps.{step}").PARTS) == parts
+        assert tuple(gpu_step.parts_of(step)) == parts
 
 
 def test_the_kernels_of_all_checks_are_compiled_by_one_process_each(monkeypatch):
@@ -185,16 +192,40 @@ def test_a_part_that_fails_keeps_what_it_has_given():
 
 
 def test_what_is_wrong_has_no_figure_and_no_point():
-    right = Row("8b: batch 4, context 512", 2.0, "ms", 0.5, "at least 0.7")
+    right = Row(
+        "8b: batch 4, context 512",
+        2.0,
+        "ms",
+        1.9,
+        2.5,
+        0.4,
+        0.5,
+        target="at least 0.7",
+        note="fast",
+    )
     wrong = Row("8b: batch 8, context 512", wrong="off by | 3\nof 4")
-    table = markdown({"a step": [right, wrong]}, is_rehearsal=False, took_s=7)
+    found = Report(False, 7, [StepReport("step", "a step", 1, [right, wrong])])
+    table = markdown(found)
     lines = [line for line in table.splitlines() if line.startswith("| 8b")]
     assert lines == [
-        "| 8b: batch 4, context 512 | 2 ms | 0.50 | at least 0.7 |  |",
-        "| 8b: batch 8, context 512 | none |  |  | WRONG: off by / 3 of 4 |",
+        "| 8b: batch 4, context 512 | 2 ms | 1.9 to 2.5 | 0.40 | 0.50 | at least 0.7 | fast |",
+        "| 8b: batch 8, context 512 | none |  |  |  |  | WRONG: off by / 3 of 4 |",
     ]
-    drawn = charts({"a step": [right, wrong]}, is_rehearsal=False)
+    drawn = charts(found)
     assert drawn["decode"].lines == {"8b, 512 tokens": [(4, 2000.0)]} and len(drawn) == 1
+
+
+def test_the_time_of_a_row_is_compared_with_another_row():
+    ours = [Row("ours", 2.0, "ms"), Row("int4", 0.5, "ms", than="ours", note="of 4 bits")]
+    peers = [Row("peer", 5.0, "ms", than="ours"), Row("other", 1.0, "ms", than="not run")]
+    found = Report(False, 7, [StepReport("a", "A", 1, ours), StepReport("b", "B", 1, peers)])
+    noted = {row.name: row.note for rows in found.tables().values() for row in rows}
+    assert noted == {
+        "ours": "",
+        "int4": "4 times as fast as ours; of 4 bits",
+        "peer": "2.5 times as slow as ours",
+        "other": "",
+    }
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b"])
@@ -209,6 +240,191 @@ def test_a_shape_is_measured_within_its_context(monkeypatch, name):
     monkeypatch.setattr(shapes, "require_right", lambda *_args, **_options: None)
     monkeypatch.setattr(shapes, "LLM", load)
     setting = Setting(torch.device("cuda", 0), is_rehearsal=False)
-    row, *_ = shapes.rows(setting, name)
-    assert row.wrong and asked
+    with pytest.raises(UsageError):
+        next(shapes.rows(setting, name, "none"))
     assert asked[0] <= shape(name, setting).max_seq_len
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        ("Gemma 2", {"full_layers": ()}),
+        ("Gemma 2", {"sliding_window": 30}),
+        ("Gemma 2", {"attention_soft_cap": None}),
+        ("Gemma 2", {"logit_soft_cap": None}),
+        ("Gemma 3", {"local_rope_theta": None}),
+        ("Qwen 3 MoE", {"qk_norm": False}),
+        ("Qwen 3 MoE", {"n_active_experts": 2}),
+        ("Qwen 2 MoE, shared expert", {"shared_gate": False}),
+        ("groups of experts", {"n_active_groups": 3}),
+        ("Falcon, parallel block", {"parallel_block": False, "shared_norm": False}),
+    ],
+)
+def test_a_feature_of_a_tiny_family_is_visible_in_its_logits(name, without):
+    """With random weights, attention scores are near 0, and a soft cap would change nothing."""
+    from launch.bench.gpu_steps import families
+
+    setting = Setting(torch.device("cpu"), is_rehearsal=False)
+    sample, texts = families.samples(setting)[name], Texts(2, 48)
+
+    def logits(args: ModelArgs) -> torch.Tensor:
+        own = replace(sample, args=args)
+        runner = families.loaded(own, torchs(args), families.CPU, texts, setting)
+        return decode_logits(runner, texts, (34, 2))
+
+    expected, found = logits(sample.args), logits(replace(sample.args, **without))
+    assert (found - expected).abs().max() > 10 * families.TOLERANCE * expected.abs().max()
+
+
+def test_a_family_with_wrong_or_unrecorded_steps_is_wrong(monkeypatch):
+    from launch.bench.gpu_steps import families
+
+    setting = Setting(torch.device("cpu"), is_rehearsal=False)
+    gemma = {"Gemma 2": families.samples(setting)["Gemma 2"]}
+    monkeypatch.setattr(families, "samples", lambda _: gemma)
+    monkeypatch.setattr(families, "ours", torchs)
+    monkeypatch.setattr(families, "record", lambda *_: Recorded({}, "no memory"))
+    (row,) = families.rows(setting)
+    assert row.wrong == "no memory"
+    without = replace(gemma["Gemma 2"].args, attention_soft_cap=None)
+    monkeypatch.setattr(families, "ours", lambda _: torchs(without))
+    (row,) = families.rows(setting)
+    assert "of the largest" in row.wrong
+
+
+def test_the_first_token_that_differs_is_named():
+    pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
+    from launch.bench.gpu_steps import features
+
+    features._require_same([(1, 2)], [(1, 2)])
+    with pytest.raises(Wrong, match=r"text 1 .* at token 2"):
+        features._require_same([(1,), (1, 2, 3)], [(1,), (1, 2, 4)])
+
+
+def a_run(rows_of: Mapping[str, Sequence[Row]], **others: Any) -> Report:
+    return Report(
+        False, 7, [StepReport(name, name, 1, rows) for name, rows in rows_of.items()], **others
+    )
+
+
+def runs(monkeypatch, out: Path, before: Report | None, *flags: str) -> tuple[int, list[str]]:
+    """The exit code and the steps that run of gpu, a, b:1 and b:2; each gives one row."""
+    ran: list[str] = []
+
+    def run(step: Step, *_: object) -> Iterator[Row]:
+        ran.append(step.module)
+        yield Row(f"new {step.module}", 1.0)
+
+    monkeypatch.setattr(gpu, "_missing", lambda _: "")
+    monkeypatch.setattr(gpu, "gpu_state", lambda: GPUState("H100", "1"))
+    monkeypatch.setattr(gpu, "STEPS", [Step(name, name, 60) for name in ("gpu", "a", "b:1", "b:2")])
+    monkeypatch.setattr(gpu, "_run", run)
+    if before is not None:
+        (out / "report.json").write_text(json.dumps(written(before)))
+    return main(["--out", str(out), *flags]), ran
+
+
+def test_a_resumed_run_keeps_what_is_right_and_runs_the_rest(tmp_path, monkeypatch):
+    cut = StepReport("b:2", "b:2", 1, [Row("few")], is_whole=False)
+    whole = a_run({"gpu": [Row("old", 1.0)], "a": [Row("x", wrong="no")], "b:1": [Row("old b")]})
+    before = replace(whole, steps=[*whole.steps, cut])
+    code, ran = runs(monkeypatch, tmp_path, before, "--resume")
+    assert code == 0 and ran == ["a", "b:2"]
+    names = [row.name for step in report(tmp_path).values() for row in step.rows]
+    assert names == ["old", "new a", "old b", "new b:2"]
+    _, ran = runs(monkeypatch, tmp_path, None, "--resume", "--steps", "b")
+    assert ran == ["b:1", "b:2"]
+    _, ran = runs(monkeypatch, tmp_path, None, "--steps", "b:2")
+    assert ran == ["gpu", "b:2"] and [*report(tmp_path)] == ran
+
+
+@pytest.mark.parametrize(
+    ("before", "flags", "says"),
+    [
+        (None, ["--resume"], "no report.json"),
+        (None, ["--steps", "a,c"], "no step 'c'; use gpu, a, b:1, b:2"),
+        (Report(True, 7, []), ["--resume"], "a rehearsal"),
+        (
+            Report(False, 7, [StepReport("a", "a", 1, [], before=GPUState("H200", "1"))]),
+            ["--resume"],
+            "of another GPU than this one (H100)",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_continued_is_refused(
+    tmp_path, monkeypatch, capsys, before, flags, says
+):
+    with pytest.raises(SystemExit) as ended:
+        runs(monkeypatch, tmp_path, before, *flags)
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_report_of_another_version_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "report.json").write_text('{"is_rehearsal": false, "steps": {"The GPU": []}}')
+    with pytest.raises(SystemExit):
+        runs(monkeypatch, tmp_path, None, "--resume")
+    assert "not a report of this version" in capsys.readouterr().err
+
+
+def test_the_first_minutes_end_in_time_and_name_what_was_not_run(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(gpu, "_missing", lambda _: "")
+    monkeypatch.setattr(gpu, "gpu_state", lambda: None)
+    steps = [Step("gpu", "GPU", 100), Step("a", "A", 300), Step("b", "B", 60)]
+    monkeypatch.setattr(gpu, "STEPS", steps)
+
+    def run(step: Step, *_: object) -> Iterator[Row]:
+        yield Row("row", 1.0)
+        now[0] += min(step.limit_s, 200)
+        if step.limit_s < 200:
+            yield Row(step.module, wrong="out of time after 90 s; the rest is missing")
+
+    monkeypatch.setattr(gpu, "_run", run)
+    assert main(["--out", str(tmp_path), "--first"]) == 1  # the GPU took longer than its own limit
+    assert now[0] == gpu.FIRST_LIMIT_S
+    found = report(tmp_path)
+    assert not found["a"].is_whole and "cut short after 190 s" in found["a"].rows[-1].note
+    table = (tmp_path / "report.md").read_text()
+    assert "## Not run\n\nThere was no time left; --resume runs these steps:\n\n* b\n" in table
+
+
+def test_the_state_of_the_gpu_is_in_the_report():
+    line = "NVIDIA H100 80GB HBM3, 580.1, 1980, 2619, 1980, 310.22, [N/A], 41\n"
+    state = parsed(line)
+    assert state == GPUState("NVIDIA H100 80GB HBM3", "580.1", 1980, 2619, 1980, 310.22, None, 41)
+    assert parsed("No devices were found\n") is None
+    step = StepReport("gpu", "GPU", 12.4, [Row("a")], before=state, after=None)
+    found = Report(False, 20, [step], [])
+    assert read(json.loads(json.dumps(written(found)))) == found
+    last = markdown(found).splitlines()[-1]
+    assert last == "| gpu | 12 | 1980 to ? | 2619 to ? | 310 to ? | 41 to ? |"
+
+
+def test_the_rest_of_a_shape_is_what_the_first_measurements_leave():
+    setting = Setting(torch.device("cuda", 0), is_rehearsal=False)
+    first, rest = (set(shapes._sizes(which, setting)) for which in ("first", "rest"))
+    assert not first & rest and {batch for batch, _ in first} == {1, 16, 64}
+    assert first | rest == set(product((1, 16, 64, 256), (512, 2048, 4096)))
+
+
+def test_a_shape_without_recorded_steps_says_so():
+    """Only the log said that steps ran without a graph."""
+    model = shapes._Model(None, "8b", "8b", "none", Recorded({1: int, 2: int}, "no memory"))
+    assert model.how_run(1) == model.how_run(2) == ""
+    assert "OPERATOR BY OPERATOR: no memory" in model.how_run(3)
+
+
+def test_the_reason_for_a_step_without_a_graph_is_kept():
+    runner = SimpleNamespace()
+
+    def recorded(recorder: Any, on_graph: Any) -> None:
+        on_graph(1)
+        recorder(lambda: None)
+        on_graph(2)
+        logging.getLogger("parallel_llama.engine.recorded_steps").warning("from %d rows: no", 2)
+
+    runner.record = recorded
+    found = record(runner, Setting(torch.device("cpu"), is_rehearsal=True))
+    assert [*found.replays] == [1] and found.why_not == "from 2 rows: no"
+    assert found.replay(1) and found.replay(2) is None

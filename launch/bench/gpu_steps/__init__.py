@@ -8,9 +8,12 @@ crash, the remaining parts run in a new process.
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+# The names of the rows with the rates of the GPU that shares refer to.
+READ, COPY, MATRIX = "read bandwidth", "copy bandwidth", "bf16 matrix rate"
 
 
 @dataclass(frozen=True)
@@ -18,17 +21,24 @@ class Row:
     """One line of the report.
 
     Args:
-        value: the figure; None for a configuration with wrong results.
-        share: the fraction of a rate of the GPU; the docstring of the step names the rate.
+        value: the figure, a median; None for a configuration with wrong results.
+        low, high: the least and the largest of the figures whose median is `value`.
+        share: the fraction of the read bandwidth; of arithmetic, of the rate of matrix products.
+        copy_share: the fraction of the copy bandwidth.
         target: what the figure should reach.
+        than: the name of another row with a time; the report compares both.
         wrong: why there is no figure.
     """
 
     name: str
     value: float | None = None
     unit: str = ""
+    low: float | None = None
+    high: float | None = None
     share: float | None = None
+    copy_share: float | None = None
     target: str = ""
+    than: str = ""
     note: str = ""
     wrong: str = ""
 
@@ -38,12 +48,14 @@ class Setting:
     """A GPU and its measured rates, or a rehearsal with tiny shapes on the CPU.
 
     Args:
+        read_bytes_per_s: bytes read per second by a kernel that only reads.
         copy_bytes_per_s: bytes read plus bytes written per second by a copy.
         matrix_flops: operations per second of bfloat16 products.
     """
 
     device: torch.device
     is_rehearsal: bool
+    read_bytes_per_s: float = 1e9
     copy_bytes_per_s: float = 1e9
     matrix_flops: float = 1e9
 
@@ -51,8 +63,18 @@ class Setting:
         """The size `real`, or `tiny` in a rehearsal."""
         return tiny if self.is_rehearsal else real
 
+    def moved(self, row: Row, n_bytes: float, seconds: float) -> Row:
+        """The row with the shares of the time that is needed to read or copy these bytes."""
+        rate = n_bytes / seconds
+        share, copy_share = rate / self.read_bytes_per_s, rate / self.copy_bytes_per_s
+        return replace(row, share=share, copy_share=copy_share)
+
 
 Rows = Iterator[Row]
+
+
+class Wrong(Exception):
+    """A result is wrong."""
 
 
 class DeviceLost(Exception):
@@ -73,7 +95,9 @@ def attempt(name: str, measure: Callable[[], Rows]) -> Rows:
     except DeviceLost:
         raise
     except Exception as error:  # after any other error the next parts can still run
-        traceback.print_exc(file=sys.stderr)  # goes to the log
-        yield Row(name, wrong=f"{type(error).__name__}: {str(error)[:400]}")
+        print(f"--- {name}", file=sys.stderr)  # goes to the log
+        traceback.print_exc(file=sys.stderr)
+        kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
+        yield Row(name, wrong=f"{kind}{str(error)[:400]}")
         if "CUDA error" in str(error) and "out of memory" not in str(error):
             raise DeviceLost from error

@@ -26,12 +26,13 @@ _LEFT_S = 2.0  # the stacks of a late step are written this long before it is ki
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("step", help="a module of this package, and for `shapes:` the shape")
+    parser.add_argument("step", help="a module of this package, and its arguments after colons")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--after", help="skip this part and all parts before it")
     parser.add_argument(
         "--limit-s", type=float, default=0.0, help="write stacks before this time, in seconds"
     )
+    parser.add_argument("--read-bytes-per-s", type=float, default=Setting.read_bytes_per_s)
     parser.add_argument("--copy-bytes-per-s", type=float, default=Setting.copy_bytes_per_s)
     parser.add_argument("--matrix-flops", type=float, default=Setting.matrix_flops)
     given = parser.parse_args()
@@ -39,11 +40,12 @@ def main() -> int:
         faulthandler.enable()
         faulthandler.dump_traceback_later(given.limit_s - _LEFT_S)
     device = torch.device("cpu") if given.dry_run else torch.device("cuda", 0)
-    setting = Setting(device, given.dry_run, given.copy_bytes_per_s, given.matrix_flops)
+    rates = given.read_bytes_per_s, given.copy_bytes_per_s, given.matrix_flops
+    setting = Setting(device, given.dry_run, *rates)
     torch.manual_seed(0)
     if given.dry_run:
         decode_attention._PROGRAMS = _FEW_PROGRAMS
-    parts = _parts(given.step)
+    parts = parts_of(given.step)
     names = list(parts)
     if given.after is not None:
         names = list(islice(dropwhile(lambda name: name != given.after, names), 1, None))
@@ -58,7 +60,7 @@ def main() -> int:
     return 0
 
 
-def _parts(step: str) -> Mapping[str, Callable[[Setting], Rows]]:
+def parts_of(step: str) -> Mapping[str, Callable[[Setting], Rows]]:
     """The parts of a step by name; the step itself if it has one part, or cannot be imported."""
     name, *of = step.split(":")
     try:

@@ -1,40 +1,108 @@
-"""Measures work on a device without the time that the host needs to launch it."""
+"""Measures work on a device, with or without the time that the host needs to launch it.
 
+Every measurement is repeated, and its median, least and largest value are kept.
+"""
+
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from launch.bench.gpu_steps import Setting
+from launch.bench.gpu_steps import Row, Setting
 
-_REPEATS = 5
+# Repeats of a measurement: as many as fit into the time, within these limits.
+_LEAST, _MOST, _REPEAT_S = 3, 20, 0.5
 
 Call = Callable[[], object]
 
 
-def device_seconds(calls: Sequence[Call], setting: Setting) -> float:
-    """The mean seconds of a call when all calls are replayed in one CUDA graph; the best of 5.
+@dataclass(frozen=True)
+class Seconds:
+    """The median, the least and the largest of several measurements of the same work."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> "Seconds":
+        found = list(seconds)
+        return cls(statistics.median(found), min(found), max(found))
+
+    def __truediv__(self, n: float) -> "Seconds":
+        return Seconds(self.median / n, self.least / n, self.most / n)
+
+
+def measured(row: Row, seconds: Seconds, figure: Callable[[float], float], unit: str = "ms") -> Row:
+    """The row with the figure of the median, and the figures of the least and the largest."""
+    low, high = sorted(map(figure, (seconds.least, seconds.most)))
+    return replace(row, value=figure(seconds.median), unit=unit, low=low, high=high)
+
+
+def in_ms(row: Row, seconds: Seconds) -> Row:
+    return measured(row, seconds, lambda s: s * 1e3, "ms")
+
+
+def in_us(row: Row, seconds: Seconds) -> Row:
+    return measured(row, seconds, lambda s: s * 1e6, "us")
+
+
+def device_seconds(calls: Sequence[Call], setting: Setting) -> Seconds:
+    """The mean seconds of a call when all calls are replayed in one CUDA graph.
 
     If the calls read different memory, larger in total than the GPU's cache, nothing is cached.
     """
+
+    def run() -> None:
+        for call in calls:
+            call()
+
     if setting.is_rehearsal:
-        return host_seconds(calls)
-    for call in calls:
-        call()
+        return host_seconds(run, setting) / len(calls)
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return _between_events(graph.replay) / len(calls)
+        run()
+    return queued_seconds(graph.replay, setting) / len(calls)
 
 
-def eager_seconds(call: Call, setting: Setting) -> float:
-    """Seconds of a call from its launches to its end; the best of 5."""
+def queued_seconds(call: Call, setting: Setting) -> Seconds:
+    """Seconds of a call on the device, launched while the device still runs another such call."""
     if setting.is_rehearsal:
-        return host_seconds([call])
+        return host_seconds(call, setting)
+
+    def once() -> float:
+        call()
+        return _between_events(call)
+
     call()
-    return _between_events(call)
+    torch.cuda.synchronize()
+    return _repeated(once)
+
+
+def eager_seconds(call: Call, setting: Setting) -> Seconds:
+    """Seconds of a call from an idle device to its end, with the time that the host needs."""
+    if setting.is_rehearsal:
+        return host_seconds(call, setting)
+    call()
+    torch.cuda.synchronize()
+    return _repeated(lambda: _between_events(call))
+
+
+def host_seconds(call: Call, setting: Setting) -> Seconds:
+    """Seconds that the host needs to launch a call. The device is idle before, not after it."""
+    if setting.is_rehearsal:
+        return Seconds.of([_on_host(call)])
+    call()
+
+    def once() -> float:
+        torch.cuda.synchronize()
+        return _on_host(call)
+
+    return _repeated(once)
 
 
 def synchronous_seconds(call: Call, setting: Setting) -> float:
@@ -46,30 +114,30 @@ def synchronous_seconds(call: Call, setting: Setting) -> float:
     return time.perf_counter() - started
 
 
+def _repeated(measure: Callable[[], float]) -> Seconds:
+    started, seconds = time.perf_counter(), list[float]()
+    while len(seconds) < _LEAST or (
+        len(seconds) < _MOST and time.perf_counter() - started < _REPEAT_S
+    ):
+        seconds.append(measure())
+    return Seconds.of(seconds)
+
+
 def _synchronize(setting: Setting) -> None:
     if not setting.is_rehearsal:
         torch.cuda.synchronize()
 
 
-def host_seconds(calls: Sequence[Call]) -> float:
-    """The mean seconds of a call on the host; the best of 2."""
-    seconds = []
-    for _ in range(2):
-        started = time.perf_counter()
-        for call in calls:
-            call()
-        seconds.append((time.perf_counter() - started) / len(calls))
-    return min(seconds)
+def _on_host(call: Call) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 def _between_events(call: Call) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
     call()
-    seconds = []
-    for _ in range(_REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        seconds.append(start.elapsed_time(stop) / 1e3)
-    return min(seconds)
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3

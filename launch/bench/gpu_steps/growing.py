@@ -4,12 +4,10 @@ torch's attention runs at every length with and without cuDNN, which makes a pla
 shape. Our steps are launched one by one, and replayed if they can be recorded.
 """
 
-import statistics
-
 import torch
 
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
-from launch.bench.gpu_steps.clock import synchronous_seconds
+from launch.bench.gpu_steps.clock import Seconds, in_ms, synchronous_seconds
 from launch.bench.gpu_steps.models import (
     Texts,
     load,
@@ -40,10 +38,11 @@ def _ours(setting: Setting) -> Rows:
     args = shape("llama-3.2-1b", setting)
     runner = load(args, ours(args), setting)
     yield from _timed("ours, launched", runner, setting)
-    if record(runner, setting):
+    recorded = record(runner, setting)
+    if recorded.replay(1):
         yield from _timed("ours, recorded", runner, setting, is_reserved=True)
     else:
-        yield Row("ours, recorded", note="the operators do not read paged keys")
+        yield Row("ours, recorded", wrong=recorded.why_not or "no step could be recorded")
 
 
 def _timed(name: str, runner: ModelRunner, setting: Setting, is_reserved: bool = False) -> Rows:
@@ -53,7 +52,6 @@ def _timed(name: str, runner: ModelRunner, setting: Setting, is_reserved: bool =
     if not is_reserved:
         reserve(runner, 1, texts.n_tokens)
     steps = range(first, first + n_steps)
-    seconds = [synchronous_seconds(texts.step(runner, at), setting) for at in steps]
-    # The first step includes set-up.
-    note = f"slowest {max(seconds[1:]) * 1e3:.3g} ms, first {seconds[0] * 1e3:.3g} ms"
-    yield Row(f"1B, step of one row: {name}", statistics.median(seconds[1:]) * 1e3, "ms", note=note)
+    first_s, *seconds = [synchronous_seconds(texts.step(runner, at), setting) for at in steps]
+    row = Row(f"1B, step of one row: {name}", note=f"first {first_s * 1e3:.3g} ms, with set-up")
+    yield in_ms(row, Seconds.of(seconds))

@@ -1,6 +1,7 @@
 """Compares each kernel with float64, checks batch invariance, and measures its bytes per second.
 
-Shares are fractions of the measured copy bandwidth. A kernel has no figure in a dtype in which it
+Shares relate the bytes that a kernel reads and writes to the measured bandwidths; those of prompts
+are fractions of the measured rate of matrix products. A kernel has no figure in a dtype in which it
 is wrong.
 """
 
@@ -21,31 +22,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.jit import JITFunction
 
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
-from launch.bench.gpu_steps.clock import device_seconds
-from parallel_llama.dtypes import ASKED, QuantFormat
+from launch.bench.gpu_steps.checked import CACHED, alike, dtype_name, dtypes, hold, moved, normal
+from launch.bench.gpu_steps.clock import device_seconds, in_us, measured
 from parallel_llama.ops import SamplingKeys, TorchOps, kv_rows
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.filters import Filters
-from parallel_llama.ops.quant import PanelShape, quantise
-from parallel_llama.ops.quant import quant_gemm as torch_quant_gemm
 
-# Relative to the largest expected number.
-_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # The matrices of a layer of Llama 3 8B: (inputs, outputs).
 _MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
 _COMPILERS = 8  # processes; each takes half a gigabyte of the GPU
 _COMPILE_S = 40.0  # time limit for all of these processes
-_CACHED = 256 << 20  # bytes, more than the cache of any GPU
-
-
-class Wrong(Exception):
-    """The result of a kernel is wrong."""
-
-
-def dtypes(setting: Setting) -> tuple[torch.dtype, ...]:
-    """The dtypes of the kernels; a rehearsal takes one, because tests/ops/cuda covers all."""
-    every = torch.float32, torch.float16, torch.bfloat16
-    return every[: setting.pick(3, 1)]
 
 
 def products(setting: Setting) -> Rows:
@@ -54,7 +40,7 @@ def products(setting: Setting) -> Rows:
     for dtype in dtypes(setting):
         for n_inputs, n_outputs in shapes:
             for n_rows in (1, setting.pick(16, 2)):
-                name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {_name(dtype)}"
+                name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {dtype_name(dtype)}"
                 yield from attempt(
                     name, lambda a=(name, n_rows, n_inputs, n_outputs, dtype): _product(*a, setting)
                 )
@@ -64,50 +50,15 @@ def _product(
     name: str, n_rows: int, n_inputs: int, n_outputs: int, dtype: torch.dtype, setting: Setting
 ) -> Rows:
     ops = CUDAOps()
-    x = _normal((n_rows, n_inputs), dtype, setting)
-    weights = [_normal((n_outputs, n_inputs), dtype, setting) for _ in range(2)]
+    x = normal((n_rows, n_inputs), dtype, setting)
+    weights = [normal((n_outputs, n_inputs), dtype, setting) for _ in range(2)]
     y = ops.linear(x, weights[0])
-    _hold(y, x.double() @ weights[0].double().T, dtype)
-    _alike(y, torch.cat([ops.linear(row[None], weights[0]) for row in x]))
-    n = max(2, _CACHED // weights[0].nbytes) if not setting.is_rehearsal else 1
+    hold(y, x.double() @ weights[0].double().T, dtype)
+    alike(y, torch.cat([ops.linear(row[None], weights[0]) for row in x]))
+    n = max(2, CACHED // weights[0].nbytes) if not setting.is_rehearsal else 1
     weights += [weights[0].clone() for _ in range(n - 2)]
     seconds = device_seconds([lambda w=w: ops.linear(x, w) for w in weights], setting)
-    yield _moved(name, weights[0].nbytes + x.nbytes + y.nbytes, seconds, setting)
-
-
-def group_products(setting: Setting) -> Rows:
-    """Matrix products with 8-bit and 4-bit weights."""
-    n_inputs, n_outputs = (64, 70) if setting.is_rehearsal else (4096, 28672)
-    for form in ASKED.values():
-        for n_rows in (1, setting.pick(16, 2)):
-            name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {form.name}"
-            yield from attempt(
-                name, lambda a=(name, form, n_rows, n_inputs, n_outputs): _group(*a, setting)
-            )
-
-
-def _group(
-    name: str, form: QuantFormat, n_rows: int, n_inputs: int, n_outputs: int, setting: Setting
-) -> Rows:
-    # Integer weights are multiplied as integers, and floats in the dtype of the inputs.
-    ops, dtype = CUDAOps(), dtypes(setting)[-1] if form.is_float else torch.float32
-    x = _normal((n_rows, n_inputs), dtype, setting)
-    weight = quantise(_normal((n_outputs, n_inputs), dtype, setting), form)
-    shape = PanelShape(form, n_inputs, ops.panel_rows, weight.n_before)
-    panels = shape.pack(weight)
-
-    def multiply(x: Tensor, panels: Tensor) -> Tensor:
-        out = x.new_empty(len(x), n_outputs)
-        ops.quant_gemm(x, panels, shape, out)
-        return out
-
-    y = multiply(x, panels)
-    _hold(y, torch_quant_gemm(x, weight).double(), dtype)
-    _alike(y, torch.cat([multiply(row[None], panels) for row in x]))
-    n = 1 if setting.is_rehearsal else max(2, _CACHED // panels.nbytes)
-    copies = [panels, *(panels.clone() for _ in range(n - 1))]
-    seconds = device_seconds([lambda p=p: multiply(x, p) for p in copies], setting)
-    yield _moved(name, panels.nbytes + x.nbytes + y.nbytes, seconds, setting)
+    yield moved(name, weights[0].nbytes + x.nbytes + y.nbytes, seconds, setting)
 
 
 def elementwise(setting: Setting) -> Rows:
@@ -138,8 +89,8 @@ def elementwise(setting: Setting) -> Rows:
             ("plain sampling", lambda ops, x, _: draw(ops, x, ones), n_vocab),
             ("sampling with top_k and top_p", lambda ops, x, _: draw_filtered(ops, x), n_vocab),
         ):
-            label = f"{name} of {n_rows} rows, {_name(dtype)}"
-            x = _normal((n_rows, width), dtype, setting)
+            label = f"{name} of {n_rows} rows, {dtype_name(dtype)}"
+            x = normal((n_rows, width), dtype, setting)
             yield from attempt(
                 label, lambda a=(label, call, x): _elementwise(*a, ours, torchs, setting)
             )
@@ -155,17 +106,21 @@ def _elementwise(
 ) -> Rows:
     weight, timed = x[0].clone(), x.clone()  # the call may overwrite x
     y = call(ours, x.clone(), weight)
-    _hold(y, call(torchs, x.double(), weight.double()), x.dtype)
-    _alike(y, torch.cat([call(ours, row[None].clone(), weight) for row in x]))
+    hold(y, call(torchs, x.double(), weight.double()), x.dtype)
+    alike(y, torch.cat([call(ours, row[None].clone(), weight) for row in x]))
     seconds = device_seconds([lambda: call(ours, timed, weight)] * setting.pick(50, 1), setting)
-    yield Row(name, seconds * 1e6, "us")
+    yield in_us(Row(name), seconds)
 
 
 def attention(setting: Setting) -> Rows:
     """The speed of decode attention over scattered blocks."""
     keys = setting.pick(65536, 40)
     for name, ranges, target in (
-        (f"decode attention, 1 sequence of {keys} keys", [(1, keys - 1)], "at least 0.80"),
+        (
+            f"decode attention, 1 sequence of {keys} keys",
+            [(1, keys - 1)],
+            "at least 0.80 of the copy bandwidth",
+        ),
         ("decode attention, 16 sequences", [(1, keys // 16)] * setting.pick(16, 2), ""),
     ):
         yield from attempt(name, lambda a=(name, ranges, target): _attention(*a, setting))
@@ -223,10 +178,10 @@ def _samples(setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
             if (a + b + c + d) % len(caches):
                 continue
             dtype, group, head_dim, cache = dtypes(setting)[a], heads_per_kv[b], sizes[c], caches[d]
-            stored = f", cache in {_name(cache)}" if cache else ""
-            name = f"{kind} attention, groups {group}, heads of {head_dim}, {_name(dtype)}{stored}"
+            stored = f", cache in {dtype_name(cache)}" if cache else ""
+            name = f"{kind} attention, groups {group}, heads of {head_dim}, {dtype_name(dtype)}"
             yield (
-                name,
+                name + stored,
                 {
                     "ranges": ranges,
                     "heads_per_kv": group,
@@ -246,7 +201,7 @@ def _attention_is_right(name: str, of_sample: dict[str, Any]) -> Rows:
         for range_ in sample.queries.rows:
             one = replace(sample.queries, rows=range_[None])
             row = slice(int(range_[0]), int(range_[0]) + int(range_[1]))
-            _alike(out[row], replace(sample, queries=one).run(ops)[row])
+            alike(out[row], replace(sample, queries=one).run(ops)[row])
     yield Row(name, note="right")
 
 
@@ -265,7 +220,7 @@ def _attention(name: str, ranges: list[tuple[int, int]], target: str, setting: S
     n_keys = sum(n + start for n, start in ranges)
     n_bytes = 2 * n_keys * len(heads_per_kv) * head_dim * dtype.itemsize
     seconds = device_seconds([attend] * setting.pick(10, 1), setting)
-    yield _moved(name, n_bytes, seconds, setting, target)
+    yield moved(name, n_bytes, seconds, setting, target)
 
 
 def prompts(setting: Setting) -> Rows:
@@ -288,9 +243,10 @@ def prompts(setting: Setting) -> Rows:
 def _prompt(
     name: str, attend: Callable[[], Tensor], sample: Sample, n_flops: int, setting: Setting
 ) -> Rows:
-    _hold(attend(), sample.expected(), sample.q.dtype)
-    rate = n_flops / device_seconds([attend] * setting.pick(10, 1), setting)
-    yield Row(name, rate / 1e12, "TFLOP/s", rate / setting.matrix_flops)
+    hold(attend(), sample.expected(), sample.q.dtype)
+    seconds = device_seconds([attend] * setting.pick(10, 1), setting)
+    row = Row(name, share=n_flops / seconds.median / setting.matrix_flops)
+    yield measured(row, seconds, lambda s: n_flops / s / 1e12, "TFLOP/s")
 
 
 def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
@@ -337,8 +293,8 @@ def routed_products(setting: Setting) -> Rows:
 def _routed(name: str, n_rows: int, setting: Setting) -> Rows:
     n_inputs, n_outputs = (48, 70) if setting.is_rehearsal else (4096, 28672)
     ops, dtype = CUDAOps(), dtypes(setting)[-1]
-    x = _normal((n_rows, n_inputs), dtype, setting)
-    weights = [_normal((n_outputs, n_inputs), dtype, setting) for _ in range(8)]
+    x = normal((n_rows, n_inputs), dtype, setting)
+    weights = [normal((n_outputs, n_inputs), dtype, setting) for _ in range(8)]
     experts = torch.rand(n_rows, 8, device=setting.device).topk(2).indices
     dispatch, _ = ops.expert_dispatch(experts, range(8))
     y = ops.routed_linear(x, weights, dispatch)
@@ -347,18 +303,17 @@ def _routed(name: str, n_rows: int, setting: Setting) -> Rows:
         (x[row][None], weights[expert])
         for row, expert in zip(dispatch.sources, chosen, strict=True)
     ]
-    _hold(y, torch.cat([row.double() @ weight.double().T for row, weight in pairs]), dtype)
-    _alike(y, torch.cat([ops.linear(row, weight) for row, weight in pairs]))
+    hold(y, torch.cat([row.double() @ weight.double().T for row, weight in pairs]), dtype)
+    alike(y, torch.cat([ops.linear(row, weight) for row, weight in pairs]))
     calls = [lambda: ops.routed_linear(x, weights, dispatch)] * setting.pick(10, 1)
     n_bytes = len({*chosen}) * weights[0].nbytes + x.nbytes + y.nbytes
-    yield _moved(name, n_bytes, device_seconds(calls, setting), setting)
+    yield moved(name, n_bytes, device_seconds(calls, setting), setting)
 
 
 # The checks of attention take most of the time, so they come after the speeds.
 PARTS = {
     "products": products,
     "attention": attention,
-    "products with few bits": group_products,
     "prompts": prompts,
     "routed products": routed_products,
     "norms and gates": elementwise,
@@ -366,34 +321,8 @@ PARTS = {
 }
 
 
-def _normal(size: tuple[int, ...], dtype: torch.dtype, setting: Setting) -> Tensor:
-    return torch.randn(size, device=setting.device).to(dtype)
-
-
-def _hold(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Raises: Wrong if an error exceeds the tolerance of the dtype."""
-    error = (ours.double() - expected.double()).abs().max()
-    most = _TOLERANCE[dtype] * max(float(expected.double().abs().max()), 1e-9)
-    if not error <= most:
-        raise Wrong(f"off by {error:.3g}; the tolerance of {_name(dtype)} is {most:.3g}")
-
-
 def _hold_sample(sample: Sample, ops: TorchOps) -> Tensor:
     out, expected = sample.run(ops), sample.expected()
     is_row = expected != POISON
-    _hold(out.where(is_row, 0), expected.where(is_row, 0), out.dtype)
+    hold(out.where(is_row, 0), expected.where(is_row, 0), out.dtype)
     return out
-
-
-def _alike(together: Tensor, alone: Tensor) -> None:
-    if not torch.equal(together, alone):
-        raise Wrong("a row in a batch differs from the same row alone")
-
-
-def _moved(name: str, n_bytes: int, seconds: float, setting: Setting, target: str = "") -> Row:
-    rate = n_bytes / seconds
-    return Row(name, rate / 1e9, "GB/s", rate / setting.copy_bytes_per_s, target)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

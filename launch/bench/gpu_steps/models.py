@@ -4,35 +4,44 @@ The time of a step does not depend on the content of the cache, so decode steps 
 """
 
 import json
+import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from launch.bench.gpu_steps import Setting
+from launch.bench.gpu_steps import Setting, Wrong
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.config.layouts import load_model_args
-from parallel_llama.dtypes import make_precision
+from parallel_llama.dtypes import kv_format, make_precision
+from parallel_llama.engine import recorded_steps
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
-from parallel_llama.ops import Scores, TorchOps
+from parallel_llama.ops import Scores, TorchOps, kv_rows
 from parallel_llama.parallel.collectives import Communicator, Slice, Solo
 from parallel_llama.parallel.cuda_graphs import GraphRecorder
 from parallel_llama.plan import make_plan
 
 BLOCK_SIZE = 16
+_NOISE_ROWS = 1 << 20  # rows of noise that are drawn at once
+
+
+def named_args(name: str) -> ModelArgs:
+    """A shape of configs/models."""
+    return load_model_args(find_model(name))
 
 
 def shape(name: str, setting: Setting) -> ModelArgs:
     """A shape of configs/models; a rehearsal only keeps its name."""
-    args = load_model_args(find_model(name))
+    args = named_args(name)
     if not setting.is_rehearsal:
         return args
     sizes = {"dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 32}
@@ -45,7 +54,13 @@ def named(name: str, setting: Setting) -> Iterator[str]:
     if not setting.is_rehearsal:
         yield name
         return
-    args = shape(name, setting)
+    with params_file(shape(name, setting), name) as path:
+        yield path
+
+
+@contextmanager
+def params_file(args: ModelArgs, name: str) -> Iterator[str]:
+    """A file with the sizes of a model, in Meta's format."""
     keys = "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps"
     sizes = {key: getattr(args, key) for key in keys}
     with tempfile.TemporaryDirectory() as folder:
@@ -95,30 +110,51 @@ def load(
     comm: Communicator | None = None,
     quant: str = "none",
     shard_of: int = 0,
+    *,
+    kv_cache_dtype: str = "auto",
+    device: torch.device | None = None,
+    drawn_on: torch.device | None = None,
 ) -> ModelRunner:
-    """A rank's shard with random weights, without a cache; with a Slice, that of `shard_of`."""
-    comm = comm or Solo()
-    precision = make_precision(args, dtype or half(setting), setting.device.type, quant)
+    """A rank's shard with random weights, without a cache.
+
+    Args:
+        comm: with a Slice, the shard is that of `shard_of`.
+        device, drawn_on: where the model is, and where its weights are drawn, which determines
+            their values; by default the setting's device.
+    """
+    comm, device = comm or Solo(), device or setting.device
+    precision = make_precision(args, dtype or half(setting), device.type, quant)
     plan = make_plan(args, comm.size, quant_group_size=precision.quant_group_size)
     return ModelRunner.load(
         args,
-        random_checkpoint(args, 0, setting.device),
+        random_checkpoint(args, 0, drawn_on or setting.device),
         plan.alone(shard_of) if isinstance(comm, Slice) else plan,
         comm,
         precision=precision,
-        device=setting.device,
+        device=device,
+        kv_format=kv_format(kv_cache_dtype, precision.computed),
         ops=ops,
     )
 
 
 def reserve(runner: ModelRunner, n_sequences: int, n_tokens: int) -> None:
-    """Allocates a cache of zeros for `n_sequences` of `n_tokens`."""
+    """Allocates a cache of noise for `n_sequences` of `n_tokens`."""
     n_blocks = n_sequences * -(-n_tokens // BLOCK_SIZE)
     runner.reserve([n_blocks] * len(runner.kv_groups), BLOCK_SIZE)
+    fill_with_noise(runner)
+
+
+def fill_with_noise(runner: ModelRunner) -> None:
+    """Writes noise to all slots of the caches. A GPU reads zeros at a higher rate than noise."""
+    width = runner.args.head_dim
     for cache, kv_group in zip(runner.caches, runner.kv_groups, strict=True):
         for layer in range(len(kv_group.layers)):
             for part in cache.layer(layer):
-                part.zero_()
+                for slots in part.unbind():  # of one head: the cache may fill most of the memory
+                    for rows in slots.split(_NOISE_ROWS):
+                        noise = torch.randn(len(rows), width, device=rows.device)
+                        packed = kv_rows.pack(noise, rows.dtype)
+                        rows.view(torch.uint8).copy_(packed.view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -152,23 +188,77 @@ class Texts:
         return lambda: runner.step(chunks, rows)[0].values
 
 
-def record(runner: ModelRunner, setting: Setting) -> bool:
-    """Records the decode steps; returns whether any could be recorded."""
-    n_recorded = 0
+def decode_logits(runner: ModelRunner, texts: Texts, sizes: tuple[int, int]) -> Tensor:
+    """Prefills texts one by one, then decodes all together.
+
+    Args:
+        sizes: the tokens of each prompt, and the decode steps.
+
+    Shapes: [steps, texts, vocabulary].
+    """
+    n_prompt, n_steps = sizes
+    for chunk in texts.chunks(runner, 0, n_prompt):
+        runner.step([chunk], [n_prompt - 1])
+    steps = range(n_prompt, n_prompt + n_steps)
+    return torch.stack([texts.step(runner, at)().clone() for at in steps])
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The decode steps of a runner that are recorded.
+
+    Args:
+        replays: by number of rows; a call replays the last step that used this recording.
+        why_not: why there are no recordings for more rows; empty if there are all.
+    """
+
+    replays: Mapping[int, Callable[[], object]]
+    why_not: str = ""
+
+    def replay(self, n_rows: int) -> Callable[[], object] | None:
+        """The replay that a step with this number of rows uses; None if it is not recorded."""
+        return self.replays.get(min((n for n in self.replays if n >= n_rows), default=0))
+
+
+class _Messages(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def why_not_recorded() -> Iterator[list[str]]:
+    """Collects the reasons for which steps are not recorded meanwhile."""
+    logger, messages = logging.getLogger(recorded_steps.__name__), _Messages()
+    logger.addHandler(messages)
+    try:
+        yield messages.texts
+    finally:
+        logger.removeHandler(messages)
+
+
+def record(runner: ModelRunner, setting: Setting) -> Recorded:
+    """Records the decode steps of a runner, again if they are already recorded."""
+    replays: dict[int, Callable[[], object]] = {}
     record_one = _rehearse if setting.is_rehearsal else GraphRecorder()
+    n_rows = 0
+
+    def note(n: int) -> None:
+        nonlocal n_rows
+        n_rows = n
 
     def recorder(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
-        nonlocal n_recorded
-        made = record_one(step)
-        n_recorded += 1
-        return made
+        logits, replays[n_rows] = record_one(step)
+        return logits, replays[n_rows]
 
-    runner.record(recorder)
-    return n_recorded > 0
-
-
-class Wrong(Exception):
-    """The result of a model is wrong."""
+    with why_not_recorded() as reasons:
+        runner.record(recorder, note)
+    return Recorded(replays, "; ".join(reasons))
 
 
 def require_right(
