@@ -152,7 +152,9 @@ class StepBuffer:
         n_words = (2 + n_kv_groups) * size.n_tokens + n_rows + -(-n_ints // 2)
         # Two: a copy to the device may be in flight while the next step is filled in.
         shape, is_cuda = (2, n_words), device.type == "cuda"
-        self._copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
+        self._copied: list[torch.cuda.Event] = []
+        if is_cuda:
+            self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.empty(n_words, dtype=torch.int64, device=device)
         self._here = [_Parts.of(words, size, n_kv_groups) for words in self._host]

@@ -131,8 +131,16 @@ def _is_divisible(value: Any) -> bool:
 def _compile(source: Any, options: dict[str, Any], target: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.language import target_info
 
-    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=dict(options))
+    gpu = GPUTarget("cuda", target, 32)
+
+    def tell() -> GPUTarget:
+        return gpu
+
+    tell.__triton_builtin__ = True  # type: ignore[attr-defined]
+    target_info.current_target = tell  # there is no driver that could tell
+    made = triton.compile(source, target=gpu, options=dict(options))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel_llama.ops.attention import NO_WINDOW, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
-from parallel_llama.ops.cuda.launch import launch, tile
+from parallel_llama.ops.cuda.launch import await_inputs, launch, tile
 from parallel_llama.ops.cuda.softmax import add_keys, factors, nothing, results
 
 
@@ -66,6 +66,7 @@ def _attention(
     CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     own, kv_head = rows + tl.program_id(0) * 5, tl.program_id(1).to(tl.int64)
     n_queries, start, first_key = tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
     row, blocks = tl.load(own).to(tl.int64), blocks + tl.load(own + 4)

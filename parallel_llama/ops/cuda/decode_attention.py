@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel_llama.ops.attention import NO_WINDOW, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
-from parallel_llama.ops.cuda.launch import launch, tile, warps
+from parallel_llama.ops.cuda.launch import await_inputs, launch, tile, warps
 from parallel_llama.ops.cuda.softmax import add_keys, factors, merge_states, nothing, results
 
 _PROGRAMS = 2048  # enough for any GPU; programs without work cost time as well
@@ -122,6 +122,7 @@ def _decode(
     CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     at, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64) // n_parts
     first, n_keys, length = _seen(rows, at, window, TILE, MIN_SPLIT)
     if tl.program_id(2) * length >= n_keys:
@@ -170,6 +171,7 @@ def _combine(
     TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     at, head = tl.program_id(0), tl.program_id(1)
     _, n_keys, length = _seen(rows, at, window, TILE, MIN_SPLIT)
     if n_keys == 0:

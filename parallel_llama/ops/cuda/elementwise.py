@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_llama.ops.cuda.launch import launch, tile, warps
+from parallel_llama.ops.cuda.launch import await_inputs, launch, tile, warps
 
 _SIZE = 1024  # columns per program
 
@@ -112,6 +112,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _lookup(tokens, weight, rows, first, n_rows, stride, dim, SIZE: tl.constexpr):
+    await_inputs()
     place = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     own = tl.load(tokens + place) - first
@@ -122,6 +123,7 @@ def _lookup(tokens, weight, rows, first, n_rows, stride, dim, SIZE: tl.constexpr
 
 @triton.jit
 def _weighted(parts, routing_weights, y, dim, N_PARTS: tl.constexpr, SIZE: tl.constexpr):
+    await_inputs()
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros((SIZE,), tl.float32)
@@ -134,6 +136,7 @@ def _weighted(parts, routing_weights, y, dim, N_PARTS: tl.constexpr, SIZE: tl.co
 
 @triton.jit
 def _add_gated(y, x, scores, dim, SIZE: tl.constexpr):
+    await_inputs()
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     at, is_there = row * dim + columns, columns < dim
@@ -147,6 +150,7 @@ def _add_gated(y, x, scores, dim, SIZE: tl.constexpr):
 def _add_expert_bias(
     y, bias, starts, n_columns, n_experts, EXPERTS: tl.constexpr, SIZE: tl.constexpr
 ):
+    await_inputs()
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     numbers = tl.arange(0, EXPERTS)
@@ -161,6 +165,7 @@ def _add_expert_bias(
 
 @triton.jit
 def _gate(x, y, x_stride, channels, alpha, limit, KIND: tl.constexpr, SIZE: tl.constexpr):
+    await_inputs()
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     is_there = columns < channels
@@ -185,6 +190,7 @@ def _gate(x, y, x_stride, channels, alpha, limit, KIND: tl.constexpr, SIZE: tl.c
 
 @triton.jit
 def _norm(x, y, weight, m, x_stride, y_stride, dim, eps, OFFSET: tl.constexpr, SIZE: tl.constexpr):
+    await_inputs()
     row = tl.program_id(0)
     group, within = (row // m).to(tl.int64), row % m * dim
     columns = tl.arange(0, SIZE)
@@ -198,6 +204,7 @@ def _norm(x, y, weight, m, x_stride, y_stride, dim, eps, OFFSET: tl.constexpr, S
 def _add_norm(
     x, y, weight, normed, x_stride, y_stride, dim, eps, OFFSET: tl.constexpr, SIZE: tl.constexpr
 ):
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
     is_there = columns < dim

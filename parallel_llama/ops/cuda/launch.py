@@ -1,9 +1,20 @@
-"""Launching a kernel on torch's tensors, and sizes of tiles."""
+"""Launching a kernel on torch's tensors, and sizes of tiles.
 
+From sm_90 on, a kernel starts while the kernel before it ends, and waits for its results
+(programmatic dependent launch). Without this, a GPU is idle for about a microsecond between two
+kernels.
+
+Source: CUDA C++ Programming Guide, programmatic dependent launch; PTX ISA, griddepcontrol.
+"""
+
+from functools import cache
 from typing import Any
 
+import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def launch(
@@ -20,7 +31,25 @@ def launch(
     """
     first = next(each for each in arguments if isinstance(each, Tensor))
     if not first.is_meta and all(grid):
+        if first.is_cuda and _starts_early(first.device):
+            constants["launch_pdl"] = True
         kernel[grid](*arguments, enable_fp_fusion=False, **constants)
+
+
+@triton.jit
+def await_inputs():
+    """The first statement of every kernel: waits until the kernel before has ended.
+
+    Allows the next kernel to start, which then waits for this one in the same way.
+    """
+    if tl.target_info.cuda_capability_geq(9, 0):
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@cache
+def _starts_early(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def tile(n: int) -> int:

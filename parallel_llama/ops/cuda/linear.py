@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_llama.ops.cuda.launch import launch, tile
+from parallel_llama.ops.cuda.launch import await_inputs, launch, tile
 from parallel_llama.ops.dispatch import Dispatch
 
 MAX_ROWS = 16
@@ -167,6 +167,7 @@ def _product(
     x, weight, y, bias, n, n_inputs, n_outputs, x_stride, weight_stride, part,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     number = tl.program_id(1)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -204,6 +205,7 @@ def dots(
 
 @triton.jit(do_not_specialize=["n"])
 def _sum(sums, bias, y, n, n_outputs, y_stride, N_PARTS: tl.constexpr, SIZE: tl.constexpr):
+    await_inputs()
     row = tl.program_id(1)
     outputs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     is_output = outputs < n_outputs
@@ -224,6 +226,7 @@ def _routed(
     STORED: tl.constexpr, ALIGNMENT: tl.constexpr, WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     weight, first, last = _rows_of(starts, tl.program_id(0), n, n_weights, WEIGHTS, ROWS)
     if first >= last:
         return

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.ops.cuda.e4m3 import from_e4m3, from_e4m3_or_nan
-from parallel_llama.ops.cuda.launch import launch, tile
+from parallel_llama.ops.cuda.launch import await_inputs, launch, tile
 from parallel_llama.ops.cuda.linear import MAX_ROWS, add_parts, parts_of
 from parallel_llama.ops.quant import LEAST_INPUT, PanelShape, planes_of
 
@@ -149,6 +149,7 @@ def _constants(form: QuantFormat) -> dict[str, int | bool]:
 def _round(
     x, integers, scales, sums, stride, n_groups, N_PARTS: tl.constexpr, GROUPS: tl.constexpr
 ):
+    await_inputs()
     row = tl.program_id(1).to(tl.int64)
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     is_group = groups < n_groups
@@ -179,6 +180,7 @@ def _product(
     HAS_MIN: tl.constexpr, SCALE_FACTORS: tl.constexpr, MIN_FACTORS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     # Neighbours read the same outputs for other rows.
     outputs = tl.program_id(0) // n_row_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
     first_row = (tl.program_id(0) % n_row_blocks).to(tl.int64) * ROWS
@@ -227,7 +229,8 @@ def _product(
                 term = dot.to(tl.float32) * own_scale
                 if HAS_MIN:
                     term += x_sum[:, None] * own_least
-                added = added + (totals[row] + term * x_scale[:, None],)  # noqa: RUF005
+                total = totals[row] + term * x_scale[:, None]
+                added = added + (total,)  # type: ignore[assignment]  # noqa: RUF005
             totals = added
     for row in tl.static_range(ROWS):
         own_y = y + (first_row + row) * y_stride + outputs
@@ -237,10 +240,11 @@ def _product(
 
 @triton.jit
 def _zeros(DTYPE: tl.constexpr, LANES: tl.constexpr, OUTPUTS: tl.constexpr, N: tl.constexpr):
-    """N tensors of zeros."""
+    """N tensors of zeros. (Triton extends tuples by +, not by stars.)"""
     found = ()
     for _ in tl.static_range(N):
-        found = found + (tl.zeros((LANES, OUTPUTS), DTYPE),)  # noqa: RUF005, no stars in Triton
+        zeros = tl.zeros((LANES, OUTPUTS), DTYPE)
+        found = found + (zeros,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -273,7 +277,7 @@ def _add_plane(
                     is_own = groups < tl.where(first_row + row < n, n_groups, 0)
                     x = tl.load(of_row, is_own[:, None, None], 0)
                     dot += tl.sum(_dot4(*tl.broadcast(bits, x)), 2) << FIRST
-                added = added + (dot,)  # noqa: RUF005
+                added = added + (dot,)  # type: ignore[assignment]  # noqa: RUF005
             dots = added
     return dots
 
@@ -302,6 +306,7 @@ def _dequantise(
     HAS_MIN: tl.constexpr, SCALE_FACTORS: tl.constexpr, MIN_FACTORS: tl.constexpr,
     IS_FLOAT: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     groups = (tl.program_id(0) * GROUPS + tl.arange(0, GROUPS))[None, :, None]
     outputs = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS))[:, None, None].to(tl.int64)
     inputs = tl.arange(0, _GROUP)[None, None, :]
@@ -343,6 +348,7 @@ def _fp8_product(
     n, n_outputs, n_groups, x_stride, y_stride, n_bytes, floats_at, part_groups,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(2)

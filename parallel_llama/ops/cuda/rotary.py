@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel_llama.dtypes import KV_SCALE_BYTES
 from parallel_llama.ops import kv_rows
 from parallel_llama.ops.cuda.e4m3 import to_e4m3
-from parallel_llama.ops.cuda.launch import launch, tile
+from parallel_llama.ops.cuda.launch import await_inputs, launch, tile
 
 
 def can_store(head_dim: int, cache_dtype: torch.dtype) -> bool:
@@ -54,6 +54,7 @@ def _rotate_and_store(
     n_queries, n_kv_heads, head_dim, token_stride, head_stride, turn_stride, kv_stride, slot_stride,
     ROTATES: tl.constexpr, LARGEST: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pairs = tl.arange(0, SIZE)
     numbers = pairs[:, None] * 2 + tl.arange(0, 2)[None, :]  # [pairs, 2]

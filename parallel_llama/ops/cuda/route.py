@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_llama.ops.cuda.launch import launch, tile, warps
+from parallel_llama.ops.cuda.launch import await_inputs, launch, tile, warps
 from parallel_llama.ops.cuda.sort_key import sort_key
 from parallel_llama.ops.dispatch import Dispatch
 
@@ -57,6 +57,7 @@ def _route(
     N_ACTIVE: tl.constexpr, NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, EXPERTS: tl.constexpr,
     PLACES: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     numbers, places = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
     own = tl.load(scores + row * stride + numbers, numbers < n_experts, -float("inf"))
@@ -88,6 +89,7 @@ def _routes(
 
     The start of an expert is the index of an imaginary pair before all its pairs.
     """
+    await_inputs()
     items = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_pair, expert = items < n, items - n
     own = _keys(experts, items, n, first_expert, n_experts)

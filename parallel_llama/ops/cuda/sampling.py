@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_llama.ops.cuda.launch import launch, tile
+from parallel_llama.ops.cuda.launch import await_inputs, launch, tile
 from parallel_llama.ops.cuda.sort_key import number_of, score_of, sort_key
 from parallel_llama.ops.filters import TOP_P_SLACK, Filters
 from parallel_llama.ops.gumbel import GAMMA, MULTIPLIERS, TILE, SamplingKeys
@@ -103,6 +103,7 @@ def _of_parts(
     x, keys, temperatures, scores, tokens, stride, first, m,
     TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tiles = first // TILE + part * TILES + tl.arange(0, TILES)
     ids = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -120,6 +121,7 @@ def _of_parts(
 
 @triton.jit
 def _of_rows(scores, tokens, pairs, n_parts, SIZE: tl.constexpr):
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, SIZE)
     own = tl.load(scores + row * n_parts + parts, parts < n_parts, -float("inf"))
@@ -167,6 +169,7 @@ def _words(key, places):
 def _top_k_of_parts(
     x, temperatures, keys, masses, bests, stride, first, m, SIZE: tl.constexpr, K: tl.constexpr
 ):
+    await_inputs()
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = part * SIZE + tl.arange(0, SIZE)
     is_there = at < m
@@ -181,6 +184,7 @@ def _top_k_of_parts(
 
 @triton.jit
 def _merge(lists, merged, n_lists, SIZE: tl.constexpr, K: tl.constexpr):
+    await_inputs()
     number, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = number * SIZE + tl.arange(0, SIZE)
     own = tl.load(lists + row * n_lists * K + at, at < n_lists * K, _NOTHING)
@@ -205,6 +209,7 @@ def _put_largest(keys, target, K: tl.constexpr):
 def _candidates(
     keys, masses, bests, temperatures, found, n_parts, PARTS: tl.constexpr, K: tl.constexpr
 ):
+    await_inputs()
     row, places, parts = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, PARTS)
     found += row * (1 + 2 * K)
     own, others = tl.load(keys + row * K + places)[:, None], tl.load(keys + row * K + places)[None]
@@ -229,6 +234,7 @@ def _draw_filtered(
     of_ranks, keys, temperatures, top_ks, top_ps, min_ps, tokens, n, tp_size, vocab_size,
     SIZE: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     temperature, top_p = tl.load(temperatures + row), tl.load(top_ps + row)
     top_k, min_p = tl.load(top_ks + row), tl.load(min_ps + row)

@@ -1,6 +1,8 @@
-"""Kernels compile for every architecture without register spills."""
+"""Kernels compile for every architecture without register spills, and wait for their inputs."""
 
+import ast
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +11,11 @@ from triton_compile import TARGETS, compiled
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
+from parallel_llama.ops import cuda
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.gumbel import SamplingKeys
 from parallel_llama.ops.quant import PanelShape
-
-pytestmark = pytest.mark.slow
 
 HALF = torch.bfloat16
 
@@ -102,6 +103,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.slow
 def test_nothing_is_spilled_nor_compiled_for_a_number_of_rows():
     kernels = compiled(__file__, "launches")
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
@@ -110,3 +112,15 @@ def test_nothing_is_spilled_nor_compiled_for_a_number_of_rows():
     # The first of each kernel is compiled for every architecture.
     more = len(TARGETS) - 1
     assert Counter(each.kernel for each in kernels) == {k: n + more for k, n in COUNTS.items()}
+
+
+def test_every_kernel_first_waits_for_the_kernel_before_it():
+    """A launch does not wait from sm_90 on: a kernel that forgets to would read old values."""
+    for file in Path(cuda.__file__).parent.glob("*.py"):
+        tree = ast.parse(file.read_text())
+        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "launch":
+                kernel = functions[ast.unparse(call.args[0])]
+                body = kernel.body[1:] if ast.get_docstring(kernel) else kernel.body
+                assert ast.unparse(body[0]) == "await_inputs()", f"{file.name}: {kernel.name}"
