@@ -20,7 +20,7 @@ from launch.bench import gpu
 from launch.bench.gpu import ROOT, STEPS, Step, main
 from launch.bench.gpu_report import Report, StepReport, charts, markdown, read, written
 from launch.bench.gpu_state import GPUState, parsed
-from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, Wrong, attempt, shapes
+from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, Wrong, attempt, clock, shapes
 from launch.bench.gpu_steps import __main__ as gpu_step
 from launch.bench.gpu_steps.models import Recorded, Texts, decode_logits, record, shape, torchs
 from parallel_llama.errors import UsageError
@@ -406,6 +406,38 @@ def test_the_rest_of_a_shape_is_what_the_first_measurements_leave():
     first, rest = (set(shapes._sizes(which, setting)) for which in ("first", "rest"))
     assert not first & rest and {batch for batch, _ in first} == {1, 16, 64}
     assert first | rest == set(product((1, 16, 64, 256), (512, 2048, 4096)))
+
+
+def test_a_replay_is_timed_behind_another_one_and_a_step_alone(monkeypatch):
+    """A replay on an idle device would include the time of its launch."""
+    events: list[str] = []
+    seconds = iter([0.5, 3.0, 1.0] * 2)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            events.append("event")
+
+        def synchronize(self) -> None:
+            events.append("wait")
+
+        def elapsed_time(self, _: object) -> float:
+            return next(seconds) * 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(clock, "_REPEAT_S", 0.0)
+    setting = Setting(torch.device("cuda", 0), is_rehearsal=False)
+    found = clock.queued_seconds(lambda: events.append("call"), setting)
+    assert events == ["call", "wait", *["call", "event", "call", "event", "wait"] * 3]
+    assert found == clock.Seconds(1.0, 0.5, 3.0)
+    row = clock.measured(Row("a"), found, lambda s: 6 / s, "GB/s")
+    assert row == Row("a", 6.0, "GB/s", 2.0, 12.0)
+    events.clear()
+    clock.eager_seconds(lambda: events.append("call"), setting)
+    assert events == ["call", "wait", *["event", "call", "event", "wait"] * 3]
 
 
 def test_a_shape_without_recorded_steps_says_so():
