@@ -22,7 +22,15 @@ from launch.bench.gpu_report import Report, StepReport, charts, markdown, read, 
 from launch.bench.gpu_state import GPUState, parsed
 from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, Wrong, attempt, clock, shapes
 from launch.bench.gpu_steps import __main__ as gpu_step
-from launch.bench.gpu_steps.models import Recorded, Texts, decode_logits, record, shape, torchs
+from launch.bench.gpu_steps.models import (
+    Recorded,
+    Texts,
+    decode_logits,
+    difference,
+    record,
+    shape,
+    torchs,
+)
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 
@@ -290,6 +298,18 @@ def test_a_family_with_wrong_or_unrecorded_steps_is_wrong(monkeypatch):
     monkeypatch.setattr(families, "ours", lambda _: torchs(without))
     (row,) = families.rows(setting)
     assert "of the largest" in row.wrong
+
+
+def test_rows_that_differ_are_counted():
+    expected = torch.zeros(3, 2, 4)
+    expected[0, 0, 0] = -2.0
+    found = expected.clone()
+    assert difference(found, expected) == ""
+    found[1, 1, 3], found[2, 0, 0] = 0.5, 0.25
+    says = "2 of 6 rows differ, first step 1 of text 1, by at most 0.25"
+    assert difference(found, expected) == says
+    found[2, 0, 1] = torch.nan
+    assert "nan" in difference(found, expected)
 
 
 def test_the_first_token_that_differs_is_named():

@@ -14,6 +14,7 @@ from launch.bench.gpu_steps import Row, Rows, Setting, attempt
 from launch.bench.gpu_steps.models import (
     Texts,
     decode_logits,
+    difference,
     load,
     named_args,
     ours,
@@ -119,8 +120,8 @@ def _compared(name: str, sample: Sample, setting: Setting) -> Rows:
         # Decode steps with quantised experts wait for the device.
         is_expected = why_unrecorded(args, 1, "cuda") or (args.n_experts and sample.quant != "none")
         yield replace(row, note=why) if is_expected else Row(name, wrong=why)
-    elif not torch.equal(decode(runner), launched):
-        yield Row(name, wrong="logits of replayed steps differ from those of launched steps")
+    elif differs := difference(decode(runner), launched):
+        yield Row(name, wrong=f"logits are not those of launched steps: {differs}")
     else:
         yield row
 
