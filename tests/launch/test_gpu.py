@@ -386,6 +386,28 @@ def test_a_report_of_another_version_is_refused(tmp_path, monkeypatch, capsys):
     assert "not a report of this version" in capsys.readouterr().err
 
 
+def test_a_run_that_is_killed_keeps_the_rows_of_its_last_step(tmp_path, monkeypatch):
+    def run(step: Step, *_: object) -> Iterator[Row]:
+        yield Row(f"first of {step.module}", 1.0)
+        if step.module == "a":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "_WRITE_S", 0.0)
+    monkeypatch.setattr(gpu, "_missing", lambda _: "")
+    monkeypatch.setattr(gpu, "gpu_state", lambda: None)
+    monkeypatch.setattr(gpu, "STEPS", [Step(name, name, 60) for name in ("gpu", "a", "b")])
+    monkeypatch.setattr(gpu, "_run", run)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--out", str(tmp_path)])
+    found = report(tmp_path)
+    assert [row.name for step in found.values() for row in step.rows] == [
+        "first of gpu",
+        "first of a",
+    ]
+    assert found["gpu"].is_whole and not found["a"].is_whole
+    assert "* b\n" in (tmp_path / "report.md").read_text()
+
+
 def test_the_first_minutes_end_in_time_and_name_what_was_not_run(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
