@@ -116,10 +116,12 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> RequestHandle:
         """Submit one prompt, which is checked before this returns.
 
         Args:
+            adapter: the name of an adapter; None for the model without one.
             timeout_s: seconds until the request times out and its completions end as they are.
 
         Raises: UsageError for a prompt or parameters that cannot run; RuntimeError after the engine
@@ -128,8 +130,9 @@ class AsyncLLM:
         self._require_open()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         line, self._n_submitted = self._n_submitted, self._n_submitted + 1
+        make = self._llm.input_processor.request
         request = await asyncio.get_running_loop().run_in_executor(
-            self._input_thread, self._llm.input_processor.request, line, prompt, params
+            self._input_thread, make, line, prompt, params, None, adapter
         )
         self._llm.engine.check(request)
         self._require_open()  # no await until `put`: `close` cannot run between
@@ -138,16 +141,21 @@ class AsyncLLM:
         return answer
 
     async def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Complete several prompts. Returns: the completions by prompt, then by choice.
 
+        `adapter` is the name of an adapter for all prompts; None for the model without one.
         The `index` of a completion is the index of its prompt in `prompts`.
         """
         answers: list[RequestHandle] = []
         try:
             for prompt in prompts:
-                answers.append(await self.submit(prompt, params))
+                answers.append(await self.submit(prompt, params, adapter=adapter))
             return [
                 replace(completion, index=index)
                 for index, answer in enumerate(answers)

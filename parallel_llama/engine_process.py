@@ -101,6 +101,8 @@ class EngineProcess:
             message = wire.to_engine.decode(body)
             if isinstance(message, wire.Cancel):
                 self._cancel(message.key)
+            elif isinstance(message, wire.ChangeAdapter):
+                self._change_adapter(message)
             elif self._needs_compiling(message.request):
                 self._compiling.add(message.key)
                 self._grammar_thread.submit(self._compile, message)
@@ -154,6 +156,14 @@ class EngineProcess:
             self._loop.submit(message.key, message.request)
         except UsageError as error:
             self._frames.send(wire.EngineRefused(message.key, str(error)))
+
+    def _change_adapter(self, message: wire.ChangeAdapter) -> None:
+        refused = None
+        try:
+            self._ranks.change_adapter(message.name, message.folder)
+        except UsageError as error:
+            refused = str(error)
+        self._frames.send(wire.AdapterChanged(message.key, refused))
 
     def _cancel(self, key: int) -> None:
         if key in self._compiling:

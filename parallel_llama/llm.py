@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.input_processor import InputProcessor, Prompt, Prompts, as_prompts
-from parallel_llama.engine.llm_config import LLMConfig, Settings
+from parallel_llama.engine.llm_config import LLMConfig, Settings, adapter_folders
 from parallel_llama.engine.loop import EngineLoop
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.outputs import StepOutput
@@ -33,6 +33,7 @@ from parallel_llama.request import Completion, Request, SamplingParams, with_out
 from parallel_llama.tokenizer import Tokenizer
 
 _Params = SamplingParams | Sequence[SamplingParams] | None
+_Adapter = str | Sequence[str | None] | None
 
 
 @dataclass
@@ -85,7 +86,7 @@ class LLM:
         settings: the other fields of `LLMConfig`, by name: tp_size, memory, dtype, quant, device,
             max_seq_len, seed, random_weights, slice_of, verify, download, kv_cache_bytes,
             kv_cache_dtype, kv_split, exact, attention_sinks, block_size, max_drafts,
-            integrity_check, timeout_s, start_timeout_s, log_dir, elastic, spares.
+            integrity_check, timeout_s, start_timeout_s, log_dir, elastic, spares, adapters.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used
     (before any weight is read); DamagedWeights for damage that only reading the weights shows;
@@ -138,7 +139,12 @@ class LLM:
         return self.engine.comm.size
 
     def generate(
-        self, prompts: Prompts, params: _Params = None, *, sampling_params: _Params = None
+        self,
+        prompts: Prompts,
+        params: _Params = None,
+        *,
+        sampling_params: _Params = None,
+        adapter: _Adapter = None,
     ) -> list[Completion]:
         """Complete a prompt or a list of prompts, in one ragged batch.
 
@@ -147,6 +153,8 @@ class LLM:
                 or vLLM's {"prompt": ..} or {"prompt_token_ids": ..}; a list may mix them.
             params: sampling parameters for all prompts, or one for each. By default the model's.
             sampling_params: vLLM's name for `params`.
+            adapter: the name of an adapter for all prompts, or one for each; None for the model
+                without an adapter.
 
         Returns: completions by prompt, then by choice. With one choice per prompt the list reads as
             vLLM's: `.prompt`, `.outputs[0].text`.
@@ -154,7 +162,8 @@ class LLM:
         NumericalError if the model produces NaN or Inf.
         """
         given = as_prompts(prompts)
-        requests = self.input_processor.requests(given, _either(params, sampling_params))
+        params = _either(params, sampling_params)
+        requests = self.input_processor.requests(given, params, adapter)
         choices: list[list[Completion]] = [[] for _ in requests]
         for output in self.run(requests):
             if output.completion is not None:
@@ -174,6 +183,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] = (),
         documents: Sequence[Mapping[str, Any]] = (),
         template_vars: Mapping[str, Any] | None = None,
+        adapter: _Adapter = None,
     ) -> list[Completion]:
         """Answer a conversation, or a list of conversations, through the model's chat template.
 
@@ -182,11 +192,12 @@ class LLM:
             tools: JSON schemas of tools, for the template.
             documents: documents, for the template.
             template_vars: further variables of the template, by name.
+            adapter: as in `generate`.
 
         Returns, Raises: as `generate`.
         """
         chats = self.input_processor.chats(messages, tools, documents, template_vars or {})
-        return self.generate(chats, params, sampling_params=sampling_params)
+        return self.generate(chats, params, sampling_params=sampling_params, adapter=adapter)
 
     def stream(
         self,
@@ -194,12 +205,14 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         sampling_params: SamplingParams | None = None,
+        adapter: str | None = None,
     ) -> Iterator[str]:
-        """Complete one prompt and yield its text piece by piece.
+        """Complete one prompt, with the adapter if one is named, and yield its text in pieces.
 
         Raises: UsageError for more than one choice, whose texts would mix.
         """
-        requests = self.input_processor.requests([prompt], _either(params, sampling_params))
+        own = _either(params, sampling_params)
+        requests = self.input_processor.requests([prompt], own, adapter)
         if requests[0].params.n > 1:
             raise UsageError(f"n={requests[0].params.n}: a stream has one choice; use generate")
         for output in self.run(requests):
@@ -302,6 +315,27 @@ class LLM:
             on_tokens(window.stop - n_done)
             n_done = window.stop
         return logprobs
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter on all ranks, between two steps; requests may then name it.
+
+        Raises: UsageError for an adapter that is not supported, or that not all ranks can read; no
+        rank has it then. Also for a name that is in use, and with `elastic`.
+        """
+        self._require_open()
+        (own,) = adapter_folders({name: folder}).values()
+        with self._whole_step():
+            self.ranks.change_adapter(name, own)
+
+    def unload_adapter(self, name: str) -> None:
+        """Free the memory of an adapter.
+
+        Raises: UsageError if it is not loaded, or an unfinished request uses it; and with
+        `elastic`.
+        """
+        self._require_open()
+        with self._whole_step():
+            self.ranks.change_adapter(name, None)
 
     def machine(self) -> Machine:
         """The memory bandwidth of all ranks, and their peak memory."""

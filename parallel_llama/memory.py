@@ -12,6 +12,7 @@ from fractions import Fraction
 from operator import mul
 from typing import Literal
 
+from parallel_llama.config.adapter import Adapter, served_pairs
 from parallel_llama.dtypes import ITEM_BYTES, KVFormat, MatrixFormat, Precision
 from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.families.weights import (
@@ -80,6 +81,17 @@ def _kinds_of_layers(args: ModelArgs, precision: Precision) -> dict[int, int]:
 def weight_bytes(shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
     """Bytes of the weights that a rank holds; `values` comes from `values_by_form`."""
     return sum(form.n_bytes(_n_values(shard, per_unit)) for form, per_unit in values.items())
+
+
+def adapter_bytes(adapter: Adapter, shard: Shard, precision: Precision) -> int:
+    """Bytes of the A and B that a rank holds of an adapter that is served."""
+    n_values = 0
+    for param, name in served_pairs(adapter):
+        cut = shard.cut(param)
+        held = list(param.shape)
+        held[cut.dim] = len(shard.rows_of(cut))
+        n_values += adapter.pairs[name].rank * sum(held)
+    return n_values * ITEM_BYTES[precision.computed]
 
 
 def bytes_passed_over(

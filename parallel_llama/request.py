@@ -293,7 +293,8 @@ class SamplingParams(_ShortRepr):
 class Request:
     """A tokenised prompt and its resolved parameters, the same on all ranks.
 
-    `bad_ids` are the token ids of each spelling of the bad words.
+    `bad_ids` are the token ids of each spelling of the bad words; `adapter` is the name of a LoRA
+    adapter, None for the model without one.
     """
 
     index: int
@@ -302,6 +303,7 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     bad_ids: tuple[tuple[int, ...], ...] = ()
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if self.index < 0:

@@ -13,18 +13,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from parallel_llama.checkpoint.adapter_tensors import (
+    stored_inputs,
+    stored_outputs,
+    stored_values,
+)
 from parallel_llama.checkpoint.byte_ranges import ByteRanges
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.reading import finite
 from parallel_llama.config.adapter import Adapter, LoraPair
-from parallel_llama.dtypes import STORED, QuantFormat
+from parallel_llama.dtypes import QuantFormat
 from parallel_llama.families import family_of, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import RotaryOrder
-from parallel_llama.families.stored_slices import StoredSlice, whole
+from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.families.weights import Param
-from parallel_llama.files.safetensors_header import FileTensor
-from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix
 
 
@@ -74,7 +77,7 @@ class MergedCheckpoint(Checkpoint):
         if trained is None:
             value = self.base.read(self._in_base(param), rows, self._stored_order)
         else:
-            value = self._values(trained, param.shape, param.dim, stored_slice, rows)
+            value = stored_values(self._file, trained, param, stored_slice, rows)
         pair = self._adapter.pairs.get(stored_slice.name)
         return value if pair is None else self._sum(value, param, pair, stored_slice, rows)
 
@@ -86,12 +89,9 @@ class MergedCheckpoint(Checkpoint):
         Raises: DamagedWeights if a sum is NaN or Inf.
         """
         n_outputs, n_inputs = param.shape
-        rank = pair.a.shape[0]
         outputs, columns = (rows, range(n_inputs)) if param.dim == 0 else (range(n_outputs), rows)
-        of_b = replace(stored_slice, shape=pair.b.shape)
-        of_a = whole(pair.a.name, pair.a.shape)
-        b = self._values(pair.b, (n_outputs, rank), 0, of_b, outputs)
-        a = self._values(pair.a, pair.a.shape, 1, of_a, columns)
+        b = stored_outputs(self._file, pair, param, stored_slice, outputs)
+        a = stored_inputs(self._file, pair, columns)
         dtype = torch.float32
         for other in (value.dtype, a.dtype, b.dtype, self._dtypes[param.name]):
             dtype = torch.promote_types(dtype, other)
@@ -99,23 +99,6 @@ class MergedCheckpoint(Checkpoint):
         merged *= pair.scaling
         merged += value
         return finite(param, merged, dtype)
-
-    def _values(
-        self,
-        tensor: FileTensor,
-        shape: tuple[int, ...],
-        dim: int,
-        stored_slice: StoredSlice,
-        rows: range,
-    ) -> Tensor:
-        """A slice along `dim` of one weight in a tensor of the adapter.
-
-        Raises: DamagedWeights if a value is NaN or Inf.
-        """
-        param, dtype = Param(tensor.name, shape, dim=dim), torch_dtype(STORED[tensor.dtype])
-        return finite(
-            param, self._file.values(tensor.offset, dtype, param, stored_slice, rows), dtype
-        )
 
     def _in_base(self, param: Param) -> Param:
         """The base's weight: its embeddings for an output that only the merged model has."""

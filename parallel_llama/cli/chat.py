@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import Flag, Flags, Job, Verb
-from parallel_llama.cli.model import ATTENTION_SINKS, LOADING, MODEL, RANKS, SEED, check_model
+from parallel_llama.cli.model import (
+    ADAPTER,
+    ATTENTION_SINKS,
+    LOADING,
+    MODEL,
+    RANKS,
+    SEED,
+    check_model,
+    only_adapter,
+)
 from parallel_llama.cli.parsers import plain_text, token_count
 from parallel_llama.cli.prompts import TEMPLATE_VAR
 from parallel_llama.cli.sampling_flags import FLAGS, SAMPLING, given_sampling, warn_of_idle_filters
@@ -51,6 +60,7 @@ LEAST_ANSWER = 256
 def prepare(flags: Flags) -> Job:
     """Checks sampling parameters, model and plan, and returns the job."""
     model, sampling = flags[MODEL], given_sampling(flags)
+    adapter = only_adapter(flags)
     inputs, n_ranks = check_model(flags)
 
     def run() -> int:
@@ -62,7 +72,8 @@ def prepare(flags: Flags) -> Job:
 
         def work(llm: "LLM") -> int:
             warn_of_idle_filters(sampling, [params])
-            return Conversation(llm, params, flags[SYSTEM], dict(flags[TEMPLATE_VAR])).run(model)
+            variables = dict(flags[TEMPLATE_VAR])
+            return Conversation(llm, params, flags[SYSTEM], variables, adapter).run(model)
 
         return lead(flags, inputs, work)
 
@@ -73,12 +84,18 @@ class Conversation:
     """The turns so far, and the loop that reads lines and answers them."""
 
     def __init__(
-        self, llm: "LLM", params: SamplingParams, system: str | None, variables: Mapping[str, Any]
+        self,
+        llm: "LLM",
+        params: SamplingParams,
+        system: str | None,
+        variables: Mapping[str, Any],
+        adapter: str | None = None,
     ) -> None:
         # Slow to import, and needed only by this command.
         from rich.console import Console
 
         self.llm, self.params, self.system, self.variables = llm, params, system, variables
+        self.adapter = adapter
         self.console = Console(highlight=False, markup=False, emoji=False)
         self.remarks = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.turns: list[Message] = []
@@ -245,7 +262,8 @@ class Conversation:
         inputs = self.llm.input_processor
         request: Request = inputs.request(0, prompt, replace(self.params, max_tokens=None))
         most = min(self._max_tokens, request.max_tokens)
-        return replace(request, params=replace(request.params, max_tokens=most))
+        params = replace(request.params, max_tokens=most)
+        return replace(request, params=params, adapter=self.adapter)
 
     def _first(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -300,7 +318,10 @@ VERB = Verb(
     "chat",
     "Starts a conversation in the terminal.",
     "[MODEL] [flags]",
-    (MODEL, SYSTEM, MAX_TOKENS, *SAMPLING, SEED, TEMPLATE_VAR, *RANKS, ATTENTION_SINKS, *LOADING),
+    (
+        *(MODEL, ADAPTER, SYSTEM, MAX_TOKENS, *SAMPLING, SEED, TEMPLATE_VAR),
+        *(*RANKS, ATTENTION_SINKS, *LOADING),
+    ),
     "parallel-llama chat --nproc 2",
     prepare,
     placed=MODEL,

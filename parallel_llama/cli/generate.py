@@ -14,6 +14,7 @@ from parallel_llama.cli.results import ResultFile, check_path, earlier_seed, run
 from parallel_llama.cli.sampling_flags import FLAGS, given_sampling, warn_of_idle_filters
 from parallel_llama.cli.session import Meter, closing_line, lead, leads
 from parallel_llama.cli.terminal import BOLD, DIM, Activity, StatusLine, ctrl_c, painted, table
+from parallel_llama.config.adapter import adapter_digest, load_served_adapters
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError, escaped, quoted
 from parallel_llama.parallel.rank_env import world
@@ -43,6 +44,7 @@ def prepare(flags: Flags) -> Job:
     if resume and output is None:
         raise UsageError("--resume continues the file of --output; add --output FILE")
     path = None if output is None else check_path(output, flags[prompts.PROMPTS])
+    adapter = model.only_adapter(flags)
     inputs, n_ranks = model.check_model(flags)
     ranks: dict[str, int] = {}
     warn_of_host(flags, flags[model.MODEL], inputs.files, inputs.args, n_ranks)
@@ -55,7 +57,7 @@ def prepare(flags: Flags) -> Job:
             lines = prompts.gather(flags)
             run_seed = earlier_seed(path) if resume and path and flags[model.SEED] is None else None
             run_seed = inputs.run_seed() if run_seed is None else run_seed
-            requests = _requests(lines, inputs, given, run_seed)
+            requests = _requests(lines, inputs, given, run_seed, adapter)
             file = None
             if path is not None:
                 identity = run_of(
@@ -65,6 +67,7 @@ def prepare(flags: Flags) -> Job:
                     dtype=flags[model.DTYPE],
                     quant=flags[model.QUANT],
                     random_weights=flags[model.RANDOM_WEIGHTS],
+                    adapter=_adapter_digest(flags, inputs),
                 )
                 file = ResultFile(path, requests, identity, resume)
                 requests = file.missing(requests)
@@ -168,7 +171,11 @@ def write_text(text: str) -> None:
 
 
 def _requests(
-    lines: Sequence[prompts.Line], inputs: InputProcessor, given: Mapping[str, Any], run_seed: int
+    lines: Sequence[prompts.Line],
+    inputs: InputProcessor,
+    given: Mapping[str, Any],
+    run_seed: int,
+    adapter: str | None,
 ) -> list[Request]:
     """A request per line, with the sampling parameters of the line, else the flags, else the model.
 
@@ -179,10 +186,16 @@ def _requests(
     for index, line in enumerate(lines):
         try:
             own = inputs.sampling_params(**{**given, **line.settings}) if line.settings else shared
-            requests.append(inputs.request(index, line.prompt, own, run_seed))
+            requests.append(inputs.request(index, line.prompt, own, run_seed, adapter))
         except UsageError as error:
             raise UsageError(f"{line.where}: {error}") from error
     return requests
+
+
+def _adapter_digest(flags: Flags, inputs: InputProcessor) -> str | None:
+    """A digest of the adapter's files; None without one."""
+    adapters = load_served_adapters(model.adapters_of(flags), inputs.args)
+    return next(map(adapter_digest, adapters.values()), None)
 
 
 def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
@@ -250,7 +263,7 @@ VERB = Verb(
     "Completes prompts.",
     "--prompt TEXT | --prompts FILE.jsonl [flags]",
     (
-        *(*prompts.PROMPT_FLAGS, model.MODEL, *FLAGS, JSON, OUTPUT, RESUME),
+        *(*prompts.PROMPT_FLAGS, model.MODEL, model.ADAPTER, *FLAGS, JSON, OUTPUT, RESUME),
         *(*model.RANKS, model.ELASTIC, model.SPARES, *model.CACHE, *model.LOADING),
     ),
     "parallel-llama generate --chat --prompt 'What is the capital of France?' --nproc 2",

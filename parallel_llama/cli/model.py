@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import Flag, Flags, warn
 from parallel_llama.cli.parsers import (
+    adapter_folder,
     byte_size,
     device_name,
     dtype_name,
@@ -18,6 +19,7 @@ from parallel_llama.cli.parsers import (
     token_count,
     whole,
 )
+from parallel_llama.config.adapter import load_served_adapters
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.engine.llm_config import LLMConfig, require_elastic, require_spares
 from parallel_llama.engine.model_download import require_downloaded
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
 MODEL: Flag[str] = Flag(
     "model", "an HF folder, a Meta folder, a .gguf file, or the name of a model",
     filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
+)  # fmt: skip
+ADAPTER: Flag[list[tuple[str, str]]] = Flag(
+    "adapter", "folder of a LoRA adapter, as PEFT saves it, and the name that requests use for it",
+    adapter_folder, "NAME=FOLDER", default_text="none", repeatable=True, subject="model",
 )  # fmt: skip
 DOWNLOAD: Flag[bool] = Flag(
     "download", "download the missing files of a model on the Hugging Face hub (org/name, "
@@ -255,6 +261,7 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     memory = flags[MEMORY]
     n_ranks = rank_count(flags[NPROC], memory)
     require_spares(flags[SPARES], n_ranks)
+    load_served_adapters(adapters_of(flags), args)
     make_plan(args, n_ranks, memory, kv_split=flags[KV_SPLIT], exact=bool(flags[EXACT]))
     inputs = InputProcessor(
         files,
@@ -266,10 +273,35 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     return inputs, n_ranks
 
 
+def adapters_of(flags: Flags) -> dict[str, str]:
+    """The folders of --adapter by name. Raises: UsageError for a name that is given twice."""
+    folders: dict[str, str] = {}
+    for name, folder in flags[ADAPTER]:
+        if name in folders:
+            raise UsageError(f"--adapter {name}={folder}: the name is given twice; use two names")
+        folders[name] = folder
+    return folders
+
+
+def only_adapter(flags: Flags) -> str | None:
+    """The name of the adapter that all prompts of a command use; None without one.
+
+    Raises: UsageError for several adapters.
+    """
+    names = list(adapters_of(flags))
+    if len(names) > 1:
+        raise UsageError(
+            f"--adapter is given {len(names)} times: {flags.verb} uses one for all prompts; give "
+            "one, or use serve"
+        )
+    return names[0] if names else None
+
+
 def llm_config(flags: Flags, **settings: Any) -> LLMConfig:
     """The LLM that the flags describe; `settings` are fields without a flag."""
     own = {flag.name.replace("-", "_"): flags[flag] for flag in _SETTINGS}
     settings |= {"timeout_s": flags[TIMEOUT], "start_timeout_s": flags[START_TIMEOUT]}
+    settings |= {"adapters": adapters_of(flags)}
     return LLMConfig(**own, **settings)
 
 

@@ -357,6 +357,18 @@ def input_file_or_stdin(text: str) -> str:
     return text if text == STDIN else input_file(text)
 
 
+def adapter_folder(text: str) -> tuple[str, str]:
+    """The name and the folder of an adapter, as NAME=FOLDER.
+
+    >>> adapter_folder("sql=adapters/sql")
+    ('sql', 'adapters/sql')
+    """
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ValueError("not NAME=FOLDER, such as sql=adapters/sql")
+    return plain_text(name), plain_text(folder)
+
+
 def template_var(text: str) -> tuple[str, Any]:
     """A chat template variable as NAME=VALUE; the value is JSON, or text if it is not valid JSON.
 

@@ -26,7 +26,7 @@ Key = tuple[int, int]  # request index, choice
 
 _WHOLE = ("stop", "length")  # finish reasons of completions that were not interrupted
 _MAX_RUN_BYTES = 64 << 10
-_DIGESTS = ("model", "set of prompts", "sampling or seed")
+_DIGESTS = ("model", "adapter", "set of prompts", "sampling or seed")
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
 
 

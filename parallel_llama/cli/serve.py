@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from parallel_llama.cli.arguments import Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.host_checks import warn_of_host
 from parallel_llama.cli.model import (
+    ADAPTER,
     CACHE,
     ELASTIC,
     LOADING,
@@ -19,6 +20,7 @@ from parallel_llama.cli.model import (
     RANKS,
     SPARES,
     TIMEOUT,
+    adapters_of,
     check_model,
     in_dtype,
     llm_config,
@@ -26,6 +28,8 @@ from parallel_llama.cli.model import (
 from parallel_llama.cli.parsers import filled_text, number, one_of, origin, whole
 from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import DIM, painted
+from parallel_llama.errors import UsageError
+from parallel_llama.files.bounded_files import expanded, is_folder
 from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.serve.log import FORMATS, log_to_stderr
 
@@ -48,6 +52,11 @@ ORIGINS: Flag[list[str]] = Flag(
 MODEL_NAME: Flag[str | None] = Flag(
     "served-model-name", "name of the model for clients",
     filled_text, "NAME", default_text="that of --model",
+)  # fmt: skip
+ADAPTER_ROOT: Flag[str | None] = Flag(
+    "adapter-root", "folder in which clients may load LoRA adapters while the server runs "
+    "(POST /v1/load_lora_adapter)",
+    filled_text, "FOLDER", default_text="none, so that no client can load one", subject="model",
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
     "max-requests", "maximum completions in preparation, waiting or running; a client "
@@ -79,6 +88,8 @@ def prepare(flags: Flags) -> Job:
 
     log_to_stderr(flags[LOG_FORMAT])
     inputs, n_ranks = check_model(flags)
+    _names(flags)
+    _require_adapter_root(flags)
     warn_of_host(flags, flags[MODEL], inputs.files, inputs.args, n_ranks)
     if not leads():
         return Job(lambda: _follow(flags, inputs), n_ranks)
@@ -137,7 +148,7 @@ def _front(
 
     # Texts must be encoded in the calling thread, at its priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    names = _names(flags[MODEL], flags[MODEL_NAME])
+    names, adapters = _names(flags), list(adapters_of(flags))
     engine = EngineClient(
         start,
         inputs.request(0, [0], SamplingParams(max_tokens=1)),
@@ -156,7 +167,9 @@ def _front(
         print(f"{line}, {dtype})", file=sys.stderr, flush=True)
 
     engine.on_loaded = announce
-    access = Access(make_app(Service(names, inputs, engine)), keys, flags[HOST])
+    root = flags[ADAPTER_ROOT]
+    service = Service(names, inputs, engine, adapters, None if root is None else expanded(root))
+    access = Access(make_app(service), keys, flags[HOST])
     app = allowing_origins(access, flags[ORIGINS])
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -206,12 +219,33 @@ def _follow(flags: Flags, inputs: "InputProcessor") -> int:
     return lead(flags, inputs, lambda _: 0)
 
 
-def _names(model: str, given: str | None) -> list[str]:
-    """The model's names for clients: `given`, else the last part of its path, and the path."""
-    if given is not None:
-        return [given]
+def _require_adapter_root(flags: Flags) -> None:
+    """Raises: UsageError if clients cannot load adapters as --adapter-root says."""
+    root = flags[ADAPTER_ROOT]
+    if root is not None and not is_folder(expanded(root)):
+        raise UsageError(f"--{ADAPTER_ROOT.name} {root}: not a folder; give one that exists")
+    if root is not None and flags[ELASTIC]:
+        raise UsageError(
+            f"--{ADAPTER_ROOT.name} and --elastic cannot be combined: a process that replaces a "
+            "rank would not have the adapters; drop one"
+        )
+
+
+def _names(flags: Flags) -> list[str]:
+    """The model's names for clients: the given one, else the last part of its path, and the path.
+
+    Raises: UsageError for an adapter with a name of the model.
+    """
+    model, given = flags[MODEL], flags[MODEL_NAME]
     own = Path(model).name.removesuffix(".gguf") or model
-    return list(dict.fromkeys((own, model)))
+    names = [given] if given is not None else list(dict.fromkeys((own, model)))
+    for name in adapters_of(flags):
+        if name in names:
+            raise UsageError(
+                f"--adapter {name}=..: the model has this name; give the adapter another name, or "
+                f"the model another --{MODEL_NAME.name}"
+            )
+    return names
 
 
 VERB = Verb(
@@ -219,8 +253,8 @@ VERB = Verb(
     "Serves a model over HTTP: an OpenAI-compatible API and a web page.",
     "[MODEL] [--nproc N] [flags]",
     (
-        MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, ORIGINS, MAX_REQUESTS, RESTARTS, DRAIN,
-        LOG_FORMAT, *RANKS, ELASTIC, SPARES, *CACHE, *LOADING,
+        MODEL, MODEL_NAME, ADAPTER, ADAPTER_ROOT, HOST, PORT, API_KEY_FILE, ORIGINS,
+        MAX_REQUESTS, RESTARTS, DRAIN, LOG_FORMAT, *RANKS, ELASTIC, SPARES, *CACHE, *LOADING,
     ),
     "parallel-llama serve --nproc 2",
     prepare,

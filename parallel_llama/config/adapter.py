@@ -6,7 +6,9 @@ fused projection has one pair of A and B for all weights that it holds.
 Source: get_peft_model_state_dict of peft 0.21.
 """
 
-from collections.abc import Mapping
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,12 +18,25 @@ from parallel_llama.errors import CheckpointError, UsageError, listed
 from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import hf_full_name
-from parallel_llama.files.bounded_files import is_file, is_folder
+from parallel_llama.families.weights import Param
+from parallel_llama.files.bounded_files import expanded, is_file, is_folder
 from parallel_llama.files.fields import naming, read_json_object
+from parallel_llama.files.model_files import sampled_digest
 from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
+
+# The largest rank of an adapter that is not merged; vLLM's limit. A larger rank costs a row almost
+# as much as the layer itself.
+MAX_SERVED_RANK = 512
+# Weights whose layers add A and B of an adapter that is not merged.
+_SERVED = re.compile(
+    r"layers\.\d+\.(attention\.w[qkvo]|feed_forward\.(shared_expert\.)?w[123])\.weight"
+)
+_MERGE = "merge the adapter with reshard --merge-adapter, and run the merged model"
+
+_SAMPLES = 64  # of the weights, for a digest
 
 # What peft puts before the names of the base model's modules.
 _PREFIX = "base_model.model."
@@ -42,6 +57,10 @@ class LoraPair:
     a: FileTensor
     b: FileTensor
     scaling: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,63 @@ def load_adapter(folder: Path, args: ModelArgs) -> Adapter:
         if (own := tensors.get(name.removesuffix(".weight") + _BASE)) is not None:
             whole[name] = own
     return Adapter(config, weights, modules.args, pairs, whole)
+
+
+def load_served_adapter(folder: Path, args: ModelArgs) -> Adapter:
+    """As `load_adapter`, for an adapter that is not merged.
+
+    Raises: as `load_adapter`; UsageError for a rank above MAX_SERVED_RANK, and for modules whose
+    layers do not add A and B.
+    """
+    adapter = load_adapter(folder, args)
+    if adapter.whole:
+        raise UsageError(
+            f"{folder}: has whole weights: {listed([*adapter.whole])} (of modules_to_save, or an "
+            f"output); an adapter that is served has only A and B; {_MERGE}"
+        )
+    for name, pair in adapter.pairs.items():
+        if pair.rank > MAX_SERVED_RANK:
+            raise UsageError(
+                f"{folder}: {name} has the rank {pair.rank}, over the limit of {MAX_SERVED_RANK} "
+                f"for an adapter that is served; {_MERGE}"
+            )
+    served = {name for _, name in served_pairs(adapter)}
+    if others := [name for name in adapter.pairs if name not in served]:
+        raise UsageError(
+            f"{folder}: has A and B for {listed(others)}; an adapter that is served may change "
+            "attention, feed-forward layers and shared experts, and no output, router or other "
+            f"expert; {_MERGE}"
+        )
+    return adapter
+
+
+def load_served_adapters(folders: Mapping[str, str], args: ModelArgs) -> dict[str, Adapter]:
+    """The adapters in some folders, by name.
+
+    Raises: as `load_served_adapter`; the message names the adapter.
+    """
+    adapters = {}
+    for name, folder in folders.items():
+        try:
+            adapters[name] = load_served_adapter(expanded(folder), args)
+        except (UsageError, CheckpointError) as error:
+            raise type(error)(f"adapter {name!r}: {error}") from error
+    return adapters
+
+
+def adapter_digest(adapter: Adapter) -> str:
+    """A digest of the settings, and of the size, both ends and samples of the weights."""
+    digests = sampled_digest(adapter.config, 0), sampled_digest(adapter.weights, _SAMPLES)
+    return hashlib.blake2b(repr(digests).encode(), digest_size=32).hexdigest()
+
+
+def served_pairs(adapter: Adapter) -> Iterator[tuple[Param, str]]:
+    """The weights that an adapter changes while it is served, and the names of their pairs."""
+    slices = stored_slices(adapter.args, "hf")
+    for param in parameters(adapter.args):
+        name = slices[param.name].name
+        if name in adapter.pairs and _SERVED.fullmatch(param.name):
+            yield param, name
 
 
 class _Modules:

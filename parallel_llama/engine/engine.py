@@ -36,7 +36,7 @@ from parallel_llama.engine.sampling_rows import draw_each, sampling_keys_of, sam
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepClock, StepTimes
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey
-from parallel_llama.errors import DISAGREE, NumericalError, UsageError
+from parallel_llama.errors import DISAGREE, NumericalError, UsageError, listed
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
 from parallel_llama.request import FinishReason, Request, TokenLogprob
@@ -134,7 +134,13 @@ class Engine:
         )
 
     def check(self, request: Request) -> None:
-        """Raises: UsageError if a request can never fit into the KV cache."""
+        """Raises: UsageError for an unknown adapter, or if it can never fit into the KV cache."""
+        loaded = self.runner.adapters
+        if request.adapter is not None and request.adapter not in loaded:
+            raise UsageError(
+                f"the adapter {request.adapter!r:.200} is not loaded; "
+                f"{f'use {listed(sorted(loaded))}' if loaded else 'load the model with adapters'}"
+            )
         self.scheduler.check_fits(request)
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
@@ -142,7 +148,7 @@ class Engine:
 
         After `timeout_s` the request ends with the tokens so far.
 
-        Raises: UsageError if it can never fit into the KV cache, or its grammar cannot be used.
+        Raises: UsageError as `check`, or if its grammar cannot be used.
         """
         self.check(request)
         ticket = self._n_tickets
@@ -199,6 +205,12 @@ class Engine:
                 self._continue(each, before)
         self._incoming = deque(each for each in self._incoming if self._fits(*each))
 
+    def uses_adapter(self, name: str) -> bool:
+        """Whether an unfinished request has this adapter; for rank 0."""
+        waiting = (request for _, request in self._incoming)
+        begun = (sequences[0].request for sequences in self._unfinished.values())
+        return any(request.adapter == name for request in (*waiting, *begun))
+
     def cancel(self, ticket: int, reason: FinishReason = "cancelled") -> None:
         """End a request at the next step; does nothing if the request has ended."""
         self._outgoing.append((ticket, reason))
@@ -208,6 +220,7 @@ class Engine:
 
         Collective: the other ranks call `step`.
         """
+        self._in_flight = None  # the other ranks do not use it either
         broadcast_bytes(self.comm, StepMessage(rpc=rpc).encode(), no_timeout=True)
 
     def step(self) -> list[StepOutput]:
@@ -411,7 +424,10 @@ class Engine:
     def _context(self, request: Request) -> bytes:
         """What cached blocks depend on in addition to tokens."""
         salt = (request.params.cache_salt or "").encode()
-        return struct.pack("<q", base_len(self.runner.args, len(request.prompt))) + salt
+        # A name may be loaded again for other weights, but gets another number.
+        adapter = -1 if request.adapter is None else self.runner.adapters[request.adapter]
+        length = base_len(self.runner.args, len(request.prompt))
+        return struct.pack("<qq", length, adapter) + salt
 
     def _draft(self, sequence: Sequence, most: int) -> abc.Sequence[int]:
         """Draft tokens; none with a grammar, which has to accept each token before the next."""
@@ -617,4 +633,5 @@ class _InFlightStep:
 
 
 def _chunk(item: ScheduledTokens, start: int, tokens: abc.Sequence[int]) -> Chunk:
-    return Chunk(tokens, start, item.sequence.tables, item.sequence.n_prompt)
+    sequence = item.sequence
+    return Chunk(tokens, start, sequence.tables, sequence.n_prompt, item.request.adapter)

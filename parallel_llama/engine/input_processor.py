@@ -210,9 +210,14 @@ class InputProcessor:
             ) from error
 
     def requests(
-        self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Request]:
         """Requests for one prompt or several, in any accepted form.
+
+        `params` and `adapter` are for all prompts, or a list with one for each.
 
         Raises: UsageError naming the prompt that is invalid, empty, too long or not for this model.
         """
@@ -223,11 +228,16 @@ class InputProcessor:
             raise UsageError(
                 f"{len(given)} prompts and {len(params)} sampling params; give one for each prompt"
             )
+        adapters = [adapter] * len(given) if isinstance(adapter, str | None) else [*adapter]
+        if len(adapters) != len(given):
+            raise UsageError(
+                f"{len(given)} prompts and {len(adapters)} adapters; give one for each prompt"
+            )
         seed = self.run_seed()
         requests = []
-        for index, (prompt, own) in enumerate(zip(given, params, strict=True)):
+        for index, (prompt, own, name) in enumerate(zip(given, params, adapters, strict=True)):
             try:
-                requests.append(self.request(index, prompt, own, seed))
+                requests.append(self.request(index, prompt, own, seed, name))
             except UsageError as error:
                 raise UsageError(f"prompt {index}: {error}") from error
         return requests
@@ -242,8 +252,11 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | None = None,
         run_seed: int | None = None,
+        adapter: str | None = None,
     ) -> Request:
         """The request for one prompt; without a seed, it gets one from `run_seed` and `index`.
+
+        Whether the adapter is loaded is checked by the engine.
 
         Raises: UsageError for a prompt or parameters that this model does not support.
         """
@@ -274,6 +287,7 @@ class InputProcessor:
             resolve_seed(params, self.run_seed() if run_seed is None else run_seed, index),
             resolve_stop_ids(params, self._eos_ids),
             self._spellings(params.bad_words),
+            adapter,
         )
 
     def chats(

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from parallel_llama.engine.product_check import ProductCheck
 from parallel_llama.errors import TEST_MEMORY
+from parallel_llama.model.adapters import low_rank_matrices
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import stored_weights
@@ -76,6 +77,8 @@ class IntegrityCheck:
         self._comm, self.n_rounds = comm, -1
         weights = stored_weights(model)
         self._weights = {name: _StoredSums(weight.values) for name, weight in weights.items()}
+        self._model, self._adapters = model, dict[str, _StoredSums]()
+        self.watch_adapters()
         self._blocks = [_BlockSums(cache) for cache in caches]
         self.products = ProductCheck(model, comm) if exact and comm.size > 1 else None
         self._dim, self._dtype = model.tok_embeddings.dim, model.tok_embeddings.weight.computed
@@ -122,6 +125,14 @@ class IntegrityCheck:
             now_s = time.perf_counter()
         self._time_left_s = max(stop_s - now_s, -_MAX_DEBT_S)
 
+    def watch_adapters(self) -> None:
+        """Take the sums of adapters that are new in the model, and drop those of removed ones."""
+        before = self._adapters
+        self._adapters = {
+            name: before.get(name) or _StoredSums(values)
+            for name, values in low_rank_matrices(self._model)
+        }
+
     def forget_blocks(self) -> None:
         """Drop the sums of the KV cache: a forward pass that failed may have written any block."""
         self._unread.clear()
@@ -134,7 +145,7 @@ class IntegrityCheck:
         Raises: IntegrityError for memory that has changed.
         """
         self._read()
-        for finding in _findings(self._weights, self._blocks):
+        for finding in _findings({**self._weights, **self._adapters}, self._blocks):
             if finding is not None:
                 raise self._error(finding)
 
@@ -158,7 +169,7 @@ class IntegrityCheck:
             finding = next(self._rotation)
         except StopIteration:
             self.n_rounds += 1
-            self._rotation = _findings(self._weights, self._blocks)
+            self._rotation = _findings({**self._weights, **self._adapters}, self._blocks)
             finding = next(self._rotation)
         if finding is not None:
             raise self._error(finding)

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
+from os import PathLike
 from typing import Any, TypedDict, get_args
 
 import msgspec
@@ -13,6 +14,8 @@ from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_stacks import require_log_dir
 from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S, Timeouts
 from parallel_llama.plan import KVSplit
+
+MAX_ADAPTER_NAME_CHARS = 256  # as of the `model` of a request to a server
 
 
 def require_elastic(
@@ -45,6 +48,22 @@ def require_spares(n_spares: int, size: int) -> None:
         )
 
 
+def adapter_folders(adapters: object) -> dict[str, str]:
+    """The folders of adapters by name. Raises: UsageError for other values."""
+    if not isinstance(adapters, Mapping):
+        raise UsageError(f"adapters={adapters!r:.200}: use a dict of folders by name")
+    for name, folder in adapters.items():
+        is_name = isinstance(name, str) and 1 <= len(name) <= MAX_ADAPTER_NAME_CHARS
+        if not is_name or not name.isprintable():
+            raise UsageError(
+                f"adapters has the name {name!r:.80}: use a string of 1 to "
+                f"{MAX_ADAPTER_NAME_CHARS} printable characters"
+            )
+        if not isinstance(folder, str | PathLike):
+            raise UsageError(f"adapters[{name!r}]={folder!r:.200}: use the path of a folder")
+    return {name: str(folder) for name, folder in adapters.items()}
+
+
 class Settings(TypedDict, total=False):
     """The fields of `LLMConfig` without `model`: the keyword arguments of LLM, typed."""
 
@@ -72,6 +91,7 @@ class Settings(TypedDict, total=False):
     log_dir: str | None
     elastic: bool
     spares: int
+    adapters: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -123,6 +143,7 @@ class LLMConfig:
             new process takes its place as soon as it has started; for CPU ranks that this program
             starts.
         spares: with `elastic`, idle processes that take the places of lost ranks at once.
+        adapters: folders of LoRA adapters, as PEFT saves them, by the names that requests use.
     """
 
     model: str = "smollm2"
@@ -150,6 +171,7 @@ class LLMConfig:
     log_dir: str | None = None
     elastic: bool = False
     spares: int = 0
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raises: UsageError for values that no model can run with; a model's setup checks more."""
@@ -187,6 +209,7 @@ class LLMConfig:
                 )
             object.__setattr__(self, name, float(value))
         require_log_dir(self.log_dir)
+        object.__setattr__(self, "adapters", adapter_folders(self.adapters))
         if self.slice_of is not None:
             rank, n_ranks = self.slice_of
             if not 0 <= rank < n_ranks:
@@ -205,6 +228,6 @@ class LLMConfig:
         return msgspec.convert(json.loads(line), cls)
 
     def facts(self) -> Mapping[str, str]:
-        """The settings that must be equal on all ranks; a model's path may differ."""
-        own = ("model", "download", "device", "tp_size", "log_dir")
+        """The settings that must be equal on all ranks; paths may differ."""
+        own = ("model", "download", "device", "tp_size", "log_dir", "adapters")
         return {name: str(value) for name, value in asdict(self).items() if name not in own}

@@ -7,16 +7,20 @@ conditions. Every rank calls it with the same chunks.
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from parallel_llama.checkpoint.adapter_tensors import load_pairs
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.checkpoint.reading import load
+from parallel_llama.config.adapter import Adapter
 from parallel_llama.dtypes import KVFormat, Precision
+from parallel_llama.engine.adapter_rows import adapter_rows
 from parallel_llama.engine.integrity import IntegrityCheck
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.kv_layout import CachePart, KVLayout
@@ -31,6 +35,7 @@ from parallel_llama.engine.recorded_steps import (
 )
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey, StepBuffer, StepSize
 from parallel_llama.families.model_args import ModelArgs, kv_groups
+from parallel_llama.model.adapters import add_pair, remove_adapter
 from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import Backend
@@ -64,6 +69,9 @@ class ModelRunner:
         self.args, self.plan, self.comm, self.model = args, plan, comm, model
         self.shard = plan.shards[comm.rank]
         self.weights: WeightLoader | None = None  # of a runner that was loaded
+        # The loaded adapters, each with a number that no other one has had.
+        self.adapters: dict[str, int] = {}
+        self._n_adapters = 0
         weight = model.norm.weight.values
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_format = kv_format or KVFormat(dtype_name(self.dtype))
@@ -136,6 +144,26 @@ class ModelRunner:
         runner = cls(args, plan, comm, model, kv_format)
         runner.weights = loader
         return runner
+
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Read this rank's part of a LoRA adapter of this model; chunks may then name it.
+
+        Raises: DamagedWeights for a value that is NaN or Inf, or too large for the dtype.
+        """
+        assert name not in self.adapters
+        for pair in list(load_pairs(adapter, self.shard, self.dtype, self.device)):
+            add_pair(self.model, name, pair.weight, pair.a, pair.b)
+        self.adapters[name] = self._n_adapters
+        self._n_adapters += 1
+        if self.integrity is not None:
+            self.integrity.watch_adapters()
+
+    def unload_adapter(self, name: str) -> None:
+        """Free the memory of an adapter."""
+        del self.adapters[name]
+        remove_adapter(self.model, name)
+        if self.integrity is not None:
+            self.integrity.watch_adapters()
 
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
         """Replace the KV caches by empty ones of `n_blocks` blocks, one for each KV group."""
@@ -321,6 +349,7 @@ class ModelRunner:
             return self._paged_batch(chunks, rows, sampling_keys)
         rotations = rotations_of(self._rotary_of, chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
+        adapters, adapters_of_rows = adapter_rows(chunks, rows, self.device)
         return Batch(
             tokens=self._int64(tokens),
             kv_groups=tuple(
@@ -328,6 +357,8 @@ class ModelRunner:
                 for number, own in enumerate(rotations)
             ),
             rows=None if rows is None or is_all(rows, len(tokens)) else self._int64(rows),
+            adapters=adapters,
+            adapters_of_rows=adapters_of_rows,
         )
 
     def _paged_batch(
@@ -341,7 +372,8 @@ class ModelRunner:
         n_rows, kv_groups = None if rows is None else len(rows), self._layout.steps(chunks)
         buffer = StepBuffer(StepSize.of(chunks, kv_groups, n_rows), self._rotations, self.device)
         buffer.fill(chunks, kv_groups, rows or (), sampling_keys, tokens)
-        return buffer.batch()
+        adapters, adapters_of_rows = adapter_rows(chunks, rows, self.device)
+        return replace(buffer.batch(), adapters=adapters, adapters_of_rows=adapters_of_rows)
 
     def _kv_group_batch(
         self, number: int, chunks: Sequence[Chunk], rotations: Tensor

@@ -1,4 +1,4 @@
-"""Calls that all ranks run together between two steps: scoring, measuring, closing.
+"""Calls that all ranks run together between two steps: scoring, measuring, adapters, closing.
 
 Rank 0 calls these functions, which send the call to the other ranks; these run `serve_rank`.
 """
@@ -9,14 +9,18 @@ from contextlib import suppress
 import msgspec
 import torch
 
+from parallel_llama.config.adapter import adapter_digest, load_served_adapter
 from parallel_llama.engine.engine import SCORE_ROWS, Engine
 from parallel_llama.engine.kv_blocks import BlockTable
+from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.step_buffer import Chunk
-from parallel_llama.errors import NumericalError
+from parallel_llama.errors import CheckpointError, NumericalError, OutOfMemory, UsageError
+from parallel_llama.files.bounded_files import expanded
 from parallel_llama.sampling.scoring import score
 
-_SCORE, _MEASURE, _CLOSE = b"s", b"m", b"c"
+_SCORE, _MEASURE, _CLOSE, _LOAD, _UNLOAD = b"s", b"m", b"c", b"l", b"u"
+_DIGEST_BYTES = 32  # of `adapter_digest`
 
 
 def serve_rank(engine: Engine) -> None:
@@ -31,6 +35,10 @@ def serve_rank(engine: Engine) -> None:
                 measure(engine.comm, engine.runner.device)
             elif call == _SCORE:
                 _score(engine, msgspec.msgpack.decode(body, type=list[int]))
+            elif call == _LOAD:
+                _load_adapter(engine, *msgspec.msgpack.decode(body, type=tuple[str, str]))
+            elif call == _UNLOAD:
+                engine.runner.unload_adapter(body.decode())
 
 
 def score_sequence(engine: Engine, tokens: Sequence[int]) -> list[float]:
@@ -62,9 +70,57 @@ def measure_machine(engine: Engine) -> Machine:
     return measure(engine.comm, engine.runner.device)
 
 
+def load_adapter(engine: Engine, name: str, folder: str) -> None:
+    """Load a LoRA adapter on all ranks, or on no rank.
+
+    Raises: UsageError if a rank cannot read the same adapter, or the name is in use.
+    """
+    if name in engine.runner.adapters:
+        raise UsageError(f"the adapter {name!r:.200} is loaded already; unload it first")
+    engine.send_rpc(_LOAD + msgspec.msgpack.encode((name, folder)))
+    if refused := _load_adapter(engine, name, folder):
+        raise UsageError(f"adapter {name!r:.200}: {refused}")
+
+
+def unload_adapter(engine: Engine, name: str) -> None:
+    """Free a LoRA adapter on all ranks.
+
+    Raises: UsageError if it is not loaded, or a request uses it.
+    """
+    if name not in engine.runner.adapters:
+        raise UsageError(f"the adapter {name!r:.200} is not loaded")
+    if engine.uses_adapter(name):
+        raise UsageError(f"requests use the adapter {name!r:.200}; try again when they have ended")
+    engine.send_rpc(_UNLOAD + name.encode())
+    engine.runner.unload_adapter(name)
+
+
 def close(engine: Engine) -> None:
     """Make the other ranks return from `serve_rank`."""
     engine.send_rpc(_CLOSE)
+
+
+def _load_adapter(engine: Engine, name: str, folder: str) -> str:
+    """Load an adapter, on every rank. Returns: why no rank has it; empty if all have it.
+
+    Collective: one all_gather.
+    """
+    runner, refused, digest = engine.runner, "", bytes(_DIGEST_BYTES)
+    try:
+        adapter = load_served_adapter(expanded(folder), runner.args)
+        digest = bytes.fromhex(adapter_digest(adapter))
+        with MemoryFor("the adapter", "unload another one, or lower kv_cache_bytes"):
+            runner.load_adapter(name, adapter)
+    except (UsageError, CheckpointError, OutOfMemory) as error:
+        refused, digest = str(error), bytes(_DIGEST_BYTES)
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    digests = [bytes(each.tolist()) for each in engine.comm.all_gather(own)]
+    if len({*digests}) == 1 and any(digest):
+        return ""
+    if name in runner.adapters:
+        runner.unload_adapter(name)
+    different = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    return refused or f"{folder}: cannot be read, or has other files, on ranks {different}"
 
 
 def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:

@@ -19,6 +19,7 @@ import torch
 
 import parallel_llama
 from parallel_llama.checkpoint.prefetch import started_thread
+from parallel_llama.config.adapter import adapter_digest
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.free_memory import give_back_memory
@@ -261,6 +262,23 @@ class Ranks:
         self._take_back()
         self.enduring(self._look)
 
+    def change_adapter(self, name: str, folder: str | None) -> None:
+        """Load a LoRA adapter on all ranks between two steps, or unload it if `folder` is None.
+
+        Raises: UsageError as `rank_rpc.load_adapter` and `unload_adapter`, and with `elastic`;
+        RankError with the message of a rank that has ended.
+        """
+        if self.setup.config.elastic:
+            raise UsageError(
+                "adapters cannot be changed with elastic: a new process would not have them; name "
+                "them at the start"
+            )
+        with self.explaining():
+            if folder is None:
+                rank_rpc.unload_adapter(self.engine, name)
+            else:
+                rank_rpc.load_adapter(self.engine, name, folder)
+
     def end(self) -> None:
         """End the other ranks. Errors of ranks are suppressed, as the LLM is no longer used."""
         with suppress(RankError):
@@ -436,6 +454,9 @@ class Ranks:
                     on_bytes=note,
                     before=self._runner,
                 )
+                for name, adapter in setup.adapters.items():
+                    runner.load_adapter(name, adapter)
+                    comm.keepalive()
             tokenizer.result()
         if not keeps_open:
             del setup.checkpoint  # its headers may be large
@@ -494,6 +515,7 @@ def shared_facts(setup: ModelSetup) -> dict[str, str]:
         "model's arguments": _digest(setup.args),
         "plan": _digest(setup.plan),
         **{f"file {name}": digest for name, digest in contents.items()},
+        **{f"adapter {name}": adapter_digest(each) for name, each in setup.adapters.items()},
     }
 
 

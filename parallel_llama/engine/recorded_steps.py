@@ -327,9 +327,10 @@ def bytes_of(values: Tensor) -> memoryview:
 
 
 def is_decode_step(chunks: Sequence[Chunk], rows: Sequence[int] | None) -> bool:
-    """Whether all tokens are separate queries, and all rows are wanted, in order."""
+    """Whether all tokens are separate queries without an adapter, and all rows wanted, in order."""
     n_tokens = sum(len(chunk.tokens) for chunk in chunks)
-    return all(chunk.is_decoded for chunk in chunks) and is_all(rows, n_tokens)
+    is_plain = all(chunk.is_decoded and chunk.adapter is None for chunk in chunks)
+    return is_plain and is_all(rows, n_tokens)
 
 
 def is_all(rows: Sequence[int] | None, n_rows: int) -> bool:

@@ -9,6 +9,7 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint, random_checkpoint
 from parallel_llama.checkpoint.file_manifest import require_whole
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.adapter import load_served_adapters
 from parallel_llama.config.layouts import (
     default_dtype,
     default_quant,
@@ -26,7 +27,7 @@ from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.memory import values_by_form, weight_bytes, working_bytes
+from parallel_llama.memory import adapter_bytes, values_by_form, weight_bytes, working_bytes
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
 from parallel_llama.ops.triton_toolchain import why_unusable
 from parallel_llama.parallel.communicators import own_device, visible_gpus
@@ -66,6 +67,7 @@ class ModelSetup:
         # Sent to the other ranks: `inputs` may have another context length than `config`.
         self.config = replace(config, tp_size=self.size, max_seq_len=self.inputs.max_seq_len)
         _, n_local_ranks = local_world(self.size)
+        self.adapters = load_served_adapters(self.config.adapters, self.args)
         self.kind, gpu = _device_of(config.device, self.size)
         _require_checkable(bool(config.integrity_check), self.kind)
         self.device = own_device(self.kind, gpu)
@@ -133,7 +135,11 @@ class ModelSetup:
             step_tokens,
         )
         values = values_by_form(self.args, self.precision, exact=self.exact)
-        self.weight_bytes = tuple(weight_bytes(shard, values) for shard in self.plan.shards)
+        self.weight_bytes = tuple(
+            weight_bytes(shard, values)
+            + sum(adapter_bytes(each, shard, self.precision) for each in self.adapters.values())
+            for shard in self.plan.shards
+        )
 
 
 def resolve_size(wanted: int | None) -> int:

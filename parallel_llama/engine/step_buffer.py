@@ -33,13 +33,14 @@ class Chunk:
     """Consecutive tokens of one sequence, the first at position `start`.
 
     `tables` are the sequence's block tables, one for each KV group, at least up to the chunk's last
-    token; `n_prompt` is the length of the sequence's prompt.
+    token; `n_prompt` is the length of the sequence's prompt, and `adapter` the name of its adapter.
     """
 
     tokens: Sequence[int]
     start: int
     tables: Sequence[Blocks]
     n_prompt: int
+    adapter: str | None = None
 
     @property
     def positions(self) -> range:
@@ -134,7 +135,8 @@ class _Parts:
 class StepBuffer:
     """The inputs of a step, filled on the host and copied to the device.
 
-    It may be filled a second time before the device has finished the step, but not a third time.
+    It may be filled again before the device has finished the step: `fill` waits until the copy
+    before the last has ended.
 
     Args:
         size: Its capacity.
@@ -150,6 +152,7 @@ class StepBuffer:
         n_words = (2 + n_kv_groups) * size.n_tokens + n_rows + -(-n_ints // 2)
         # Two: a copy to the device may be in flight while the next step is filled in.
         shape, is_cuda = (2, n_words), device.type == "cuda"
+        self._copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.empty(n_words, dtype=torch.int64, device=device)
         self._here = [_Parts.of(words, size, n_kv_groups) for words in self._host]
@@ -172,6 +175,8 @@ class StepBuffer:
         Shapes: tokens [T] int64, on the device.
         """
         self._index = 1 - self._index
+        if self._copied:
+            self._copied[self._index].synchronize()
         words, here = self._host[self._index], self._here[self._index]
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
         for part, values in (
@@ -191,6 +196,8 @@ class StepBuffer:
             n_blocks = self._fill_kv_group(here, number, kv_group, n_blocks)
         n_used = len(words) - (len(here.blocks) - n_blocks) // 2
         self._device[:n_used].copy_(words[:n_used], non_blocking=True)
+        if self._copied:
+            self._copied[self._index].record()
         if tokens is not None:
             self._there.tokens[:n_tokens].copy_(tokens)
 

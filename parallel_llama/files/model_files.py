@@ -383,12 +383,12 @@ def fingerprint(files: ModelFiles) -> dict[str, str]:
     Raises: CheckpointError if a file cannot be read.
     """
     n_samples = max(1, _MAX_SAMPLES // max(1, len(files.weights)))
-    weights = {path: _sampled(path, n_samples) for path in files.weights}
+    weights = {path: sampled_digest(path, n_samples) for path in files.weights}
     others = [files.config]
     if is_folder(files.path):
         others = [files.path / name for name in names_in(files.path)]
     texts = {
-        path: _sampled(path, 0)
+        path: sampled_digest(path, 0)
         for path in others
         if (path.suffix in _TEXT_SUFFIXES or path.name in TOKENIZER_FILES)
         and path not in weights
@@ -397,7 +397,7 @@ def fingerprint(files: ModelFiles) -> dict[str, str]:
     return {path.name: digest for path, digest in (texts | weights).items()}
 
 
-def _sampled(path: Path, n_samples: int) -> str:
+def sampled_digest(path: Path, n_samples: int) -> str:
     """A digest of a file's size, beginning, end and samples; of all its bytes if n_samples is 0."""
     digest = hashlib.blake2b(digest_size=32)
     with open_file(path) as file, reading(path):

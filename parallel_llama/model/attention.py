@@ -72,14 +72,15 @@ class Attention:
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
     ) -> Tensor:
-        return self.wo(self.heads(x, batch, caches, rows))
+        adapters = batch.adapters if rows is None else batch.adapters_of_rows
+        return self.wo(self.heads(x, batch, caches, rows), adapters)
 
     def heads(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
     ) -> Tensor:
         """The output of the heads, before wo. Shapes: [T, dim] replicated -> [T, H * D] local."""
         own, cache = batch.kv_groups[self.kv_group], caches[self.kv_group]
-        qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
+        qkv = self.wqkv(x, batch.adapters).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
         if self.q_norm is not None and self.k_norm is not None:
             n_rotated = self.n_local_heads + self.n_local_kv_heads
             q, k = qkv[:, : self.n_local_heads], qkv[:, self.n_local_heads : n_rotated]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from parallel_llama.model.low_rank import AdapterRows
 from parallel_llama.ops import PartTile, Plan, QueryTile, SamplingKeys, SinkPlan
 
 
@@ -60,9 +61,13 @@ class Batch:
         kv_groups: The batch in the layers of each KV group.
         rows: [n] int64 replicated, the rows whose result is wanted; None for all.
         sampling_keys: The keys of these rows, if their tokens are sampled on the device.
+        adapters: The tokens that run with each adapter.
+        adapters_of_rows: The same as numbers in `rows`.
     """
 
     tokens: Tensor
     kv_groups: tuple[KVGroupBatch, ...]
     rows: Tensor | None
     sampling_keys: SamplingKeys | None = None
+    adapters: tuple[AdapterRows, ...] = ()
+    adapters_of_rows: tuple[AdapterRows, ...] = ()

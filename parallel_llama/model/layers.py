@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Axis
+from parallel_llama.model.low_rank import AdapterRows, LowRank, add_low_rank_
 from parallel_llama.ops import TorchOps, formats
 from parallel_llama.ops.formats import DenseWeight, MixedWeight, Weight
 from parallel_llama.parallel.collectives import Communicator
@@ -51,6 +52,8 @@ class Backend:
 class ColumnParallelLinear:
     """Y = X A + b with this rank's columns of A: input replicated, output local.
 
+    `low_ranks` are the matrices that adapters add for their rows.
+
     Shapes: x [T, in_features] replicated; the result [T, len(rows)] local.
     """
 
@@ -58,9 +61,12 @@ class ColumnParallelLinear:
         self.ops = backend.ops
         self.weight: Weight | MixedWeight = backend.empty_weight(len(rows), in_features)
         self.bias = backend.empty_weight(len(rows)) if bias else None
+        self.low_ranks: dict[str, list[LowRank]] = {}
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.weight.apply(x, self.ops, self.bias)
+    def __call__(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+        y = self.weight.apply(x, self.ops, self.bias)
+        add_low_rank_(y, x, self.low_ranks, adapters, self.ops)
+        return y
 
 
 def concat_outputs(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
@@ -72,6 +78,7 @@ def concat_outputs(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
     whole.weight = formats.concat_outputs([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     whole.bias = DenseWeight.concat_outputs(biases) if biases else None
+    whole.low_ranks = {}
     return whole
 
 
@@ -137,6 +144,7 @@ class RowParallelLinear:
     """Y = X A + b with this rank's rows of A: input local, output summed over the ranks.
 
     With exact sums the rank has columns of A instead, and ranks exchange inputs and outputs.
+    `low_ranks` are the matrices that adapters add for their rows.
 
     Shapes: x [T, cut.inputs] local; the result [T, out_features] replicated.
     Collective: one all_reduce; with exact sums two gather_columns.
@@ -146,28 +154,34 @@ class RowParallelLinear:
         self.cut, self.comm, self.ops = cut, backend.comm, backend.ops
         self.weight: Weight = backend.empty_weight(*cut.shape(out_features))
         self.bias = backend.empty_weight(out_features) if bias else None
+        self.low_ranks: dict[str, list[LowRank]] = {}
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return row_parallel_sum((self, x))
+    def __call__(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+        return row_parallel_sum((self, x), adapters=adapters)
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
         """The product before `RowCut.complete`. Shapes: x [T, cut.inputs] local.
 
         Collective: with exact sums, one gather_columns.
         """
-        return self.weight.apply(self.cut.whole_inputs(x, self.ops, self.comm), self.ops)
+        x = self.cut.whole_inputs(x, self.ops, self.comm)
+        y = self.weight.apply(x, self.ops)
+        add_low_rank_(y, x, self.low_ranks, adapters, self.ops)
+        return y
 
 
-def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
+def row_parallel_sum(
+    *terms: tuple[RowParallelLinear, Tensor], adapters: Sequence[AdapterRows] = ()
+) -> Tensor:
     """The sum of the outputs of several row-parallel layers, with one all_reduce.
 
     Shapes: each term's x [T, cut.inputs] local; the result [T, out_features] replicated.
     Collective: one all_reduce; with exact sums one gather_columns, and one for each term.
     """
     first, x = terms[0]
-    y = first.apply(x)  # [T, out_features] partial, or [T, outputs] local
+    y = first.apply(x, adapters)  # [T, out_features] partial, or [T, outputs] local
     for layer, x in terms[1:]:
-        y = first.ops.add_(y, layer.apply(x))
+        y = first.ops.add_(y, layer.apply(x, adapters))
     y = first.cut.complete(y, first.ops, first.comm)  # [T, out_features] replicated
     for layer, _ in terms:
         if layer.bias is not None:  # after the all_reduce, so that the bias counts once

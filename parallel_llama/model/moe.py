@@ -16,11 +16,14 @@ DeepSeekMoE, arXiv 2401.06066, with a gate as in Qwen2MoeSparseMoeBlock of trans
 sigmoids with a bias, DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.feed_forward import FeedForward
 from parallel_llama.model.layers import Backend, RowCut, activation_of
+from parallel_llama.model.low_rank import AdapterRows
 from parallel_llama.ops.formats import Weight, concat_outputs, grouped_linear
 from parallel_llama.plan import Shard
 
@@ -91,7 +94,7 @@ class MixtureOfExperts:
         if self.shared_expert is not None:
             self.shared_expert.fuse()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
         routing_weights, experts = self._route(x)  # [T, n_active] replicated
         to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
         h = grouped_linear(x, self.w13, to_experts, self.ops)
@@ -100,7 +103,7 @@ class MixtureOfExperts:
         parts = grouped_linear(h, self.w2, back, self.ops)  # [T * n_active, ..], by token
         y = self.ops.weighted_sum(parts, routing_weights)  # [T, dim] partial, or [T, outputs] local
         if self.shared_expert is not None:
-            y = self._add_shared(y, x, self.shared_expert)
+            y = self._add_shared(y, x, self.shared_expert, adapters)
         return self.cut.complete(y, self.ops, self.comm)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,9 +115,11 @@ class MixtureOfExperts:
             x, gate, bias.values, self.n_active, self.groups, self.scale, normed=self.normed
         )
 
-    def _add_shared(self, y: Tensor, x: Tensor, shared_expert: FeedForward) -> Tensor:
+    def _add_shared(
+        self, y: Tensor, x: Tensor, shared_expert: FeedForward, adapters: Sequence[AdapterRows]
+    ) -> Tensor:
         """Adds the shared expert's output for x to y; overwrites y."""
-        shared = shared_expert.w2.apply(shared_expert.channels(x))
+        shared = shared_expert.w2.apply(shared_expert.channels(x, adapters), adapters)
         if self.shared_gate is None:
             return self.ops.add_(y, shared)
         scores = self.ops.linear(x, self.shared_gate.weight.values)  # [T, 1] replicated

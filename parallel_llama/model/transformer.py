@@ -69,10 +69,11 @@ class TransformerBlock:
         if self.post_attention_norm is not None:
             o = self.post_attention_norm(o)
         before = x if rows is None else x[rows]
+        adapters = batch.adapters if rows is None else batch.adapters_of_rows
         if self.ffn_norm is None:
-            y = self.feed_forward(self.ops.add_(o, before))
+            y = self.feed_forward(self.ops.add_(o, before), adapters)
         else:
-            y = self.feed_forward(self.ffn_norm.add_and_norm(o, before))
+            y = self.feed_forward(self.ffn_norm.add_and_norm(o, before), adapters)
         return self.ops.add_(o, y if self.post_ffn_norm is None else self.post_ffn_norm(y))
 
 
@@ -88,12 +89,13 @@ class ParallelBlock(TransformerBlock):
         assert isinstance(self.feed_forward, FeedForward) and self.attention_norm is not None
         normed = self.attention_norm(x)
         o = self.attention.heads(normed, batch, caches, rows)  # [T, H * D] local
+        adapters = batch.adapters
         if rows is not None:
-            x, normed = x[rows], normed[rows]
+            x, normed, adapters = x[rows], normed[rows], batch.adapters_of_rows
         if self.ffn_norm is not None:
             normed = self.ffn_norm(x)
-        h = self.feed_forward.channels(normed)  # [T, channels] local
-        y = row_parallel_sum((self.attention.wo, o), (self.feed_forward.w2, h))
+        h = self.feed_forward.channels(normed, adapters)  # [T, channels] local
+        y = row_parallel_sum((self.attention.wo, o), (self.feed_forward.w2, h), adapters=adapters)
         return self.ops.add_(x, y)
 
 

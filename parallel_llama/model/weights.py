@@ -116,7 +116,7 @@ class WeightLoader:
         """The fused weight that holds a quantised weight, and the first of its rows there."""
         path, leaf, _ = name.rsplit(".", 2)
         whole, leaves = ("wqkv", ("wq", "wk", "wv")) if leaf[1] in "qkv" else ("w13", ("w1", "w3"))
-        part = _part_at(self._model, path)
+        part = part_at(self._model, path)
         fused = getattr(part, whole)
         weight = fused if isinstance(fused, QuantWeight) else fused.weight
         assert isinstance(weight, QuantWeight)
@@ -126,7 +126,7 @@ class WeightLoader:
     def _place(self, name: str) -> tuple[Any, str]:
         """The layer that holds a weight, and the weight's attribute."""
         part, _, leaf = name.rpartition(".")
-        return _part_at(self._model, part), leaf
+        return part_at(self._model, part), leaf
 
     def _load(self, name: str, values: LoadedWeight) -> None:
         empty = self._weights[name]
@@ -141,7 +141,7 @@ class WeightLoader:
 
     def _finalise(self, name: str) -> None:
         """Fuse the weights of a part that is complete, and move them to huge pages."""
-        part = _part_at(self._model, name)
+        part = part_at(self._model, name)
         if isinstance(part, TransformerBlock | Expert):
             part.fuse()
         if self._huge_pages is not None:
@@ -186,7 +186,7 @@ def _named(part: object, path: str) -> Iterator[tuple[str, Weight]]:
             yield from _named(value, f"{path}{name}.")
 
 
-def _part_at(model: Transformer, path: str) -> Any:
+def part_at(model: Transformer, path: str) -> Any:
     """The part of the model at a path such as layers.3.feed_forward.experts.5."""
     part: Any = model
     for name in path.split("."):

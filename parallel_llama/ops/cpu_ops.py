@@ -149,6 +149,9 @@ class CPUOps(TorchOps):
             y = make_gemv(self._dtype, weight.dtype)(x, weight, self._run)
         return y if bias is None else self.add_(y, bias)
 
+    def low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return self.linear(self.linear(x, a), b)
+
     def _linear_of_many(self, x: Tensor, weight: Tensor) -> Tensor:
         has_tiles = self._has_tiles and GemmAMXKernel.takes(weight)
         tiles = make_gemm_amx() if has_tiles else None

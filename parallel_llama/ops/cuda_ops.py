@@ -24,7 +24,7 @@ from parallel_llama.ops.cuda.linear import (
     takes,
     takes_routed,
 )
-from parallel_llama.ops.cuda.quant_linear import PANEL_ROWS, fp8_linear, quant_gemm
+from parallel_llama.ops.cuda.quant_linear import PANEL_ROWS, quant_gemm
 from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
 from parallel_llama.ops.cuda.route import MAX_PAIRS, expert_dispatch, route
 from parallel_llama.ops.cuda.sampling import candidates, draw, draw_filtered, takes_candidates
@@ -62,9 +62,11 @@ class CUDAOps(TorchOps):
         return linear(x, weight, bias) if takes(x, weight) else super().linear(x, weight, bias)
 
     def quant_gemm(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
-        """As in `TorchOps`. A row's bits do not depend on the batch (fp8: for up to 16 rows)."""
-        multiply = fp8_linear if shape.form.is_float else quant_gemm
-        multiply(x, panels, shape, out)
+        """As in `TorchOps`. For up to 16 rows, a row's bits do not depend on the batch.
+
+        More rows go to cuBLAS, and their inputs are not rounded to integers.
+        """
+        quant_gemm(x, panels, shape, out)
 
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool

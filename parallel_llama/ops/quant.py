@@ -146,7 +146,7 @@ class QuantMatrix:
         Exact in float32: the product of a float16 and an int8 factor has at most 24 bits.
         """
         n_groups, n_parts = self.shape[1] // QUANT_GROUP_SIZE, self.form.n_parts
-        of_groups = of_blocks.to(_COMPUTED).repeat_interleave(self.form.n_shared, 1)
+        of_groups = _repeated(of_blocks.to(_COMPUTED), self.form.n_shared)
         of_groups = of_groups[:, self.n_before :][:, :n_groups]
         of_parts = of_groups[..., None].expand(-1, -1, n_parts)
         if first_factor is not None:
@@ -203,6 +203,14 @@ def joined(parts: Sequence[QuantMatrix], dim: int) -> QuantMatrix:
 def _in_runs(rows: Tensor, size: int = QUANT_GROUP_SIZE) -> Tensor:
     """Shapes: [n, in] -> [n, in / size, size]."""
     return rows.reshape(len(rows), rows.shape[1] // size, size)
+
+
+def _repeated(rows: Tensor, n: int) -> Tensor:
+    """Each number n times in turn. Shapes: [rows, m] -> [rows, m * n].
+
+    Not `repeat_interleave`, with which a step cannot be captured in a CUDA graph.
+    """
+    return rows[..., None].expand(-1, -1, n).flatten(1)
 
 
 def _with_minima(groups: Tensor, form: QuantFormat) -> QuantMatrix:
@@ -289,7 +297,7 @@ def quant_gemm(x: Tensor, weight: QuantMatrix) -> Tensor:
     mins = weight.part_mins()
     if mins is not None:
         terms += inputs.sum(-1)[:, None] * mins
-    part_scales = x_scales.repeat_interleave(weight.form.n_parts, 1)
+    part_scales = _repeated(x_scales, weight.form.n_parts)
     return (terms * part_scales[:, None]).sum(-1).to(x.dtype)
 
 

@@ -80,6 +80,14 @@ class TorchOps:
         """
         return F.linear(x, weight.to(x.dtype), bias)
 
+    def low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """x A B, both in torch's order.
+
+        Shapes: x [T, in], a [rank, in], b [out, rank] -> [T, out].
+        Source: LoRA, arXiv 2106.09685, section 4.1.
+        """
+        return F.linear(F.linear(x, a), b)
+
     def quant_gemm(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
         """out = X A with a quantised A, as `ops.quant` defines it.
 

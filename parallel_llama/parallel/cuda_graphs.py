@@ -97,6 +97,8 @@ class GraphRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all graphs: cuBLAS keeps a workspace of 32 MiB for every stream that it has used.
+        self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, step: Callable[[], Result]) -> tuple[Result, Callable[[], object]]:
         """Runs `step` twice, then captures what it launches.
@@ -105,19 +107,20 @@ class GraphRecorder:
 
         Raises: NotCapturable; RuntimeError if the capture fails.
         """
-        side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         own = torch.cuda.current_stream()
-        side.wait_stream(own)
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(own)
+        with torch.cuda.stream(self._stream):
             # The first run compiles kernels, copies tables to the device and allocates workspaces,
             # which a capture does not allow.
             step()
             require_capturable(step)
-        own.wait_stream(side)
+        own.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may launch kernels meanwhile, which are not captured.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, self._pool, self._stream, capture_error_mode="thread_local"
+            ):
                 result = step()
         except RuntimeError:
             torch.cuda.set_stream(own)

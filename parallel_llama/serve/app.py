@@ -16,6 +16,7 @@ from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
 from parallel_llama.serve import bodies, replies
 from parallel_llama.serve.access import ACCOUNT
+from parallel_llama.serve.adapters import load_adapter, unload_adapter
 from parallel_llama.serve.asgi import CLIENT_GONE, ClientGone, JSONBody
 from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import complete
@@ -102,7 +103,7 @@ Handler = Callable[[RequestContext, B], Awaitable[Response]]
 def make_app(service: Service) -> Starlette:
     """The application that serves one model."""
     app = Starlette(
-        routes=[*(_route(service, operation) for operation in OPERATIONS), *page_routes()],
+        routes=[*(_route(service, each) for each in _operations(service)), *page_routes()],
         exception_handlers={404: _no_route, 405: _no_method},
     )
     app.router.redirect_slashes = False
@@ -111,7 +112,8 @@ def make_app(service: Service) -> Starlette:
 
 async def models(context: RequestContext) -> Response:
     service = context.service
-    return json_response(replies.Models(data=[_model(service, name) for name in service.names]))
+    names = [*service.names, *service.adapters]
+    return json_response(replies.Models(data=[_model(service, name) for name in names]))
 
 
 async def model(context: RequestContext) -> Response:
@@ -144,8 +146,8 @@ async def ready(context: RequestContext) -> Response:
     return json_response(body, 200 if engine.is_ready else 503)
 
 
-async def openapi(_: RequestContext) -> Response:
-    return json_response(description(OPERATIONS, parallel_llama.__version__))
+async def openapi(context: RequestContext) -> Response:
+    return json_response(description(_operations(context.service), parallel_llama.__version__))
 
 
 def _post(
@@ -154,8 +156,10 @@ def _post(
     summary: str,
     handler: Handler[B],
     body: type[B],
-    reply: type[replies.Reply],
+    reply: type[replies.Reply] | None = None,
     chunk: type[replies.Reply] | None = None,
+    *,
+    is_text: bool = False,
 ) -> Operation:
     """A POST operation: its endpoint reads a body of this type and passes it to the handler."""
     decoder = msgspec.json.Decoder(body)
@@ -172,7 +176,7 @@ def _post(
             raise HTTPError(400, f"the body is not valid JSON: {error}") from error
         return await handler(own, decoded)
 
-    return Operation(name, path, summary, endpoint, reply, body, chunk)
+    return Operation(name, path, summary, endpoint, reply, body, chunk, is_text)
 
 
 # Every route but those of the web page; /openapi.json describes them from this table.
@@ -209,6 +213,23 @@ OPERATIONS = (
     ),
     Operation("openapi", "/openapi.json", "OpenAPI description of this server", openapi),
 )  # fmt: skip
+
+
+# Only for a server with a folder that clients may load adapters from.
+ADAPTER_OPERATIONS = (
+    _post(
+        "load_adapter", "/v1/load_lora_adapter", "Load a LoRA adapter", load_adapter,
+        bodies.LoadAdapterBody, is_text=True,
+    ),
+    _post(
+        "unload_adapter", "/v1/unload_lora_adapter", "Unload a LoRA adapter", unload_adapter,
+        bodies.UnloadAdapterBody, is_text=True,
+    ),
+)  # fmt: skip
+
+
+def _operations(service: Service) -> tuple[Operation, ...]:
+    return OPERATIONS if service.adapter_root is None else (*OPERATIONS, *ADAPTER_OPERATIONS)
 
 
 def _route(service: Service, operation: Operation) -> Route:
@@ -260,7 +281,12 @@ async def _body(context: RequestContext) -> bytes:
 
 
 def _model(service: Service, name: str) -> replies.Model:
-    return replies.Model(id=name, created=service.created, max_model_len=service.inputs.max_seq_len)
+    return replies.Model(
+        id=name,
+        created=service.created,
+        max_model_len=service.inputs.max_seq_len,
+        parent=service.names[0] if name in service.adapters else None,
+    )
 
 
 async def _no_route(request: Request, _: Exception) -> Response:

@@ -31,6 +31,7 @@ MAX_METADATA = 16
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+AdapterName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Count = Annotated[int, Meta(ge=0, le=request.MAX_TOKEN_ID)]
 TokenId = Annotated[int, Meta(ge=0, le=request.MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
@@ -200,6 +201,21 @@ class DetokenizeBody(Body):
 
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TEXT_CHARS)]
     model: Name | None = None
+
+
+class LoadAdapterBody(Body):
+    """Body of POST /v1/load_lora_adapter; the path is relative to the server's folder."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    load_inplace: Literal[False] | None = None
+
+
+class UnloadAdapterBody(Body):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: AdapterName
+    lora_int_id: int | None = None  # ignored
 
 
 # Ignored fields that are logged.

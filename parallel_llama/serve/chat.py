@@ -61,7 +61,7 @@ class _Pending:
         self, choices: list[ChatChunkChoice], usage: Usage | None = None, is_first: bool = False
     ) -> bytes:
         """An event; the first one of a choice contains the prompt's token ids."""
-        model, prompt = self.context.service.names[0], self.answer.request.prompt
+        model, prompt = self.context.model, self.answer.request.prompt
         chunk = ChatChunk(
             id=self.id,
             object=_CHUNK,
@@ -76,7 +76,7 @@ class _Pending:
 
 async def chat(context: RequestContext, body: ChatBody) -> Response:
     """A chat completion, as one reply or as a stream of events."""
-    context.service.require_model(body.model)
+    context = context.for_model(body.model)
     pending = await context.unless_gone(_begin(context, body))
     if body.stream:
         return await context.unless_gone(rendering.streamed(_chunks(pending)))
@@ -144,7 +144,7 @@ def _reply(pending: _Pending, outputs: Sequence[Output]) -> ChatReply:
     return ChatReply(
         id=pending.id,
         created=pending.created,
-        model=pending.context.service.names[0],
+        model=pending.context.model,
         choices=choices,
         usage=rendering.usage_of([pending.answer], ended),
         prompt_token_ids=pending.token_ids(pending.answer.request.prompt),

@@ -46,7 +46,7 @@ class _Pending:
             id=self.id,
             object="text_completion",
             created=self.created,
-            model=self.context.service.names[0],
+            model=self.context.model,
             choices=choices,
             usage=usage,
         )
@@ -76,7 +76,7 @@ class _Pending:
 
 async def complete(context: RequestContext, body: CompletionBody) -> Response:
     """Text completions of some prompts, as one reply or as a stream of events."""
-    context.service.require_model(body.model)
+    context = context.for_model(body.model)
     pending = await context.unless_gone(_begin(context, body))
     if body.stream:
         return await context.unless_gone(rendering.streamed(_chunks(pending)))

@@ -76,6 +76,9 @@ class EngineClient:
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
         self._answers: dict[int, Answer] = {}
+        # Changes of adapters without a reply, and the folders of changed adapters (None: unloaded).
+        self._changing: dict[int, asyncio.Future[str | None]] = {}
+        self._adapters: dict[str, str | None] = {}
         # Choices of requests that are being prepared for the engine, by account.
         self._preparing: Counter[str] = Counter()
         self._probe_key: int | None = None
@@ -179,6 +182,20 @@ class EngineClient:
         self._answers[answer.key] = answer
         return answer
 
+    async def change_adapter(self, name: str, folder: str | None) -> None:
+        """Load an adapter, or unload it if `folder` is None; also in an engine that is restarted.
+
+        Raises: UsageError if the engine refuses; NotReady if it is not ready, or ends.
+        """
+        if self.state != "ready":
+            raise NotReady(_WHY[self.state])
+        key, reply = next(self._keys), asyncio.get_running_loop().create_future()
+        self._changing[key] = reply
+        self._send(wire.ChangeAdapter(key, name, folder))
+        if (refused := await reply) is not None:
+            raise UsageError(refused)
+        self._adapters[name] = folder
+
     def drain(self) -> None:
         """Reject new requests; unfinished requests continue."""
         self._is_draining = True
@@ -197,6 +214,10 @@ class EngineClient:
                 raise
             was_loaded, self._writer = self._writer is not None, None
             self._state = "restarting"
+            for reply in self._changing.values():
+                if not reply.done():
+                    reply.set_exception(NotReady(_WHY["restarting"]))
+            self._changing.clear()
             code, reason = await child.end()
             if DISAGREE in reason:
                 self.metrics.mismatched()
@@ -269,11 +290,20 @@ class EngineClient:
                 self.on_loaded(message.loaded)
             case wire.EngineRefused():
                 self._forget(message.key).fail(UsageError(message.reason))
+            case wire.AdapterChanged():
+                self._on_changed(message)
             case wire.Failed():
                 self.n_failed_steps += 1
                 logger.error("a step failed: %s", message.reason)
                 for key in message.keys:
                     self._forget(key).fail(NumericalError(message.reason))
+
+    def _on_changed(self, message: wire.AdapterChanged) -> None:
+        reply = self._changing.pop(message.key, None)
+        if reply is None and message.refused is not None:  # in an engine that was restarted
+            logger.error("%s", message.refused)
+        elif reply is not None and not reply.done():
+            reply.set_result(message.refused)
 
     def _on_output(self, answer: Answer, output: wire.Output) -> None:
         before_s, is_counted = answer.last_token_s, answer.key != self._probe_key
@@ -290,6 +320,8 @@ class EngineClient:
         """The engine is loaded: unfinished requests of a previous engine run again."""
         self.loaded, self._writer, self._state = loaded, writer, "ready"
         self.on_loaded(loaded)
+        for name, folder in self._adapters.items():
+            self._send(wire.ChangeAdapter(next(self._keys), name, folder))
         for key, answer in list(self._answers.items()):
             if answer.is_abandoned or key == self._probe_key:
                 self._forget(key)
@@ -308,7 +340,7 @@ class EngineClient:
         if answer.key in self._answers:
             self._send(wire.Cancel(answer.key))
 
-    def _send(self, message: wire.Submit | wire.Cancel) -> None:
+    def _send(self, message: wire.ToEngine) -> None:
         """No-op while the engine is down: requests are submitted again when it is back."""
         if self._writer is not None:
             self._writer.write(wire.framed(message))

@@ -168,6 +168,7 @@ class Model(Reply):
     id: str
     created: int
     max_model_len: int
+    parent: str | None = None  # of an adapter: its base model
     object: Literal["model"] = "model"
     owned_by: str = "parallel_llama"
 

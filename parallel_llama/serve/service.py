@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
 from starlette.requests import Request as HTTPRequest
@@ -30,19 +31,30 @@ class UnknownModel(Exception):
 
 @dataclass(frozen=True)
 class Service:
-    """One model and its engine. Requests may use any of its `names`; replies contain the first."""
+    """One model and its engine. Requests may use any of its `names`; replies contain the first.
+
+    A request that names one of the `adapters` runs with it. Clients may load adapters from
+    folders in `adapter_root`.
+    """
 
     names: Sequence[str]
     inputs: InputProcessor
     engine: EngineClient
+    adapters: list[str] = field(default_factory=list)
+    adapter_root: Path | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     # Templates, tokenizers and grammars run here, so that they do not block the event loop.
     threads: FairThreads = field(default_factory=FairThreads)
 
     def require_model(self, name: str | None) -> None:
         """Raises: UnknownModel."""
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and name not in self.adapters:
             raise UnknownModel(f"the model {name!r:.200} is not served here; use {self.names[0]!r}")
+
+    def require_adapter(self, name: str) -> None:
+        """Raises: UnknownModel."""
+        if name not in self.adapters:
+            raise UnknownModel(f"the adapter {name!r:.200} is not loaded; see /v1/models")
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,7 @@ class RequestContext:
         client: API key or connection that the request's thread time is charged to.
         account: API key or address that the request's completions are charged to.
         n_bytes: length of the request's body.
+        adapter: the adapter that the request runs with.
     """
 
     service: Service
@@ -60,10 +73,24 @@ class RequestContext:
     client: str = ""
     account: str = ""
     n_bytes: int = 0
+    adapter: str | None = None
 
     @property
     def inputs(self) -> InputProcessor:
         return self.service.inputs
+
+    @property
+    def model(self) -> str:
+        """The name of the model in replies."""
+        return self.adapter or self.service.names[0]
+
+    def for_model(self, name: str | None) -> "RequestContext":
+        """The context of a request that names a model or an adapter.
+
+        Raises: UnknownModel.
+        """
+        self.service.require_model(name)
+        return replace(self, adapter=name if name in self.service.adapters else None)
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """Awaits `work`, and cancels it if the client disconnects. The body must have been read.
@@ -122,7 +149,7 @@ class RequestContext:
         n_choices = len(prompts) * params.n
         engine.require_room(n_choices, self.account, is_large=self.n_bytes > LARGE_WORK)
         requests = await self.in_thread(
-            lambda: _requests(self.inputs, prompts, params),
+            lambda: _requests(self.inputs, prompts, params, self.adapter),
             n_choices,
             extra=_grammar_work(self.inputs, params),
             renders=any(isinstance(prompt, Chat) for prompt in prompts),
@@ -145,12 +172,15 @@ def _grammar_work(inputs: InputProcessor, params: SamplingParams) -> int:
 
 
 def _requests(
-    inputs: InputProcessor, prompts: Sequence[Prompt], params: SamplingParams
+    inputs: InputProcessor,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    adapter: str | None,
 ) -> list[Request]:
     requests = []
     for index, prompt in enumerate(prompts):
         try:
-            requests.append(inputs.request(index, prompt, params))
+            requests.append(inputs.request(index, prompt, params, adapter=adapter))
         except UsageError as error:
             if len(prompts) == 1:
                 raise

@@ -35,7 +35,15 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     key: int
 
 
-ToEngine = Submit | Cancel
+class ChangeAdapter(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
+    """Load an adapter, or unload it if `folder` is None; `key` as in Submit."""
+
+    key: int
+    name: str
+    folder: str | None
+
+
+ToEngine = Submit | Cancel | ChangeAdapter
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -117,6 +125,13 @@ class EngineRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused")
     reason: str
 
 
+class AdapterChanged(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
+    """The reply to ChangeAdapter; `refused` says why nothing has changed."""
+
+    key: int
+    refused: str | None
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """A step produced NaN or Inf: all requests of the engine have ended."""
 
@@ -124,7 +139,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-FromEngine = Loaded | Regrouped | Scored | Stepped | EngineRefused | Failed
+FromEngine = Loaded | Regrouped | Scored | Stepped | EngineRefused | AdapterChanged | Failed
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -57,6 +57,6 @@ def test_keyword_arguments_of_llm_are_the_fields():
 
 def test_every_setting_with_a_flag_has_its_name():
     """One without would not reach the LLM."""
-    without = {"tp_size", "slice_of", "max_drafts", "timeout_s", "start_timeout_s"}
+    without = {"tp_size", "slice_of", "max_drafts", "timeout_s", "start_timeout_s", "adapters"}
     named = {flag.name.replace("-", "_") for flag in _SETTINGS}
     assert named == {field.name for field in fields(LLMConfig)} - without

@@ -87,6 +87,16 @@ def test_linear(backend, n_rows, has_bias):
     check(ops.linear(x, weight, bias if has_bias else None), expected)
 
 
+@pytest.mark.parametrize(("n_rows", "rank"), [(1, 1), (7, 3), (40, 16)])
+def test_low_rank(backend, n_rows, rank):
+    ops, dtype, device = backend
+    x, a, b = (
+        torch.randn(shape, dtype=dtype, device=device)
+        for shape in ((n_rows, 37), (rank, 37), (21, rank))
+    )
+    check(ops.low_rank(x, a, b), (x.double() @ a.double().T).to(dtype).double() @ b.double().T)
+
+
 @pytest.mark.parametrize("counts", [[3, 0, 1], [0, 0, 0], [40, 2, 7]])
 def test_routed_linear(backend, counts):
     """Rows of x are used several times, and some rows of y have no weight."""

@@ -23,6 +23,7 @@ class GPU:
         self.stream: Any = self._stream("own")
         self.captures: list[object] = []  # in progress, by their pools
         self.pools: list[object] = []  # of graphs that exist
+        self.streams: list[object] = []  # of steps, captured or not
         self.is_valid = True
         cuda = torch.cuda
         for name, value in (
@@ -53,15 +54,19 @@ class GPU:
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
         before, self.stream = self.stream, stream
+        self.streams.append(stream)
         yield
         self.stream = before
 
     @contextmanager
-    def _capture(self, _: Any, pool: object, capture_error_mode: str) -> Iterator[None]:
+    def _capture(
+        self, _: Any, pool: object, stream: object, capture_error_mode: str
+    ) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
         self.captures.append(pool)
         self.pools.append(pool)
-        before, self.stream = self.stream, self._stream("capture")
+        self.streams.append(stream)
+        before, self.stream = self.stream, stream
         try:
             yield
         finally:
@@ -77,12 +82,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
 
 
 def test_graphs_of_one_model_share_their_memory(gpu: GPU) -> None:
-    """Each of nine graphs kept the intermediates of its own step."""
+    """Each of nine graphs kept the intermediates of its own step, and a workspace of cuBLAS."""
     record = GraphRecorder()
     for number in range(3):
         result, replay = record(lambda number=number: number)
         assert result == number and replay() == "replayed"
     assert len(gpu.pools) == 3 and len({*map(id, gpu.pools)}) == 1
+    assert len(gpu.streams) == 6 and len({*map(id, gpu.streams)}) == 1
     assert not gpu.captures and gpu.stream.name == "own"
 
 

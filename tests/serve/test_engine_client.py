@@ -13,7 +13,9 @@ from parallel_llama.request import Completion, Request, SamplingParams
 from parallel_llama.serve.engine_client import Busy, EngineClient, EngineEnded, NotReady
 from parallel_llama.serve.metrics import Metrics
 from parallel_llama.serve.wire import (
+    AdapterChanged,
     Cancel,
+    ChangeAdapter,
     EngineRefused,
     Failed,
     Frames,
@@ -22,6 +24,7 @@ from parallel_llama.serve.wire import (
     RankFacts,
     Stepped,
     Submit,
+    ToEngine,
     framed,
     to_engine,
 )
@@ -44,7 +47,7 @@ class Played:
         self._theirs.close()
         return self._code, "it was played"
 
-    async def hear(self) -> Submit | Cancel:
+    async def hear(self) -> ToEngine:
         self._theirs.setblocking(False)
         while not self._heard:
             data = await asyncio.get_running_loop().sock_recv(self._theirs, 1 << 16)
@@ -215,3 +218,42 @@ async def test_an_engine_that_ends_too_often_ends_the_client_and_all_requests():
             await running
         with pytest.raises(NotReady, match="it was played"):
             await answer.whole()
+
+
+async def test_a_new_engine_gets_the_adapters_before_the_requests():
+    """It starts with those of the command line, and would refuse the requests."""
+    async with playing() as (client, engines, _):
+        engine = await ready(client, engines)
+        for name, folder in (("a", "x"), ("b", "y"), ("b", None)):
+            changing = asyncio.create_task(client.change_adapter(name, folder))
+            asked = await engine.hear()
+            assert (asked.name, asked.folder) == (name, folder)
+            engine.say(AdapterChanged(asked.key, None))
+            await changing
+        client.submit(request())
+        engine.die()
+        engine = await ready(client, engines, 1)
+        heard = [await engine.hear() for _ in range(3)]
+        assert [(each.name, each.folder) for each in heard[:2]] == [("a", "x"), ("b", None)]
+        assert isinstance(heard[2], Submit)
+        engine.say(AdapterChanged(heard[1].key, "it is not loaded"))  # nobody asked
+        assert client.state == "ready"
+
+
+async def test_a_change_of_adapters_that_fails_is_not_repeated():
+    async with playing() as (client, engines, _):
+        with pytest.raises(NotReady, match="being loaded"):
+            await client.change_adapter("a", "x")
+        engine = await ready(client, engines)
+        refused = asyncio.create_task(client.change_adapter("a", "x"))
+        engine.say(AdapterChanged((await engine.hear()).key, "there is no x"))
+        with pytest.raises(UsageError, match="there is no x"):
+            await refused
+        lost = asyncio.create_task(client.change_adapter("b", "y"))
+        assert isinstance(await engine.hear(), ChangeAdapter)
+        engine.die()
+        with pytest.raises(NotReady, match="restarted"):
+            await lost
+        engine = await ready(client, engines, 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.hear(), 0.05)

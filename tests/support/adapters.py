@@ -52,11 +52,12 @@ def write_adapter(
     rank: Ranks = lambda _: 3,
     whole: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
+    seed: int = 5,
     **settings: Any,
 ) -> Path:
     """An adapter with random A and B for the modules of an HF folder that match a pattern."""
     folder.mkdir()
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {f"{PREFIX}{name}": tensor for name, tensor in (whole or {}).items()}
     for name, weight in load_file(base / "model.safetensors").items():
         module = name.removesuffix(".weight")

@@ -85,8 +85,9 @@ COUNTS = {
     "_candidates": 1,
     "_draw_filtered": 2,
     "_rotate_and_store": 3,
-    "_product": 3 + 3 * 2,
-    "_fp8_product": 2 * 2,
+    "_product": 3 + 3 * 2,  # one row, or more
+    "_fp8_product": 2,
+    "_dequantise": 5,
     "_sum": 4,
     "_round": 2,
     "_route": 2,

@@ -155,7 +155,8 @@ def make_runner_of(
     comm: Communicator, args: ModelArgs, ops: TorchOps, ranks_per_expert: int | None
 ) -> ModelRunner:
     plan = make_plan(args, comm.size, ranks_per_expert=ranks_per_expert)
-    device = torch.device("cpu")
+    on_gpu = ops.is_paged and torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     checkpoint, precision = random_checkpoint(args, seed=1), Precision.plain("float32")
     return ModelRunner.load(
         args, checkpoint, plan, comm, precision=precision, device=device, ops=ops

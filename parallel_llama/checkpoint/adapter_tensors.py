@@ -1,0 +1,110 @@
+"""Reads slices of the tensors of a LoRA adapter: columns of A, rows of B, and whole weights.
+
+Source: LoRA, arXiv 2106.09685, section 4.1.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.byte_ranges import ByteRanges
+from parallel_llama.checkpoint.checkpoint import Checkpoint
+from parallel_llama.checkpoint.reading import finite
+from parallel_llama.config.adapter import Adapter, LoraPair, served_pairs
+from parallel_llama.dtypes import STORED
+from parallel_llama.families import family_of, stored_slices
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.stored_slices import StoredSlice, whole
+from parallel_llama.families.weights import Param
+from parallel_llama.files.safetensors_header import FileTensor
+from parallel_llama.ops.formats import torch_dtype
+from parallel_llama.plan import Shard
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """The part of A and B that a rank needs for its shard of a weight; B contains the scaling.
+
+    Shapes: a [rank, in], b [out, rank], for a shard [out, in].
+    """
+
+    weight: str
+    a: Tensor
+    b: Tensor
+
+
+def load_pairs(
+    adapter: Adapter, shard: Shard, dtype: torch.dtype, device: torch.device
+) -> Iterator[LoadedPair]:
+    """Reads the pairs of a rank, one for each weight that the adapter changes.
+
+    A weight that is sharded by outputs needs the same rows of B and all of A; a weight that is
+    sharded by inputs needs the same columns of A and all of B.
+
+    Raises: DamagedWeights for a value that is NaN or Inf, or too large for the dtype.
+    """
+    with closing(_OutputMatrices(adapter)) as file:
+        for param, name in served_pairs(adapter):
+            pair, cut = adapter.pairs[name], shard.cut(param)
+            n_outputs, n_inputs = param.shape
+            rows = shard.rows_of(cut)
+            outputs, columns = (rows, range(n_inputs)) if cut.dim == 0 else (range(n_outputs), rows)
+            b = file.read(param, outputs, "interleaved").to(torch.float64) * pair.scaling
+            yield LoadedPair(
+                param.name,
+                finite(param, stored_inputs(file.bytes, pair, columns), dtype).to(device),
+                finite(param, b, dtype).to(device),
+            )
+
+
+class _OutputMatrices(Checkpoint):
+    """The matrices B of an adapter, by the names of their weights."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__(adapter.args, family_of(adapter.args).rotary_order["hf"])
+        self._pairs, self._slices = adapter.pairs, stored_slices(adapter.args, "hf")
+        self.bytes = ByteRanges(adapter.weights)
+
+    def check(self, args: ModelArgs) -> None:
+        """Nothing to compare: the adapter was checked with its header."""
+
+    def _stored(self, param: Param, rows: range) -> Tensor:
+        stored_slice = self._slices[param.name]
+        return stored_outputs(self.bytes, self._pairs[stored_slice.name], param, stored_slice, rows)
+
+    def close(self) -> None:
+        self.bytes.close()
+
+
+def stored_outputs(
+    file: ByteRanges, pair: LoraPair, param: Param, stored_slice: StoredSlice, outputs: range
+) -> Tensor:
+    """The rows of B for some outputs of a weight, in the stored order. Shapes: [outputs, rank].
+
+    Raises: DamagedWeights if a value is NaN or Inf.
+    """
+    own = Param(pair.b.name, (param.shape[0], pair.rank))
+    return stored_values(file, pair.b, own, replace(stored_slice, shape=pair.b.shape), outputs)
+
+
+def stored_inputs(file: ByteRanges, pair: LoraPair, inputs: range) -> Tensor:
+    """The columns of A for some inputs of a weight. Shapes: [rank, inputs].
+
+    Raises: DamagedWeights if a value is NaN or Inf.
+    """
+    own = Param(pair.a.name, pair.a.shape, dim=1)
+    return stored_values(file, pair.a, own, whole(pair.a.name, pair.a.shape), inputs)
+
+
+def stored_values(
+    file: ByteRanges, tensor: FileTensor, param: Param, stored_slice: StoredSlice, rows: range
+) -> Tensor:
+    """A slice of a weight in a tensor of the adapter; errors name the tensor.
+
+    Raises: DamagedWeights if a value is NaN or Inf.
+    """
+    own, dtype = replace(param, name=tensor.name), torch_dtype(STORED[tensor.dtype])
+    return finite(own, file.values(tensor.offset, dtype, own, stored_slice, rows), dtype)

@@ -1,0 +1,55 @@
+"""Loading and unloading LoRA adapters while serving, as vLLM does.
+
+The routes exist only if the server was given a folder that clients may load adapters from.
+
+Source: /v1/load_lora_adapter and /v1/unload_lora_adapter of vLLM 0.32.
+"""
+
+from pathlib import Path
+
+from starlette.responses import Response
+
+from parallel_llama.errors import UsageError, shown
+from parallel_llama.files.bounded_files import resolved
+from parallel_llama.serve.bodies import LoadAdapterBody, UnloadAdapterBody
+from parallel_llama.serve.service import RequestContext
+
+
+async def load_adapter(context: RequestContext, body: LoadAdapterBody) -> Response:
+    """Loads an adapter; requests may then name it."""
+    service, name = context.service, body.lora_name
+    assert service.adapter_root is not None
+    if name in service.names or not name.isprintable():
+        raise UsageError(f"lora_name={shown(name)}: a name of the model, or not printable")
+    folder = _folder_in(service.adapter_root, body.lora_path)
+    # Not cancelled if the client disconnects, because the engine would go on.
+    await service.engine.change_adapter(name, str(folder))
+    service.adapters.append(name)
+    return _success(f"LoRA adapter {name!r} added")
+
+
+async def unload_adapter(context: RequestContext, body: UnloadAdapterBody) -> Response:
+    """Unloads an adapter that no request uses."""
+    service, name = context.service, body.lora_name
+    service.require_adapter(name)
+    await service.engine.change_adapter(name, None)
+    service.adapters.remove(name)
+    return _success(f"LoRA adapter {name!r} removed")
+
+
+def _folder_in(root: Path, path: str) -> Path:
+    """The folder at a path relative to `root`.
+
+    Raises: UsageError for a folder outside of it.
+    """
+    folder = resolved(root / path)
+    if not folder.is_relative_to(resolved(root)):
+        raise UsageError(
+            f"lora_path={shown(path)}: outside of the folder that this server loads adapters from; "
+            "give a path in it"
+        )
+    return folder
+
+
+def _success(what: str) -> Response:
+    return Response(f"Success: {what} successfully.", media_type="text/plain")

@@ -1,0 +1,327 @@
+"""Requests with LoRA adapters in the engine: many adapters in one batch, and the prefix cache."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import merged_weights, write_adapter, write_merged
+from mixes import make_engine
+from parity_steps import load_runner
+from recorded import Recorded
+from safetensors.torch import load_file
+from thread_ranks import ThreadComm, run_on_threads
+from tiny_folder import write_chat_folder
+
+from parallel_llama import LLM, AsyncLLM, SamplingParams, UsageError
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.config.adapter import load_served_adapter
+from parallel_llama.config.layouts import load_model_args
+from parallel_llama.dtypes import Precision
+from parallel_llama.engine import rank_rpc
+from parallel_llama.engine.integrity import IntegrityCheck
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.files.model_files import find_model
+from parallel_llama.model.adapters import _layers
+from parallel_llama.ops import TorchOps
+from parallel_llama.parallel.collectives import Solo
+from parallel_llama.parallel.failures import IntegrityError
+from parallel_llama.plan import make_plan
+from parallel_llama.request import Completion, Request
+
+LINEAR = r".*\.\w+_proj"
+N_ADAPTERS, N_SEQUENCES = 8, 32
+PARAMS = SamplingParams(max_tokens=6, logprobs=2, ignore_eos=True)
+SETTINGS = {"dtype": "float32", "kv_cache_bytes": 4 << 20}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("base") / "hf")
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, str]:
+    """Eight adapters of different ranks and modules."""
+    found = {}
+    for n in range(N_ADAPTERS):
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        names = names[: n + 1] if n % 2 else names[n:]
+        folder = write_adapter(
+            base.parent / f"adapter{n}", base, rf".*\.({'|'.join(names)})",
+            lambda _, n=n: n + 1, seed=n, r=n + 1, target_modules=names,
+        )  # fmt: skip
+        found[f"adapter{n}"] = str(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(base: Path, adapters: dict[str, str]) -> Iterator[LLM]:
+    with LLM(str(base), adapters=adapters, **SETTINGS) as llm:
+        yield llm
+
+
+def prompts() -> list[list[int]]:
+    return [[(5 * at + n) % 190 + 3 for at in range(3 + 3 * n)] for n in range(N_SEQUENCES)]
+
+
+def names() -> list[str | None]:
+    """A quarter of the sequences have no adapter."""
+    return [None if n % 4 == 0 else f"adapter{n % N_ADAPTERS}" for n in range(N_SEQUENCES)]
+
+
+def same(found: Completion, expected: Completion) -> bool:
+    return (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
+
+
+def test_each_of_32_sequences_with_8_adapters_has_the_bits_of_a_run_alone(llm, base):
+    """A sequence without an adapter has those of a program without adapters."""
+    together = llm.generate(prompts(), PARAMS, adapter=names())
+    alone = [
+        llm.generate(prompt, PARAMS, adapter=name)[0]
+        for prompt, name in zip(prompts(), names(), strict=True)
+    ]
+    assert all(map(same, together, alone))
+    with LLM(str(base), **SETTINGS) as plain:
+        without = plain.generate(prompts(), PARAMS)
+    equal = list(map(same, together, without))
+    assert equal == [name is None for name in names()]
+
+
+def test_steps_without_an_adapter_are_recorded_beside_those_with_one(llm):
+    """A step with such rows must not use a recording, nor keep later steps from using theirs."""
+    calls = llm.engine.runner._calls
+    llm.generate([[5, 6, 7]] * 3, PARAMS)
+    recorded = calls._steps[3]
+    assert recorded is not None
+    llm.generate([[5, 6, 7]] * 3, PARAMS, adapter=[None, "adapter1", None])
+    llm.generate([[5, 6, 7]] * 5, PARAMS, adapter="adapter1")
+    assert calls._steps[3] is recorded and calls._steps.get(5, "new") == "new"
+    llm.generate([[5, 6, 7]] * 5, PARAMS)
+    assert calls._steps[5] is not None
+
+
+def test_requests_with_different_adapters_share_no_blocks_of_the_prefix_cache(llm):
+    """A name must not be mistaken for a salt either."""
+    prompt, one = [9] * 50, SamplingParams(max_tokens=1)
+    salted = SamplingParams(max_tokens=1, cache_salt="adapter2")
+
+    def n_cached(params: SamplingParams, adapter: str | None) -> int:
+        return llm.generate(prompt, params, adapter=adapter)[0].n_cached_tokens
+
+    for params, name in ((one, None), (one, "adapter1"), (one, "adapter2"), (salted, None)):
+        assert n_cached(params, name) == 0
+        assert n_cached(params, name) == 48
+
+
+def test_drafts_and_scored_prompts_use_the_adapter(llm, base, adapters, tmp_path):
+    """Log-probabilities of the prompt, and a text that repeats itself, as of the merged weights."""
+    ranks = {name: load_file(f"{folder}/adapter_model.safetensors") for name, folder in
+             adapters.items()}  # fmt: skip
+    n_rank = next(t for n, t in ranks["adapter4"].items() if "lora_A" in n).shape[0]
+    weights = merged_weights(base, Path(adapters["adapter4"]), lambda _: 8 / n_rank)
+    merged = write_merged(tmp_path / "merged", base, weights)
+    params = SamplingParams(max_tokens=24, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    (found,) = llm.generate([4, 5, 6] * 6, params, adapter="adapter4")
+    with LLM(str(merged), **SETTINGS) as other:
+        (expected,) = other.generate([4, 5, 6] * 6, params)
+    assert found.tokens == expected.tokens
+    for ours, theirs in (
+        (found.logprobs, expected.logprobs),
+        (found.prompt_logprobs[1:], expected.prompt_logprobs[1:]),
+    ):
+        wanted = torch.tensor([each.logprob for each in theirs])
+        got = torch.tensor([each.logprob for each in ours])
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-3)
+
+
+def test_every_way_to_generate_takes_an_adapter(llm):
+    expected = llm.generate("Once", PARAMS, adapter="adapter3")[0].text
+    assert expected != llm.generate("Once", PARAMS)[0].text
+    assert "".join(llm.stream("Once", PARAMS, adapter="adapter3")) == expected
+    chat = [{"role": "user", "content": "Once"}]
+    replies = [llm.chat(chat, PARAMS, adapter=name)[0].tokens for name in (None, "adapter3")]
+    assert replies[0] != replies[1]
+
+
+async def test_async_llm_takes_an_adapter(llm):
+    expected = llm.generate("Once", PARAMS, adapter="adapter3")[0].text
+    engine = AsyncLLM(llm)
+    try:
+        (completion,) = await engine.generate(["Once"], PARAMS, adapter="adapter3")
+        with pytest.raises(UsageError, match="'other' is not loaded"):
+            await engine.submit("Once", PARAMS, adapter="other")
+    finally:
+        await engine.close()
+    assert completion.text == expected
+
+
+def test_an_unknown_adapter_is_refused_before_anything_runs(llm):
+    with pytest.raises(UsageError, match="'adapter9' is not loaded; use adapter0, adapter1"):
+        llm.generate([[5], [6]], PARAMS, adapter=[None, "adapter9"])
+    with pytest.raises(UsageError, match="2 prompts and 3 adapters; give one for each"):
+        llm.generate([[5], [6]], PARAMS, adapter=[None, None, "adapter1"])
+    assert llm.engine.idle
+
+
+@pytest.mark.parametrize(
+    ("adapters", "expected"),
+    [
+        ({"": "x"}, "adapters has the name ''"),
+        ({"a\n": "x"}, "printable characters"),
+        ({"a": 3}, r"adapters\['a'\]=3: use the path"),
+        (["a"], "use a dict of folders by name"),
+        ({"a": "nowhere"}, "adapter 'a': nowhere: not a folder"),
+    ],
+)
+def test_a_wrong_value_of_adapters_is_refused(base, adapters, expected):
+    with pytest.raises(UsageError, match=expected):
+        LLM(str(base), adapters=adapters)
+
+
+def test_memory_of_adapters_counts_as_weights(llm, base):
+    with LLM(str(base), **SETTINGS) as plain:
+        before = plain.statistics.weight_bytes[0]
+    held = {
+        part.data_ptr(): part.nbytes
+        for block in llm.engine.runner.model.layers
+        for layer in (
+            block.attention.wqkv, block.attention.wo, block.feed_forward.w13, block.feed_forward.w2
+        )
+        for pairs in layer.low_ranks.values()
+        for pair in pairs
+        for part in (pair.a, pair.b)
+    }  # fmt: skip
+    assert llm.statistics.weight_bytes[0] == before + sum(held.values())
+
+
+class PagedOps(TorchOps):
+    """torch's operators, called as those of a GPU are."""
+
+    is_paged = True
+
+
+def tokens_of(base: Path, adapters: dict[str, str], ops: TorchOps, recorder: Recorded) -> object:
+    """The tokens of requests with and without adapters; their steps are recorded where possible."""
+    files = find_model(str(base))
+    args = load_model_args(files)
+    runner = ModelRunner.load(
+        args, open_checkpoint(files, args), make_plan(args, 1), Solo(),
+        precision=Precision.plain("float64"), device=torch.device("cpu"), ops=ops,
+    )  # fmt: skip
+    for name in ("adapter1", "adapter4"):
+        runner.load_adapter(name, load_served_adapter(Path(adapters[name]), args))
+    engine, found = make_engine(runner), {}
+    runner.record(recorder)
+    for names in ((None, "adapter1", "adapter4", None), (None, None)):
+        for index, name in enumerate(names):
+            params = SamplingParams(max_tokens=9, temperature=index % 2, ignore_eos=True)
+            prompt = (5 + index, 9, 11)
+            engine.submit(Request(index, prompt, params, 7, frozenset(), adapter=name))
+        while not engine.idle:
+            for output in engine.step():
+                found[names, output.index] = [*found.get((names, output.index), []), output.tokens]
+    return found
+
+
+def test_steps_on_a_gpu_use_no_graph_for_an_adapter(base, adapters):
+    """Block tables, sampling on the device, and steps that are launched before tokens are read."""
+    recorder = Recorded()
+    paged = tokens_of(base, adapters, PagedOps(), recorder)
+    assert 0 < recorder.n_replays < 10  # the second requests alone
+    assert paged == tokens_of(base, adapters, TorchOps(), Recorded())
+
+
+def test_a_flipped_bit_of_an_adapter_is_found(llm):
+    check = IntegrityCheck(llm.engine.runner.model, (), Solo(), exact=True)
+    check.compare_all()
+    pair = llm.engine.runner.model.layers[1].attention.wqkv.low_ranks["adapter3"][1]
+    pair.b[2, 1] *= -1
+    with pytest.raises(IntegrityError, match=r"B 1 for layers\.1\.wqkv of adapter 'adapter3' has"):
+        check.compare_all()
+    pair.b[2, 1] *= -1
+
+
+def test_a_step_of_several_ranks_needs_no_other_exchange(base, adapters):
+    """The low-rank product of a row-parallel layer is part of its partial sum."""
+
+    def counts(comm: ThreadComm, name: str | None) -> object:
+        runner = load_runner(comm, base, 16)
+        loaded = load_served_adapter(Path(adapters["adapter0"]), runner.args)
+        runner.load_adapter("adapter0", loaded)
+        comm.counts.clear()
+        runner.forward([Chunk([5, 6, 7], 0, [[0]], 3, name)])
+        return dict(comm.counts)
+
+    assert run_on_threads(2, counts, None) == run_on_threads(2, counts, "adapter0")
+
+
+def test_an_adapter_is_loaded_and_unloaded_while_requests_run(llm, adapters):
+    """Its name may return with other weights, which find no blocks of the earlier ones."""
+    prompt = [8] * 40
+
+    def answer(name: str | None) -> Completion:
+        return llm.generate(prompt, PARAMS, adapter=name)[0]
+
+    expected = {name: answer(name) for name in ("adapter2", "adapter7", None)}
+    running = llm.run(llm.input_processor.requests([[7, 8]], SamplingParams(max_tokens=30)))
+    next(running)
+    for name in ("adapter2", "adapter7"):
+        llm.load_adapter("new", adapters[name])
+        assert same(answer("new"), expected[name])
+        assert same(answer(None), expected[None])
+        llm.unload_adapter("new")
+        with pytest.raises(UsageError, match="'new' is not loaded"):
+            answer("new")
+    assert len(list(running)[-1].completion.tokens) == 30
+    assert not any("new" in layer.low_ranks for _, layer in _layers(llm.engine.runner.model))
+
+
+def test_wrong_changes_of_adapters_are_refused(llm, base, adapters):
+    folder = adapters["adapter1"]
+    with pytest.raises(UsageError, match="'adapter1' is loaded already; unload it first"):
+        llm.load_adapter("adapter1", folder)
+    with pytest.raises(UsageError, match="adapter 'new': nowhere: not a folder"):
+        llm.load_adapter("new", "nowhere")
+    with pytest.raises(UsageError, match="use a string of 1 to 256"):
+        llm.load_adapter("", folder)
+    with pytest.raises(UsageError, match="'new' is not loaded"):
+        llm.unload_adapter("new")
+    requests = llm.input_processor.requests([[5, 6]], SamplingParams(max_tokens=9), "adapter1")
+    running = llm.run(requests)
+    next(running)
+    with pytest.raises(UsageError, match="requests use the adapter 'adapter1'; try again"):
+        llm.unload_adapter("adapter1")
+    assert list(running)[-1].completion is not None
+    refusal = pytest.raises(UsageError, match="adapters cannot be changed with elastic")
+    with LLM(str(base), elastic=True, **SETTINGS) as elastic, refusal:
+        elastic.load_adapter("new", folder)
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_all_ranks_load_an_adapter_or_none_does(base, adapters, monkeypatch, is_missing):
+    """A folder that one rank cannot read is an error of rank 0, and the ranks go on."""
+    own = threading.local()
+    monkeypatch.setattr(rank_rpc, "expanded", lambda folder: own.parent / Path(folder).name)
+
+    def serve(comm: ThreadComm) -> tuple[object, object]:
+        own.parent = base / "nowhere" if is_missing and comm.rank == 1 else base.parent
+        engine, refused = make_engine(load_runner(comm, base, 16)), ""
+        if comm.rank:
+            rank_rpc.serve_rank(engine)
+        else:
+            try:
+                rank_rpc.load_adapter(engine, "new", adapters["adapter1"])
+            except UsageError as error:
+                refused = str(error)
+            rank_rpc.close(engine)
+        layers = [layer for _, layer in _layers(engine.runner.model)]
+        return refused, ([*engine.runner.adapters], any("new" in each.low_ranks for each in layers))
+
+    (refused, _), *others = found = run_on_threads(3, serve)
+    loaded = ([], False) if is_missing else (["new"], True)
+    assert [each for _, each in found] == [loaded] * 3 and not any(each for each, _ in others)
+    assert bool(refused) == is_missing
+    assert not is_missing or "cannot be read, or has other files, on ranks [1]" in refused
