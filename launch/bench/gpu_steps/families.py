@@ -100,10 +100,10 @@ def rows(setting: Setting) -> Rows:
 
 
 def _compared(name: str, sample: Sample, setting: Setting) -> Rows:
-    texts, args = Texts(setting.pick(3, 2), setting.pick(64, 16)), sample.args
+    texts, args = Texts(setting.pick(3, 1), setting.pick(64, 16)), sample.args
     # Kernels round the inputs of up to 16 rows to integers, as torch's operators do for all rows.
     is_integer = sample.quant in ("int8", "int4")
-    sizes = setting.pick(14 if is_integer else 40, 5), setting.pick(5, 1)
+    sizes = setting.pick(14 if is_integer else 40, 4), setting.pick(5, 1)
     decode: Callable[..., torch.Tensor] = partial(decode_logits, texts=texts, sizes=sizes)
     expected = decode(loaded(sample, torchs(args), CPU, texts, setting))
     runner = loaded(sample, ours(args), setting.device, texts, setting)
