@@ -214,8 +214,9 @@ class Precision:
         if self.stored is not None and name in self.stored:
             return self.stored[name]
         if kind == "vector":
-            # In 16 bits, the bias of a router would choose other experts.
-            is_wide = name.endswith(".gate.bias") and self.computed != "float64"
+            # In 16 bits, the bias of a router would choose other experts. Kernels read sinks in
+            # the dtype of the softmax.
+            is_wide = name.endswith((".gate.bias", ".sinks")) and self.computed != "float64"
             return DenseFormat("float32" if is_wide else self.computed)
         if kind == "outer" and self.matrices == ASKED["int4"]:
             return ASKED["int8"]

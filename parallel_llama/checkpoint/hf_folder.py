@@ -11,6 +11,7 @@ from parallel_llama.checkpoint.bitsandbytes import FourBitMatrix, Int8Matrix
 from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
 from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, read_packed
 from parallel_llama.checkpoint.scaled import TYPES, ScaledMatrix, WantedTensors
+from parallel_llama.checkpoint.stacked_experts import MXFP4Matrix, read_stacked
 from parallel_llama.checkpoint.tensor_files import (
     HeldTensors,
     TensorFiles,
@@ -25,7 +26,16 @@ from parallel_llama.config.bitsandbytes import (
     read_quant_state,
 )
 from parallel_llama.config.quantised import Packing, hf_packing, packed_weights, stored_form
-from parallel_llama.config.scaled import BYTE_DTYPES, MARKS, UNUSED, Schemes, scaled_weights
+from parallel_llama.config.scaled import (
+    BYTE_DTYPES,
+    MARKS,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    UNUSED,
+    Schemes,
+    mxfp4_weights,
+    scaled_weights,
+)
 from parallel_llama.dtypes import STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families import family_of, stored_slices
@@ -42,7 +52,7 @@ from parallel_llama.ops.quant import QuantMatrix, joined
 # Suffixes of tensors of GPTQ, AWQ, bitsandbytes and fp8 checkpoints.
 _QUANTISED = (
     *(".qweight", ".qzeros", ".SCB", ".absmax", ".quant_map", ".bitsandbytes__nf4"),
-    *(".bitsandbytes__fp4", *(f".{mark}" for mark in MARKS)),
+    *(".bitsandbytes__fp4", *(f".{mark}" for mark in MARKS), MXFP4_BLOCKS, MXFP4_SCALES),
 )
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
 
@@ -69,6 +79,7 @@ class HFFolder(TensorFiles):
         self._packed: dict[str, PackedMatrix] = {}
         self._scaled: dict[str, ScaledMatrix] = {}
         self._bits: dict[str, Int8Matrix | FourBitMatrix] = {}  # of bitsandbytes
+        self._mxfp4: dict[str, MXFP4Matrix] = {}  # of experts
         if isinstance(packing, Packing):
             for name in packed_weights(args, tensors):
                 self._packed[name] = PackedMatrix(packing, slices[name])
@@ -76,6 +87,9 @@ class HFFolder(TensorFiles):
             held = {name: tensor for name, (_, tensor) in tensors.items()}
             for name, scheme in scaled_weights(packing, args, held).items():
                 self._scaled[name] = ScaledMatrix(scheme, slices[name])
+            if packing.method == "mxfp4":
+                for name in mxfp4_weights(args, held):
+                    self._mxfp4[name] = MXFP4Matrix(slices[name])
             tensors = {name: held for name, held in tensors.items() if not UNUSED.search(name)}
         elif isinstance(packing, BitsAndBytes):
             held = {name: tensor for name, (_, tensor) in tensors.items()}
@@ -106,10 +120,11 @@ class HFFolder(TensorFiles):
             bits.check(partial(self._bytes, bits.base))
 
     def _slices_of(self, args: ModelArgs) -> Mapping[str, StoredSlice]:
+        quantised = self._packed, self._scaled, self._bits, self._mxfp4
         slices = {
             name: stored_slice
             for name, stored_slice in super()._slices_of(args).items()
-            if not (name in self._packed or name in self._scaled or name in self._bits)
+            if not any(name in each for each in quantised)
         }
         own = {stored_slice.name for stored_slice in slices.values()}
         for matrix in self._packed.values():
@@ -127,7 +142,7 @@ class HFFolder(TensorFiles):
     def _scaled_tensors(self) -> WantedTensors:
         """The dtypes and possible shapes of the tensors of matrices with scales, by name."""
         wanted: WantedTensors = {}
-        for each_matrix in (*self._scaled.values(), *self._bits.values()):
+        for each_matrix in (*self._scaled.values(), *self._bits.values(), *self._mxfp4.values()):
             wanted |= {each_matrix.base + end: each for end, each in each_matrix.tensors.items()}
         for matrix in self._scaled.values():
             optional = {matrix.base + end: each for end, each in matrix.optional_tensors.items()}
@@ -161,6 +176,10 @@ class HFFolder(TensorFiles):
             return _concatenated(
                 [bits.values(block, partial(self._bytes, bits.base)) for block in blocks]
             )
+        if (experts := self._mxfp4.get(param.name)) is not None:
+            return experts.values(param, rows, partial(self._numbers, experts))
+        if (stored_slice := self._slices[param.name]).count is not None:
+            return read_stacked(param, stored_slice, rows, partial(self._plain, stored_slice))
         return super()._stored(param, rows)
 
     def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
@@ -193,8 +212,22 @@ class HFFolder(TensorFiles):
         path, tensor = self._tensors[base + end]
         return self._files[path].matrix(tensor.offset, row_bytes, rows, columns)
 
+    def _plain(self, stored_slice: StoredSlice, rows: range, columns: range) -> Tensor:
+        """A block of a tensor of plain values, as a matrix."""
+        _, tensor = self._tensors[stored_slice.name]
+        dtype = torch_dtype(STORED[tensor.dtype])
+        of_columns = range(columns.start * dtype.itemsize, columns.stop * dtype.itemsize)
+        row_bytes = stored_slice.shape[-1] * dtype.itemsize
+        part = self._bytes(stored_slice.name, "", row_bytes, rows, of_columns)
+        return part.view(-1).view(dtype).view(len(rows), len(columns))
+
     def _numbers(
-        self, matrix: ScaledMatrix, end: str, n_columns: int, rows: range, columns: range
+        self,
+        matrix: ScaledMatrix | MXFP4Matrix,
+        end: str,
+        n_columns: int,
+        rows: range,
+        columns: range,
     ) -> Tensor:
         """A block of one tensor of a matrix with scales, which has `n_columns`."""
         dtype = TYPES[self._tensors[matrix.base + end][1].dtype]

@@ -169,14 +169,12 @@ class ScaledMatrix:
     def _scales(self, block: MatrixBlock, read: Read) -> Tensor:
         """The scales of a block of the matrix. Shapes: [row blocks, column blocks] float32."""
         scales = self._by_block(block, self.scheme.scale, read)
-        scales = scales.float() if scales.is_floating_point() else _power_of_two(scales)
+        name = self.base + self.scheme.scale
+        scales = scales.float() if scales.is_floating_point() else powers_of_two(scales, name)
         if self.scheme.has_global_scale:
             scales = scales / self._global_scale(read)
         if not torch.isfinite(scales).all():
-            raise DamagedWeights(
-                f"{self.base + self.scheme.scale!r:.200} has a scale that is NaN or Inf; the "
-                "weights are damaged, fetch them again"
-            )
+            raise _damaged_scale(name)
         return scales
 
     def _global_scale(self, read: Read) -> Tensor:
@@ -217,8 +215,7 @@ class ScaledMatrix:
         columns, n_bytes = block.columns, -(-self.stored_slice.shape[1] // 2)
         held = range(columns.start // 2, -(-columns.stop // 2))
         pairs = read("weight_packed", n_bytes, block.rows, held)
-        values = _E2M1_PAIRS.index_select(0, pairs.flatten().int())
-        values = values.view(len(block.rows), 2 * len(held))
+        values = e2m1_values(pairs)
         return values[:, columns.start - 2 * held.start :][:, : len(columns)].contiguous()
 
     def _integers(self, block: MatrixBlock, read: Read) -> Tensor:
@@ -256,8 +253,26 @@ class ScaledMatrix:
         return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1)
 
 
-def _power_of_two(exponents: Tensor) -> Tensor:
-    """2 ** (exponent - 127) in float32, and Inf for 255. Shapes: uint8 [...] -> [...]."""
+def e2m1_values(pairs: Tensor) -> Tensor:
+    """Floats of 4 bits, two in a byte. Shapes: uint8 [n, m] -> [n, 2 m] float32."""
+    return _E2M1_PAIRS.index_select(0, pairs.flatten().int()).view(len(pairs), 2 * pairs.shape[1])
+
+
+def powers_of_two(exponents: Tensor, name: str) -> Tensor:
+    """2 ** (exponent - 127) in float32, for the tensor with this name.
+
+    Shapes: uint8 [...] -> [...].
+
+    Raises: DamagedWeights for 255, which stands for NaN.
+    """
+    if (exponents == 255).any():
+        raise _damaged_scale(name)
     bits = exponents.int() << 23
     bits[exponents == 0] = 1 << 22  # 2 ** -127 is subnormal
     return bits.view(torch.float32)
+
+
+def _damaged_scale(name: str) -> DamagedWeights:
+    return DamagedWeights(
+        f"{name!r:.200} has a scale that is NaN or Inf; the weights are damaged, fetch them again"
+    )

@@ -149,6 +149,8 @@ class Damage:
         layout = self.manifest.layout
         if layout not in ("hf", "meta"):
             return False
+        if self.args and layout == "hf" and stored_slices(self.args, "hf")[name].count is not None:
+            return False  # its rows are stored in turn with those of another weight, or transposed
         orders = family_of(self.args).rotary_order if self.args else FAMILIES["llama"].rotary_order
         return orders[layout] == "half" or not is_rotary(name)
 
@@ -156,6 +158,10 @@ class Damage:
 def _span(tensor: FileTensor, stored_slice: StoredSlice) -> range:
     """The bytes from the first to the last byte of a weight in its stored tensor."""
     row_bytes, rows = tensor.n_bytes // stored_slice.n_rows, stored_slice.extent
+    if stored_slice.is_transposed:  # the whole matrix that holds the weight
+        n_outputs = stored_slice.shape[-1]
+        start = rows.start // n_outputs * n_outputs
+        rows = range(start, start + n_outputs)
     return range(tensor.offset + rows.start * row_bytes, tensor.offset + rows.stop * row_bytes)
 
 

@@ -28,6 +28,7 @@ from parallel_llama.errors import CheckpointError, ContextExceeded, UsageError, 
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
 from parallel_llama.tokenizer import Chat, Message
+from parallel_llama.tokenizer.channels import ChannelReader, ChannelText, has_channels
 
 if TYPE_CHECKING:
     from parallel_llama.llm import LLM
@@ -94,6 +95,10 @@ class Conversation:
         # Slow to import, and needed only by this command.
         from rich.console import Console
 
+        template = llm.input_processor.chat_template
+        self.has_channels = template is not None and has_channels(template.template_text)
+        if self.has_channels:
+            params = replace(params, skip_special_tokens=False)
         self.llm, self.params, self.system, self.variables = llm, params, system, variables
         self.adapter = adapter
         self.console = Console(highlight=False, markup=False, emoji=False)
@@ -101,6 +106,9 @@ class Conversation:
         self.turns: list[Message] = []
         # Tokens of the last prompt and answer if the answer was cut off; else empty.
         self.cut_off: tuple[int, ...] = ()
+        # Reads the last answer, if answers have channels, and the message that it is in.
+        self.reader: ChannelReader | None = None
+        self.n_messages = 0
 
     def run(self, model: str) -> int:
         """Runs until the input ends. Ctrl-C cancels a line or an answer, not the program."""
@@ -172,6 +180,7 @@ class Conversation:
 
     def _answer(self, text: str) -> None:
         turn = {"role": "user", "content": text}
+        self.reader, self.n_messages = ChannelReader() if self.has_channels else None, 0
         answer = self._generate(lambda: self._request(turn))
         if answer is not None:
             self.turns += [turn, {"role": "assistant", "content": answer}]
@@ -186,7 +195,10 @@ class Conversation:
             self.turns[-1] = {"role": "assistant", "content": said + answer}
 
     def _generate(self, make_request: Callable[[], Request]) -> str | None:
-        """Streams a completion; returns its text, or None if the request was refused."""
+        """Streams a completion; returns its text, or None if the request was refused.
+
+        Reasoning, in another channel than the answer, is printed and is not a part of the text.
+        """
         pieces: list[str] = []
         tokens: list[int] = []
         reason = None
@@ -200,10 +212,10 @@ class Conversation:
             ):
                 for step in steps:
                     meter.take(step)
-                    pieces.append(step.text)
                     tokens += step.tokens
                     reason = step.completion and step.completion.finish_reason
-                    self.console.print(escaped(step.text), end="", style="cyan", soft_wrap=True)
+                    is_last = reason == "stop"
+                    pieces += [self._show(*each) for each in self._read(step.text, is_last)]
         except (UsageError, CheckpointError) as error:
             self._say(f"{error}; /clear starts a new conversation")
             return None
@@ -217,7 +229,26 @@ class Conversation:
             self._say(self._cut_off_line(request.max_tokens))
         elif is_cut_off and interrupted():
             self._say("stopped; /continue continues the answer")
-        return "".join(pieces)
+        return "".join(pieces).lstrip("\n") if self.has_channels else "".join(pieces)
+
+    def _read(self, text: str, is_last: bool) -> list[tuple[str, bool]]:
+        """The texts to show for a piece of an answer, and whether each is reasoning."""
+        if self.reader is None:
+            return [(text, False)]
+        found: list[ChannelText] = self.reader.push(text)
+        found += self.reader.finish() if is_last else []
+        shown = []
+        for each in found:
+            is_new = each.number > self.n_messages > 0
+            self.n_messages = each.number
+            shown.append(("\n\n" * is_new + each.text, each.channel != "final"))
+        return shown
+
+    def _show(self, text: str, is_reasoning: bool) -> str:
+        """Prints a text, and returns the part of it that belongs to the answer."""
+        style = "dim" if is_reasoning else "cyan"
+        self.console.print(escaped(text), end="", style=style, soft_wrap=True)
+        return "" if is_reasoning else text
 
     def _cut_off_line(self, max_tokens: int) -> str:
         """Why an answer was cut off, and how to get the rest."""

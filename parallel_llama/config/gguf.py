@@ -61,7 +61,7 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
         "max_seq_len": max_seq_len,
         "norm_eps": own.number(prefix + eps_key),
         "rope_theta": own.number(f"{arch}.rope.freq_base", 10000.0),
-        "rope_scaling": _gguf_rope(own, arch, header, path, max_seq_len),
+        "rope_scaling": _gguf_rope(own, form, header, path, max_seq_len),
         "tied_embeddings": "output.weight" not in tensors,
         "attention_bias": any(f"blk.0.attn_{p}.bias" in tensors for p in ("q", "k", "v", "qkv")),
         "wo_bias": "blk.0.attn_output.bias" in tensors,
@@ -118,8 +118,9 @@ def _gguf_dtype(header: GGUFHeader) -> str:
 
 
 def _gguf_rope(
-    own: Fields, arch: str, header: GGUFHeader, path: Path, max_seq_len: int
+    own: Fields, form: GGUFForm, header: GGUFHeader, path: Path, max_seq_len: int
 ) -> RopeScaling | None:
+    arch = form.architecture
     if _SHORT in header.tensors or _LONG in header.tensors:
         return _longrope(own, arch, header, path, max_seq_len)
     factor = own.number(f"{arch}.rope.scaling.factor", own.number(f"{arch}.rope.scale_linear", 0.0))
@@ -151,6 +152,7 @@ def _gguf_rope(
         beta_fast=own.number(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=own.number(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(own, arch, factor),
+        truncate=form.truncates_yarn,
     )
 
 

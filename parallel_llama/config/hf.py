@@ -92,7 +92,9 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     if "sliding_window" not in stated:
         stated.pop("local_rope_theta", None)  # no layer uses it
     return ModelArgs(
-        dtype=fields.string("dtype", fields.string("torch_dtype", "float32")),
+        dtype=fields.string(
+            "dtype", fields.string("torch_dtype", family.defaults.get("dtype", "float32"))
+        ),
         family=family.name,
         **stated,
     )
@@ -375,7 +377,9 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
     """
     ids, family = ids or GenerationDefaults(), family_of(args)
     eos = list(ids.eos_ids)
-    activation = next(name for name, one in _ACTIVATIONS.items() if one == args.activation)
+    # Families with another activation have no key for it, or write it themselves.
+    names = (name for name, one in _ACTIVATIONS.items() if one == args.activation)
+    activation = next(names, None)
     config = {
         "architectures": [family.architecture],
         "model_type": family.name,

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel_llama.config.bitsandbytes import BitsAndBytes, bitsandbytes_of, bitsandbytes_types
-from parallel_llama.config.scaled import METHODS, Scheme, Schemes, scaled_weights, schemes_of
+from parallel_llama.config.scaled import (
+    METHODS,
+    Scheme,
+    Schemes,
+    mxfp4_weights,
+    scaled_weights,
+    schemes_of,
+)
 from parallel_llama.dtypes import (
     ASKED,
     GGUF_QUANTS,
@@ -164,7 +171,10 @@ def hf_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
     if not isinstance(packing, Schemes):
         return []
     _, decoded = _scaled_forms(packing, files, args)
-    return sorted({scheme.name for scheme in decoded.values()})
+    names = {scheme.name for scheme in decoded.values()}
+    if packing.method == "mxfp4" and mxfp4_weights(args, _held(files, args)):
+        names.add("mxfp4")
+    return sorted(names)
 
 
 def _scaled_forms(

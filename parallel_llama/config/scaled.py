@@ -3,11 +3,11 @@
 `config.json` says where the scales are; `checkpoint.scaled` decodes the weights.
 
 Source: compressed-tensors 0.20, its quant_config.py, quant_args.py and match.py; transformers 5.24,
-FineGrainedFP8Config and FbgemmFp8Config.
+FineGrainedFP8Config, FbgemmFp8Config and Mxfp4Config.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,11 @@ _FORMATS: dict[str, dict[str, tuple[int, ...]]] = {  # by type of number: the nu
     "nvfp4-pack-quantized": {"float": (4,)},
     "mxfp4-pack-quantized": {"float": (4,)},
 }
+
+# The suffixes of the tensors of a stacked weight of experts in MXFP4, and the inputs that share a
+# scale.
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+MXFP4_INPUTS = 32
 
 # The strategy and the size of a group of each format with floats of 4 bits.
 _FP4 = {"nvfp4-pack-quantized": ("tensor_group", 16), "mxfp4-pack-quantized": ("group", 32)}
@@ -144,6 +149,29 @@ def scaled_weights(
     return found
 
 
+def mxfp4_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
+    """Meta's names of the experts' matrices that an HF folder stores in MXFP4, given its tensors.
+
+    The tensors decide: modules_to_not_convert is not needed.
+
+    Raises: CheckpointError for a number of inputs that is not a multiple of MXFP4_INPUTS.
+    """
+    slices, found = stored_slices(args, "hf"), []
+    for param in parameters(args):
+        stored_slice = slices[param.name]
+        marks = (stored_slice.name + end for end in (MXFP4_BLOCKS, MXFP4_SCALES))
+        if not stored_slice.is_transposed or not any(mark in held for mark in marks):
+            continue
+        if (n_inputs := param.shape[1]) % MXFP4_INPUTS:
+            raise CheckpointError(
+                f"{stored_slice.name + MXFP4_BLOCKS!r:.200}: a matrix with {n_inputs} inputs "
+                f"cannot have MXFP4, which needs a multiple of {MXFP4_INPUTS}; use the config.json "
+                "that belongs to the weights"
+            )
+        found.append(param.name)
+    return found
+
+
 def _compressed_tensors(stated: Fields) -> Schemes:
     stated.refuse({"transform_config": "rotations of weights are not supported"})
     sparsity = Fields(stated.mapping("sparsity_config")).string("format", "dense")
@@ -242,6 +270,10 @@ def _fbgemm_fp8(_: Fields) -> Schemes:
     return _all_matrices("fbgemm_fp8", Scheme(True, 8, (1, 0)))
 
 
+def _mxfp4(_: Fields) -> Schemes:
+    return Schemes("mxfp4", ())
+
+
 def _all_matrices(method: str, scheme: Scheme) -> Schemes:
     """One scheme for every matrix that has scales, so lists of ignored modules are not needed."""
     groups = (("Linear", scheme), ("Embedding", scheme))
@@ -249,7 +281,12 @@ def _all_matrices(method: str, scheme: Scheme) -> Schemes:
 
 
 # By quant_method.
-METHODS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8": _fbgemm_fp8}
+METHODS = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "mxfp4": _mxfp4,
+}
 
 
 def _target(target: str) -> str:

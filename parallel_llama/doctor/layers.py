@@ -187,7 +187,7 @@ def _compute(
         setup.device,
         args.head_dim,
         {len(run.heads) // len(run.kv_heads) for run in shard.runs},
-        Scores(args.attention_scale, args.attention_soft_cap),
+        Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits),
         kv_dtype(setup.kv_format),
         matrix_forms(precision),
         exact=shard.exact is not None,

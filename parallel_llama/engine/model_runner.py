@@ -108,7 +108,7 @@ class ModelRunner:
         shard, dtype = plan.shards[comm.rank], torch_dtype(precision.computed)
         if ops is None:
             heads_per_kv = {len(run.heads) // len(run.kv_heads) for run in shard.runs}
-            scores = Scores(args.attention_scale, args.attention_soft_cap)
+            scores = Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits)
             cache_dtype = dtype if kv_format is None else kv_dtype(kv_format)
             forms = matrix_forms(precision)
             is_exact = shard.exact is not None
@@ -134,6 +134,8 @@ class ModelRunner:
                 has_shared_gate=args.shared_gate,
                 has_sigmoid_router=args.sigmoid_router,
                 has_unrotated=bool(args.unrotated_layers),
+                has_clamped_swiglu=args.activation == "clamped_swiglu",
+                has_expert_bias=args.expert_bias,
             )
             weights = load(checkpoint, args, shard, precision, device, on_bytes, held=held)
             with closing(prefetch(weights, _READ_AHEAD, own)) as read:

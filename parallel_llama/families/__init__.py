@@ -10,6 +10,7 @@ from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.glm import CHATGLM, GLM, GLM4
 from parallel_llama.families.glm_moe import GLM4_MOE
+from parallel_llama.families.gpt_oss import GPT_OSS
 from parallel_llama.families.granite import GRANITE
 from parallel_llama.families.internlm2 import INTERNLM2
 from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
@@ -22,7 +23,7 @@ from parallel_llama.families.seed_oss import SEED_OSS
 from parallel_llama.families.smollm3 import SMOLLM3
 from parallel_llama.families.stablelm import STABLELM
 from parallel_llama.families.starcoder2 import STARCODER2
-from parallel_llama.families.stored_slices import StoredSlice, shared
+from parallel_llama.families.stored_slices import StoredSlice, interleaved, shared
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
 FAMILIES = {
@@ -56,6 +57,7 @@ FAMILIES = {
         OLMO2,
         OLMO3,
         INTERNLM2,
+        GPT_OSS,
     )
 }
 
@@ -107,6 +109,9 @@ def stored_slices(args: ModelArgs, layout: Layout) -> Mapping[str, StoredSlice]:
     found: dict[str, StoredSlice] = {}
     for name, weights in stored.items():
         first, is_shared = weights[0].name, len(weights) > 1
+        if ".experts." in first and layout in family.interleaved_experts:
+            found.update(interleaved(name, weights, args.n_experts))
+            continue
         is_qkv = is_shared and ".attention." in first
         n_groups = args.n_kv_heads if is_qkv and layout in family.qkv_by_kv_head else 1
         n_slices = args.n_experts if is_shared and ".experts." in first else 1

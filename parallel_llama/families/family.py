@@ -104,6 +104,7 @@ class GGUFForm:
         has_experts: Whether the models have experts.
         has_layer_norm: Whether the models have LayerNorm, which has a key for its epsilon.
         rotates_part: Whether rope.dimension_count may be smaller than the size of a head.
+        truncates_yarn: Whether yarn rounds the correction range outwards.
         writes: The inverse of `features` for the fields of a header, without the architecture's
             prefix; None if the family is not written as GGUF.
     """
@@ -114,6 +115,7 @@ class GGUFForm:
     has_experts: bool = False
     has_layer_norm: bool = False
     rotates_part: bool = False
+    truncates_yarn: bool = True
     writes: Callable[[ModelArgs], Mapping[str, Any]] | None = None
 
 
@@ -139,6 +141,8 @@ class Family:
             a tensor.
         more_names: Names that depend on the model.
         qkv_by_kv_head: The layouts that store q, k and v by KV head (see `stored_slices`).
+        interleaved_experts: The layouts that store the rows of w1 and w3 of all experts in turn,
+            and matrices of experts as [in, out] (see `stored_slices`).
         gguf: The family in GGUF files; None if it is not read from them. Of the families with the
             same architecture, a file is read as the first in `FAMILIES`.
         rotary_order: The order of the rows of wq and wk in each layout.
@@ -159,6 +163,7 @@ class Family:
     names: tuple[Names, ...] = LLAMA_NAMES
     more_names: Callable[[ModelArgs], tuple[Names, ...]] = lambda _: ()
     qkv_by_kv_head: frozenset[Layout] = frozenset()
+    interleaved_experts: frozenset[Layout] = frozenset()
     gguf: GGUFForm | None = None
     rotary_order: Mapping[Layout, RotaryOrder] = field(
         default_factory=lambda: {"meta": "interleaved", "hf": "half", "gguf": "interleaved"}

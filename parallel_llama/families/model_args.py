@@ -152,8 +152,11 @@ class ModelArgs:
     rotary_dim: int | None = None  # values of each head that are rotated; None: all
     unrotated_layers: tuple[int, ...] = ()  # layers without rotary embeddings (NoPE)
     attention_sinks: int = 0  # first tokens that stay visible outside the window; not in files
+    sink_logits: bool = False  # each head's softmax has the term exp(sink), which has no value
     # Feed-forward
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"] = "silu"
+    swiglu_alpha: float = 1.702  # clamped_swiglu: the factor inside the sigmoid
+    swiglu_limit: float = 7.0  # clamped_swiglu: the bound of its inputs
     gated: bool = True  # w2(f(w1 x) * w3 x), else w2(f(w1 x))
     n_experts: int = 0  # 0: one feed-forward; ffn_dim is that of one expert
     n_active_experts: int = 0  # experts per token
@@ -164,6 +167,7 @@ class ModelArgs:
     )
     n_expert_groups: int = 1  # with sigmoid_router: consecutive experts form a group,
     n_active_groups: int = 1  # and a token's experts are in its best groups
+    expert_bias: bool = False  # biases of the router and of every expert
     shared_ffn_dim: int = 0  # channels of the expert that computes every token; 0: none
     shared_gate: bool = False  # that expert's output is scaled by the sigmoid of a score
     dense_layers: tuple[int, ...] = ()  # layers with one feed-forward instead of experts
@@ -217,7 +221,7 @@ class ModelArgs:
 
     def _check_numbers(self) -> None:
         caps = "attention_soft_cap", "logit_soft_cap"
-        for name in ("attention_scale", "logit_scale", *caps):
+        for name in ("attention_scale", "logit_scale", "swiglu_alpha", "swiglu_limit", *caps):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name}={value}: use a finite number above 0")
@@ -267,6 +271,16 @@ class ModelArgs:
             "activation='silu' needs gated": not self.gated and self.activation == "silu",
             "activation='relu2' and gated cannot be combined": (
                 self.gated and self.activation == "relu2"
+            ),
+            "activation='clamped_swiglu' needs gated": (
+                not self.gated and self.activation == "clamped_swiglu"
+            ),
+            "attention_sinks and sink_logits cannot be combined": (
+                self.attention_sinks > 0 and self.sink_logits
+            ),
+            "expert_bias needs n_experts": self.expert_bias and not self.n_experts,
+            "expert_bias and sigmoid_router cannot be combined": (
+                self.expert_bias and self.sigmoid_router
             ),
             "n_experts and mlp_bias cannot be combined": self.n_experts > 0 and self.mlp_bias,
             "n_experts needs gated": self.n_experts > 0 and not self.gated,
@@ -397,8 +411,8 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
 
     The window is the model's own, or `max_seq_len` less the sinks for a model without one.
 
-    Raises: UsageError for a model with layers without a window or without rotary embeddings, or
-        with dynamic rope scaling.
+    Raises: UsageError for a model with layers without a window or without rotary embeddings, with
+        dynamic rope scaling, or with `sink_logits`.
     Source: StreamingLLM, arXiv 2309.17453.
     """
     scaling = args.rope_scaling
@@ -411,6 +425,11 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
         raise UsageError(
             f"attention_sinks={n_sinks} and dynamic rope scaling, whose base grows with the "
             "length, cannot be combined; drop one"
+        )
+    if args.sink_logits:
+        raise UsageError(
+            f"attention_sinks={n_sinks}: the model has sinks of its own, a logit for each head; "
+            "drop attention_sinks"
         )
     if args.unrotated_layers:
         raise UsageError(

@@ -5,6 +5,9 @@ model. If the layout stores the queries, key and value of every KV head together
 into equal groups:
 
     one group    q0 q1 q2 q3 k0 k1 v0 v1        two groups    q0 q1 k0 v0 | q2 q3 k1 v1
+
+A layout may store the rows of w1 and w3 of an expert in turn (w1, w3, w1, w3, ...), and each matrix
+of an expert transposed: the rows of such a matrix are the columns in the file.
 """
 
 import math
@@ -27,6 +30,10 @@ class StoredSlice:
         first: The first row of the first run.
         run: Rows per run.
         step: The distance between the starts of two runs.
+        count: The number of runs; None for as many as the stored tensor holds.
+        is_transposed: Whether the file stores each of the tensor's matrices as [in, out]. `shape`
+            is then the shape in the file, and rows are those of the matrices as [out, in].
+        of_vector: Whether the weight is a vector, so that each value of the tensor is a row.
     """
 
     name: str
@@ -34,15 +41,28 @@ class StoredSlice:
     first: int
     run: int
     step: int
+    count: int | None = None
+    is_transposed: bool = False
+    of_vector: bool = False
 
     @property
     def n_rows(self) -> int:
         """Rows of the stored tensor."""
-        return math.prod(self.shape[: max(1, len(self.shape) - 1)])
+        shape = self.matrix_shape
+        return math.prod(shape if self.of_vector else shape[: max(1, len(shape) - 1)])
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape of the stored tensor with matrices as [out, in]."""
+        if not self.is_transposed:
+            return self.shape
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2])
 
     @property
     def extent(self) -> range:
         """The stored rows from the weight's first to its last, with all rows in between."""
+        if self.count is not None:
+            return range(self.first, self.first + (self.count - 1) * self.step + self.run)
         return range(self.first, self.n_rows - self.step + self.first + self.run)
 
     def runs(self, rows: range) -> Iterator[range]:
@@ -62,7 +82,7 @@ class StoredSlice:
 
 def whole(name: str, shape: tuple[int, ...]) -> StoredSlice:
     """The slice of a weight that is a whole stored tensor."""
-    return StoredSlice(name, shape, 0, shape[0], shape[0])
+    return StoredSlice(name, shape, 0, shape[0], shape[0], of_vector=len(shape) == 1)
 
 
 def shared(
@@ -81,5 +101,30 @@ def shared(
     for weight in weights:
         assert weight.shape[1:] == row and weight.shape[0] % n_groups == 0, weight.name
         run = weight.shape[0] // n_groups
-        yield weight.name, StoredSlice(name, shape, first, run, n_rows // n_groups)
+        step = n_rows // n_groups
+        yield weight.name, StoredSlice(name, shape, first, run, step, of_vector=not row)
         first += run
+
+
+def interleaved(
+    name: str, weights: Sequence[Param], n_experts: int
+) -> Iterator[tuple[str, StoredSlice]]:
+    """The slices of experts' weights whose rows are stored in turn, by the weights' names.
+
+    `weights` are those of the first expert, then those of the second, and so on. Matrices are
+    stored as [in, out].
+
+    Shapes: the weights have the same shape.
+    """
+    n_rows, *inputs = weights[0].shape
+    n_each = len(weights) // n_experts
+    shape = (n_experts, *inputs, n_each * n_rows)
+    for place, weight in enumerate(weights):
+        assert weight.shape == weights[0].shape, weight.name
+        expert, number = divmod(place, n_each)
+        first = expert * n_each * n_rows + number
+        is_matrix = len(inputs) > 0
+        yield (
+            weight.name,
+            StoredSlice(name, shape, first, 1, n_each, n_rows, is_matrix, not is_matrix),
+        )

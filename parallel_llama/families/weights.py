@@ -12,6 +12,8 @@ Axis = Literal["heads", "kv_heads", "ffn", "shared_ffn", "dense_ffn", "vocab", "
 
 # Rows of these multiply whole tokens into a few scores; they are not quantised.
 _GATES = ".gate.weight", ".shared_gate.weight"
+# A row for each expert, added to its output.
+_BIASES = ".w2_bias"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Param:
     @property
     def kind(self) -> Kind:
         """The kind of weight, which decides the allowed formats."""
-        if len(self.shape) == 1 or self.name.endswith(_GATES):
+        if len(self.shape) == 1 or self.name.endswith((*_GATES, _BIASES)):
             return "vector"
         return "matrix" if self.name.startswith("layers.") else "outer"
 
@@ -117,6 +119,8 @@ def _attention(name: str, args: ModelArgs) -> Iterator[Param]:
     elif args.qk_norm:
         yield Param(f"{name}.q_norm.weight", (head_dim,))
         yield Param(f"{name}.k_norm.weight", (head_dim,))
+    if args.sink_logits:
+        yield Param(f"{name}.sinks", (args.n_heads,), "heads")
 
 
 def _feed_forward(name: str, args: ModelArgs, axis: Axis, channels: int) -> Iterator[Param]:
@@ -133,17 +137,23 @@ def _feed_forward(name: str, args: ModelArgs, axis: Axis, channels: int) -> Iter
 def _experts(name: str, args: ModelArgs) -> Iterator[Param]:
     """The router of a layer, with mistral-inference's name for it, and every expert.
 
-    The shared expert and its gate are last.
+    Every rank holds the biases of all experts' outputs, `w2_bias`, which it adds to the sum over
+    the ranks. The shared expert and its gate are last.
     """
     dim, channels = args.dim, args.ffn_dim
     yield Param(f"{name}.gate.weight", (args.n_experts, dim))
-    if args.sigmoid_router:
+    if args.sigmoid_router or args.expert_bias:
         yield Param(f"{name}.gate.bias", (args.n_experts,))
     for expert in range(args.n_experts):
         own = f"{name}.experts.{expert}"
         yield Param(f"{own}.w1.weight", (channels, dim), "ffn", expert=expert)
         yield Param(f"{own}.w3.weight", (channels, dim), "ffn", expert=expert)
         yield Param(f"{own}.w2.weight", (dim, channels), "ffn", 1, expert=expert)
+        if args.expert_bias:
+            yield Param(f"{own}.w1.bias", (channels,), "ffn", expert=expert)
+            yield Param(f"{own}.w3.bias", (channels,), "ffn", expert=expert)
+    if args.expert_bias:
+        yield Param(f"{name}.w2_bias", (args.n_experts, dim))
     if args.shared_ffn_dim:
         yield from _feed_forward(f"{name}.shared_expert", args, "shared_ffn", args.shared_ffn_dim)
     if args.shared_gate:

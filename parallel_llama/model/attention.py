@@ -57,6 +57,11 @@ class Attention:
         self.wo = RowParallelLinear(
             RowCut.of_heads(shard, args.head_dim), args.dim, backend, bias=args.has_wo_bias
         )
+        self.sinks = (
+            backend.empty_weight(shard.n_local_heads, dtype=backend.wide_dtype)
+            if args.sink_logits
+            else None
+        )
         self.n_heads, self.n_kv_heads = args.n_heads, args.n_kv_heads
         self.is_normed_across_heads = args.qk_norm_across_heads
         self.wide_dtype = torch.promote_types(backend.dtype, torch.float32)
@@ -93,19 +98,20 @@ class Attention:
         rotations = own.rotations if self.is_rotated else None
         self.ops.rotate_and_store(qkv, rotations, own.slots, k, v)
         q = qkv[:, : self.n_local_heads]
+        sinks = None if self.sinks is None else self.sinks.values  # [H] local
         if own.part_tiles:
             assert isinstance(self.ops, CPUOps)
             o = attend_in_order(
-                q, k, v, own.part_tiles, cache.heads, self.shard, self.ops, self.comm
+                q, k, v, own.part_tiles, cache.heads, self.shard, self.ops, self.comm, sinks
             )
         elif self.shard.peers:
             o = attend_to_all_parts(
-                q, k, v, own.tiles, cache.heads, self.shard, self.ops, self.comm
+                q, k, v, own.tiles, cache.heads, self.shard, self.ops, self.comm, sinks
             )
         else:
             o = q.new_empty(q.shape)  # [T, H, D] local
             if own.plan is not None:
-                self.ops.attention(q, k, v, own.plan, cache.heads, o)
+                self.ops.attention(q, k, v, own.plan, cache.heads, o, sinks)
             for tile in own.sink_tiles:
                 rotated = _rotated(q[tile.plan.rows], tile.back_rotations)
                 self.ops.sink_attention(q, rotated, k, v, tile.plan, cache.heads, o)

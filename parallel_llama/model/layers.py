@@ -270,5 +270,7 @@ def activation_of(args: ModelArgs, ops: TorchOps) -> Callable[[Tensor], Tensor]:
         return ops.silu_and_mul
     if args.activation == "relu2":
         return ops.relu2
+    if args.activation == "clamped_swiglu":
+        return partial(ops.clamped_swiglu, alpha=args.swiglu_alpha, limit=args.swiglu_limit)
     gelu = ops.gelu_and_mul if args.gated else ops.gelu
     return partial(gelu, is_tanh=args.activation == "gelu_tanh")

@@ -13,7 +13,8 @@ and its partial sum is added to the others' before the all_reduce.
 
 Source: Mixtral, arXiv 2401.04088; sparsely-gated mixtures, arXiv 1701.06538; shared experts,
 DeepSeekMoE, arXiv 2401.06066, with a gate as in Qwen2MoeSparseMoeBlock of transformers 5.24;
-sigmoids with a bias, DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+sigmoids with a bias, DeepSeek-V3, arXiv 2412.19437, section 2.1.2; biases of experts, GptOssMLP of
+transformers 5.24.
 """
 
 from collections.abc import Sequence
@@ -24,19 +25,22 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.feed_forward import FeedForward
 from parallel_llama.model.layers import Backend, RowCut, activation_of
 from parallel_llama.model.low_rank import AdapterRows
-from parallel_llama.ops.formats import Weight, concat_outputs, grouped_linear
+from parallel_llama.ops.formats import DenseWeight, Weight, concat_outputs, grouped_linear
 from parallel_llama.plan import Shard
 
 
 class Matrix:
-    """Holds a weight [out, in], in torch's order, for `grouped_linear`."""
+    """Holds a weight [out, in], in torch's order, for `grouped_linear`; perhaps a bias [out]."""
 
-    def __init__(self, backend: Backend, *shape: int) -> None:
+    def __init__(self, backend: Backend, *shape: int, bias: bool = False) -> None:
         self.weight: Weight = backend.empty_weight(*shape)
+        self.bias = backend.empty_weight(shape[0]) if bias else None
 
 
 class Router:
-    """The score of each expert is a product with a row of `weight`; `bias` is for the choice only.
+    """The score of each expert is a product with a row of `weight`, plus `bias` if there is one.
+
+    With a `sigmoid_router`, the bias counts for the choice of experts only.
 
     Shapes: weight [n_experts, dim]; bias [n_experts], in at least float32.
     """
@@ -45,23 +49,28 @@ class Router:
         self.weight = backend.empty_weight(args.n_experts, args.dim)
         self.bias = (
             backend.empty_weight(args.n_experts, dtype=backend.wide_dtype)
-            if args.sigmoid_router
+            if args.sigmoid_router or args.expert_bias
             else None
         )
 
 
 class Expert:
-    """The weights of one SwiGLU: w1 and w3 by columns, w2 by rows.
+    """The weights of one SwiGLU: w1 and w3 by columns, perhaps with biases, and w2 by rows.
 
     `fuse` concatenates w1 and w3 once they are loaded.
     """
 
-    def __init__(self, dim: int, cut: RowCut, backend: Backend) -> None:
-        self.w1, self.w3 = (Matrix(backend, cut.inputs, dim) for _ in range(2))
+    def __init__(self, dim: int, cut: RowCut, backend: Backend, *, bias: bool) -> None:
+        self.w1, self.w3 = (Matrix(backend, cut.inputs, dim, bias=bias) for _ in range(2))
         self.w2 = Matrix(backend, *cut.shape(dim))
 
     def fuse(self) -> None:
         self.w13 = concat_outputs([self.w1.weight, self.w3.weight])
+
+    @property
+    def biases(self) -> list[DenseWeight]:
+        """The biases of w1 and w3; an empty list without biases."""
+        return [bias for bias in (self.w1.bias, self.w3.bias) if bias is not None]
 
 
 class MixtureOfExperts:
@@ -76,21 +85,34 @@ class MixtureOfExperts:
 
     def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
         self.comm, self.ops, self.numbers = backend.comm, backend.ops, shard.experts
-        self.activation = activation_of(args, backend.ops)
+        self.activation, bias = activation_of(args, backend.ops), args.expert_bias
+        self.is_sigmoid = args.sigmoid_router
         self.n_active, self.normed = args.n_active_experts, args.normed_experts
         self.groups = args.n_expert_groups, args.n_active_groups
         self.scale, self.gate = args.routed_scale, Router(args, backend)
         self.cut = RowCut.of_channels(shard, "ffn")
-        self.experts = {number: Expert(args.dim, self.cut, backend) for number in shard.experts}
+        self.experts = {
+            number: Expert(args.dim, self.cut, backend, bias=bias) for number in shard.experts
+        }
+        self.w2_bias = backend.empty_weight(args.n_experts, args.dim) if bias else None
         self.shared_expert = (
             FeedForward(args, shard, "shared_ffn", backend) if args.shared_ffn_dim else None
         )
         self.shared_gate = Matrix(backend, 1, args.dim) if args.shared_gate else None
 
     def fuse(self) -> None:
-        """Collects the weights of the experts. Each expert was fused when it was loaded."""
+        """Collects the weights of the experts. Each expert was fused when it was loaded.
+
+        The biases of the experts become views of one tensor, [n experts, 2 * channels].
+        """
         self.w13 = [expert.w13 for expert in self.experts.values()]
         self.w2 = [expert.w2.weight for expert in self.experts.values()]
+        biases = [bias for expert in self.experts.values() for bias in expert.biases]
+        self.w13_bias = (
+            DenseWeight.concat_outputs(biases).values.view(len(self.experts), 2 * self.cut.inputs)
+            if biases
+            else None
+        )
         if self.shared_expert is not None:
             self.shared_expert.fuse()
 
@@ -98,19 +120,26 @@ class MixtureOfExperts:
         routing_weights, experts = self._route(x)  # [T, n_active] replicated
         to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
         h = grouped_linear(x, self.w13, to_experts, self.ops)
+        if self.w13_bias is not None:
+            h = self.ops.add_expert_bias_(h, self.w13_bias, to_experts)
         h = self.activation(h)  # [T * n_active, channels] local, by expert
         h = self.cut.whole_inputs(h, self.ops, self.comm)
         parts = grouped_linear(h, self.w2, back, self.ops)  # [T * n_active, ..], by token
         y = self.ops.weighted_sum(parts, routing_weights)  # [T, dim] partial, or [T, outputs] local
         if self.shared_expert is not None:
             y = self._add_shared(y, x, self.shared_expert, adapters)
-        return self.cut.complete(y, self.ops, self.comm)
+        y = self.cut.complete(y, self.ops, self.comm)  # [T, dim] replicated
+        if self.w2_bias is not None:  # after the all_reduce, so that it counts once
+            of_pairs = self.ops.lookup(experts.flatten(), self.w2_bias.values)
+            y = self.ops.add_(y, self.ops.weighted_sum(of_pairs, routing_weights))
+        return y
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The routing weights and the experts of each token, [T, n_active] replicated."""
         gate, bias = self.gate.weight.values, self.gate.bias
-        if bias is None:
-            return self.ops.route(x, gate, self.n_active, normed=self.normed)
+        if bias is None or not self.is_sigmoid:
+            own = None if bias is None else bias.values
+            return self.ops.route(x, gate, self.n_active, own, normed=self.normed)
         return self.ops.sigmoid_route(
             x, gate, bias.values, self.n_active, self.groups, self.scale, normed=self.normed
         )

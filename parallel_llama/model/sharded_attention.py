@@ -34,10 +34,12 @@ def attend_to_all_parts(
     shard: Shard,
     ops: TorchOps,
     comm: Communicator,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of this rank's queries over the keys of all ranks.
 
-    Shapes: q [T, H, D] local; k, v [K, n_slots, W] local; the result [T, H, D] local.
+    Shapes: q [T, H, D] local; k, v [K, n_slots, W] local; sinks [H] local, in at least float32; the
+        result [T, H, D] local.
     Collective: two all_gathers, of the queries and of the partial results.
     """
     q = _of_all_ranks(q, shard.peers, comm)  # [T, n_heads, D] replicated
@@ -49,7 +51,12 @@ def attend_to_all_parts(
             o, lse = ops.partial_attention(q[tile.rows, own], k[kv], v[kv], tile)
             found[tile.rows, own, :-1], found[tile.rows, own, -1] = o, lse
     parts = comm.all_gather(found)  # [size, T, n_heads, D + 1]
-    return merge_lse(parts[:, :, shard.heads.start : shard.heads.stop]).to(q.dtype)
+    parts = parts[:, :, shard.heads.start : shard.heads.stop]
+    if sinks is not None:  # a part without a value
+        of_sinks = torch.zeros_like(parts[:1])
+        of_sinks[..., -1] = sinks
+        parts = torch.cat((parts, of_sinks))
+    return merge_lse(parts).to(q.dtype)
 
 
 def attend_in_order(
@@ -61,6 +68,7 @@ def attend_in_order(
     shard: Shard,
     ops: CPUOps,
     comm: Communicator,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend_to_all_parts` with the bits of attention on one rank: parts are merged by position.
 
@@ -75,7 +83,8 @@ def attend_in_order(
     for tile in tiles:
         found = torch.cat(ops.part_attention(every, k, v, tile, heads), -1)
         parts = comm.all_gather(found).flatten(0, 1)[:, own]  # [size * n_most, H, D + 2]
-        out[tile.rows] = ops.merge_parts(parts[..., :head_dim], parts[..., head_dim:], tile)
+        results, partials = parts[..., :head_dim], parts[..., head_dim:]
+        out[tile.rows] = ops.merge_parts(results, partials, tile, sinks)
     return out
 
 

@@ -32,15 +32,20 @@ SeenKeys = tuple[int, Sequence[slice]]
 class Scores:
     """The attention score of a query and a key: scale q k, or c tanh(scale q k / c).
 
+    With sinks, a head's weights are a softmax over its scores and one more number, its sink, whose
+    weight no value gets.
+
     Args:
         scale: The factor on q k; None for 1 / sqrt(head_dim).
         soft_cap: The bound c of the scores; None for unbounded scores.
+        has_sinks: Whether each head has a sink.
 
-    Source: soft cap, Gemma 2, arXiv 2408.00118, section 2.
+    Source: soft cap, Gemma 2, arXiv 2408.00118, section 2; sinks, gpt-oss, arXiv 2508.10925.
     """
 
     scale: float | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
 
     def scale_of(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale

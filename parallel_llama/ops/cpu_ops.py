@@ -21,6 +21,8 @@ from parallel_llama.ops.cpu.elementwise import (
     make_activation,
     make_add,
     make_add_gated,
+    make_clamped_swiglu,
+    make_expert_bias,
     make_largest,
     make_norm,
     make_weighted_sum,
@@ -88,6 +90,8 @@ class CPUOps(TorchOps):
         has_shared_gate: bool = False,
         has_sigmoid_router: bool = False,
         has_unrotated: bool = False,
+        has_clamped_swiglu: bool = False,
+        has_expert_bias: bool = False,
     ) -> None:
         """Compile the kernels; all models share them."""
         for form in self._matrices:
@@ -113,6 +117,10 @@ class CPUOps(TorchOps):
             make_sigmoid_route(self._dtype)
         if has_shared_gate:
             make_add_gated(self._dtype)
+        if has_clamped_swiglu:
+            make_clamped_swiglu(self._dtype)
+        if has_expert_bias:
+            make_expert_bias(self._dtype)
         self._rotary(self._cache_dtype, rotates=True)
         if has_unrotated:
             self._rotary(self._cache_dtype, rotates=False)
@@ -168,9 +176,10 @@ class CPUOps(TorchOps):
         return make_quant_embedding(shape.form)(tokens, panels, shape, first, n_outputs, self._run)
 
     def route(
-        self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
+        self, x: Tensor, gate: Tensor, n_active: int, bias: Tensor | None = None, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
         scores = self.router_scores(x, gate)
+        scores = scores if bias is None else self.add_(scores, bias)
         return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
 
     def router_scores(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -205,6 +214,10 @@ class CPUOps(TorchOps):
         table = self._table([weight.data_ptr() for weight in weights])
         kernel = make_routed_gemv(self._dtype, stored)
         return kernel(x, table, len(weights[0]), dispatch, self._run)
+
+    def add_expert_bias_(self, y: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
+        make_expert_bias(self._dtype)(y, bias, dispatch.starts, self._run)
+        return y
 
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         return make_weighted_sum(self._dtype)(parts, routing_weights, self._run)
@@ -277,6 +290,9 @@ class CPUOps(TorchOps):
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return make_activation(self._dtype, "silu")(x, self._run)
 
+    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+        return make_clamped_swiglu(self._dtype)(x, alpha, limit, self._run)
+
     def gelu_and_mul(self, x: Tensor, *, is_tanh: bool) -> Tensor:
         return make_activation(self._dtype, "gelu_tanh" if is_tanh else "gelu")(x, self._run)
 
@@ -298,16 +314,25 @@ class CPUOps(TorchOps):
         return CPUPlan.of(queries)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, heads: HeadMap, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        heads: HeadMap,
+        out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         assert isinstance(plan, CPUPlan)
         for own, kv in heads.runs:
             q_run, k_run, v_run, o_run = q[:, own], k[kv], v[kv], out[:, own]
+            of_run = None if sinks is None else sinks[own]
             if plan.decode is not None:
                 decode = self._decode_attention(k.dtype, q_run.shape[1] // len(k_run))
-                decode(q_run, k_run, v_run, plan.decode, o_run, self._run)
+                decode(q_run, k_run, v_run, plan.decode, o_run, self._run, of_run)
+            prefill = self._prefill_attention(k.dtype)
             for chunk in plan.chunks:
-                self._prefill_attention(k.dtype)(q_run, k_run, v_run, chunk, o_run, self._run)
+                prefill(q_run, k_run, v_run, chunk, o_run, self._run, of_run)
 
     def plan_sinks(
         self,
@@ -353,15 +378,18 @@ class CPUOps(TorchOps):
                 results[:n, own], partials[:n, own] = decode.parts(q_run, k_run, v_run, tile.batch)
         return results, partials
 
-    def merge_parts(self, results: Tensor, partials: Tensor, tile: PartTile) -> Tensor:
+    def merge_parts(
+        self, results: Tensor, partials: Tensor, tile: PartTile, sinks: Tensor | None = None
+    ) -> Tensor:
         """Merges the parts of all ranks, in order of their positions.
 
-        Shapes: results [n_ranks * n_most, H, D]; partials [n_ranks * n_most, H, 2]; the result
-        [t, H, D].
+        Shapes: results [n_ranks * n_most, H, D]; partials [n_ranks * n_most, H, 2]; sinks [H]; the
+        result [t, H, D].
         """
-        merge = make_merge_parts(results.dtype, self._head_dim)
+        has_sinks = self._scores.has_sinks
+        merge = make_merge_parts(results.dtype, self._head_dim, has_sinks=has_sinks)
         own, own_partials = (each[tile.order].contiguous() for each in (results, partials))
-        return merge(own, own_partials, tile.bounds)
+        return merge(own, own_partials, tile.bounds, sinks)
 
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
         return make_largest(x.dtype)(x, first, self._run)

@@ -9,8 +9,10 @@ from parallel_llama.ops.attention import PLAIN, HeadMap, PagedPlan, Plan, Scores
 from parallel_llama.ops.cuda.chunk_attention import chunk_attention
 from parallel_llama.ops.cuda.decode_attention import decode_attention
 from parallel_llama.ops.cuda.elementwise import (
+    add_expert_bias,
     add_gated,
     add_rms_norm,
+    clamped_swiglu,
     gelu_and_mul,
     lookup,
     rms_norm,
@@ -69,9 +71,9 @@ class CUDAOps(TorchOps):
         quant_gemm(x, panels, shape, out)
 
     def route(
-        self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
+        self, x: Tensor, gate: Tensor, n_active: int, bias: Tensor | None = None, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
-        return route(self.router_scores(x, gate), n_active, normed=normed)
+        return route(self.router_scores(x, gate), n_active, bias, normed=normed)
 
     def router_scores(self, x: Tensor, gate: Tensor) -> Tensor:
         # One kernel for any number of rows: a token's experts must not depend on the batch.
@@ -91,6 +93,10 @@ class CUDAOps(TorchOps):
         if places not in self._addresses:
             self._addresses[places] = Addresses.of(places, weights[0].device)
         return routed_linear(x, weights, self._addresses[places], dispatch)
+
+    def add_expert_bias_(self, y: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
+        add_expert_bias(y, bias, dispatch.starts)
+        return y
 
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         return weighted_sum(parts, routing_weights)
@@ -131,6 +137,9 @@ class CUDAOps(TorchOps):
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return silu_and_mul(x)
 
+    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+        return clamped_swiglu(x, alpha, limit)
+
     def gelu_and_mul(self, x: Tensor, *, is_tanh: bool) -> Tensor:
         return gelu_and_mul(x, is_tanh=is_tanh)
 
@@ -143,12 +152,21 @@ class CUDAOps(TorchOps):
             super().rotate_and_store(qkv, rotations, slots, k, v)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, heads: HeadMap, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        heads: HeadMap,
+        out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """As in `TorchOps`. Queries that are computed alone have the same bits in any batch."""
         if not isinstance(plan, PagedPlan) or not can_store(q.shape[2], k.dtype):
-            super().attention(q, k, v, plan, heads, out)
+            super().attention(q, k, v, plan, heads, out, sinks)
             return
         for part in plan.parts:
-            kernel = decode_attention if part.max_queries == 1 else chunk_attention
-            kernel(q, k, v, part, heads, out, self._scores)
+            if part.max_queries == 1:
+                decode_attention(q, k, v, part, heads, out, self._scores, sinks=sinks)
+            else:
+                chunk_attention(q, k, v, part, heads, out, self._scores, sinks)

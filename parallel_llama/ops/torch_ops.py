@@ -54,6 +54,8 @@ class TorchOps:
         has_shared_gate: bool = False,
         has_sigmoid_router: bool = False,
         has_unrotated: bool = False,
+        has_clamped_swiglu: bool = False,
+        has_expert_bias: bool = False,
     ) -> None:
         """Compile the kernels, so that the first step does not wait for them."""
 
@@ -120,18 +122,21 @@ class TorchOps:
         return dispatch.through(x, products, len(weights[0]))
 
     def route(
-        self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
+        self, x: Tensor, gate: Tensor, n_active: int, bias: Tensor | None = None, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
         """The routing weights and the experts of each token, the best first.
 
-        The weights are the softmax over all experts in at least float32; with `normed`, those of a
-        token sum to 1. Ties go to the expert with the lower number.
+        The weights are the softmax of the scores of all experts, with their bias, in at least
+        float32; with `normed`, those of a token sum to 1. Ties go to the expert with the lower
+        number.
 
-        Shapes: x [T, dim], gate [n_experts, dim] -> routing_weights and experts [T, n_active].
-        Source: Mixtral, arXiv 2401.04088.
+        Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] in at least float32 ->
+            routing_weights and experts [T, n_active].
+        Source: Mixtral, arXiv 2401.04088; the bias, GptOssTopKRouter of transformers 5.24.
         """
         scores = F.linear(x, gate)
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        wide = wide if bias is None else wide + bias
         # Not topk, whose order of equal values is not defined.
         ordered, experts = wide.softmax(-1).sort(descending=True, stable=True)
         routing_weights = ordered[:, :n_active]
@@ -203,6 +208,21 @@ class TorchOps:
         starts = torch.searchsorted(chosen, torch.arange(len(own) + 1, device=device))
         to_experts = Dispatch(pairs // experts.shape[1], order, starts, len(experts))
         return to_experts, Dispatch(order, pairs, starts, len(experts))
+
+    def add_expert_bias_(self, y: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
+        """Adds its expert's bias to each row of y in place, and returns y.
+
+        Rows that no expert of this rank computes are unchanged. The targets of `dispatch` must be
+        0, 1, 2, ..., so that the rows are sorted by expert.
+
+        Shapes: y [P, n], bias [n experts of this rank, n].
+        """
+        starts = dispatch.starts
+        rows = torch.arange(len(y), device=y.device)
+        experts = torch.searchsorted(starts[1:], rows, right=True)
+        elsewhere = experts >= len(bias)
+        rows_of_bias = F.embedding(experts.masked_fill(elsewhere, 0), bias)
+        return y.add_(rows_of_bias.masked_fill_(elsewhere[:, None], 0))
 
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         """The weighted sum of each token's n parts, summed in the dtype of the weights.
@@ -370,6 +390,18 @@ class TorchOps:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate, inplace=True).mul_(up)
 
+    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+        """gate * sigmoid(alpha gate) * (up + 1), the two halves of each row, with bounds.
+
+        The gate is at most `limit`, and up is from -limit to limit.
+
+        Shapes: [T, 2 * channels] -> [T, channels].
+        Source: GptOssExperts of transformers 5.24.
+        """
+        gate, up = x.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
     def gelu_and_mul(self, x: Tensor, *, is_tanh: bool) -> Tensor:
         """gelu(gate) * up, the two halves of each row; `is_tanh` for the tanh approximation.
 
@@ -419,29 +451,40 @@ class TorchOps:
         return SlotPlan(tuple(queries.chunks(device)), queries.decoded())
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, heads: HeadMap, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        heads: HeadMap,
+        out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """Softmax attention of the queries of a plan over their keys, into their rows of out.
 
         Other rows of `out` are unchanged.
 
-        Shapes: q, out [T, H, D]; k, v [K, n_slots, W].
+        Shapes: q, out [T, H, D]; k, v [K, n_slots, W]; sinks [H] in at least float32, if the
+            scores have sinks.
         """
+        assert (sinks is not None) == self._scores.has_sinks
         if isinstance(plan, PagedPlan):
             for part in plan.parts:
-                self._paged_attention(q, k, v, part, heads, out)
+                self._paged_attention(q, k, v, part, heads, out, sinks)
             return
         assert isinstance(plan, SlotPlan)
         for own, kv in heads.runs:
             q_run, k_run, v_run, o_run = q[:, own], k[kv], v[kv], out[:, own]
+            of_run = None if sinks is None else sinks[own]
             for row, (_, slots) in plan.decoded.items():
                 # Copied, also where the slots are one slice.
                 keys, values = (
                     torch.cat([x[:, s] for s in slots], 1)[None] for x in (k_run, v_run)
                 )
-                o_run[row : row + 1] = self._attend(q_run[row : row + 1], keys, values, None)
+                query = q_run[row : row + 1]
+                o_run[row : row + 1] = self._attend(query, keys, values, None, of_run)
             for chunk in plan.chunks:
-                self._chunk_attention(q_run, k_run, v_run, chunk, o_run)
+                self._chunk_attention(q_run, k_run, v_run, chunk, o_run, of_run)
 
     def plan_sinks(
         self, window: Queries, sinks: Queries, dtype: torch.dtype, device: torch.device
@@ -494,7 +537,13 @@ class TorchOps:
         return self._partial(q, keys[None], values[None], tile.mask)
 
     def _chunk_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunk: QueryChunk,
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         """`attention` for a chunk, G heads per KV head."""
         taken = (kv_rows.take(each, chunk.slots)[None] for each in (k, v))
@@ -507,15 +556,22 @@ class TorchOps:
             seen = range(max(first, chunk.first_key), queries.stop)
             at = slice(seen.start - chunk.first_key, seen.stop - chunk.first_key)
             mask = causal_mask(queries, [seen], window, q.dtype, q.device)
-            of_out[own] = self._attend(of_chunk[own], keys[:, :, at], values[:, :, at], mask)
+            seen_keys, seen_values = keys[:, :, at], values[:, :, at]
+            of_out[own] = self._attend(of_chunk[own], seen_keys, seen_values, mask, sinks)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
         """Softmax attention of consecutive queries of one sequence, G heads per KV head.
 
         Shapes: q [T, K * G, D]; k, v [1, K, S, W]; mask [T, S], added to the scores, or None if all
-        queries attend to all keys; the result [T, K * G, D].
+        queries attend to all keys; sinks [K * G]; the result [T, K * G, D].
         """
         n_rows, n_kv_heads = len(q), k.shape[1]
+        if sinks is not None:
+            o, lse = self._partial(q, k, v, mask)
+            # The part of the weights that is not the sink's.
+            return o * torch.sigmoid(lse - sinks)[..., None].to(o.dtype)
         if self._scores.soft_cap is not None:
             # scaled_dot_product_attention has no soft cap.
             return self._partial(q, k, v, mask)[0]
@@ -566,7 +622,14 @@ class TorchOps:
         return o.view(shape).transpose(0, 1), lse.view(shape).transpose(0, 1)[..., 0]
 
     def _paged_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, queries: PagedQueries, heads: HeadMap, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries: PagedQueries,
+        heads: HeadMap,
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         """`attention` for ranges of queries over keys in blocks."""
         groups = [slice(*bounds) for bounds in pairwise(heads.bounds.tolist())]
@@ -583,7 +646,11 @@ class TorchOps:
             for head, group in enumerate(groups):
                 of_head = slice(head, head + 1)
                 out[own, group] = self._attend(
-                    q[own, group], keys[:, of_head], values[:, of_head], mask
+                    q[own, group],
+                    keys[:, of_head],
+                    values[:, of_head],
+                    mask,
+                    None if sinks is None else sinks[group],
                 )
 
 

@@ -50,6 +50,13 @@ class Layout(ABC):
         piece if ranks cut the tensor by columns.
         """
 
+    def written_with(self, param: Param) -> str:
+        """The name of the weight whose parts also hold those of `param`; usually its own.
+
+        Until that weight is written, `param` must be read again.
+        """
+        return param.name
+
     def unit_bytes(
         self,
         param: Param,  # noqa: ARG002 (native folders use it)

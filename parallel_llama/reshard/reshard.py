@@ -277,7 +277,7 @@ class ReshardJob:
         """Write the remaining tensors; returns the number of files and their bytes."""
         self.layout.create(unfinished.files)
         names = {tensor.name for tensor in done}
-        left = [param for param in parameters(self.args) if param.name not in names]
+        left = [p for p in parameters(self.args) if self.layout.written_with(p) not in names]
         with closing(TensorWriter(self.layout, unfinished, on_bytes)) as writer:
             written = done + writer.write(self.pieces(left))
             self.layout.finish(unfinished.files)

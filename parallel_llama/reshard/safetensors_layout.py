@@ -112,10 +112,33 @@ class HFLayout(SafetensorsLayout):
         names = [f"model-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         names = names if n_parts > 1 else ["model.safetensors"]
         super().__init__(args, dtypes, names, stored_slices(args, "hf"))
+        # Weights whose rows are stored in turn: the last weight of each, and the weights that wait
+        # for it.
+        self._last = {
+            _turn(stored_slice): name
+            for name, stored_slice in self.slices.items()
+            if stored_slice.count is not None
+        }
+        self._waiting: list[Tensor] = []
+
+    def written_with(self, param: Param) -> str:
+        stored_slice = self.slices[param.name]
+        return param.name if stored_slice.count is None else self._last[_turn(stored_slice)]
 
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         stored_slice = self.slices[param.name]
         file, offset = self.locations[stored_slice.name]
+        if stored_slice.count is not None:
+            value = torch.cat([piece for (piece,) in pieces])
+            offset += _turn(stored_slice)[1] * (value.nbytes // len(value))
+            self._waiting.append(value)
+            if self.written_with(param) == param.name:
+                whole = torch.stack(self._waiting, 1).flatten(0, 1)  # the rows in turn
+                self._waiting = []
+                yield file, offset, whole.t().contiguous() if stored_slice.is_transposed else whole
+            else:
+                yield file, offset, value[:0]
+            return
         order = family_of(self.args).rotary_order["hf"]
         start = 0  # rows that are written
         for (piece,) in pieces:
@@ -202,6 +225,11 @@ class NativeLayout(SafetensorsLayout):
         for value in values:
             yield file, offset, value
             offset += value.nbytes
+
+
+def _turn(stored_slice: StoredSlice) -> tuple[str, int]:
+    """The stored tensor of weights whose rows are stored in turn, and their first row in it."""
+    return stored_slice.name, stored_slice.first - stored_slice.first % stored_slice.step
 
 
 def _stored(

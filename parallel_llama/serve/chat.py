@@ -14,6 +14,7 @@ from parallel_llama.serve import rendering
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.asgi import DONE, JSONBody, event
 from parallel_llama.serve.bodies import ChatBody
+from parallel_llama.serve.channels import ChannelParts, Part, Reasoning
 from parallel_llama.serve.params import grammar_of, sampling_params
 from parallel_llama.serve.replies import (
     CalledFunction,
@@ -32,6 +33,7 @@ from parallel_llama.serve.replies import (
 from parallel_llama.serve.service import RequestContext
 from parallel_llama.serve.tools import Tools, conversation, tools_of
 from parallel_llama.serve.wire import Output
+from parallel_llama.tokenizer.channels import has_channels
 
 _TOKEN_BYTES = 64  # estimate of the JSON of a token, and of each of its log-probabilities
 _CHUNK = "chat.completion.chunk"
@@ -45,6 +47,7 @@ class _Pending:
     body: ChatBody
     answer: Answer
     tools: Tools | None
+    has_channels: bool
     id: str
     created: int
 
@@ -103,9 +106,15 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
         grammar=grammar if tools is None else tools.grammar(grammar),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    if tools is not None and tools.has_special_marks:
-        params = replace(params, skip_special_tokens=False)
     template, names = context.inputs.chat_template, body.chat_template_kwargs or {}
+    # A client that asks for special tokens gets the text as the model writes it.
+    in_channels = (
+        template is not None
+        and has_channels(template.template_text)
+        and body.skip_special_tokens is not False
+    )
+    if in_channels or (tools is not None and tools.has_special_marks):
+        params = replace(params, skip_special_tokens=False)
     if body.reasoning_effort is not None:
         names = {"reasoning_effort": body.reasoning_effort, **names}
     functions = [] if tools is None else body.tools or []
@@ -121,7 +130,7 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
     )
     (answer,) = await context.submit([prompt], params)
     id = f"chatcmpl-{body.request_id or token_hex(12)}"
-    return _Pending(context, body, answer, tools, id, int(time.time()))
+    return _Pending(context, body, answer, tools, in_channels, id, int(time.time()))
 
 
 def _reply(pending: _Pending, outputs: Sequence[Output]) -> ChatReply:
@@ -177,25 +186,31 @@ async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
 
 
 class _Choice:
-    """One choice of a response: separates its text from function calls."""
+    """One choice of a response: separates its text from reasoning and function calls."""
 
     def __init__(self, pending: _Pending, index: int) -> None:
         self._pending, self._index = pending, index
         self._reader = None if pending.tools is None else pending.tools.reader()
+        if pending.has_channels and self._reader is None:
+            self._reader = ChannelParts()
         self._n_calls = 0
 
     def message(self, text: str) -> ChatMessage:
         """The message of a choice that has ended."""
         parts = self._parts(text, is_last=True)
         texts = [part for part in parts if isinstance(part, str)]
+        reasoning = [part.text for part in parts if isinstance(part, Reasoning)]
         calls = [
-            ToolCall(id=_call_id(), function=part) for part in parts if not isinstance(part, str)
+            ToolCall(id=_call_id(), function=part)
+            for part in parts
+            if isinstance(part, CalledFunction)
         ]
         self._n_calls = len(calls)
         return ChatMessage(
             role="assistant",
             content="".join(texts) if texts or not calls else None,
             refusal=None,
+            reasoning_content="".join(reasoning) or None,
             tool_calls=calls or None,
         )
 
@@ -227,14 +242,16 @@ class _Choice:
         reason, stop_reason = rendering.finish_reason(completion)
         return ("tool_calls" if self._n_calls and reason == "stop" else reason), stop_reason
 
-    def _parts(self, text: str, is_last: bool) -> list[str | CalledFunction]:
+    def _parts(self, text: str, is_last: bool) -> Sequence[Part]:
         if self._reader is None:
             return [text] if text else []
-        return self._reader.push(text) + (self._reader.finish() if is_last else [])
+        return [*self._reader.push(text), *(self._reader.finish() if is_last else [])]
 
-    def _delta(self, part: str | CalledFunction) -> ChatDelta:
+    def _delta(self, part: Part) -> ChatDelta:
         if isinstance(part, str):
             return ChatDelta(content=part)
+        if isinstance(part, Reasoning):
+            return ChatDelta(reasoning_content=part.text)
         call = ToolCallDelta(index=self._n_calls, id=_call_id(), function=part)
         self._n_calls += 1
         return ChatDelta(tool_calls=[call])

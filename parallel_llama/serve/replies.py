@@ -82,6 +82,7 @@ class ChatMessage(Reply, omit_defaults=True):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -114,6 +115,7 @@ class ToolCallDelta(Reply):
 class ChatDelta(Reply, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

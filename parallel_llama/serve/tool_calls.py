@@ -1,5 +1,7 @@
 """Parsing of function calls in generated text, in the syntaxes that models use.
 
+Calls in a channel (`CHANNELS`) are read by `serve.channels`.
+
 Source: the chat templates of Qwen 2.5 and Hermes 2 Pro, of Mistral 7B v0.3, and of Llama 3.1.
 """
 
@@ -10,6 +12,7 @@ import msgspec
 
 from parallel_llama.engine.detokenizer import StopChecker
 from parallel_llama.serve.replies import CalledFunction
+from parallel_llama.tokenizer.channels import has_channels
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class ToolFormat:
 HERMES = ToolFormat("<tool_call>", "</tool_call>")
 MISTRAL = ToolFormat("[TOOL_CALLS]", is_list=True)
 LLAMA3 = ToolFormat("<|python_tag|>", arguments="parameters", is_bare=True)
+CHANNELS = ToolFormat("<|channel|>", "<|call|>")
 
 # Templates with these use the same openings for calls that are not JSON.
 _OTHER = ("<function=", "<arg_key>", "[ARGS]")
@@ -40,6 +44,8 @@ _OTHER = ("<function=", "<arg_key>", "[ARGS]")
 
 def format_of(template: str) -> ToolFormat | None:
     """The syntax in which a template writes calls; None if it is not supported."""
+    if has_channels(template):
+        return CHANNELS
     if any(mark in template for mark in _OTHER):
         return None
     for known in (HERMES, MISTRAL, LLAMA3):

@@ -14,8 +14,9 @@ from parallel_llama.errors import UsageError
 from parallel_llama.files.fields import nearest
 from parallel_llama.request import Grammar
 from parallel_llama.serve.bodies import ChatBody, Tool, ToolChoice, ToolFunction
+from parallel_llama.serve.channels import ChannelParts
 from parallel_llama.serve.params import log_ignored
-from parallel_llama.serve.tool_calls import HERMES, CallReader, ToolFormat, format_of
+from parallel_llama.serve.tool_calls import CHANNELS, HERMES, CallReader, ToolFormat, format_of
 from parallel_llama.tokenizer import Chat, ChatTemplate
 from parallel_llama.tokenizer.chat import Message, text_of
 
@@ -160,9 +161,11 @@ class Tools:
             return None
         return self.form
 
-    def reader(self) -> CallReader:
+    def reader(self) -> CallReader | ChannelParts:
         """A reader that separates the calls of one choice from its text."""
         names = frozenset(each.name for each in self.functions)
+        if self.form is CHANNELS:
+            return ChannelParts(names, self.most)
         begins_inside = self.must_call and self._grammar_form is None
         return CallReader(self.form, names, begins_inside=begins_inside, most=self.most)
 
@@ -210,6 +213,11 @@ def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
         return None
     form = _form(inputs.chat_template)
     is_named = isinstance(choice, ToolChoice)
+    if form is CHANNELS and (is_named or choice == "required"):
+        raise UsageError(
+            "tool_choice must be 'auto' or 'none' for this model, which writes calls in a channel "
+            "after its reasoning: no grammar can express that"
+        )
     special = inputs.tokenizer.vocabulary.special_ids
     return Tools(
         form,

@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel_llama.errors import CheckpointError, UsageError, quoted
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, JobRequest, Stopped
+from parallel_llama.tokenizer.channels import ANSWER_ENDS, has_channels
 from parallel_llama.tokenizer.chat import ROLES, Chat, Message, require_roles, text_of
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 
@@ -114,8 +115,9 @@ class JinjaChat:
             *(text for text in tokenizer.vocabulary.units if text.strip() and text in written),
         ]
         self._roles = tuple(dict.fromkeys((*ROLES, *_QUOTED_WORD.findall(written))))
+        ends = ANSWER_ENDS if has_channels(written) else _TURN_ENDS
         self.stop_ids = tokenizer.eos_ids | {
-            special_ids[text] for text in _TURN_ENDS if text in special_ids and text in written
+            special_ids[text] for text in ends if text in special_ids and text in written
         }
 
     def encode(self, chat: Chat) -> list[int]:

@@ -5,6 +5,7 @@ import json
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,7 @@ class EchoModel:
     seen: list[list[dict[str, str]]] = field(default_factory=list)
     asked: list[Request] = field(default_factory=list)
     presses: int = 0  # of Ctrl-C in every answer
+    chat_template: Any = None
 
     @property
     def input_processor(self) -> "EchoModel":
@@ -194,6 +196,38 @@ def test_a_conversation_keeps_its_turns(monkeypatch):
 def test_what_the_model_says_is_shown_without_escape_codes(monkeypatch, capsys):
     talk(monkeypatch, "one\n", EchoModel())
     assert capsys.readouterr().out == "answer to 1\\x1b[2J\n"
+
+
+@dataclass
+class Thinker(EchoModel):
+    """Answers in two channels; the first answer is cut off inside the second channel."""
+
+    chat_template: Any = field(
+        default_factory=lambda: SimpleNamespace(template_text="<|start|><|channel|><|message|>")
+    )
+    pieces: list[str] = field(
+        default_factory=lambda: [
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin",
+            " there<|end|>",
+        ]
+    )
+
+    def run(self, requests: Sequence[Request], _: Any) -> Iterator[Step]:
+        self.asked += requests
+        if len(self.asked) == 1:
+            yield Step(0, self.pieces[0])
+            yield Step(0, "al<|message|>Hi", Completion(0, "", (1, 1), "length", 3))
+        else:
+            yield Step(0, self.pieces[1], Completion(0, "", (1,), "stop", 3))
+
+
+def test_reasoning_is_shown_and_is_not_a_part_of_the_answer(monkeypatch, capsys):
+    """Its marks were shown as text, and the reasoning was sent back as what the model had said."""
+    model = Thinker()
+    conversation = talk(monkeypatch, "one\n/continue\n", model)
+    assert capsys.readouterr().out == "Hm.\n\nHi\n there\n"
+    assert conversation.turns[-1] == {"role": "assistant", "content": "Hi there"}
+    assert not model.asked[0].params.skip_special_tokens
 
 
 def test_a_refused_turn_is_forgotten_and_the_conversation_goes_on(monkeypatch, capsys):

@@ -98,6 +98,7 @@ def _temporary(tmp_path: Path) -> None:
 
 # name: (ffn_dim, parameters, context)
 PUBLISHED = {
+    "gpt-oss-20b": (2880, 20_914_757_184, 131072),
     "llama-1-7b": (11008, 6_738_415_616, 2048),
     "llama-1-13b": (13824, 13_015_864_320, 2048),
     "llama-1-30b": (17920, 32_528_943_616, 2048),
@@ -452,7 +453,7 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
                 {"quantization_config": {"quant_method": method, "bits": 4}},
                 f"quant_method='{method}': a quantised checkpoint.*use the unquantised model, or",
             )
-            for method in ("hqq", "mxfp4", "fp_quant")
+            for method in ("hqq", "fp_quant")
         ),
         ({"quantization_config": {"load_in_4bit": True}}, "quant_method='unknown'"),
         (

@@ -48,7 +48,7 @@ FILTERED = [
     *GREEDY,
 ]
 ALL = [*BEST, SamplingParams(temperature=1.5, top_k=9), SamplingParams(logprobs=1)]
-CARRIED = ["qwen3", "gemma2", "mistral", "mixtral", "falcon 40b", "palm"]
+CARRIED = ["qwen3", "gemma2", "mistral", "mixtral", "falcon 40b", "palm", "gpt_oss"]
 
 
 class PagedOps(TorchOps):
@@ -58,7 +58,7 @@ class PagedOps(TorchOps):
 
 
 def paged_ops(args: ModelArgs) -> PagedOps:
-    return PagedOps(Scores(args.attention_scale, args.attention_soft_cap))
+    return PagedOps(Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits))
 
 
 def run(comm: Communicator, args: ModelArgs, seeds: range, *, records: bool) -> int:

@@ -53,6 +53,10 @@ EXPERTS = TinyModel(
     8, 2, 32, 256, ffn_dim=96, family="mixtral",
     own={"num_local_experts": 5, "num_experts_per_tok": 2},
 )  # fmt: skip
+BIASED = TinyModel(
+    8, 2, 32, 256, ffn_dim=96, family="gpt_oss",
+    own={"num_local_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0},
+)  # fmt: skip
 
 
 class Failing(ThreadComm):
@@ -154,7 +158,9 @@ def bytes_of(runner: ModelRunner) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     def walk(path: str, part: object) -> None:
-        if isinstance(part, DenseWeight | QuantWeight):
+        if isinstance(part, Tensor):
+            found[path] = part
+        elif isinstance(part, DenseWeight | QuantWeight):
             found[path] = part.values
         elif isinstance(part, list | tuple | dict):
             items = part.items() if isinstance(part, dict) else enumerate(part)
@@ -178,6 +184,8 @@ def bytes_of(runner: ModelRunner) -> dict[str, Tensor]:
         ("int4", EXPERTS, True),
         ("int4", SHARED, True),
         ("fp8", WIDE, True),
+        ("none", BIASED, True),
+        ("int8", BIASED, False),
     ],
 )
 def test_weights_that_a_rank_holds_are_copied_and_the_others_are_read(

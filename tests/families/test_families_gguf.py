@@ -74,6 +74,23 @@ MODELS: dict[str, TinyModel] = {
             "attention_bias": True,
         },
     ),
+    "gpt-oss": TinyModel(
+        5,
+        1,
+        16,
+        34,
+        ffn_dim=19,
+        n_layers=3,
+        max_seq_len=64,
+        family="gpt_oss",
+        own={
+            "pad_token_id": 0,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+        },
+        rope={**TINY_MODELS["12/4 yarn, wide heads"].rope, "truncate": False},
+    ),
     "gemma": TINY_MODELS["8/1 gemma"],
     "gemma2": TinyModel(
         8, 4, 8, 56, tied=True, n_layers=3, family="gemma2", own={**_GEMMA, **_CAPS, **_WINDOW}

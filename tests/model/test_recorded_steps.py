@@ -36,6 +36,7 @@ CARRIED = {
     "mixtral": OF_FAMILIES["mixtral"],
     "qwen2_moe": OF_FAMILIES["qwen2_moe"],
     "glm4_moe": OF_FAMILIES["glm4_moe"],
+    "gpt_oss": OF_FAMILIES["gpt_oss"],
     "biases everywhere": replace(ARGS, attention_bias=True, mlp_bias=True),
     "post norms": replace(ARGS, post_norms=True, norm_offset=1.0, attention_soft_cap=2.0),
     "post norms only": replace(ARGS, pre_norms=False, post_norms=True),

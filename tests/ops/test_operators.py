@@ -136,6 +136,32 @@ def test_routes_of(backend, n_tokens, own):
         assert dispatch.max_rows >= max(map(len, pairs), default=0)
 
 
+@pytest.mark.parametrize("n_tokens", [0, 1, 9])
+def test_biases_of_experts(backend, n_tokens):
+    """Rows of other ranks' experts, the last ones, are not changed."""
+    ops, dtype, device = backend
+    experts = torch.rand(n_tokens, 6, device=device).topk(2).indices
+    to_experts, _ = ops.expert_dispatch(experts, range(2, 5))
+    y, bias = (torch.randn(n, 37, device=device).to(dtype) for n in (2 * n_tokens, 3))
+    starts, expected = to_experts.starts.tolist(), y.double()
+    for number in range(3):
+        expected[starts[number] : starts[number + 1]] += bias[number].double()
+    check(ops.add_expert_bias_(y, bias, to_experts), expected)
+
+
+def test_clamped_swiglu(backend):
+    """NaN stays NaN, in the gate and in the other half."""
+    ops, dtype, device = backend
+    x = (torch.randn(7, 2 * 37, device=device) * 3).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+    expected = (up + 1) * gate / (1 + (-0.7 * gate).exp())
+    check(ops.clamped_swiglu(x.clone(), 0.7, 1.5), expected)
+    x[0, 5] = x[1, 40] = torch.nan
+    y = ops.clamped_swiglu(x, 0.7, 1.5)
+    assert y[0, 5].isnan() and y[1, 3].isnan() and y.isnan().sum() == 2
+
+
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("n_experts", "n_active"), [(1, 1), (4, 2), (7, 7), (130, 8)])
 def test_route(backend, n_experts, n_active, normed):
@@ -149,6 +175,19 @@ def test_route(backend, n_experts, n_active, normed):
     expected = expected[:, :n_active]
     assert torch.equal(experts, order[:, :n_active])
     check(routing_weights, expected / expected.sum(-1, keepdim=True) if normed else expected)
+
+
+def test_the_bias_of_a_router_counts_for_choice_and_weights(backend):
+    ops, dtype, device = backend
+    x, wide = (
+        torch.zeros(2, 4, dtype=dtype, device=device),
+        torch.promote_types(dtype, torch.float32),
+    )
+    bias = torch.tensor([0.25, -1, 2, 0.5], dtype=wide, device=device)
+    gate = torch.eye(4, dtype=dtype, device=device)
+    routing_weights, experts = ops.route(x, gate, 2, bias, normed=True)
+    assert experts.tolist() == [[2, 3]] * 2
+    check(routing_weights, bias.double()[[2, 3]].softmax(-1).expand(2, -1))
 
 
 @pytest.mark.parametrize("tokens", [[], [7], [9, 2, 28, 27, 7, 0, 2**40, -(2**40)]], ids=len)
@@ -378,7 +417,14 @@ def some_rows(
     return kv_rows.pack(x, cache or dtype)
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], scores: Scores) -> Tensor:
+def by_definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: list[int],
+    scores: Scores,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """One query [K * G, D] over some slots, one KV head at a time, in float64."""
     q, k, v = q.double(), kv_rows.unpack(k, torch.float64), kv_rows.unpack(v, torch.float64)
     scale, cap = scores.scale or HEAD_DIM**-0.5, scores.soft_cap
@@ -387,19 +433,50 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], scores: Sco
         products = head @ k[number, slots].T * scale
         if cap is not None:
             products = cap * (products / cap).tanh()
-        rows.append(products.softmax(-1) @ v[number, slots])
+        if sinks is not None:  # one more score, without a value
+            own = sinks.double().view(N_KV_HEADS, HEADS_PER_KV, 1)[number]
+            weights = torch.cat((products, own), -1).softmax(-1)[:, :-1]
+        else:
+            weights = products.softmax(-1)
+        rows.append(weights @ v[number, slots])
     return torch.cat(rows)
 
 
 def attended(
-    backend: Backend, scores: Scores, q: Tensor, k: Tensor, v: Tensor, queries: Queries
+    backend: Backend,
+    scores: Scores,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Queries,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The result of attention, with -7 in rows without a query."""
     _, _, device = backend
     ops, out = with_scores(backend, scores), torch.full_like(q, -7.0)
     run = HeadRun(range(N_KV_HEADS * HEADS_PER_KV), range(N_KV_HEADS))
-    ops.attention(q, k, v, ops.plan(queries, device), HeadMap.of([run], device), out)
+    ops.attention(q, k, v, ops.plan(queries, device), HeadMap.of([run], device), out, sinks)
     return out
+
+
+@pytest.mark.parametrize(("cache", "window"), [(None, None), (None, 3), (torch.int8, 30)], ids=str)
+def test_attention_with_sinks(
+    backend: Backend, cache: torch.dtype | None, window: int | None
+) -> None:
+    """Also with a sink far above and far below all scores, whose weights must not overflow."""
+    _, dtype, device = backend
+    k, v = (some_rows(dtype, device, cache, 160) for _ in range(2))
+    q = torch.randn(20, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
+    sinks = torch.tensor([0.3, -800.0, 4.0, 800.0, -2.0, 1.0], device=device)
+    sinks, scores = sinks.to(torch.promote_types(dtype, torch.float32)), Scores(None, None, True)
+    slots = [155, *range(1, 152)]
+    for start, n, is_decoded in ((0, 17, False), (131, 17, False), (131, 3, True), (0, 1, True)):
+        own = QueryRange(2, range(start, start + n), 0, slots[: start + n], is_decoded)
+        out = attended(backend, scores, q, k, v, Queries([own], 1, window), sinks)
+        for row in range(n):
+            stop = start + row + 1
+            seen = slots[max(stop - (window or stop), 0) : stop]
+            check(out[2 + row], by_definition(q[2 + row], k, v, seen, scores, sinks))
 
 
 @pytest.mark.parametrize(("cache", "scores", "window"), in_pairs(None, 3, 30), ids=str)

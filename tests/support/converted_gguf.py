@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
 }
 
@@ -47,8 +48,14 @@ def rounded(folder: Path) -> Path:
     return folder
 
 
-def convert(folder: Path, path: Path, quantised: str | None = None, **fields: Any) -> Path:
-    """Writes the GGUF file; names that contain `quantised` use Q8_0, and `fields` are added."""
+def convert(
+    folder: Path,
+    path: Path,
+    quantised: str | None = None,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q8_0,
+    **fields: Any,
+) -> Path:
+    """Writes the GGUF file; names that contain `quantised` use `kind`, and `fields` are added."""
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
@@ -66,7 +73,7 @@ def convert(folder: Path, path: Path, quantised: str | None = None, **fields: An
         assert mapped is not None, name
         values, quantization = weight.float().numpy(), gguf.GGMLQuantizationType.F32
         if quantised is not None and quantised in mapped:
-            quantization = gguf.GGMLQuantizationType.Q8_0
+            quantization = kind
             values = gguf.quants.quantize(values, quantization)
         writer.add_tensor(mapped, values, raw_dtype=quantization)
     writer.write_header_to_file()
@@ -122,6 +129,9 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
     if n_experts:
         writer.add_expert_count(n_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
+    if arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_sliding_window(config["sliding_window"])
     if arch in ("qwen2moe", "qwen3moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == "qwen2moe":
@@ -173,7 +183,9 @@ def _converted(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, 
     tensors: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, weight in weights.items():
-        if ".experts." in name:
+        if config["model_type"] == "gpt_oss" and (".experts." in name or name.endswith("sinks")):
+            tensors |= _of_gpt_oss(name, weight)
+        elif ".experts." in name:
             before, _, after = name.partition(".experts.")
             number, _, leaf = after.partition(".")
             experts.setdefault(f"{before}.experts.{leaf}", {})[int(number)] = weight
@@ -189,6 +201,19 @@ def _converted(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, 
     for name, parts in experts.items():
         tensors[name] = torch.stack([parts[number] for number in sorted(parts)])
     return tensors
+
+
+def _of_gpt_oss(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """A stacked weight of gpt-oss's experts, gate and up apart and matrices as [out, in]."""
+    if name.endswith("sinks"):
+        return {f"{name}.weight": weight}
+    suffix = ".bias" if name.endswith("_bias") else ".weight"
+    name = name.removesuffix("_bias")
+    weight = weight if suffix == ".bias" else weight.transpose(1, 2)
+    if name.endswith("down_proj"):
+        return {name + suffix: weight.contiguous()}
+    gate, up = (name.replace("gate_up", part) + suffix for part in ("gate", "up"))
+    return {gate: weight[:, ::2].contiguous(), up: weight[:, 1::2].contiguous()}
 
 
 def _n_kv_heads(config: dict[str, Any]) -> int:

@@ -47,16 +47,17 @@ class Sample:
     def plan(self) -> PagedPlan:
         return PagedPlan((self.queries,))
 
-    def run(self, ops: TorchOps) -> Tensor:
+    def run(self, ops: TorchOps, sinks: Tensor | None = None) -> Tensor:
         """The result, with POISON in rows without a query; asserts that nothing else is written."""
         n_rows, n_heads, head_dim = self.q.shape
         wide = self.q.new_full((n_rows + 1, n_heads + 1, head_dim), POISON)
         out = wide[:-1, :-1]
-        ops.attention(self.q, self.k, self.v, self.plan, self.heads, out)
+        own = (self.q, self.k, self.v, self.plan, self.heads, out)
+        ops.attention(*own) if sinks is None else ops.attention(*own, sinks)
         assert (wide[-1] == POISON).all() and (wide[:, -1] == POISON).all()
         return out
 
-    def expected(self, scores: Scores = PLAIN) -> Tensor:
+    def expected(self, scores: Scores = PLAIN, sinks: Tensor | None = None) -> Tensor:
         """The expected result in float64, from each whole sequence."""
         result = torch.full_like(self.q, POISON, dtype=torch.float64)
         for range_, keys, values in zip(
@@ -70,7 +71,8 @@ class Sample:
                 seen = slice(start + n_queries)
                 k, v = keys[head, seen].double(), values[head, seen].double()
                 mask = _visible(start, n_queries, self.queries.window).to(q.device)
-                result[own, group] = _attention(q, k, v, mask, scores).transpose(0, 1)
+                of_group = None if sinks is None else sinks[group].double()
+                result[own, group] = _attention(q, k, v, mask, scores, of_group).transpose(0, 1)
                 first += heads_per_kv
         return result
 
@@ -80,7 +82,13 @@ def _visible(start: int, n_queries: int, window: int | None) -> Tensor:
     return (behind >= 0) & (behind < (window or start + n_queries))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores, sinks: Tensor | None
+) -> Tensor:
+    if sinks is not None:  # a column of scores without a value
+        products = (q @ k.T * scores.scale_of(q.shape[-1])).masked_fill(~mask, -torch.inf)
+        column = sinks[:, None, None].expand(-1, q.shape[1], -1)
+        return torch.cat((products, column), -1).softmax(-1)[..., :-1] @ v
     if (cap := scores.soft_cap) is None:
         k, v = (each.expand(len(q), -1, -1) for each in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)

@@ -50,7 +50,7 @@ def load_runner(
     """
     files = find_model(str(folder))
     args = replace(load_model_args(files), **changed)
-    scores = Scores(args.attention_scale, args.attention_soft_cap)
+    scores = Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits)
     runner = ModelRunner.load(
         args,
         open_checkpoint(files, args),

@@ -382,6 +382,15 @@ def test_stop_ids_are_the_turn_ends_that_the_template_writes(tmp_path):
     assert chat.stop_ids == {2, 32000}
 
 
+def test_the_end_of_a_message_in_a_channel_does_not_end_the_answer(tmp_path):
+    """An answer ended after its reasoning, because other models end their turns with <|end|>."""
+    marks = "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|start|>", "<|message|>"
+    added = {str(32000 + n): {"content": mark, "special": True} for n, mark in enumerate(marks)}
+    config = {"chat_template": "".join(marks), "eos_token": "</s>", "added_tokens_decoder": added}
+    chat = chat_of(hf_folder(tmp_path, config))
+    assert chat.stop_ids == {2, 32001, 32002}
+
+
 def test_what_the_template_refuses_is_wrong_use(renderer):
     with pytest.raises(UsageError, match="refuses the messages: roles must alternate"):
         rendered(renderer, "{{ raise_exception('roles must alternate') }}")

@@ -95,11 +95,11 @@ def ours(args: ModelArgs) -> TorchOps:
     """The operators of the GPU, which need Triton."""
     from parallel_llama.ops.cuda_ops import CUDAOps
 
-    return CUDAOps(Scores(args.attention_scale, args.attention_soft_cap))
+    return CUDAOps(Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits))
 
 
 def torchs(args: ModelArgs) -> TorchOps:
-    return TorchOps(Scores(args.attention_scale, args.attention_soft_cap))
+    return TorchOps(Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits))
 
 
 def load(

@@ -113,6 +113,7 @@ class _Arguments(Generic[T]):
     scores_stride: Integer[T]
     results: Numbers[T]
     partials: Numbers[T]
+    sinks: Numbers[T]
 
 
 class DecodeAttentionKernel:
@@ -121,7 +122,7 @@ class DecodeAttentionKernel:
     Other rows of `out` are unchanged.
 
     Shapes: q, out [T, K * G, D], each row contiguous; k, v [K, n_slots, W] in the cache's dtype,
-    contiguous for each head.
+    contiguous for each head; sinks [K * G], contiguous.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class DecodeAttentionKernel:
         self.dtype, self.head_dim, self.heads_per_kv = dtype, head_dim, heads_per_kv
         lanes = machine.lanes(dtype, head_dim)
         self._width, self._rows = lanes.width, KVRows(cache_dtype, lanes, head_dim)
+        self._has_sinks = scores.has_sinks
         shape = _Shape(lanes, head_dim, heads_per_kv, scores, self._rows, machine.n_vectors)
         self._program = CompiledKernel(
             _Arguments[float],
@@ -152,13 +154,16 @@ class DecodeAttentionKernel:
         batch: DecodeBatch,
         out: Tensor,
         run: Launcher = at_once,
+        sinks: Tensor | None = None,
     ) -> None:
-        self._run(q, k, v, batch, out, run)
+        assert (sinks is not None) == self._has_sinks
+        self._run(q, k, v, batch, out, run, sinks)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
         """The results of each part of a `PartTile`.
 
-        A result is not yet divided by the sum of its weights; arguments of `MergePartsKernel`.
+        A result is not yet divided by the sum of its weights. Both are arguments of
+        `MergePartsKernel`, which adds the sinks.
 
         Shapes: the results [n_parts, K * G, D]; their largest scores and sums [n_parts, K * G, 2].
         """
@@ -167,7 +172,14 @@ class DecodeAttentionKernel:
         return results.view(-1, n_heads, self.head_dim), partials.view(-1, n_heads, PARTIAL_FIELDS)
 
     def _run(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor, run: Launcher
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: DecodeBatch,
+        out: Tensor,
+        run: Launcher,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         n_kv_heads = len(k)
         assert q.shape == out.shape == (len(q), n_kv_heads * self.heads_per_kv, self.head_dim)
@@ -191,9 +203,18 @@ class DecodeAttentionKernel:
             k=k.data_ptr(), k_stride=k.stride(0), v=v.data_ptr(), v_stride=v.stride(0),
             out=out.data_ptr(), out_stride=out.stride(0), scores=scores.data_ptr(),
             scores_stride=stride, results=results.data_ptr(), partials=partials.data_ptr(),
+            sinks=sinks_at(sinks, q.shape[1], self.dtype),
         )  # fmt: skip
         run(self._program, n_threads, arguments)
         return results, partials
+
+
+def sinks_at(sinks: Tensor | None, n_heads: int, dtype: torch.dtype) -> int:
+    """The address of the sinks of this many heads, or 0 without sinks."""
+    if sinks is None:
+        return 0
+    assert sinks.shape == (n_heads,) and sinks.is_contiguous() and sinks.dtype == dtype
+    return sinks.data_ptr()
 
 
 @cache
@@ -210,7 +231,7 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
         weights = exp(scores - largest)
         result = weights @ v[head, slots of part]
         if the row has no other part:
-            out[row, group of head] = result / sum of weights
+            out[row, group of head] = result / sum of weights, which includes the sink's
         elif this is the last result of the row to be computed:
             out[row] = the row's results, merged as in `prefill_attention`
     """
@@ -253,8 +274,13 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
             values = args.v + head * args.v_stride
             _add_values(shape, result, values, own, stride, block, spare)
         with when(count < 2), loop(b, 0, heads_per_kv) as query:
-            total = partials[(item * heads_per_kv + query) * PARTIAL_FIELDS + 1]
-            _divide(shape, result + query * shape.head_dim, total)
+            own_partial = partials + (item * heads_per_kv + query) * PARTIAL_FIELDS
+            largest, total = (lanes.splat(own_partial[i]) for i in range(PARTIAL_FIELDS))
+            sink = args.sinks + head * heads_per_kv + query if shape.scores.has_sinks else None
+            scale = final_scale(
+                lanes, largest, total, None if sink is None else lanes.splat(sink[0])
+            )
+            _multiply(shape, result + query * shape.head_dim, scale)
         with when(count > 1):
             first_part, n_queries = part - number, n_kv_heads * heads_per_kv
             n_done = (args.done + first_part).add_atomically(1)
@@ -264,7 +290,8 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
                     at = first_part * n_queries + query
                     own_results = results + at * shape.head_dim, partials + at * PARTIAL_FIELDS
                     own_query = own_out + query * shape.head_dim
-                    merge(lanes, shape.head_dim, own_query, *own_results, count, n_queries)
+                    sink = args.sinks + query if shape.scores.has_sinks else None
+                    merge(lanes, shape.head_dim, own_query, *own_results, count, n_queries, sink)
 
 
 @dataclass(frozen=True)
@@ -399,11 +426,24 @@ def _weigh(lanes: Lanes, row: Value, n: Value, own_partial: Value) -> None:
     own_partial[0], own_partial[1] = maximum, lanes.reduce(add, total.value)
 
 
-def _divide(shape: _Shape, result: Value, total: Value) -> None:
-    """result /= total. Shapes: [D]."""
-    inverse = 1 / shape.lanes.splat(total)
+def final_scale(lanes: Lanes, largest: Value, total: Value, sink: Value | None) -> Value:
+    """The factor that completes a softmax: 1 / total, or with a sink
+
+        exp(largest - top) / (total * exp(largest - top) + exp(sink - top))
+
+    where top is the larger of the largest score and the sink.
+    """
+    if sink is None:
+        return 1 / total
+    top = larger(largest, sink)
+    kept = exp(lanes, largest - top)
+    return kept / fma(total, kept, exp(lanes, sink - top))
+
+
+def _multiply(shape: _Shape, result: Value, scale: Value) -> None:
+    """result *= scale. Shapes: [D]."""
     with loop(result.b, 0, shape.head_dim, shape.lanes.width) as i:
-        shape.lanes.store(result + i, shape.lanes.load(result + i) * inverse)
+        shape.lanes.store(result + i, shape.lanes.load(result + i) * scale)
 
 
 def merge(
@@ -414,8 +454,9 @@ def merge(
     partials: Value,
     n: Value,
     step: Value,
+    sink: Value | None,
 ) -> None:
-    """out = the merged results of a query's n parts.
+    """out = the merged results of a query's n parts; `sink` is the address of its head's sink.
 
     The results of a query are `step` results apart. Overwrites each part's partial with two
     factors: one for the merged results of the earlier parts, and one for the part's own result.
@@ -434,14 +475,16 @@ def merge(
         total.value = fma(lanes.splat(own_partial[1]), factors[1], total.value * factors[0])
         for number, factor in enumerate(factors):
             own_partial[number] = lanes.reduce(larger, factor)  # all lanes have the same
-    inverse = 1 / total.value
+    scale = final_scale(
+        lanes, largest.value, total.value, None if sink is None else lanes.splat(sink[0])
+    )
     with loop(b, 0, head_dim, lanes.width) as i:
         value = Variable(lanes.load(results + i))
         with loop(b, 1, n) as part:
             before, factor = (lanes.splat(partial_at(part)[i]) for i in range(PARTIAL_FIELDS))
             own = lanes.load(results + part * step * head_dim + i)
             value.value = fma(own, factor, value.value * before)
-        lanes.store(out + i, value.value * inverse)
+        lanes.store(out + i, value.value * scale)
 
 
 def _add_values(

@@ -1,4 +1,4 @@
-"""Kernels that process rows in one pass: add, norm, activation, weighted_sum and largest.
+"""Kernels that process rows in one pass: add, norm, activation, biases, sums and largest.
 
 For few rows, the overhead of torch's operations is larger than the work, and some of these kernels
 replace several of torch's operations.
@@ -15,7 +15,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.arguments import Doubles, Float64, Integer, Numbers, T
+from parallel_llama.ops.cpu.arguments import Doubles, Float64, Integer, Integers, Numbers, T
 from parallel_llama.ops.cpu.ir import (
     F64,
     I32,
@@ -244,6 +244,122 @@ def _activate(
             up = lanes.load(ups + i, mask) if n_halves > 1 else None
             active = _ACTIVATIONS[kind](lanes, gate)
             lanes.store(y + i, active if up is None else active * up, mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class _ClampedArguments(Generic[T]):
+    both: Numbers[T]
+    y: Numbers[T]
+    n: Integer[T]
+    channels: Integer[T]
+    alpha: Float64[T]
+    limit: Float64[T]
+
+
+class ClampedSwiGLUKernel:
+    """gate * sigmoid(alpha gate) * (up + 1) of bounded numbers: see `TorchOps.clamped_swiglu`.
+
+    Shapes: [n, 2 * channels], contiguous, a row being gate and up; the result [n, channels].
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
+        lanes = machine.lanes(dtype)
+        self._program = CompiledKernel(
+            _ClampedArguments[float], partial(_clamped_swiglu, lanes), numbers=lanes.pointer
+        )
+
+    def __call__(self, both: Tensor, alpha: float, limit: float, run: Launcher = at_once) -> Tensor:
+        n, channels = len(both), both.shape[1] // 2
+        assert both.is_contiguous() and both.shape[1] % 2 == 0
+        y = both.new_empty(n, channels)
+        arguments = _ClampedArguments(
+            both=both.data_ptr(), y=y.data_ptr(), n=n, channels=channels, alpha=alpha, limit=limit
+        )
+        run(self._program, threads_for(n * channels), arguments)
+        return y
+
+
+@cache
+def make_clamped_swiglu(dtype: torch.dtype) -> ClampedSwiGLUKernel:
+    return ClampedSwiGLUKernel(dtype, this_machine())
+
+
+def _clamped_swiglu(
+    lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _ClampedArguments[Value]
+) -> None:
+    """
+    for row in this thread's rows:
+        gate = min(both[row, :channels], limit)
+        up = max(min(both[row, channels:], limit), -limit)
+        y[row] = (up + 1) * (gate * sigmoid(alpha * gate))
+    """
+    channels = args.channels
+    alpha, limit = (lanes.splat(x.to(lanes.vector.element)) for x in (args.alpha, args.limit))
+    with loop(b, *thread.part_of(args.n)) as row:
+        gates = args.both + row * channels * 2
+        ups, y = gates + channels, args.y + row * channels
+        with loop(b, 0, channels, lanes.width) as i:
+            mask = lanes.first(channels - i)
+            gate, up = lanes.load(gates + i, mask), lanes.load(ups + i, mask)
+            # Comparisons with NaN are false, so NaN stays NaN.
+            gate, up = where(limit < gate, limit, gate), where(limit < up, limit, up)
+            up = where(up < -limit, -limit, up)
+            lanes.store(y + i, (up + 1) * (gate * sigmoid(lanes, gate * alpha)), mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class _ExpertBiasArguments(Generic[T]):
+    y: Numbers[T]
+    bias: Numbers[T]
+    starts: Integers[T]
+    n_experts: Integer[T]
+    n_columns: Integer[T]
+
+
+class ExpertBiasKernel:
+    """Adds its expert's bias to each row of y: see `TorchOps.add_expert_bias_`.
+
+    Shapes: y [P, n] and bias [n_experts, n], contiguous; starts [n_experts + 1] int64.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
+        lanes = machine.lanes(dtype)
+        self._program = CompiledKernel(
+            _ExpertBiasArguments[float], partial(_add_expert_bias, lanes), numbers=lanes.pointer
+        )
+
+    def __call__(self, y: Tensor, bias: Tensor, starts: Tensor, run: Launcher = at_once) -> None:
+        n_experts, n_columns = bias.shape
+        assert y.shape[1:] == (n_columns,) and starts.shape == (n_experts + 1,)
+        assert y.dtype == bias.dtype and y.is_contiguous() and bias.is_contiguous()
+        arguments = _ExpertBiasArguments(
+            y=y.data_ptr(), bias=bias.data_ptr(), starts=starts.data_ptr(), n_experts=n_experts,
+            n_columns=n_columns,
+        )  # fmt: skip
+        run(self._program, threads_for(y.numel()), arguments)
+
+
+@cache
+def make_expert_bias(dtype: torch.dtype) -> ExpertBiasKernel:
+    return ExpertBiasKernel(dtype, this_machine())
+
+
+def _add_expert_bias(
+    lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _ExpertBiasArguments[Value]
+) -> None:
+    """
+    for expert in this thread's experts:
+        for row in starts[expert] to before starts[expert + 1]:
+            y[row] += bias[expert]
+    """
+    n_columns = args.n_columns
+    with loop(b, *thread.part_of(args.n_experts)) as expert:
+        own = args.bias + expert * n_columns
+        with loop(b, args.starts[expert], args.starts[expert + 1]) as row:
+            y = args.y + row * n_columns
+            with loop(b, 0, n_columns, lanes.width) as i:
+                mask = lanes.first(n_columns - i)
+                lanes.store(y + i, lanes.load(y + i, mask) + lanes.load(own + i, mask), mask)
 
 
 def _silu(lanes: Lanes, x: Value) -> Value:

@@ -12,7 +12,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
-from parallel_llama.ops.cpu.decode_attention import PARTIAL_FIELDS, merge
+from parallel_llama.ops.cpu.decode_attention import PARTIAL_FIELDS, merge, sinks_at
 from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, loop
 from parallel_llama.ops.cpu.jit import (
     CompiledKernel,
@@ -31,22 +31,31 @@ class _Arguments(Generic[T]):
     results: Numbers[T]
     partials: Numbers[T]
     out: Numbers[T]
+    sinks: Numbers[T]
 
 
 class MergePartsKernel:
     """out[t] = the results bounds[t] to bounds[t + 1], merged in order. Overwrites the partials.
 
-    Shapes: results [n_parts, H, D]; partials [n_parts, H, 2]; bounds [T + 1] int64; the result
-    [T, H, D].
+    Shapes: results [n_parts, H, D]; partials [n_parts, H, 2]; bounds [T + 1] int64; sinks [H]; the
+    result [T, H, D].
     """
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, machine: CPUFeatures) -> None:
+    def __init__(
+        self, dtype: torch.dtype, head_dim: int, machine: CPUFeatures, *, has_sinks: bool
+    ) -> None:
         lanes, self._dtype, self._head_dim = machine.lanes(dtype, head_dim), dtype, head_dim
+        self._has_sinks = has_sinks
         self._program = CompiledKernel(
-            _Arguments[float], partial(_merge_parts, lanes, head_dim), numbers=lanes.pointer
+            _Arguments[float],
+            partial(_merge_parts, lanes, head_dim, has_sinks),
+            numbers=lanes.pointer,
         )
 
-    def __call__(self, results: Tensor, partials: Tensor, bounds: Tensor) -> Tensor:
+    def __call__(
+        self, results: Tensor, partials: Tensor, bounds: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert (sinks is not None) == self._has_sinks
         n, (n_parts, n_heads, head_dim) = len(bounds) - 1, results.shape
         assert partials.shape == (n_parts, n_heads, PARTIAL_FIELDS) and head_dim == self._head_dim
         assert results.dtype == partials.dtype == self._dtype and bounds.dtype == torch.int64
@@ -55,18 +64,26 @@ class MergePartsKernel:
         arguments = _Arguments(
             bounds=bounds.data_ptr(), n=n, n_heads=n_heads, results=results.data_ptr(),
             partials=partials.data_ptr(), out=out.data_ptr(),
+            sinks=sinks_at(sinks, n_heads, self._dtype),
         )  # fmt: skip
         at_once(self._program, threads_for(results.numel()), arguments)
         return out
 
 
 @cache
-def make_merge_parts(dtype: torch.dtype, head_dim: int) -> MergePartsKernel:
-    return MergePartsKernel(dtype, head_dim, this_machine())
+def make_merge_parts(
+    dtype: torch.dtype, head_dim: int, *, has_sinks: bool = False
+) -> MergePartsKernel:
+    return MergePartsKernel(dtype, head_dim, this_machine(), has_sinks=has_sinks)
 
 
 def _merge_parts(
-    lanes: Lanes, head_dim: int, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]
+    lanes: Lanes,
+    head_dim: int,
+    has_sinks: bool,
+    b: ir.IRBuilder,
+    thread: Thread,
+    args: _Arguments[Value],
 ) -> None:
     n_heads = args.n_heads
     with loop(b, *thread.part_of(args.n * n_heads)) as item:
@@ -74,4 +91,5 @@ def _merge_parts(
         first, stop = args.bounds[row], args.bounds[row + 1]
         at = first * n_heads + item % n_heads
         own = args.results + at * head_dim, args.partials + at * PARTIAL_FIELDS
-        merge(lanes, head_dim, args.out + item * head_dim, *own, stop - first, n_heads)
+        sink = args.sinks + item % n_heads if has_sinks else None
+        merge(lanes, head_dim, args.out + item * head_dim, *own, stop - first, n_heads, sink)

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from parallel_llama.ops.attention import NO_WINDOW, QueryChunk, Scores
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
+from parallel_llama.ops.cpu.decode_attention import final_scale, sinks_at
 from parallel_llama.ops.cpu.ir import (
     I64,
     LINE_BYTES,
@@ -46,6 +47,7 @@ from parallel_llama.ops.cpu.ir import (
     in_this_order,
     larger,
     loop,
+    shuffle,
     smaller,
     transposed,
     when,
@@ -155,12 +157,19 @@ class ChunkArguments(Generic[T]):
     q_stride: Integer[T]
     out: Numbers[T]
     out_stride: Integer[T]
+    sinks: Numbers[T]
 
 
 def chunk_arguments(
-    shape: BlockShape, q: Tensor, n_kv_heads: int, chunk: QueryChunk, out: Tensor
+    shape: BlockShape,
+    q: Tensor,
+    n_kv_heads: int,
+    chunk: QueryChunk,
+    out: Tensor,
+    sinks: Tensor | None,
 ) -> ChunkArguments[int]:
-    """Shapes: q, out [T, K * G, D], each row contiguous."""
+    """Shapes: q, out [T, K * G, D], each row contiguous; sinks [K * G], contiguous."""
+    assert (sinks is not None) == shape.scores.has_sinks
     q, out = q[chunk.rows], out[chunk.rows]
     n, n_heads, head_dim = q.shape
     assert q.shape == out.shape and head_dim == shape.head_dim and n_heads % n_kv_heads == 0
@@ -173,6 +182,7 @@ def chunk_arguments(
         slots=chunk.slots.data_ptr(), n_keys=len(chunk.slots),
         window=NO_WINDOW if chunk.window is None else chunk.window, q=q.data_ptr(),
         q_stride=q.stride(0), out=out.data_ptr(), out_stride=out.stride(0),
+        sinks=sinks_at(sinks, n_heads, shape.lanes.computed),
     )  # fmt: skip
 
 
@@ -214,7 +224,7 @@ def attend(
             factors = exp(largest of the tile - largest so far)
             sums = sums * before + (v[head, keys].T @ weights) * factors
             totals = totals * before + (sum of weights) * factors
-        out[columns] = sums / totals
+        out[columns] = sums / totals, which include the weights of sinks
     """
     b, window, nothing = thread.number.b, chunk.window, chunk.window.like(0)
     with thread.untaken(chunk.taken, chunk.n_blocks * chunk.n_kv_heads) as item:
@@ -239,7 +249,8 @@ def attend(
                 _hide(shape, tile, n_scored, window, block)
             before, factors = softmax.weigh(n_scored, block)
             products.add_values(n_seen, before, factors)
-        _store(shape, chunk.out + own, columns, softmax, block)
+        scales = _final_scales(shape, chunk.sinks + head * chunk.heads_per_kv, columns, softmax)
+        _store(shape, chunk.out + own, columns, scales, block)
 
 
 @dataclass(frozen=True)
@@ -259,10 +270,14 @@ class _Columns:
         """The position of the column's query in its sequence."""
         return self._column(number) // self.chunk.heads_per_kv + self.chunk.start
 
+    def head(self, number: Operand) -> Value:
+        """The column's query head, counted from the first of its KV head."""
+        return self._column(number) % self.chunk.heads_per_kv
+
     def row(self, array: Value, stride: Value, number: Operand, head_dim: int) -> Value:
         """The address of a column's numbers in the array of a KV head's queries or results."""
-        column, heads_per_kv = self._column(number), self.chunk.heads_per_kv
-        return array + column // heads_per_kv * stride + column % heads_per_kv * head_dim
+        token = self._column(number) // self.chunk.heads_per_kv
+        return array + token * stride + self.head(number) * head_dim
 
 
 def _load(shape: BlockShape, q: Value, columns: _Columns, block: QueryBlock) -> None:
@@ -312,7 +327,7 @@ class _Softmax:
         self._shape, lanes = shape, shape.lanes
         # Not -inf, since -inf - -inf is NaN and a column may see no key of its first tile.
         self._least = lanes.constant(b, torch.finfo(lanes.computed).min)
-        self._largest = [Variable(self._least) for _ in range(shape.n_vectors)]
+        self.largest = [Variable(self._least) for _ in range(shape.n_vectors)]
         self.totals = [Variable(lanes.constant(b, 0)) for _ in range(shape.n_vectors)]
 
     def weigh(self, n: Value, block: QueryBlock) -> tuple[list[Value], list[Value]]:
@@ -321,7 +336,7 @@ class _Softmax:
         Returns: the factors for the sums of earlier tiles, and those for the sums of this tile.
         """
         shape, scores, b = self._shape, block.scores, n.b
-        own = [Variable(self._least) for _ in self._largest]
+        own = [Variable(self._least) for _ in self.largest]
         with loop(b, 0, n) as t:
             for largest, score in zip(
                 own, shape.vectors(scores + t * shape.n_columns), strict=True
@@ -330,7 +345,7 @@ class _Softmax:
         self._exponentiate(n, block, [each.value for each in own])
         before, factors = [], []
         for mine, so_far, total, added in zip(
-            own, self._largest, self.totals, self._total(block), strict=True
+            own, self.largest, self.totals, self._total(block), strict=True
         ):
             earlier = so_far.value
             so_far.value = larger(mine.value, earlier)
@@ -363,13 +378,31 @@ class _Softmax:
         return rows[0]
 
 
+def _final_scales(
+    shape: BlockShape, sinks: Value, columns: _Columns, softmax: _Softmax
+) -> list[Value]:
+    """The factors that complete the softmax of each column; `sinks` are those of the KV head."""
+    lanes, scales = shape.lanes, []
+    for number, (largest, total) in enumerate(zip(softmax.largest, softmax.totals, strict=True)):
+        sink = None
+        if shape.scores.has_sinks:
+            first = number * lanes.width
+            of_columns = [lanes.splat(sinks[columns.head(first + i)]) for i in range(lanes.width)]
+            sink = of_columns[0]
+            for lane, other in enumerate(of_columns):
+                chosen = [lanes.width + i if i == lane else i for i in range(lanes.width)]
+                sink = shuffle(sink, chosen, other)
+        scales.append(final_scale(lanes, largest.value, total.value, sink))
+    return scales
+
+
 def _store(
-    shape: BlockShape, out: Value, columns: _Columns, softmax: _Softmax, block: QueryBlock
+    shape: BlockShape, out: Value, columns: _Columns, scales: list[Value], block: QueryBlock
 ) -> None:
-    """out = sums / totals."""
+    """out = sums * scales."""
     lanes, b, stride = shape.lanes, out.b, columns.chunk.out_stride
-    for number, total in enumerate(softmax.totals):
-        lanes.store(block.scores + number * lanes.width, 1 / total.value)
+    for number, scale in enumerate(scales):
+        lanes.store(block.scores + number * lanes.width, scale)
     with loop(b, 0, shape.n_columns, lanes.width) as first:
         scale = lanes.load(block.scores + first)
         each = range(lanes.width)
@@ -396,7 +429,7 @@ class PrefillAttentionKernel:
     Other rows of `out` are unchanged.
 
     Shapes: q, out [T, K * G, D], each row contiguous; k, v [K, n_slots, W] in the cache's dtype,
-    contiguous for each head.
+    contiguous for each head; sinks [K * G], contiguous.
     """
 
     def __init__(
@@ -427,11 +460,12 @@ class PrefillAttentionKernel:
         chunk: QueryChunk,
         out: Tensor,
         run: Launcher = at_once,
+        sinks: Tensor | None = None,
     ) -> None:
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert k.dtype == v.dtype == self._rows.stored
         arguments = _Arguments(
-            chunk=chunk_arguments(self._shape, q, len(k), chunk, out), k=k.data_ptr(),
+            chunk=chunk_arguments(self._shape, q, len(k), chunk, out, sinks), k=k.data_ptr(),
             k_stride=k.stride(0), v=v.data_ptr(), v_stride=v.stride(0),
         )  # fmt: skip
         run(self._program, torch.get_num_threads(), arguments)

@@ -116,6 +116,7 @@ class PrefillAttentionAMXKernel:
         chunk: QueryChunk,
         out: Tensor,
         run: Launcher = at_once,
+        sinks: Tensor | None = None,
     ) -> None:
         assert k.stride()[1:] == v.stride()[1:] == (self._head_dim, 1)
         assert k.dtype == v.dtype == torch.bfloat16
@@ -131,8 +132,8 @@ class PrefillAttentionAMXKernel:
         )  # fmt: skip
         run(self._pack, n_threads, packing)
         arguments = _Arguments(
-            chunk=chunk_arguments(self._shape, q, len(k), chunk, out), tiles=self._tiles.data_ptr(),
-            keys=keys, values=values, first=first, n_rows=n_rows,
+            chunk=chunk_arguments(self._shape, q, len(k), chunk, out, sinks),
+            tiles=self._tiles.data_ptr(), keys=keys, values=values, first=first, n_rows=n_rows,
         )  # fmt: skip
         run(self._program, n_threads, arguments)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel_llama.ops.attention import NO_WINDOW, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
 from parallel_llama.ops.cuda.launch import await_inputs, launch, tile
-from parallel_llama.ops.cuda.softmax import add_keys, factors, nothing
+from parallel_llama.ops.cuda.softmax import add_keys, factors, nothing, results
 
 
 def chunk_attention(
@@ -25,11 +25,13 @@ def chunk_attention(
     heads: HeadMap,
     out: Tensor,
     scores: Scores,
+    sinks: Tensor | None = None,
 ) -> None:
     """`TorchOps.attention` for ranges of any length.
 
-    Shapes: q, out [T, H, D], contiguous in [H, D]; k, v [K, n_slots, W].
+    Shapes: q, out [T, H, D], contiguous in [H, D]; k, v [K, n_slots, W]; sinks [H].
     """
+    assert (sinks is not None) == scores.has_sinks
     head_dim, size = q.shape[2], tile(max(q.shape[2], 16))
     assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
     k, v = as_stored(k), as_stored(v)
@@ -38,10 +40,11 @@ def chunk_attention(
     factor, cap = factors(scores, head_dim)
     launch(
         _attention, (len(queries.rows), len(k), n_tiles),
-        q, k, v, out, queries.rows, queries.blocks, heads.bounds,
+        q, k, v, out, q if sinks is None else sinks, queries.rows, queries.blocks, heads.bounds,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0),
         queries.window or NO_WINDOW, factor, cap,
-        CAPPED=scores.soft_cap is not None, BLOCK=queries.block_size, ROWS=rows, TILE=n_keys,
+        CAPPED=scores.soft_cap is not None, HAS_SINKS=scores.has_sinks,
+        BLOCK=queries.block_size, ROWS=rows, TILE=n_keys,
         HEAD_DIM=head_dim, SIZE=size, num_warps=8, num_stages=3,
     )  # fmt: skip
 
@@ -58,10 +61,10 @@ def _tile(size: int, itemsize: int, is_packed: bool) -> tuple[int, int]:
 # `rows` and `blocks` start anywhere in a buffer; alignment must not cause recompilation.
 @triton.jit(do_not_specialize_on_alignment=["rows", "blocks"])
 def _attention(
-    q, k, v, out, rows, blocks, bounds,
+    q, k, v, out, sinks, rows, blocks, bounds,
     q_stride, k_stride, v_stride, out_stride, window, factor, cap,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
+    CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     await_inputs()
     own, kv_head = rows + tl.program_id(0) * 5, tl.program_id(1).to(tl.int64)
@@ -96,4 +99,5 @@ def _attention(
             top, total, sums, own_q, own_k, own_v, is_visible, factor, cap, CAPPED
         )
     out += (row + query)[:, None] * out_stride + heads[:, None] * HEAD_DIM + columns[None, :]
-    tl.store(out, (sums / total[:, None]).to(out.dtype.element_ty), is_own)
+    result = results(top, total, sums, sinks, heads, query < n_queries, HAS_SINKS)
+    tl.store(out, result.to(out.dtype.element_ty), is_own)

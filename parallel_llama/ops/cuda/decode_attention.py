@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel_llama.ops.attention import NO_WINDOW, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
 from parallel_llama.ops.cuda.launch import await_inputs, launch, tile, warps
-from parallel_llama.ops.cuda.softmax import add_keys, factors, merge_states, nothing
+from parallel_llama.ops.cuda.softmax import add_keys, factors, merge_states, nothing, results
 
 _PROGRAMS = 2048  # enough for any GPU; programs without work cost time as well
 _ROOM_BYTES = 1 << 26  # the limit for partial results
@@ -38,13 +38,16 @@ def decode_attention(
     out: Tensor,
     scores: Scores,
     n_programs: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """`TorchOps.attention` for ranges of at most one query.
 
     `n_programs` share the splits of a query; by default as many as fill a GPU.
 
-    Shapes: q, out [T, H, D], contiguous in [H, D]; k, v [K, n_slots, W].
+    Shapes: q, out [T, H, D], contiguous in [H, D]; k, v [K, n_slots, W]; sinks [H].
     """
+    assert (sinks is not None) == scores.has_sinks
+    own_sinks = q if sinks is None else sinks
     (_, n_heads, head_dim), n = q.shape, len(queries.rows)
     assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
     k, v = as_stored(k), as_stored(v)
@@ -62,17 +65,18 @@ def decode_attention(
     is_wide = group * size * q.element_size() > _SUM_BYTES // 2 or is_packed
     launch(
         _decode, (n, len(k) * n_parts, n_programs),
-        q, k, v, out, found, queries.rows, queries.blocks, heads.bounds,
+        q, k, v, out, own_sinks, found, queries.rows, queries.blocks, heads.bounds,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0),
         n_heads, n_parts, window, factor, cap,
         **splits, **numbers, GROUP=group, BLOCK=queries.block_size,
-        CAPPED=scores.soft_cap is not None,
+        CAPPED=scores.soft_cap is not None, HAS_SINKS=scores.has_sinks,
         num_warps=8 if is_wide else 4, num_stages=2 if is_packed else 3,
     )  # fmt: skip
     if n_programs > 1:
         launch(
-            _combine, (n, n_heads), found, out, queries.rows, out.stride(0), n_heads, window,
-            **splits, **numbers, num_warps=warps(size),
+            _combine, (n, n_heads),
+            found, out, own_sinks, queries.rows, out.stride(0), n_heads, window,
+            **splits, **numbers, HAS_SINKS=scores.has_sinks, num_warps=warps(size),
         )  # fmt: skip
 
 
@@ -113,9 +117,9 @@ def _seen(rows, at, window, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr):
 # `rows` and `blocks` start anywhere in a buffer; alignment must not cause recompilation.
 @triton.jit(do_not_specialize_on_alignment=["rows", "blocks"])
 def _decode(
-    q, k, v, out, found, rows, blocks, bounds,
+    q, k, v, out, sinks, found, rows, blocks, bounds,
     q_stride, k_stride, v_stride, out_stride, n_heads, n_parts, window, factor, cap,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     await_inputs()
@@ -157,14 +161,15 @@ def _decode(
             tl.store(split + SIZE, own_top, is_head)
             tl.store(split + SIZE + 1, own_total, is_head)
     if is_alone:
-        result = (sums / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + row * out_stride + places, result, is_own)
+        result = results(top, total, sums, sinks, heads, is_head, HAS_SINKS)
+        tl.store(out + row * out_stride + places, result.to(out.dtype.element_ty), is_own)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def _combine(
-    found, out, rows, out_stride, n_heads, window,
+    found, out, sinks, rows, out_stride, n_heads, window,
     TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     await_inputs()
     at, head = tl.program_id(0), tl.program_id(1)
@@ -185,5 +190,5 @@ def _combine(
             own_total = tl.load(split + SIZE + 1, is_there, 0)
             top, total, sums = merge_states(top, total, sums, own_top, own_total, own_sums)
     row = tl.load(rows + at * 5).to(tl.int64)
-    result = (sums / total).to(out.dtype.element_ty)
+    result = results(top, total, sums, sinks, head, True, HAS_SINKS).to(out.dtype.element_ty)
     tl.store(out + row * out_stride + head * HEAD_DIM + columns, result, columns < HEAD_DIM)

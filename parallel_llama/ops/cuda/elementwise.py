@@ -1,4 +1,4 @@
-"""Fused kernels for rows, each in one launch: lookups, weighted sums, gates and RMSNorm."""
+"""Fused kernels for rows, each in one launch: lookups, weighted sums, gates, biases and RMSNorm."""
 
 from math import pi, sqrt
 
@@ -53,12 +53,30 @@ def gelu_and_mul(x: Tensor, *, is_tanh: bool) -> Tensor:
     return _gated(x, "gelu_tanh" if is_tanh else "gelu")
 
 
-def _gated(x: Tensor, kind: str) -> Tensor:
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """`TorchOps.clamped_swiglu`. Shapes: [T, 2 * channels] -> [T, channels]."""
+    return _gated(x, "clamped_swiglu", alpha, limit)
+
+
+def add_expert_bias(y: Tensor, bias: Tensor, starts: Tensor) -> None:
+    """`TorchOps.add_expert_bias_`.
+
+    Shapes: y [P, n], bias [n_experts, n], starts [n_experts + 1].
+    """
+    (n_rows, n_columns), n_experts = y.shape, len(bias)
+    assert bias.shape == (n_experts, n_columns) and starts.shape == (n_experts + 1,)
+    assert y.is_contiguous() and bias.is_contiguous()
+    grid = (triton.cdiv(n_columns, _SIZE), n_rows)
+    experts = {"EXPERTS": tile(n_experts), "SIZE": _SIZE}
+    launch(_add_expert_bias, grid, y, bias, starts, n_columns, n_experts, **experts)
+
+
+def _gated(x: Tensor, kind: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
     assert x.stride(1) == 1
     n, channels = len(x), x.shape[1] // 2
     y = x.new_empty(n, channels)
     grid = (triton.cdiv(channels, _SIZE), n)
-    launch(_gate, grid, x, y, x.stride(0), channels, KIND=kind, SIZE=_SIZE)
+    launch(_gate, grid, x, y, x.stride(0), channels, alpha, limit, KIND=kind, SIZE=_SIZE)
     return y
 
 
@@ -128,8 +146,25 @@ def _add_gated(y, x, scores, dim, SIZE: tl.constexpr):
     tl.store(y + at, total.to(y.dtype.element_ty), is_there)
 
 
+@triton.jit(do_not_specialize_on_alignment=["starts"])
+def _add_expert_bias(
+    y, bias, starts, n_columns, n_experts, EXPERTS: tl.constexpr, SIZE: tl.constexpr
+):
+    await_inputs()
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    numbers = tl.arange(0, EXPERTS)
+    ends = tl.load(starts + 1 + numbers, numbers < n_experts, row + 1)
+    expert = tl.sum((ends <= row).to(tl.int64), 0)  # those whose rows are before this one
+    n_own = tl.where(expert < n_experts, n_columns, 0)
+    is_there = columns < n_own
+    total = tl.load(y + row * n_columns + columns, is_there, 0).to(tl.float32)
+    total += tl.load(bias + expert * n_columns + columns, is_there, 0).to(tl.float32)
+    tl.store(y + row * n_columns + columns, total.to(y.dtype.element_ty), is_there)
+
+
 @triton.jit
-def _gate(x, y, x_stride, channels, KIND: tl.constexpr, SIZE: tl.constexpr):
+def _gate(x, y, x_stride, channels, alpha, limit, KIND: tl.constexpr, SIZE: tl.constexpr):
     await_inputs()
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -139,6 +174,11 @@ def _gate(x, y, x_stride, channels, KIND: tl.constexpr, SIZE: tl.constexpr):
     up = tl.load(own + channels, is_there, 0).to(tl.float32)
     if KIND == "silu":
         active = gate / (1 + tl.exp(-gate))
+    elif KIND == "clamped_swiglu":
+        # Comparisons with NaN are false, so NaN stays NaN.
+        gate, up = tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, up)
+        up = tl.where(up < -limit, -limit, up) + 1
+        active = gate / (1 + tl.exp(gate * -alpha))
     elif KIND == "gelu":
         active = gate * 0.5 * (1 + tl.erf(gate * _ROOT_HALF))
     else:  # (1 + tanh(z)) / 2 is 1 / (1 + exp(-2 z))

@@ -14,19 +14,24 @@ MAX_PAIRS = 4096  # limited, since each pair is compared with all others
 _TILE = 64  # pairs per program, and per iteration
 
 
-def route(scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tensor]:
+def route(
+    scores: Tensor, n_active: int, bias: Tensor | None = None, *, normed: bool
+) -> tuple[Tensor, Tensor]:
     """`TorchOps.route` from the router's scores; the routing weights are in float32.
 
-    Shapes: scores [T, n_experts] -> routing_weights [T, n_active], experts [T, n_active].
+    Shapes: scores [T, n_experts], bias [n_experts] -> routing_weights [T, n_active], experts
+        [T, n_active].
     """
+    assert bias is None or bias.is_contiguous()
     n, n_experts = scores.shape
     assert scores.stride(1) == 1 and n_active <= n_experts
     routing_weights = scores.new_empty(n, n_active, dtype=torch.float32)
     experts = scores.new_empty(n, n_active, dtype=torch.int64)
     launch(
-        _route, (n,), scores, routing_weights, experts, scores.stride(0), n_experts,
-        N_ACTIVE=n_active, NORMED=normed, EXPERTS=tile(n_experts), PLACES=tile(n_active),
-        num_warps=warps(n_experts),
+        _route, (n,), scores, scores if bias is None else bias, routing_weights, experts,
+        scores.stride(0), n_experts,
+        N_ACTIVE=n_active, NORMED=normed, HAS_BIAS=bias is not None, EXPERTS=tile(n_experts),
+        PLACES=tile(n_active), num_warps=warps(n_experts),
     )  # fmt: skip
     return routing_weights, experts
 
@@ -48,14 +53,17 @@ def expert_dispatch(experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
 
 @triton.jit
 def _route(
-    scores, routing_weights, experts, stride, n_experts,
-    N_ACTIVE: tl.constexpr, NORMED: tl.constexpr, EXPERTS: tl.constexpr, PLACES: tl.constexpr,
+    scores, bias, routing_weights, experts, stride, n_experts,
+    N_ACTIVE: tl.constexpr, NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, EXPERTS: tl.constexpr,
+    PLACES: tl.constexpr,
 ):  # fmt: skip
     await_inputs()
     row = tl.program_id(0).to(tl.int64)
     numbers, places = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
     own = tl.load(scores + row * stride + numbers, numbers < n_experts, -float("inf"))
     own = own.to(tl.float32)
+    if HAS_BIAS:
+        own += tl.load(bias + numbers, numbers < n_experts, 0)
     weights = tl.exp(own - tl.max(own, 0))
     weights = tl.div_rn(weights, tl.zeros_like(weights) + tl.sum(weights, 0))
     left = tl.where(numbers < n_experts, sort_key(own, numbers), -1)

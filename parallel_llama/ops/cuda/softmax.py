@@ -13,6 +13,7 @@ import triton.language as tl
 
 from parallel_llama.ops.attention import Scores
 
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _TWO_LOG2_E = tl.constexpr(2 * math.log2(math.e))
 
 
@@ -63,6 +64,22 @@ def merge_states(top, total, sums, top2, total2, sums2):
     total = total * shrunk + total2 * shrunk2
     sums = sums * tl.expand_dims(shrunk, -1) + sums2 * tl.expand_dims(shrunk2, -1)
     return new_top, total, sums
+
+
+@triton.jit
+def results(top, total, sums, sinks, heads, is_head, HAS_SINKS: tl.constexpr):
+    """The results of attention from its state; with HAS_SINKS a head's sink adds to its total.
+
+    Shapes: top, total, heads, is_head [...], sums and the results [..., SIZE]; `sinks` is the
+    address of the sinks of all heads.
+    """
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, is_head, 0).to(tl.float32) * _LOG2_E
+        new_top = tl.maximum(top, sink)
+        shrunk = tl.exp2(top - new_top)
+        total = total * shrunk + tl.exp2(sink - new_top)
+        sums = sums * tl.expand_dims(shrunk, -1)
+    return sums / tl.expand_dims(total, -1)
 
 
 @triton.jit

@@ -19,8 +19,9 @@ export async function receive(answer, body, context, signal, draw) {
   delete answer.trouble;
   try {
     for await (const event of streamCompletion(body, signal)) {
-      if (event.content) {
-        answer.content += event.content;
+      if (event.reasoning) answer.reasoning = (answer.reasoning ?? "") + event.reasoning;
+      if (event.content) answer.content += event.content;
+      if (event.content || event.reasoning) {
         seen.last = performance.now();
         seen.first ||= seen.last;
         seen.n += 1;
@@ -53,7 +54,7 @@ function trouble(error) {
   return { what: "The page could not show the answer.", why: String(error) };
 }
 
-// Yields the stream's events: {content}, {finish_reason} and {usage}.
+// Yields the stream's events: {content}, {reasoning}, {finish_reason} and {usage}.
 // Throws Trouble, or AbortError if `signal` aborts the request.
 async function* streamCompletion(body, signal) {
   const response = await post(body, signal);
@@ -66,6 +67,7 @@ async function* streamCompletion(body, signal) {
     }
     const choice = event.choices?.[0];
     if (choice?.delta?.content) yield { content: choice.delta.content };
+    if (choice?.delta?.reasoning_content) yield { reasoning: choice.delta.reasoning_content };
     if (choice?.finish_reason) {
       finished = true;
       yield { finish_reason: choice.finish_reason };

@@ -110,6 +110,7 @@ function isTurn(turn) {
     [turn.at, turn.version].every(Number.isFinite) &&
     typeof turn.question === "string" &&
     typeof turn.answer?.content === "string" &&
+    ["undefined", "string"].includes(typeof turn.answer.reasoning) &&
     Object.values(turn.answer.measures ?? {}).every((value) => value === null || Number.isFinite(value))
   );
 }

@@ -29,10 +29,10 @@ function fold(element, isFolded) {
 // Update a turn's element to the current state of its answer.
 export function showTurn(element, turn) {
   const { answer } = turn;
-  const { content, ended, trouble, measures } = answer;
+  const { content, reasoning, ended, trouble, measures } = answer;
   const shown = element.querySelector(".answer");
   const part = (selector) => shown.querySelector(selector);
-  const { thinking, body } = withoutThinking(content);
+  const { thinking, body } = reasoning ? { thinking: reasoning, body: content } : withoutThinking(content);
   part(".thinking").hidden = !thinking;
   showPlain(part(".thinking .prose"), thinking);
   answer.plain ||= !showMarkdown(part(".body"), body);
@@ -72,7 +72,7 @@ export function growWithText(field) {
   requestAnimationFrame(grow);
 }
 
-// Some models write their reasoning first, between two marks.
+// Some models write their reasoning first, between two marks that the server does not separate.
 function withoutThinking(text) {
   const [, thinking, body = ""] = /^\s*<think>(.*?)(?:<\/think>(.*))?$/s.exec(text) ?? [, "", text];
   return { thinking: thinking.trim(), body };

@@ -22,6 +22,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)[: 3 if torch.cuda.is_available() else 2]
 HEAD_MAPS = [(3, 2), (1, 3, 3, 2), (71,), (8, 8), (1,)]
 PLAIN, CAPPED = Scores(), Scores(scale=0.7, soft_cap=2.0)
+SINKING = Scores(has_sinks=True)
 
 
 class Decode(CUDAOps):
@@ -31,10 +32,10 @@ class Decode(CUDAOps):
         super().__init__(scores)
         self._n_programs = n_programs
 
-    def attention(self, q, k, v, plan, heads, out):
+    def attention(self, q, k, v, plan, heads, out, sinks=None):
         (queries,) = plan.parts
         assert queries.max_queries == 1
-        decode_attention(q, k, v, queries, heads, out, self._scores, self._n_programs)
+        decode_attention(q, k, v, queries, heads, out, self._scores, self._n_programs, sinks)
 
 
 def check(sample, ops, scores=PLAIN):
@@ -69,6 +70,20 @@ def test_windows_and_soft_caps_are_heeded(device, dtype, head_dim, window, score
     own = {"dtype": dtype, "window": window, "device": device}
     check(make_sample(((1, 7), (1, 140)), (3, 2), head_dim, **own), Decode(1, scores), scores)
     check(make_sample(((2, 7), (9, 50)), (3, 2), head_dim, **own), CUDAOps(scores), scores)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_sink_takes_a_part_of_the_weights_of_its_head(device, window):
+    """Also a sink far above and far below all scores, whose weights must not overflow."""
+    own = {"dtype": torch.float32, "window": window, "device": device}
+    sinks = torch.tensor([0.3, -200.0, 4.0, 200.0, 1.0], device=device)
+    decoded = make_sample(((1, 7), (1, 200)), (3, 2), 12, **own)
+    for ops in (Decode(1, SINKING), Decode(3, SINKING)):
+        o = decoded.run(ops, sinks).double()
+        torch.testing.assert_close(o, decoded.expected(SINKING, sinks), rtol=0, atol=2e-6)
+    chunks = make_sample(((2, 7), (9, 50)), (3, 2), 12, **own)
+    o = chunks.run(CUDAOps(SINKING), sinks).double()
+    torch.testing.assert_close(o, chunks.expected(SINKING, sinks), rtol=0, atol=2e-6)
 
 
 def test_more_heads_than_registers_have_room_for_are_shared_out(device):

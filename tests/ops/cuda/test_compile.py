@@ -31,6 +31,7 @@ def launches():
         ops.silu_and_mul(x)
         ops.gelu_and_mul(x, is_tanh=True)
         ops.gelu_and_mul(x, is_tanh=False)
+        ops.clamped_swiglu(x, 1.702, 7.0)
         ops.lookup(torch.empty(n + 1, dtype=torch.int64)[1:], torch.empty(101, 80), 0)
         keys = torch.empty(n + 1, dtype=torch.int64)[n % 2 :]
         logits, sampling_keys = torch.empty(n, 128256), SamplingKeys(keys, keys.view(torch.float64))
@@ -70,13 +71,17 @@ def mixture(ops, x):
     down = [torch.empty(4096, 14336, dtype=x.dtype)] * 16
     y = ops.weighted_sum(ops.routed_linear(ops.silu_and_mul(h), down, back), routing_weights)
     ops.add_gated_(y, x, torch.empty(len(x), 1, dtype=x.dtype))
+    bias = torch.empty(16, dtype=torch.float32)
+    ops.route(x, torch.empty(16, 4096, dtype=x.dtype), 4, bias, normed=True)
+    ops.add_expert_bias_(h, torch.empty(16, 28672, dtype=x.dtype), to_experts)
 
 
 # What is compiled; a number of rows makes no difference.
 COUNTS = {
     "_norm": 4,
     "_add_norm": 3,
-    "_gate": 4,
+    "_gate": 5,
+    "_add_expert_bias": 2,
     "_add_gated": 2,
     "_lookup": 1,
     "_of_parts": 1,
@@ -91,7 +96,7 @@ COUNTS = {
     "_dequantise": 5,
     "_sum": 4,
     "_round": 2,
-    "_route": 2,
+    "_route": 4,
     "_routes": 1,
     "_routed": 3,
     "_weighted": 2,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mixes import ARGS, HYBRID, make_engine
+from mixes import ARGS, HYBRID, OF_FAMILIES, make_engine
 from recorded import Recorded
 from thread_ranks import ThreadComm, run_on_threads
 from torch.overrides import TorchFunctionMode
@@ -42,6 +42,7 @@ WINDOWED = replace(HYBRID, n_layers=2, dim=32, n_heads=4, n_kv_heads=2, head_dim
 # What its experts give is normed, so that it counts among random numbers.
 _EXPERTS = {"ffn_dim": 9, "n_experts": 4, "n_active_experts": 2, "post_norms": True}
 MIXTURE = replace(SMALL, n_layers=1, dim=24, **_EXPERTS)
+BIASED = OF_FAMILIES["gpt_oss"]
 
 
 class Traffic(TorchDispatchMode):
@@ -78,7 +79,10 @@ class Literals(TorchFunctionMode):
 
 def meta_runner(args: ModelArgs, ops: type[CUDAOps] = CUDAOps) -> ModelRunner:
     """A runner with a model on the meta device."""
-    plan, scores = make_plan(args, 1), Scores(args.attention_scale, args.attention_soft_cap)
+    plan, scores = (
+        make_plan(args, 1),
+        Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits),
+    )
     model = Transformer(args, plan.shards[0], Backend(Solo(), ops(scores), torch.bfloat16))
     for block in model.layers:
         if isinstance(block.feed_forward, MixtureOfExperts):
@@ -90,7 +94,9 @@ def meta_runner(args: ModelArgs, ops: type[CUDAOps] = CUDAOps) -> ModelRunner:
     return runner
 
 
-@pytest.mark.parametrize("args", [ARGS, HYBRID, MIXTURE], ids=["full", "windows", "experts"])
+@pytest.mark.parametrize(
+    "args", [ARGS, HYBRID, MIXTURE, BIASED], ids=["full", "windows", "experts", "biases"]
+)
 @pytest.mark.parametrize("top_k", [0, 20])
 def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args, top_k):
     """On the meta device a question, such as which of some numbers are not zero, is an error.
@@ -139,7 +145,9 @@ def record_on_meta(args: ModelArgs, ops: type[CUDAOps]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("args", [ARGS, HYBRID, MIXTURE], ids=["full", "windows", "experts"])
+@pytest.mark.parametrize(
+    "args", [ARGS, HYBRID, MIXTURE, BIASED], ids=["full", "windows", "experts", "biases"]
+)
 def test_every_decode_step_can_be_captured(args):
     assert record_on_meta(args, CUDAOps) == list(recorded_steps.BUCKETS)
 
@@ -171,7 +179,7 @@ def answers(
     ranks_per_expert: int | None = None,
 ) -> dict[int, tuple[int, ...]]:
     """The tokens of three requests of unlike lengths, drawn unlike; the last comes later."""
-    ops = make_ops(Scores(args.attention_scale, args.attention_soft_cap))
+    ops = make_ops(Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits))
     runner = make_runner_of(comm, args, ops, ranks_per_expert)
     engine = make_engine(runner, n_blocks=12, block_size=4)
     if ops.is_paged:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from parity_steps import logits_in_pieces
-from tiny_models import TINY_MODELS, write_hf
+from tiny_models import TINY_MODELS, TinyModel, write_hf
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
@@ -33,7 +33,24 @@ MODELS = [
     "8/4 gemma2",
     "8/2 mixtral",
     "8/2 falcon, two norms, biases",
+    "7/1 gpt_oss",
 ]
+GPT_OSS = TinyModel(
+    7,
+    1,
+    8,
+    44,
+    ffn_dim=35,
+    family="gpt_oss",
+    own={
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention"],
+        "swiglu_limit": 0.5,
+        "pad_token_id": 0,
+    },
+)
 
 
 QUANTISED = ModelArgs(
@@ -44,8 +61,10 @@ QUANTISED = ModelArgs(
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_torchs_operators(device, tmp_path, name):
     """Of one layer, because the interpreter takes seconds for it."""
-    tiny = TINY_MODELS[name]
-    own = {**tiny.own, "layer_types": ["full_attention"]} if "layer_types" in tiny.own else tiny.own
+    tiny = {**TINY_MODELS, "7/1 gpt_oss": GPT_OSS}[name]
+    own = dict(tiny.own)
+    if len(tiny.own.get("layer_types", ())) > 1:
+        own["layer_types"] = ["full_attention"]
     files = find_model(str(write_hf(replace(tiny, n_layers=1, own=own), tmp_path)))
     args = load_model_args(files)
     ours, theirs = both(args, open_checkpoint(files, args), Precision.plain("float32"), device)
@@ -63,7 +82,7 @@ def test_quantised_logits_are_those_of_torchs_operators(device, quant):
 def both(args, checkpoint, precision, device):
     """A prompt of more rows than kernels multiply, and two steps of one row."""
     tokens = torch.randint(args.vocab_size, (N_TOKENS,)).tolist()
-    scores = Scores(args.attention_scale, args.attention_soft_cap)
+    scores = Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits)
     logits = []
     for ops in (CUDAOps(scores), TorchOps(scores)):
         runner = ModelRunner.load(

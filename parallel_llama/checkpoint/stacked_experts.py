@@ -1,0 +1,107 @@
+"""Reads weights of experts that an HF folder stacks: all experts of a layer are in one tensor.
+
+Plain matrices are stored as [experts, in, out]. The rows of w1 and w3 of an expert alternate, so
+they are columns 0, 2, 4, ... and 1, 3, 5, ... of the stored matrix. In MXFP4 a matrix is stored as
+[out, in], in two tensors:
+
+    _blocks    e2m1 floats of 4 bits, two in a byte, the first in the low bits: [experts, out,
+               in / 32, 16]
+    _scales    the exponents of powers of two, plus 127: [experts, out, in / 32]
+
+Source: GptOssExperts and convert_moe_packed_tensors of transformers 5.24; MXFP4, OCP Microscaling
+Formats (MX) Specification 1.0, section 5.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from parallel_llama.checkpoint.scaled import Read, WantedTensors, e2m1_values, powers_of_two
+from parallel_llama.config.scaled import MXFP4_BLOCKS, MXFP4_INPUTS, MXFP4_SCALES
+from parallel_llama.families.stored_slices import StoredSlice
+from parallel_llama.families.weights import Param
+
+
+def read_stacked(
+    param: Param,
+    stored_slice: StoredSlice,
+    rows: range,
+    read: Callable[[range, range], Tensor],
+) -> Tensor:
+    """A slice of an expert's weight in a stacked tensor of plain values.
+
+    Args:
+        read: reads some rows and columns of the stored tensor, as a matrix.
+
+    Returns: a contiguous tensor; `rows` along `param.dim`.
+    """
+    step = stored_slice.step
+    if len(param.shape) == 1:
+        # A stored matrix of biases counts as one row.
+        return read(range(1), _covering(stored_slice, rows))[0, ::step].contiguous()
+    outputs, inputs = _block(param, rows)
+    n_inputs, n_outputs = stored_slice.shape[-2:]
+    expert, number = divmod(stored_slice.first, n_outputs)
+    first = expert * n_inputs
+    columns = range(outputs.start * step, outputs.stop * step)
+    stored = read(range(first + inputs.start, first + inputs.stop), columns)
+    return stored[:, number::step].t().contiguous()
+
+
+@dataclass(frozen=True)
+class MXFP4Matrix:
+    """An expert's matrix [out, in] in MXFP4; `stored_slice` is the plain matrix's."""
+
+    stored_slice: StoredSlice
+
+    @property
+    def base(self) -> str:
+        """The common prefix of the names of its tensors."""
+        return self.stored_slice.name
+
+    @property
+    def tensors(self) -> WantedTensors:
+        """The dtypes and possible shapes of its tensors, by the suffixes of their names."""
+        *outputs, n_inputs = self.stored_slice.matrix_shape
+        scales = (*outputs, n_inputs // MXFP4_INPUTS)
+        return {
+            MXFP4_BLOCKS: (("U8",), [(*scales, MXFP4_INPUTS // 2)]),
+            MXFP4_SCALES: (("U8", "F8_E8M0"), [scales]),
+        }
+
+    def values(self, param: Param, rows: range, read: Read) -> Tensor:
+        """Decodes a slice of the matrix; `rows` along `param.dim`.
+
+        Returns: float32 values.
+
+        Raises: DamagedWeights if a scale is NaN.
+        """
+        stored_slice = self.stored_slice
+        outputs, inputs = _block(param, rows)
+        n_blocks = stored_slice.matrix_shape[-1] // MXFP4_INPUTS
+        blocks = range(inputs.start // MXFP4_INPUTS, -(-inputs.stop // MXFP4_INPUTS))
+        held, step = _covering(stored_slice, outputs), stored_slice.step
+        half = MXFP4_INPUTS // 2
+        in_bytes = range(blocks.start * half, blocks.stop * half)
+        pairs = read(MXFP4_BLOCKS, n_blocks * half, held, in_bytes)[::step].contiguous()
+        exponents = read(MXFP4_SCALES, n_blocks, held, blocks)[::step].contiguous()
+        scales = powers_of_two(exponents, self.base + MXFP4_SCALES)
+        values = e2m1_values(pairs).view(len(outputs), len(blocks), MXFP4_INPUTS)
+        values = values.mul_(scales[..., None]).flatten(1)
+        skipped = inputs.start - blocks.start * MXFP4_INPUTS
+        return values[:, skipped:][:, : len(inputs)].contiguous()
+
+
+def _block(param: Param, rows: range) -> tuple[range, range]:
+    """The outputs and the inputs of a slice of a matrix."""
+    n_outputs, n_inputs = param.shape
+    return (rows, range(n_inputs)) if param.dim == 0 else (range(n_outputs), rows)
+
+
+def _covering(stored_slice: StoredSlice, rows: range) -> range:
+    """The stored rows from that of the first to that of the last of some rows of the weight."""
+    if not rows:
+        return range(0)
+    first, step = stored_slice.first, stored_slice.step
+    return range(first + rows.start * step, first + (rows.stop - 1) * step + 1)

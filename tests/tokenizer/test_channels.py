@@ -1,0 +1,110 @@
+"""Channels of an answer, however the text is split."""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from msgspec import UNSET
+
+from parallel_llama.request import Completion
+from parallel_llama.serve import chat
+from parallel_llama.serve.bodies import ChatBody
+from parallel_llama.serve.channels import ChannelParts, Reasoning
+from parallel_llama.serve.replies import CalledFunction
+from parallel_llama.serve.tool_calls import CHANNELS, format_of
+from parallel_llama.serve.wire import Output
+from parallel_llama.tokenizer.channels import ChannelReader, has_channels
+
+NAMES = frozenset(("rain", "time"))
+THOUGHT = "<|channel|>analysis<|message|>They greet. 1 < 2 <|x|>.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>Hello!"
+CALL = (
+    "<|start|>assistant<|channel|>commentary to=functions.rain <|constrain|>json<|message|>"
+    '{"city": "Oslo"}'
+)
+# What a model writes; the reasoning, the text and the calls.
+WRITTEN = [
+    (THOUGHT + FINAL, "They greet. 1 < 2 <|x|>.", "Hello!", []),
+    ("<|channel|>final<|message|>Hello!", "", "Hello!", []),
+    (THOUGHT + CALL, "They greet. 1 < 2 <|x|>.", "", [("rain", {"city": "Oslo"})]),
+    (
+        ' to=functions.time<|channel|>commentary json<|message|>{"at": 1}<|call|>' + FINAL,
+        "",
+        "Hello!",
+        [("time", {"at": 1})],
+    ),
+    (
+        "<|channel|>commentary<|message|>I will look.<|end|>" + CALL,
+        "",
+        "I will look.",
+        [("rain", {"city": "Oslo"})],
+    ),
+    (FINAL + "<|end|>" + FINAL, "", "Hello!\n\nHello!", []),
+    (CALL.replace("rain", "snow"), "", '{"city": "Oslo"}', []),  # no such function
+    (CALL.replace("}", "]"), "", '{"city": "Oslo"]', []),
+    ("<|channel|>analysis<|message|>Cut o", "Cut o", "", []),
+    ("<|channel|>analysis<|message|>Cut <|sta", "Cut <|sta", "", []),
+    ("<|channel|>final", "", "", []),  # cut inside of a header
+    ("Total: 3 <| 4", "", "Total: 3 <| 4", []),  # the answer to a prompt that ends in a text
+    ("to", "", "to", []),
+    ("", "", "", []),
+]
+
+
+@pytest.mark.parametrize(("written", "reasoning", "text", "calls"), WRITTEN)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_an_answer_is_split_into_reasoning_text_and_calls(written, reasoning, text, calls, size):
+    reader = ChannelParts(NAMES)
+    pieces = [written[at : at + size] for at in range(0, len(written), size)]
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == reasoning
+    assert "".join(part for part in parts if isinstance(part, str)) == text
+    told = [part for part in parts if isinstance(part, CalledFunction)]
+    assert [(call.name, json.loads(call.arguments)) for call in told] == calls
+
+
+def test_text_is_emitted_as_soon_as_it_is_certain():
+    reader = ChannelReader()
+    assert not reader.push("<|channel|>final<|message|>")
+    assert [each.text for each in reader.push("Hel")] == ["Hel"]
+    assert [each.text for each in reader.push("lo <")] == ["lo "]  # may be the start of a mark
+    assert [each.text for each in reader.push("b>")] == ["<b>"]
+
+
+def test_calls_after_the_last_allowed_one_are_dropped():
+    reader = ChannelParts(NAMES, most=1)
+    parts = reader.push(CALL + "<|call|>" + CALL + "<|call|>") + reader.finish()
+    assert len(parts) == 1 and isinstance(parts[0], CalledFunction)
+
+
+@dataclass
+class Pending:
+    """What one choice reads of a request."""
+
+    body: ChatBody
+    tools: None = None
+    has_channels: bool = True
+    logprobs: object = field(default=lambda _: None)
+    token_ids: object = field(default=lambda _: UNSET)
+
+
+def test_a_reply_and_a_stream_have_reasoning_content_and_content():
+    pending = Pending(ChatBody(messages=[{"role": "user", "content": "Hi"}]))
+    message = chat._Choice(pending, 0).message(THOUGHT + FINAL)
+    assert message.reasoning_content == "They greet. 1 < 2 <|x|>." and message.content == "Hello!"
+    choice, deltas = chat._Choice(pending, 0), []
+    text = THOUGHT + FINAL
+    for at in range(0, len(text), 4):
+        deltas += choice.take(Output(0, 0, (1,), text[at : at + 4], (), None))
+    end = Completion(0, "", (), "stop", 5)
+    deltas += choice.take(Output(0, 0, (), "", (), end))
+    told = [each.delta for each in deltas]
+    assert "".join(each.reasoning_content or "" for each in told) == message.reasoning_content
+    assert "".join(each.content or "" for each in told) == message.content
+    assert deltas[-1].finish_reason == "stop"
+
+
+def test_templates_with_channels_are_known():
+    template = "<|start|>{{ role }}<|channel|>final<|message|>{{ text }}<|end|>"
+    assert has_channels(template) and format_of(template) is CHANNELS
+    assert not has_channels("<|im_start|>assistant") and not has_channels("<|start|>x<|message|>")
