@@ -49,6 +49,7 @@ from launch.bench.plot import svg
 ROOT = Path(__file__).parents[2]
 LIMIT_S, FIRST_LIMIT_S = 560.0, 290.0
 _LEAST_S = 15.0  # a step is not started if less time is left
+_WRITE_S = 2.0  # between two reports of a step that runs
 _LOG_BYTES = 8 << 20
 _LATE = "out of time"
 # A rehearsal gets more time, because the interpreter is slow.
@@ -228,9 +229,14 @@ def _run_all(
             print(f"=== {step.module}", file=log, flush=True)
             own = replace(step, limit_s=min(slower * step.limit_s, left_s))
             is_cut = own.limit_s < slower * step.limit_s
-            found = _report(own, is_cut, is_rehearsal, reports(), log, out)
+            before, written_s = reports(), time.monotonic()
+            for found in _reports(own, is_cut, is_rehearsal, before, log, out):
+                done[step.module] = replace(found, before=state)
+                if time.monotonic() - written_s >= _WRITE_S:
+                    write()
+                    written_s = time.monotonic()
             after = _state(is_rehearsal)
-            done[step.module] = replace(found, before=state, after=after)
+            done[step.module] = replace(done[step.module], after=after)
             state = after
             write()
             took_s = time.monotonic() - started
@@ -240,19 +246,23 @@ def _run_all(
     return reports()
 
 
-def _report(
+def _reports(
     step: Step, is_cut: bool, is_rehearsal: bool, before: Sequence[StepReport], log: Any, out: Path
-) -> StepReport:
-    """Runs a step. `is_cut`: its limit is what is left of the time of the run."""
+) -> Iterator[StepReport]:
+    """Runs a step; yields its report after each row, and at the end.
+
+    `is_cut`: the limit of the step is what is left of the time of the run.
+    """
     rates = {row.name: row.value for each in before for row in each.rows if row.value}
-    started = time.monotonic()
-    rows = list(_run(step, is_rehearsal, rates, log, out))
+    started, rows = time.monotonic(), list[Row]()
+    for row in _run(step, is_rehearsal, rates, log, out):
+        rows.append(row)
+        yield StepReport(step.module, step.title, time.monotonic() - started, [*rows], False)
     took_s = time.monotonic() - started
-    is_whole = True
-    if is_cut and rows and rows[-1].wrong.startswith(_LATE):
-        is_whole = False
+    is_whole = not (is_cut and rows and rows[-1].wrong.startswith(_LATE))
+    if not is_whole:
         rows[-1] = Row(step.module, note=f"cut short after {took_s:.0f} s; the rest is missing")
-    return StepReport(step.module, step.title, took_s, rows, is_whole)
+    yield StepReport(step.module, step.title, took_s, rows, is_whole)
 
 
 def _state(is_rehearsal: bool) -> GPUState | None:

@@ -26,7 +26,7 @@ class StepReport:
     """What a step has found.
 
     Args:
-        is_whole: False if the time of the run ended during the step.
+        is_whole: False if the run ended during the step.
         before, after: the state of the GPU; None if it is not known.
     """
 

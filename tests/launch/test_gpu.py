@@ -20,9 +20,17 @@ from launch.bench import gpu
 from launch.bench.gpu import ROOT, STEPS, Step, main
 from launch.bench.gpu_report import Report, StepReport, charts, markdown, read, written
 from launch.bench.gpu_state import GPUState, parsed
-from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, Wrong, attempt, shapes
+from launch.bench.gpu_steps import DEVICE_LOST, Row, Rows, Setting, Wrong, attempt, clock, shapes
 from launch.bench.gpu_steps import __main__ as gpu_step
-from launch.bench.gpu_steps.models import Recorded, Texts, decode_logits, record, shape, torchs
+from launch.bench.gpu_steps.models import (
+    Recorded,
+    Texts,
+    decode_logits,
+    difference,
+    record,
+    shape,
+    torchs,
+)
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 
@@ -292,6 +300,18 @@ def test_a_family_with_wrong_or_unrecorded_steps_is_wrong(monkeypatch):
     assert "of the largest" in row.wrong
 
 
+def test_rows_that_differ_are_counted():
+    expected = torch.zeros(3, 2, 4)
+    expected[0, 0, 0] = -2.0
+    found = expected.clone()
+    assert difference(found, expected) == ""
+    found[1, 1, 3], found[2, 0, 0] = 0.5, 0.25
+    says = "2 of 6 rows differ, first step 1 of text 1, by at most 0.25"
+    assert difference(found, expected) == says
+    found[2, 0, 1] = torch.nan
+    assert "nan" in difference(found, expected)
+
+
 def test_the_first_token_that_differs_is_named():
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
     from launch.bench.gpu_steps import features
@@ -366,6 +386,28 @@ def test_a_report_of_another_version_is_refused(tmp_path, monkeypatch, capsys):
     assert "not a report of this version" in capsys.readouterr().err
 
 
+def test_a_run_that_is_killed_keeps_the_rows_of_its_last_step(tmp_path, monkeypatch):
+    def run(step: Step, *_: object) -> Iterator[Row]:
+        yield Row(f"first of {step.module}", 1.0)
+        if step.module == "a":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "_WRITE_S", 0.0)
+    monkeypatch.setattr(gpu, "_missing", lambda _: "")
+    monkeypatch.setattr(gpu, "gpu_state", lambda: None)
+    monkeypatch.setattr(gpu, "STEPS", [Step(name, name, 60) for name in ("gpu", "a", "b")])
+    monkeypatch.setattr(gpu, "_run", run)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--out", str(tmp_path)])
+    found = report(tmp_path)
+    assert [row.name for step in found.values() for row in step.rows] == [
+        "first of gpu",
+        "first of a",
+    ]
+    assert found["gpu"].is_whole and not found["a"].is_whole
+    assert "* b\n" in (tmp_path / "report.md").read_text()
+
+
 def test_the_first_minutes_end_in_time_and_name_what_was_not_run(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -406,6 +448,38 @@ def test_the_rest_of_a_shape_is_what_the_first_measurements_leave():
     first, rest = (set(shapes._sizes(which, setting)) for which in ("first", "rest"))
     assert not first & rest and {batch for batch, _ in first} == {1, 16, 64}
     assert first | rest == set(product((1, 16, 64, 256), (512, 2048, 4096)))
+
+
+def test_a_replay_is_timed_behind_another_one_and_a_step_alone(monkeypatch):
+    """A replay on an idle device would include the time of its launch."""
+    events: list[str] = []
+    seconds = iter([0.5, 3.0, 1.0] * 2)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            events.append("event")
+
+        def synchronize(self) -> None:
+            events.append("wait")
+
+        def elapsed_time(self, _: object) -> float:
+            return next(seconds) * 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(clock, "_REPEAT_S", 0.0)
+    setting = Setting(torch.device("cuda", 0), is_rehearsal=False)
+    found = clock.queued_seconds(lambda: events.append("call"), setting)
+    assert events == ["call", "wait", *["call", "event", "call", "event", "wait"] * 3]
+    assert found == clock.Seconds(1.0, 0.5, 3.0)
+    row = clock.measured(Row("a"), found, lambda s: 6 / s, "GB/s")
+    assert row == Row("a", 6.0, "GB/s", 2.0, 12.0)
+    events.clear()
+    clock.eager_seconds(lambda: events.append("call"), setting)
+    assert events == ["call", "wait", *["event", "call", "event", "wait"] * 3]
 
 
 def test_a_shape_without_recorded_steps_says_so():

@@ -14,6 +14,7 @@ from launch.bench.gpu_steps import Row, Rows, Setting, attempt
 from launch.bench.gpu_steps.models import (
     Texts,
     decode_logits,
+    difference,
     load,
     named_args,
     ours,
@@ -27,9 +28,11 @@ from parallel_llama.ops import TorchOps
 from parallel_llama.plan import why_unrecorded
 
 CPU = torch.device("cpu")
-# Errors relative to the largest logit. An input or a key that is rounded may be another integer if
-# sums differ in their last bits.
-TOLERANCE, _ROUNDED_TOLERANCE = 1e-4, 4e-3
+# The largest error, relative to the largest logit.
+TOLERANCE = 1e-4
+# The mean error with few bits. If sums differ in their last bits, an input or a key may be rounded
+# to another integer, and a token may get another expert, which changes few logits by much.
+_ROUNDED_TOLERANCE = 5e-3
 # The scale of attention scores: with random weights they would all be near 0.
 _SHARP = 2.0
 
@@ -97,28 +100,30 @@ def rows(setting: Setting) -> Rows:
 
 
 def _compared(name: str, sample: Sample, setting: Setting) -> Rows:
-    texts, args = Texts(setting.pick(3, 2), setting.pick(64, 16)), sample.args
+    texts, args = Texts(setting.pick(3, 1), setting.pick(64, 16)), sample.args
     # Kernels round the inputs of up to 16 rows to integers, as torch's operators do for all rows.
     is_integer = sample.quant in ("int8", "int4")
-    sizes = setting.pick(14 if is_integer else 40, 5), setting.pick(5, 1)
+    sizes = setting.pick(14 if is_integer else 40, 4), setting.pick(5, 1)
     decode: Callable[..., torch.Tensor] = partial(decode_logits, texts=texts, sizes=sizes)
     expected = decode(loaded(sample, torchs(args), CPU, texts, setting))
     runner = loaded(sample, ours(args), setting.device, texts, setting)
     launched = decode(runner)
-    error = float((launched.cpu() - expected).abs().max() / expected.abs().max())
+    errors = (launched.cpu() - expected).abs() / expected.abs().max()
     is_rounded = sample.quant != "none" or sample.kv_cache_dtype != "auto"
+    error = float(errors.mean() if is_rounded else errors.max())
     if not error <= (_ROUNDED_TOLERANCE if is_rounded else TOLERANCE):
         yield Row(name, wrong=f"logits are off by {error:.3g} of the largest")
         return
-    row = Row(name, error, "of the largest logit", note="replayed as launched, bit for bit")
+    unit = f"of the largest logit{' in the mean' if is_rounded else ' at most'}"
+    row = Row(name, error, unit, note="replayed as launched, bit for bit")
     recorded = record(runner, setting)
     if recorded.replay(texts.n_sequences) is None:
         why = why_unrecorded(args, 1, "cuda") or recorded.why_not or "no step could be recorded"
         # Decode steps with quantised experts wait for the device.
         is_expected = why_unrecorded(args, 1, "cuda") or (args.n_experts and sample.quant != "none")
         yield replace(row, note=why) if is_expected else Row(name, wrong=why)
-    elif not torch.equal(decode(runner), launched):
-        yield Row(name, wrong="logits of replayed steps differ from those of launched steps")
+    elif differs := difference(decode(runner), launched):
+        yield Row(name, wrong=f"logits are not those of launched steps: {differs}")
     else:
         yield row
 

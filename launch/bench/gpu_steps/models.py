@@ -203,6 +203,16 @@ def decode_logits(runner: ModelRunner, texts: Texts, sizes: tuple[int, int]) -> 
     return torch.stack([texts.step(runner, at)().clone() for at in steps])
 
 
+def difference(found: Tensor, expected: Tensor) -> str:
+    """Says where and by how much the results of `decode_logits` differ; empty if they are equal."""
+    if torch.equal(found, expected):
+        return ""
+    errors = (found.double() - expected.double()).abs().amax(-1)
+    rows = [f"step {step} of text {text}" for step, text in (errors != 0).nonzero().tolist()]
+    most = float(errors.max() / expected.double().abs().max())
+    return f"{len(rows)} of {errors.numel()} rows differ, first {rows[0]}, by at most {most:.3g}"
+
+
 @dataclass(frozen=True)
 class Recorded:
     """The decode steps of a runner that are recorded.

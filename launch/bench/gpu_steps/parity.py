@@ -19,6 +19,7 @@ from launch.bench.gpu_steps import Row, Rows, Setting, attempt
 from launch.bench.gpu_steps.models import (
     Texts,
     decode_logits,
+    difference,
     load,
     ours,
     record,
@@ -140,8 +141,8 @@ def _recorded(name: str, args: ModelArgs, setting: Setting) -> Rows:
     recorded = record(runner, setting)
     if not recorded.replay(texts.n_sequences):
         yield Row(name, wrong=recorded.why_not or "no step could be recorded")
-    elif not torch.equal(decode(), launched):
-        yield Row(name, wrong="logits differ from those of launched steps")
+    elif differs := difference(decode(), launched):
+        yield Row(name, wrong=f"logits are not those of launched steps: {differs}")
     else:
         yield Row(name, note="bit for bit as launched")
 
@@ -161,9 +162,9 @@ def _in_any_batch(name: str, args: ModelArgs, setting: Setting) -> Rows:
         setting.pick(16, 2),
     ):  # the first text is equal, but its blocks are elsewhere
         reserve(runner, n_texts, 40)
-        found.append(decode_logits(runner, Texts(n_texts, 40), _sizes(setting))[:, 0])
-    if not torch.equal(found[0], found[1]):
-        yield Row(name, wrong="logits differ from those alone")
+        found.append(decode_logits(runner, Texts(n_texts, 40), _sizes(setting))[:, :1])
+    if differs := difference(found[1], found[0]):
+        yield Row(name, wrong=f"logits are not those of the text alone: {differs}")
     else:
         yield Row(name, note="bit for bit as alone")
 
