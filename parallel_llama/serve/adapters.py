@@ -14,6 +14,8 @@ from parallel_llama.files.bounded_files import resolved
 from parallel_llama.serve.bodies import LoadAdapterBody, UnloadAdapterBody
 from parallel_llama.serve.service import RequestContext
 
+MAX_ADAPTERS = 32  # clients could fill the memory of the ranks otherwise
+
 
 async def load_adapter(context: RequestContext, body: LoadAdapterBody) -> Response:
     """Loads an adapter; requests may then name it."""
@@ -22,18 +24,22 @@ async def load_adapter(context: RequestContext, body: LoadAdapterBody) -> Respon
     if name in service.names or not name.isprintable():
         raise UsageError(f"lora_name={shown(name)}: a name of the model, or not printable")
     folder = _folder_in(service.adapter_root, body.lora_path)
-    # Not cancelled if the client disconnects, because the engine would go on.
-    await service.engine.change_adapter(name, str(folder))
-    service.adapters.append(name)
+    async with service.adapter_change:
+        if len(service.adapters) >= MAX_ADAPTERS:
+            raise UsageError(f"{MAX_ADAPTERS} adapters are loaded, the most; unload one first")
+        # Not cancelled if the client disconnects, because the engine would go on.
+        await service.engine.change_adapter(name, str(folder))
+        service.adapters.append(name)
     return _success(f"LoRA adapter {name!r} added")
 
 
 async def unload_adapter(context: RequestContext, body: UnloadAdapterBody) -> Response:
     """Unloads an adapter that no request uses."""
     service, name = context.service, body.lora_name
-    service.require_adapter(name)
-    await service.engine.change_adapter(name, None)
-    service.adapters.remove(name)
+    async with service.adapter_change:
+        service.require_adapter(name)
+        await service.engine.change_adapter(name, None)
+        service.adapters.remove(name)
     return _success(f"LoRA adapter {name!r} removed")
 
 

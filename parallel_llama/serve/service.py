@@ -1,5 +1,6 @@
 """The state of all route handlers, and operations of a request on it."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ class Service:
     """One model and its engine. Requests may use any of its `names`; replies contain the first.
 
     A request that names one of the `adapters` runs with it. Clients may load adapters from
-    folders in `adapter_root`.
+    folders in `adapter_root`, one after another: `adapter_change` is held meanwhile.
     """
 
     names: Sequence[str]
@@ -42,6 +43,7 @@ class Service:
     engine: EngineClient
     adapters: list[str] = field(default_factory=list)
     adapter_root: Path | None = None
+    adapter_change: asyncio.Lock = field(default_factory=asyncio.Lock)
     created: int = field(default_factory=lambda: int(time.time()))
     # Templates, tokenizers and grammars run here, so that they do not block the event loop.
     threads: FairThreads = field(default_factory=FairThreads)

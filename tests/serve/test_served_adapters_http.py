@@ -10,6 +10,7 @@ from adapters import write_adapter
 from served import Served
 
 from parallel_llama import LLM, SamplingParams
+from parallel_llama.serve.adapters import MAX_ADAPTERS
 
 NAMES = ["tiny", "sql", "poems"]
 ASKED = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.0}
@@ -113,6 +114,18 @@ def test_clients_load_and_unload_adapters_in_the_folder_of_the_server(server, cl
         assert names_of(client) == NAMES
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="new", **ASKED)
+
+
+def test_clients_cannot_fill_the_memory_with_adapters(server, client):
+    """Without a limit, one folder could be loaded under any number of names."""
+    names = [f"copy-{n}" for n in range(MAX_ADAPTERS - len(NAMES) + 1)]
+    for name in names:
+        assert change(server, "load", lora_name=name, lora_path="sql")[0] == 200
+    status, text = change(server, "load", lora_name="more", lora_path="sql")
+    assert status == 400 and f"{MAX_ADAPTERS} adapters are loaded" in text
+    for name in names:
+        assert change(server, "unload", lora_name=name)[0] == 200
+    assert names_of(client) == NAMES
 
 
 @pytest.mark.parametrize(
