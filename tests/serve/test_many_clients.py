@@ -25,7 +25,7 @@ def test_hundreds_of_answers_beside_others_are_those_given_alone(tiny):
     asyncio.run(load(tiny, 100, 64))
     front = psutil.Process(tiny.process.pid)
     n_files, grown = front.num_fds(), []
-    for _ in range(2):
+    for _ in range(3):
         n_bytes = resident_bytes(tiny)
         tally = asyncio.run(load(tiny, 300, 64))
         assert tally.wrong == [] and tally.statuses == {200: tally.n_right}

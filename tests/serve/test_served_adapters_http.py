@@ -116,6 +116,15 @@ def test_clients_load_and_unload_adapters_in_the_folder_of_the_server(server, cl
             client.completions.create(model="new", **ASKED)
 
 
+@pytest.mark.parametrize("what", ["load", "unload"])
+@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x"])
+def test_a_form_of_another_page_changes_no_adapter(server, client, what, kind):
+    body = json.dumps({"lora_name": "sql", "lora_path": "sql"}).encode()
+    status, _, text = server.send("POST", f"/v1/{what}_lora_adapter", body, {"content-type": kind})
+    assert status == 415 and b"send application/json" in text
+    assert names_of(client) == NAMES
+
+
 def test_clients_cannot_fill_the_memory_with_adapters(server, client):
     """Without a limit, one folder could be loaded under any number of names."""
     names = [f"copy-{n}" for n in range(MAX_ADAPTERS - len(NAMES) + 1)]
