@@ -125,8 +125,8 @@ def working_bytes(
     """Bytes of a rank in addition to weights and KV cache, on its GPU or, for 'cpu', on the host.
 
     The sum of the tensors of one transformer block in the largest step (`step_tokens` tokens), the
-    logits of `n_drawn` rows, and CUDA_ALLOWANCE and the rotary tables on a GPU or PROCESS_BYTES on
-    the CPU.
+    logits of `n_drawn` rows, and on the CPU PROCESS_BYTES. On a GPU: CUDA_ALLOWANCE, the rotary
+    tables, and the matrices to which steps of many rows convert quantised ones.
     """
     item = ITEM_BYTES[precision.computed]
     q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
@@ -151,8 +151,21 @@ def working_bytes(
     scores = n_drawn * len(shard.vocab) * per_score
     allowance = PROCESS_BYTES
     if device == "cuda":
-        allowance = CUDA_ALLOWANCE + _rotary_bytes(args, precision)
+        converted = _converted_values(args, shard, precision) * item
+        allowance = CUDA_ALLOWANCE + _rotary_bytes(args, precision) + converted
     return step_tokens * per_token * item + scores + allowance
+
+
+def _converted_values(args: ModelArgs, shard: Shard, precision: Precision) -> int:
+    """Values of quantised matrices that a GPU holds in the dtype of computation.
+
+    Twice the largest matrix, because CUDA graphs keep memory of their own.
+    """
+    if precision.quant_group_size == 1:
+        return 0
+    fused = 2 * max(len(shard.ffn), len(shard.shared_ffn), len(shard.dense_ffn))  # w1 and w3
+    q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
+    return 2 * args.dim * max(len(shard.vocab), fused, q_and_kv)
 
 
 def _rotary_bytes(args: ModelArgs, precision: Precision) -> int:

@@ -30,7 +30,7 @@ _PICKLED = "adapter_model.bin"
 # The largest rank of an adapter that is not merged; vLLM's limit. A larger rank costs a row almost
 # as much as the layer itself.
 MAX_SERVED_RANK = 512
-# Weights whose layers add A and B of an adapter that is not merged.
+# Weights that an adapter may change without being merged.
 _SERVED = re.compile(
     r"layers\.\d+\.(attention\.w[qkvo]|feed_forward\.(shared_expert\.)?w[123])\.weight"
 )

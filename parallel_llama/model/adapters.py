@@ -11,7 +11,7 @@ from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import part_at
 
-# Fused layers, and the layers whose outputs they have, in order.
+# Fused layers, and the layers that they compute, in the order of their outputs.
 _FUSED = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
 
 

@@ -32,8 +32,8 @@ SeenKeys = tuple[int, Sequence[slice]]
 class Scores:
     """The attention score of a query and a key: scale q k, or c tanh(scale q k / c).
 
-    With sinks, a head's weights are a softmax over its scores and one more number, its sink, whose
-    weight no value gets.
+    With sinks, each head has one more number, its sink. The softmax includes the sink, and no value
+    is multiplied by the sink's weight.
 
     Args:
         scale: The factor on q k; None for 1 / sqrt(head_dim).

@@ -570,6 +570,9 @@ def test_a_plan_for_gpus_counts_what_they_need_to_work(capsys):
     scores = 256 * 64128 * (2 + 3 * 4)
     rotations = 131072 * 64 * 8  # a complex number for each pair of a head
     assert working == step + scores + rotations + (1 << 30)
+    quantised = plan_json(capsys, *asked, "--device", "cuda", "--quant", "int8")["ranks"][0]
+    # Steps of many rows convert a matrix to 16 bits, in CUDA graphs and outside.
+    assert quantised["working_bytes"] - working == 2 * (4096 * 64128 * 2)
     held = on_cuda["ranks"][0]["weight_bytes"] + on_cuda["ranks"][0]["kv_bytes_per_token"] * 131072
     for n_bytes, fits in ((held + working, True), (held + working - 1, False)):
         memory = f"{n_bytes}B"

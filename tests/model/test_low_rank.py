@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import PREFIX, merged_weights, write_adapter, write_merged
+from adapters import PATTERNED, PREFIX, merged_weights, write_adapter, write_merged
 from float64_mode import float64_throughout
 from parity_steps import full_logits, load_runner
 from safetensors.torch import load_file
@@ -112,12 +112,7 @@ def test_ranks_without_channels_add_nothing(tmp_path):
 
 PEFT_SETTINGS = [
     {"target_modules": "all-linear"},
-    {
-        "target_modules": r".*\.(q_proj|qkv_proj|down_proj)",
-        "use_rslora": True,
-        "rank_pattern": {r"layers\.1\..*": 5},
-        "alpha_pattern": {r"layers\.0\..*": 11},
-    },
+    PATTERNED,
 ]
 
 

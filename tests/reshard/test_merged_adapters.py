@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import (
+    PATTERNED,
     PREFIX,
     edit,
     edit_tensors,
@@ -453,12 +454,7 @@ def test_a_value_or_a_sum_that_is_not_finite_is_named(base, adapter, value, expe
 
 PEFT_SETTINGS = [
     {"target_modules": "all-linear", "modules_to_save": ["lm_head", "embed_tokens"]},
-    {
-        "target_modules": r".*\.(q_proj|qkv_proj|down_proj)",
-        "use_rslora": True,
-        "rank_pattern": {r"layers\.1\..*": 5},
-        "alpha_pattern": {r"layers\.0\..*": 11},
-    },
+    PATTERNED,
 ]
 
 

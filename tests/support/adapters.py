@@ -14,6 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+# Settings with patterns of modules, and of their ranks and alphas.
+PATTERNED: dict[str, Any] = {
+    "target_modules": r".*\.(q_proj|qkv_proj|down_proj)",
+    "use_rslora": True,
+    "rank_pattern": {r"layers\.1\..*": 5},
+    "alpha_pattern": {r"layers\.0\..*": 11},
+}
+
 # What peft 0.21 writes besides the settings of a test.
 USUAL = {
     "alora_invocation_tokens": None,

@@ -22,7 +22,7 @@ class Row:
 
     Args:
         value: the figure, a median; None for a configuration with wrong results.
-        low, high: the least and the largest of the figures whose median is `value`.
+        low, high: the least and the largest figure; `value` is their median.
         share: the fraction of the read bandwidth; of arithmetic, of the rate of matrix products.
         copy_share: the fraction of the copy bandwidth.
         target: what the figure should reach.

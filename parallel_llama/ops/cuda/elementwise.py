@@ -155,7 +155,7 @@ def _add_expert_bias(
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     numbers = tl.arange(0, EXPERTS)
     ends = tl.load(starts + 1 + numbers, numbers < n_experts, row + 1)
-    expert = tl.sum((ends <= row).to(tl.int64), 0)  # those whose rows are before this one
+    expert = tl.sum((ends <= row).to(tl.int64), 0)  # the number of experts that end before this row
     n_own = tl.where(expert < n_experts, n_columns, 0)
     is_there = columns < n_own
     total = tl.load(y + row * n_columns + columns, is_there, 0).to(tl.float32)
