@@ -320,7 +320,7 @@ class Ranks:
             return
         self._next_look_s = now + _LOOK_S
         if why := ranks.keep_spares():
-            logger.warning("no other process is started: %s", why.partition("\n")[0])
+            logger.warning("no more spares are started: %s", why.partition("\n")[0])
         if ranks.can_grow():
             self._regroup()
 

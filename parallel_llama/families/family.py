@@ -141,7 +141,7 @@ class Family:
             a tensor.
         more_names: Names that depend on the model.
         qkv_by_kv_head: The layouts that store q, k and v by KV head (see `stored_slices`).
-        interleaved_experts: The layouts that store the rows of w1 and w3 of all experts in turn,
+        interleaved_experts: The layouts in which the rows of w1 and w3 of all experts alternate,
             and matrices of experts as [in, out] (see `stored_slices`).
         gguf: The family in GGUF files; None if it is not read from them. Of the families with the
             same architecture, a file is read as the first in `FAMILIES`.

@@ -19,7 +19,7 @@ from parallel_llama.files.fields import Fields
 # The window of GGUF files that do not state it.
 _WINDOW = 128
 
-# OpenAI's names of values that its files also state under transformers' names, which count.
+# OpenAI's keys of values that its files also state under transformers' keys, which are read.
 _DOUBLE = frozenset({"experts_per_token", "initial_context_length"})
 
 _ARITHMETIC = {

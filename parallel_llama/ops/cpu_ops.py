@@ -92,7 +92,7 @@ class CPUOps(TorchOps):
         has_clamped_swiglu: bool = False,
         has_expert_bias: bool = False,
     ) -> None:
-        """Compile the kernels; all models share them."""
+        """Compile the kernels that most models use; the others are compiled when they first run."""
         for form in self._matrices:
             if isinstance(form, QuantFormat):
                 make_quant_gemm(form)
