@@ -5,6 +5,7 @@ text. No text is parsed as Python.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -350,6 +351,18 @@ def input_file(text: str) -> str:
     if not is_input(path):
         raise ValueError("not a regular file; give one, or a pipe as <(command)")
     return text
+
+
+def output_file(text: str) -> Path:
+    """The path of a file that can be written, whether or not it exists."""
+    path = Path(filled_text(text))
+    if is_folder(path):
+        raise ValueError("a folder; give the name of a file in it")
+    if not is_folder(path.parent):
+        raise ValueError(f"there is no folder {path.parent}; create it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"the folder {path.parent} is not writable; give another one")
+    return path
 
 
 def input_file_or_stdin(text: str) -> str:

@@ -6,6 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from parallel_llama.cli import model
@@ -26,14 +27,17 @@ from parallel_llama.cli.parsers import (
     count_or_range,
     gpu_list,
     memory_sizes,
+    output_file,
     whole,
 )
+from parallel_llama.cli.plan_picture import picture
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.families.weights import Axis
+from parallel_llama.files.partial_output import replace_file
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_gpus
 from parallel_llama.plan import ShardPlan, why_unrecorded
@@ -71,6 +75,10 @@ BANDWIDTH: Flag[int | list[int] | None] = Flag(
     "memory bandwidth per rank, one for all ranks or one per rank, in GB/s (3350; or 25GiB): plan "
     "then prints an upper bound of the decoding speed",
     bandwidths, "RATES", default_text="that of the GPUs that --gpus names",
+)  # fmt: skip
+SVG: Flag[Path | None] = Flag(
+    "svg", "also draw the plan in a file for browsers: what each rank holds, and its memory",
+    output_file, "FILE", subject="output",
 )  # fmt: skip
 BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, 1_000_000), "B", 1)
 
@@ -110,6 +118,8 @@ def prepare(flags: Flags) -> Job:
     if isinstance(listed := flags[BANDWIDTH], list):
         _check_listed(len(listed), None if last or finds_fewest else first)
     if last:
+        if flags[SVG] is not None:
+            raise UsageError("--svg draws one plan, but --nproc is a range; give --nproc N")
         if isinstance(memory, tuple):
             raise UsageError(
                 f"{'--gpus' if flags[GPUS] else '--memory'} lists {len(memory)} ranks, but --nproc "
@@ -182,11 +192,13 @@ def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
 
 
 def _show_one(flags: Flags, found: Estimate) -> int:
+    _draw(flags, found)
     return _show(flags, found.asked, _object(found), _page(found), _remedies(found))
 
 
 def _show_fewest(flags: Flags, found: Estimate, fewer: Estimate | None) -> int:
     """Shows the plan with the fewest ranks that fit, or with the maximum number of ranks."""
+    _draw(flags, found)
     answer = {
         **_object(found),
         "smallest_that_fits": found.plan.tp_size if found.fits else None,
@@ -194,6 +206,29 @@ def _show_fewest(flags: Flags, found: Estimate, fewer: Estimate | None) -> int:
     }
     page = [*_page(found), *_answer(found, fewer)]
     return _show(flags, found.asked, answer, page, _remedies(found))
+
+
+def _draw(flags: Flags, found: Estimate) -> None:
+    """Writes the file of --svg, if there is one."""
+    if (path := flags[SVG]) is None:
+        return
+    asked, n_ranks = found.asked, found.plan.tp_size
+    sequences = f"{asked.batch} sequence{'s' * (asked.batch > 1)} of {asked.max_seq_len:,} tokens"
+    title = [
+        f"{flags[model.MODEL]} on {n_ranks} rank{'s' * (n_ranks > 1)}",
+        f"{model.in_dtypes(asked.precision.dtype, asked.precision.quant, asked.kv.dtype)}, for "
+        f"{sequences}",
+    ]
+    names: dict[str, Axis] = {"heads": "heads", "KV heads": "kv_heads", "channels": "ffn"}
+    names |= {f"{name} channels": axis for name, axis in _more_channels(asked.args).items()}
+    names["vocabulary"] = "vocab"
+    if asked.is_exact and n_ranks > 1:
+        names["outputs"] = "outputs"
+    shards = found.plan.shards
+    axes = {name: [shard.extent(axis) for shard in shards] for name, axis in names.items()}
+    if found.plan.placement:
+        axes["experts"] = [shard.experts for shard in shards]
+    replace_file(path, path.with_name(f".{path.name}.partial"), picture(found, title, axes))
 
 
 def _show_range(flags: Flags, comparison: Comparison) -> int:
@@ -651,7 +686,7 @@ VERB = Verb(
     (
         *(model.MODEL, NPROC, MEMORY, GPUS, BANDWIDTH, model.MAX_SEQ_LEN, BATCH, model.DTYPE),
         *(model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT, model.DEVICE),
-        *(model.DOWNLOAD, JSON),
+        *(model.DOWNLOAD, SVG, JSON),
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,
