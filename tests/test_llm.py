@@ -1,7 +1,9 @@
 """The class LLM: in one process, and in a user's script under torchrun."""
 
 import gc
+import inspect
 import os
+import pydoc
 import re
 import signal
 import socket
@@ -561,6 +563,15 @@ def test_reprs_say_what_was_given(model, llm):
 def test_the_package_lists_its_public_names_alone():
     names = [name for name in dir(parallel_llama) if not name.startswith("__")]
     assert sorted(names) == sorted(parallel_llama.__all__)
+
+
+def test_help_names_every_setting_and_nothing_private():
+    for public in (parallel_llama.LLM, SamplingParams):
+        shown = pydoc.plain(pydoc.render_doc(public))
+        parameters = list(inspect.signature(public).parameters)
+        assert [name for name in parameters if f" {name}: " not in shown] == []
+        methods = re.findall(r"^ \|  (\w+)\(", shown, re.MULTILINE)
+        assert [name for name in methods if name.startswith("_") and name[:2] != "__"] == []
 
 
 # Scores.

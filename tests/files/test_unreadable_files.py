@@ -331,6 +331,23 @@ def test_a_file_that_is_not_regular_is_refused_at_once(good, refuses, model, fil
         (good / "away").rename(path)
 
 
+@pytest.mark.parametrize("file", ["model.gguf", "adapter_config.json", "adapter_model.safetensors"])
+def test_a_gguf_file_and_an_adapter_are_regular_files(good, capsys, monkeypatch, tmp_path, file):
+    """A named pipe was waited for without end."""
+    monkeypatch.chdir(good)
+    os.mkfifo(tmp_path / file)
+    argv = ["generate", "--model", "hf", "--adapter", f"a={tmp_path}"]
+    if file == "model.gguf":
+        argv = ["generate", "--model", str(tmp_path / file)]
+    elif file == "adapter_model.safetensors":
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with within(30):
+        assert main([*argv, "--prompt", "Hi", "--max-tokens", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert file in line
+
+
 @pytest.mark.parametrize("file", ["rope_freqs", "weights", "journal"])
 def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(tmp_path, file):
     path = tmp_path / "pipe"
