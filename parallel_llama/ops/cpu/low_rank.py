@@ -19,7 +19,7 @@ Source: segmented gather matrix-vector products, Punica, arXiv 2310.18547, secti
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, chain
 from typing import Generic
@@ -252,6 +252,9 @@ def _expand(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _ExpandArgument
             y[row, outputs] += sums[row, rows of A for the part] @ B[outputs].T
     """
     room = _Room(lanes, args.room)
+    # Half a vector for small ranks: the other half would be zeros.
+    narrow = replace(lanes, width=lanes.width // 2)
+    n_ahead = _BYTES_AHEAD // lanes.stored.itemsize
 
     def part_of(item: Value) -> Value:
         return room.adapter(item // MAX_PARTS) + (item % MAX_PARTS * _PART_CELLS + _PARTS)
@@ -262,19 +265,28 @@ def _expand(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _ExpandArgument
     def add_outputs(item: Value, first: Value, last: Value) -> None:
         segment, part = item // MAX_PARTS, part_of(item)
         matrix, rank, n_outputs = room.numbers(part[_B]), part[_RANK], part[_N_OUTPUTS]
-        with loop(b, first, last) as vector:
-            start = vector * lanes.width
+
+        def add_vector(own: Lanes, start: Value) -> None:
             rows_of_b = [
-                matrix + smaller(start + i, n_outputs - 1) * rank for i in range(lanes.width)
+                matrix + smaller(start + i, n_outputs - 1) * rank for i in range(own.width)
             ]
-            with loop(b, 0, rank * lanes.width, LINE_BYTES // lanes.stored.itemsize) as number:
-                (rows_of_b[0] + number + _BYTES_AHEAD // lanes.stored.itemsize).prefetch()
-            mask = lanes.first(n_outputs - start)
+            mask = own.first(n_outputs - start)
             with loop(b, room.starts[segment], room.starts[segment + 1]) as number:
                 row, sums = room.row(number)
                 outputs = args.y + (row * args.y_stride + part[_FIRST_OUTPUT] + start)
-                product = _products(lanes, sums + part[_FIRST_ROW], rows_of_b, rank)
-                lanes.store(outputs, lanes.load(outputs, mask) + product, mask)
+                product = _products(own, sums + part[_FIRST_ROW], rows_of_b, rank)
+                own.store(outputs, own.load(outputs, mask) + product, mask)
+
+        with loop(b, first, last) as vector:
+            start = vector * lanes.width
+            with loop(b, 0, rank * lanes.width, LINE_BYTES // lanes.stored.itemsize) as number:
+                (matrix + start * rank + number + n_ahead).prefetch()
+            is_narrow = rank < narrow.width + 1
+            with when(is_narrow):
+                add_vector(narrow, start)
+                add_vector(narrow, start + narrow.width)
+            with when(is_narrow ^ 1):
+                add_vector(lanes, start)
 
     _in_equal_parts(b, thread, room.n_segments * MAX_PARTS, n_vectors, add_outputs)
 
