@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.engine.step_buffer import Chunk, has_adapters
 from parallel_llama.model.low_rank import AdapterRows
 
 
@@ -13,7 +13,7 @@ def adapter_rows(
     chunks: Sequence[Chunk], rows: Sequence[int] | None, device: torch.device
 ) -> tuple[tuple[AdapterRows, ...], tuple[AdapterRows, ...]]:
     """The tokens that run with each adapter, and the same among `rows`; None for all tokens."""
-    if all(chunk.adapter is None for chunk in chunks):
+    if not has_adapters(chunks):
         return (), ()
     names = [chunk.adapter for chunk in chunks for _ in chunk.tokens]
     of_tokens = _by_adapter(names, device)

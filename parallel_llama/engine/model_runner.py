@@ -35,14 +35,26 @@ from parallel_llama.engine.recorded_steps import (
 )
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey, StepBuffer, StepSize
 from parallel_llama.families.model_args import ModelArgs, kv_groups
-from parallel_llama.model.adapters import add_pair, remove_adapter
+from parallel_llama.model.adapters import (
+    adapter_addresses,
+    add_adapter,
+    number_layers,
+    remove_adapter,
+)
 from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import Backend
 from parallel_llama.model.rope import RotaryTables, back_rotations_of, rotary_of_windows
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import WeightLoader
-from parallel_llama.ops import CPUOps, Scores, TorchOps, choose_ops, part_tiles
+from parallel_llama.ops import (
+    AdapterAddresses,
+    CPUOps,
+    Scores,
+    TorchOps,
+    choose_ops,
+    part_tiles,
+)
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import use_device
@@ -72,6 +84,9 @@ class ModelRunner:
         # The loaded adapters, each with a number that no other one has had.
         self.adapters: dict[str, int] = {}
         self._n_adapters = 0
+        # Where their matrices are stored, if decode steps with adapters may be recorded.
+        self._adapter_addresses: dict[str, AdapterAddresses] = {}
+        number_layers(model)
         weight = model.norm.weight.values
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_format = kv_format or KVFormat(dtype_name(self.dtype))
@@ -153,8 +168,11 @@ class ModelRunner:
         Raises: DamagedWeights for a value that is NaN or Inf, or too large for the dtype.
         """
         assert name not in self.adapters
-        for pair in list(load_pairs(adapter, self.shard, self.dtype, self.device)):
-            add_pair(self.model, name, pair.weight, pair.a, pair.b)
+        pairs = list(load_pairs(adapter, self.shard, self.dtype, self.device))
+        add_adapter(self.model, name, pairs)
+        if isinstance(self.model.ops, CPUOps):
+            self.model.ops.compile_low_rank()
+            self._adapter_addresses[name] = adapter_addresses(self.model, name)
         self.adapters[name] = self._n_adapters
         self._n_adapters += 1
         if self.integrity is not None:
@@ -163,6 +181,7 @@ class ModelRunner:
     def unload_adapter(self, name: str) -> None:
         """Free the memory of an adapter."""
         del self.adapters[name]
+        self._adapter_addresses.pop(name, None)
         remove_adapter(self.model, name)
         if self.integrity is not None:
             self.integrity.watch_adapters()
@@ -190,7 +209,9 @@ class ModelRunner:
         n_sinks = self.args.attention_sinks
         self._layout = KVLayout(self.kv_groups, block_size, spare_slots, n_sinks, part)
         self._no_rows = torch.empty(0, self.args.dim, dtype=self.dtype, device=self.device)
-        self._calls = KernelCalls(self.model, self.caches, self._layout, self._rotary_of)
+        self._calls = KernelCalls(
+            self.model, self.caches, self._layout, self._rotary_of, self._adapter_addresses
+        )
         self._rotations = self._graphs = None
         if is_paged:
             longest = self.args.max_seq_len

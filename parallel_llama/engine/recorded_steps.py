@@ -6,12 +6,12 @@ operator.
 
 `CUDAGraphs` captures a graph for each bucket of rows at the start; a step takes the smallest bucket
 that fits, and is padded. `KernelCalls`, on the CPU, records the first step with each number of
-rows; the results are bitwise those of the operators.
+rows, and the first with LoRA adapters; the results are bitwise those of the operators.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,12 +26,13 @@ from parallel_llama.engine.step_buffer import (
     SamplingKey,
     StepBuffer,
     StepSize,
+    has_adapters,
 )
 from parallel_llama.model.batch import Batch, KVGroupBatch
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.rope import HostRotations, RotaryTables
 from parallel_llama.model.transformer import Transformer
-from parallel_llama.ops import CPUOps, DecodeRoom, NotRecorded
+from parallel_llama.ops import AdapterAddresses, AdapterRoom, CPUOps, DecodeRoom, NotRecorded
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError, first_line
 
@@ -136,7 +137,7 @@ class CUDAGraphs:
         """
         n_rows = len(rows)
         room = min((each for each in self._graphs if each >= n_rows), default=0)
-        if not room or not is_decode_step(chunks, rows):
+        if not room or has_adapters(chunks) or not is_decode_step(chunks, rows):
             return None
         graph = self._graphs[room]
         graph.buffer.fill(
@@ -171,11 +172,14 @@ class CUDAGraphs:
 class KernelCalls:
     """The recorded kernel calls of a model on the CPU, for each number of rows.
 
+    Steps with adapters have recordings of their own, which are the same for all adapters.
+
     Args:
         model: Nothing is recorded if its operators are torch's.
         caches: One KV cache per KV group.
         layout: Nothing is recorded if the caches are sharded by token.
         tables: The rotary tables of each KV group.
+        adapters: The loaded adapters; may change between steps.
     """
 
     def __init__(
@@ -184,10 +188,14 @@ class KernelCalls:
         caches: Sequence[KVCache],
         layout: KVLayout,
         tables: Sequence[RotaryTables],
+        adapters: Mapping[str, AdapterAddresses],
     ) -> None:
         self._model, self._caches, self._layout, self._tables = model, caches, layout, tables
-        # By number of rows; None if an operator is not a kernel.
-        self._steps: dict[int, _KernelCallStep | None] = {}
+        self._adapters = adapters
+        # By number of rows, and whether there are adapters; None if an operator is not a kernel.
+        self._steps: dict[tuple[int, bool], _KernelCallStep | None] = {}
+        # The products of rows with the matrices A of their adapters.
+        self._sums = torch.empty(_MAX_ROWS, 0)
         self.residual = memoryview(b"")
         self.slots: Sequence[Sequence[int]] = ()
 
@@ -220,8 +228,9 @@ class KernelCalls:
             return None
         tokens = [token for chunk in chunks for token in chunk.tokens]
         n_rows = len(tokens)
-        step = self._steps.get(n_rows)
-        is_refused = n_rows > _MAX_ROWS or (step is None and n_rows in self._steps)
+        key = n_rows, has_adapters(chunks)
+        step = self._steps.get(key)
+        is_refused = n_rows > _MAX_ROWS or (step is None and key in self._steps)
         if is_refused or not is_decode_step(chunks, rows) or self._layout.reaches_sinks(chunks):
             return None
         kv_groups = self._layout.steps(chunks)
@@ -229,21 +238,38 @@ class KernelCalls:
         if step is None or not step.fill(tokens, kv_groups, rotations):
             try:
                 with torch.inference_mode():
-                    step = _KernelCallStep(self._model, ops, self._caches, kv_groups, rotations)
+                    step = _KernelCallStep(
+                        self._model, ops, self._caches, kv_groups, rotations, key[1]
+                    )
             except NotRecorded:
-                self._steps[n_rows] = None
+                self._steps[key] = None
                 return None
-            self._steps[n_rows] = step
+            self._steps[key] = step
             step.fill(tokens, kv_groups, rotations)
+        if step.adapters is not None:
+            self._fill_adapters(step.adapters, chunks)
         step.replay()
         self.slots = [kv_group.slots for kv_group in kv_groups]
         return step
+
+    def _fill_adapters(self, room: AdapterRoom, chunks: Sequence[Chunk]) -> None:
+        """Write which rows of a step have which adapter."""
+        of_rows = [
+            None if chunk.adapter is None else self._adapters[chunk.adapter]
+            for chunk in chunks
+            for _ in chunk.tokens
+        ]
+        n_most = max(each.n_rows for each in of_rows if each is not None)
+        if n_most > self._sums.shape[1]:
+            dtype = self._model.tok_embeddings.weight.computed
+            self._sums = torch.empty(_MAX_ROWS, n_most, dtype=dtype)
+        room.fill(of_rows, self._sums)
 
 
 class _KernelCallStep:
     """A recorded step; replays steps of as many rows if their keys fit its room.
 
-    `kv_groups` and `rotations` are those of the first step.
+    `kv_groups` and `rotations` are those of the first step. `adapters` is filled before a replay.
 
     Shapes: `hidden` [T, dim], of the step that ran last; `residual`, its bytes.
     Raises: NotRecorded if an operator after the embedding is not a kernel.
@@ -256,6 +282,7 @@ class _KernelCallStep:
         caches: Sequence[KVCache],
         kv_groups: Sequence[KVGroupStep],
         rotations: Sequence[HostRotations],
+        with_adapters: bool,
     ) -> None:
         self._model, embedding = model, model.tok_embeddings
         self._kv_groups = [_KVGroupRoom(*own) for own in zip(kv_groups, rotations, strict=True)]
@@ -263,7 +290,13 @@ class _KernelCallStep:
         self._tokens = torch.from_numpy(self._token_ids)
         shape = len(self._tokens), embedding.dim
         self._x = torch.empty(shape, dtype=embedding.weight.computed)
-        batch = Batch(self._tokens, tuple(room.batch for room in self._kv_groups), rows=None)
+        self.adapters = AdapterRoom(len(self._tokens)) if with_adapters else None
+        batch = Batch(
+            self._tokens,
+            tuple(room.batch for room in self._kv_groups),
+            rows=None,
+            adapters=self.adapters or (),
+        )
         with ops.recording() as self._recording:
             x = self._x if model.has_embedding_scale else model.embedded(self._tokens)
             self.hidden = model.blocks(x, batch, caches)
@@ -327,10 +360,9 @@ def bytes_of(values: Tensor) -> memoryview:
 
 
 def is_decode_step(chunks: Sequence[Chunk], rows: Sequence[int] | None) -> bool:
-    """Whether all tokens are separate queries without an adapter, and all rows wanted, in order."""
+    """Whether all tokens are separate queries, and all rows are wanted, in order."""
     n_tokens = sum(len(chunk.tokens) for chunk in chunks)
-    is_plain = all(chunk.is_decoded and chunk.adapter is None for chunk in chunks)
-    return is_plain and is_all(rows, n_tokens)
+    return all(chunk.is_decoded for chunk in chunks) and is_all(rows, n_tokens)
 
 
 def is_all(rows: Sequence[int] | None, n_rows: int) -> bool:

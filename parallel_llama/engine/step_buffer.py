@@ -53,6 +53,11 @@ class Chunk:
         return len(self.tokens) <= MAX_DECODED
 
 
+def has_adapters(chunks: Sequence[Chunk]) -> bool:
+    """Whether a token runs with an adapter."""
+    return any(chunk.adapter is not None for chunk in chunks)
+
+
 class KVGroupStep(NamedTuple):
     """A step in the layers of one KV group.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel_llama.model.low_rank import AdapterRows
+from parallel_llama.model.low_rank import Adapters
 from parallel_llama.ops import PartTile, Plan, QueryTile, SamplingKeys, SinkPlan
 
 
@@ -70,5 +70,5 @@ class Batch:
     kv_groups: tuple[KVGroupBatch, ...]
     rows: Tensor | None
     sampling_keys: SamplingKeys | None = None
-    adapters: tuple[AdapterRows, ...] = ()
-    adapters_of_rows: tuple[AdapterRows, ...] = ()
+    adapters: Adapters = ()
+    adapters_of_rows: Adapters = ()

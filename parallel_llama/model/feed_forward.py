@@ -1,7 +1,5 @@
 """The feed-forward of a layer without experts, and the shared expert of a mixture of experts."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs
@@ -14,7 +12,7 @@ from parallel_llama.model.layers import (
     activation_of,
     concat_outputs,
 )
-from parallel_llama.model.low_rank import AdapterRows
+from parallel_llama.model.low_rank import Adapters
 from parallel_llama.plan import Shard
 
 
@@ -41,9 +39,9 @@ class FeedForward:
     def fuse(self) -> None:
         self.w13 = self.w1 if self.w3 is None else concat_outputs(self.w1, self.w3)
 
-    def __call__(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+    def __call__(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         return self.w2(self.channels(x, adapters), adapters)
 
-    def channels(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+    def channels(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         """The input of w2. Shapes: [T, dim] replicated -> [T, channels] local."""
         return self.activation(self.w13(x, adapters))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Axis
-from parallel_llama.model.low_rank import AdapterRows, LowRank, add_low_rank_
+from parallel_llama.model.low_rank import Adapters, LowRanks, add_low_rank_
 from parallel_llama.ops import TorchOps, formats
 from parallel_llama.ops.formats import DenseWeight, MixedWeight, Weight
 from parallel_llama.parallel.collectives import Communicator
@@ -61,9 +61,9 @@ class ColumnParallelLinear:
         self.ops = backend.ops
         self.weight: Weight | MixedWeight = backend.empty_weight(len(rows), in_features)
         self.bias = backend.empty_weight(len(rows)) if bias else None
-        self.low_ranks: dict[str, list[LowRank]] = {}
+        self.low_ranks = LowRanks()
 
-    def __call__(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+    def __call__(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         y = self.weight.apply(x, self.ops, self.bias)
         add_low_rank_(y, x, self.low_ranks, adapters, self.ops)
         return y
@@ -78,7 +78,7 @@ def concat_outputs(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
     whole.weight = formats.concat_outputs([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     whole.bias = DenseWeight.concat_outputs(biases) if biases else None
-    whole.low_ranks = {}
+    whole.low_ranks = LowRanks()
     return whole
 
 
@@ -154,12 +154,12 @@ class RowParallelLinear:
         self.cut, self.comm, self.ops = cut, backend.comm, backend.ops
         self.weight: Weight = backend.empty_weight(*cut.shape(out_features))
         self.bias = backend.empty_weight(out_features) if bias else None
-        self.low_ranks: dict[str, list[LowRank]] = {}
+        self.low_ranks = LowRanks()
 
-    def __call__(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+    def __call__(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         return row_parallel_sum((self, x), adapters=adapters)
 
-    def apply(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+    def apply(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         """The product before `RowCut.complete`. Shapes: x [T, cut.inputs] local.
 
         Collective: with exact sums, one gather_columns.
@@ -170,9 +170,7 @@ class RowParallelLinear:
         return y
 
 
-def row_parallel_sum(
-    *terms: tuple[RowParallelLinear, Tensor], adapters: Sequence[AdapterRows] = ()
-) -> Tensor:
+def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor], adapters: Adapters = ()) -> Tensor:
     """The sum of the outputs of several row-parallel layers, with one all_reduce.
 
     Shapes: each term's x [T, cut.inputs] local; the result [T, out_features] replicated.

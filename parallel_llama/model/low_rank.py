@@ -1,7 +1,9 @@
 """The low-rank products that LoRA adapters add to the outputs of a layer, row by row.
 
 A batch has rows of several adapters, and rows without one. The rows of each adapter are multiplied
-apart, so a row's result does not depend on the other rows.
+apart, so a row's result does not depend on the other rows. In a recorded decode step on the CPU,
+one kernel call computes the products of all adapters, and reads at each replay which rows have
+which adapter.
 
 A column-parallel layer holds its outputs' rows of B and all of A. A row-parallel layer holds its
 inputs' columns of A and all of B: its low-rank product is a partial sum like its own, and the
@@ -11,12 +13,12 @@ and multiplies the inputs that the ranks have gathered, so no sum is split.
 Source: LoRA, arXiv 2106.09685, section 4.1; S-LoRA, arXiv 2311.03285, section 6.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel_llama.ops import TorchOps
+from parallel_llama.ops import AdapterRoom, CPUOps, TorchOps
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,28 @@ class AdapterRows:
     rows: Tensor | None
 
 
-# The matrices that each adapter adds to a layer, by the adapters' names.
-LowRanks = Mapping[str, Sequence[LowRank]]
+# The rows of a batch that run with adapters; an `AdapterRoom` while a decode step is recorded.
+Adapters = Sequence[AdapterRows] | AdapterRoom
+
+
+class LowRanks(dict[str, Sequence[LowRank]]):
+    """The matrices that each adapter adds to a layer, by the adapters' names.
+
+    `number` is that of the layer among all layers that may have such matrices; see
+    `adapters.number_layers`.
+    """
+
+    number: int
 
 
 def add_low_rank_(
-    y: Tensor, x: Tensor, low_ranks: LowRanks, adapters: Sequence[AdapterRows], ops: TorchOps
+    y: Tensor, x: Tensor, low_ranks: LowRanks, adapters: Adapters, ops: TorchOps
 ) -> None:
     """Adds the products of each adapter's rows to y. Shapes: y [T, out]; x [T, in]."""
+    if isinstance(adapters, AdapterRoom):
+        assert isinstance(ops, CPUOps)
+        ops.add_low_ranks_(y, x, adapters, low_ranks.number)
+        return
     for each in adapters:
         parts = low_ranks.get(each.name, ())
         if not parts:

@@ -17,14 +17,12 @@ sigmoids with a bias, DeepSeek-V3, arXiv 2412.19437, section 2.1.2; biases of ex
 transformers 5.24.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.model.feed_forward import FeedForward
 from parallel_llama.model.layers import Backend, RowCut, activation_of
-from parallel_llama.model.low_rank import AdapterRows
+from parallel_llama.model.low_rank import Adapters
 from parallel_llama.ops.formats import DenseWeight, Weight, concat_outputs, grouped_linear
 from parallel_llama.plan import Shard
 
@@ -116,7 +114,7 @@ class MixtureOfExperts:
         if self.shared_expert is not None:
             self.shared_expert.fuse()
 
-    def __call__(self, x: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+    def __call__(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         routing_weights, experts = self._route(x)  # [T, n_active] replicated
         to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
         h = grouped_linear(x, self.w13, to_experts, self.ops)
@@ -145,7 +143,7 @@ class MixtureOfExperts:
         )
 
     def _add_shared(
-        self, y: Tensor, x: Tensor, shared_expert: FeedForward, adapters: Sequence[AdapterRows]
+        self, y: Tensor, x: Tensor, shared_expert: FeedForward, adapters: Adapters
     ) -> Tensor:
         """Adds the shared expert's output for x to y; overwrites y."""
         shared = shared_expert.w2.apply(shared_expert.channels(x, adapters), adapters)

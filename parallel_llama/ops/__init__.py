@@ -23,6 +23,7 @@ from parallel_llama.ops.attention import (
 )
 from parallel_llama.ops.cpu.attention_plan import DecodeRoom, PartTile, part_tiles
 from parallel_llama.ops.cpu.jit import computes
+from parallel_llama.ops.cpu.low_rank import AdapterAddresses, AdapterRoom
 from parallel_llama.ops.cpu.replay import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps
 from parallel_llama.ops.dispatch import Dispatch
@@ -31,6 +32,8 @@ from parallel_llama.ops.torch_ops import TorchOps
 from parallel_llama.ops.triton_toolchain import why_unusable
 
 __all__ = [
+    "AdapterAddresses",
+    "AdapterRoom",
     "CPUOps",
     "DecodeRoom",
     "Dispatch",

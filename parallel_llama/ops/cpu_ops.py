@@ -34,6 +34,7 @@ from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, make_gemm_amx
 from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
 from parallel_llama.ops.cpu.jit import Launcher, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
+from parallel_llama.ops.cpu.low_rank import AdapterRoom, make_low_rank
 from parallel_llama.ops.cpu.merge_parts import make_merge_parts
 from parallel_llama.ops.cpu.norm_across_heads import make_head_squares, make_norm_heads
 from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel, make_prefill_attention
@@ -129,6 +130,10 @@ class CPUOps(TorchOps):
         for heads_per_kv in self._heads_per_kv:
             self._decode_attention(self._cache_dtype, heads_per_kv)
 
+    def compile_low_rank(self) -> None:
+        """Compile the kernels of `add_low_ranks_`; all models share them."""
+        make_low_rank(self._dtype)
+
     @contextmanager
     def recording(self) -> Iterator[Recording]:
         """Record the operators that are called inside instead of running them.
@@ -158,6 +163,15 @@ class CPUOps(TorchOps):
 
     def low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return self.linear(self.linear(x, a), b)
+
+    def add_low_ranks_(self, y: Tensor, x: Tensor, adapters: AdapterRoom, layer: int) -> None:
+        """Adds x A B to y, with the A and B that each row's adapter has for a layer.
+
+        The layer has its number in `AdapterAddresses`.
+
+        Shapes: y [T, out], x [T, in].
+        """
+        make_low_rank(self._dtype)(y, x, adapters, layer, self._run)
 
     def _linear_of_many(self, x: Tensor, weight: Tensor) -> Tensor:
         has_tiles = self._has_tiles and GemmAMXKernel.takes(weight)

@@ -11,6 +11,7 @@ from adapters import PATTERNED, PREFIX, merged_weights, write_adapter, write_mer
 from float64_mode import float64_throughout
 from parity_steps import full_logits, load_runner
 from safetensors.torch import load_file
+from test_recorded_steps import both_of
 from thread_ranks import run_on_threads
 from tiny_models import TINY_MODELS, TinyModel, write_hf
 from torch import Tensor
@@ -134,6 +135,49 @@ def test_peft_computes_the_same_logits(name, settings, tmp_path):
             cut = {"exact": is_exact}
             (logits, *_) = run_on_threads(tp_size, logits_of, base, tmp_path / "adapter", cut)
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def decoded(comm: Communicator, base: Path, folders: Sequence[Path], exact: bool) -> list[Tensor]:
+    """The hidden states of decode steps of five sequences, each recorded and by its operators.
+
+    The rows of an adapter change from step to step, and adapters are loaded and unloaded.
+    """
+    runner = load_runner(comm, base, 16, {"exact": exact})
+    runner.reserve([5] * len(runner.kv_groups), 16)
+    both, found = both_of(runner), []
+    loaded = [load_served_adapter(folder, runner.args) for folder in folders]
+    runner.load_adapter("0", loaded[0])
+    for at in range(6):
+        name = f"{at + 1}"
+        runner.load_adapter(name, loaded[(at + 1) % len(loaded)])
+        names = [name, f"{at}", None, name, f"{at}"]
+        chunks = [
+            Chunk([7 * at + n], at, [[n]] * len(runner.kv_groups), 1, names[(at + n) % 5])
+            for n in range(5)
+        ]
+        found.append(runner.forward(chunks))
+        runner.unload_adapter(f"{at}")
+    assert both.n_recorded == 6
+    return found
+
+
+@pytest.mark.parametrize("name", ["9/3", "gemma3", "shared expert"])
+def test_a_recorded_step_gives_what_its_operators_give(name, tmp_path):
+    """Bit for bit; with exact sums the bits are equal on any number of ranks."""
+    base = write_hf(MODELS[name], tmp_path / "hf")
+    modules = [*{name.rsplit(".", 2)[1] for name in load_file(base / "model.safetensors")}]
+    targets: object = [each for each in modules if re.search("proj", each)]
+    if name == "shared expert":
+        targets = linear_of(name)
+    folders = [
+        write_adapter(tmp_path / f"{rank}", base, linear_of(name), lambda _, rank=rank: rank,
+                      seed=rank, r=rank, target_modules=targets)
+        for rank in (3, 19)
+    ]  # fmt: skip
+    alone = decoded(Solo(), base, folders, exact=True)
+    for tp_size, exact in ((2, False), (3, True), (5, True)):
+        for found in run_on_threads(tp_size, decoded, base, folders, exact):
+            assert not exact or all(map(torch.equal, found, alone))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from parallel_llama.ops.cpu.embedding import QuantEmbeddingKernel
 from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import GemvKernel
 from parallel_llama.ops.cpu.jit import CPUFeatures
+from parallel_llama.ops.cpu.low_rank import LowRankKernel
 from parallel_llama.ops.cpu.quant_gemm import QuantGemmKernel
 
 FORMS = pytest.mark.parametrize(
@@ -67,10 +68,11 @@ def test_groups_are_multiplied_without_it_too(assembly, form):
         lambda: GemvKernel(torch.float32, torch.bfloat16, PLAIN_ARM),
         lambda: GemmKernel(torch.float32, torch.float32, PLAIN_ARM),
         lambda: DecodeAttentionKernel(torch.float32, torch.float32, 64, 3, PLAIN, PLAIN_ARM),
+        lambda: LowRankKernel(torch.float32, PLAIN_ARM),
         lambda: NormKernel(torch.float32, PLAIN_ARM),
         lambda: QuantEmbeddingKernel(INT8, PLAIN_ARM),
     ],
-    ids=["gemv", "gemv of bfloat16", "gemm", "attention", "norm", "lookup"],
+    ids=["gemv", "gemv of bfloat16", "gemm", "attention", "low rank", "norm", "lookup"],
 )
 def test_numbers_are_in_vectors(assembly, kernel):
     assert ".4s" in assembly(kernel)[-1]

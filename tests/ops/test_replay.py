@@ -9,7 +9,9 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops import CPUOps, NotRecorded
+from parallel_llama.ops.cpu import jit
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
+from parallel_llama.ops.cpu.elementwise import make_activation
 from parallel_llama.ops.cpu.ir import Thread, Value, loop
 from parallel_llama.ops.cpu.jit import CompiledKernel, openmp
 from parallel_llama.ops.cpu.replay import Arena, Recording
@@ -139,3 +141,17 @@ def test_nothing_is_computed_while_it_is_recorded(ops):
     for n in (2, 3):
         recording.replay()
         assert torch.equal(x, n * y)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu"])
+def test_a_kernel_may_be_built_while_a_step_is_recorded(kind, monkeypatch):
+    """Building silu called torch, so without a code cache the first step was not recorded.
+
+    Steps with that number of rows then ran operator by operator until the program ended.
+    """
+    monkeypatch.setattr(jit, "_folder", lambda: None)
+    x = torch.randn(2, 12)
+    with CPUOps(torch.float32, 16, {3}).recording():
+        kernel = make_activation.__wrapped__(torch.float32, kind)
+    expected = torch.nn.functional.silu if kind == "silu" else torch.nn.functional.gelu
+    torch.testing.assert_close(kernel(x), expected(x[:, :6]) * x[:, 6:], rtol=1e-5, atol=1e-5)

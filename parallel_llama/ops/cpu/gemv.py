@@ -92,7 +92,7 @@ class GemvKernel:
         of_weight = replace(lanes, stored=stored)
         self._program = CompiledKernel(
             _GemvArguments[float],
-            partial(_gemv, lanes, of_weight, _tile(machine)),
+            partial(_gemv, lanes, of_weight, tile_rows(machine)),
             numbers=lanes.pointer,
             weights=of_weight.pointer,
         )
@@ -123,7 +123,7 @@ class RoutedGemvKernel:
         of_weight = replace(lanes, stored=stored)
         self._program = CompiledKernel(
             _RoutedGemvArguments[float],
-            partial(_routed_gemv, lanes, of_weight, _tile(machine)),
+            partial(_routed_gemv, lanes, of_weight, tile_rows(machine)),
             numbers=lanes.pointer,
             weights=of_weight.pointer.as_pointer(),
         )
@@ -154,7 +154,7 @@ def make_routed_gemv(dtype: torch.dtype, stored: torch.dtype) -> RoutedGemvKerne
     return RoutedGemvKernel(dtype, stored, this_machine())
 
 
-def _tile(machine: CPUFeatures) -> int:
+def tile_rows(machine: CPUFeatures) -> int:
     """Rows of the weight in a tile: with one row of x and the sums, they fill the registers."""
     return (machine.n_vectors - 1) // (_ROWS + 1)
 
@@ -171,7 +171,8 @@ def _gemv(
     def row(i: Value) -> tuple[Value, Value]:
         return args.x + i * args.x_stride, args.y + i * args.m
 
-    _multiply(lanes, of_weight, n_tile, thread, row, args.weight, args.n, args.k, args.m)
+    columns = thread.part_of(args.m)
+    multiply(lanes, of_weight, n_tile, columns, row, args.weight, args.n, args.k)
 
 
 def _routed_gemv(
@@ -192,7 +193,8 @@ def _routed_gemv(
             return args.x + sources[start + i] * args.x_stride, args.y + targets[start + i] * m
 
         with when(n > 0):
-            _multiply(lanes, of_weight, n_tile, thread, row, args.weights[number], n, k, m)
+            columns = thread.part_of(m)
+            multiply(lanes, of_weight, n_tile, columns, row, args.weights[number], n, k)
     n_given = args.starts[args.n_weights]
     first, last = thread.part_of(args.n_rows - n_given)
     with loop(b, n_given + first, n_given + last) as i:
@@ -201,28 +203,27 @@ def _routed_gemv(
             lanes.store(zeros + column, lanes.constant(b, 0), lanes.first(m - column))
 
 
-def _multiply(
+def multiply(
     lanes: Lanes,
     of_weight: Lanes,
     n_tile: int,
-    thread: Thread,
+    own: tuple[Value, Value],
     row: Row,
     weight: Value,
     n: Value,
     k: Value,
-    m: Value,
 ) -> None:
-    """Computes this thread's part of a product.
+    """Emits the product of n rows of x with a thread's rows of the weight, the first and last + 1.
 
     for tile in this thread's tiles, n_tile rows of weight each:
         for group in x, _ROWS rows each, then the remaining rows:
             y[group, tile] = x[group] @ weight[tile].T
     """
     b = n.b
-    first, last = thread.part_of(m)
+    first, last = own
     stretch = (last - first) // n_tile
 
-    def multiply(column: Value, n_columns: int, group_rows: int) -> None:
+    def multiply_tile(column: Value, n_columns: int, group_rows: int) -> None:
         """Multiplies all rows of x by one row of each stretch of the weight."""
         numbers = [column + stretch * number for number in range(n_columns)]
         columns = [weight + number * k for number in numbers]
@@ -242,9 +243,9 @@ def _multiply(
         in_groups(0, n, group_rows, multiply_group)
 
     with loop(b, first, first + stretch) as column:
-        multiply(column, n_tile, _ROWS)
+        multiply_tile(column, n_tile, _ROWS)
     with loop(b, first + stretch * n_tile, last) as column:
-        multiply(column, 1, 1)
+        multiply_tile(column, 1, 1)
 
 
 def _products(

@@ -295,6 +295,24 @@ def transposed(rows: Sequence[Value]) -> list[Value]:
     return columns
 
 
+def reduced(vectors: Sequence[Value]) -> Value:
+    """A vector of the sums of W vectors of W lanes; lane i has the bits of `Lanes.reduce(add, ..)`.
+
+    In each step, half of a vector is added to its other half, for two vectors at once.
+    """
+    sums, width = list(vectors), len(vectors)
+    half = width // 2
+    while half:
+        firsts = [width + lane - half if lane & half else lane for lane in range(width)]
+        seconds = [width + lane if lane & half else lane + half for lane in range(width)]
+        sums = [
+            shuffle(one, firsts, other) + shuffle(one, seconds, other)
+            for one, other in zip(sums[:half], sums[half:], strict=True)
+        ]
+        half //= 2
+    return sums[0]
+
+
 def copy(target: Value, source: Value, n_bytes: Value) -> None:
     is_volatile = Value(target.b, ir.IntType(1)(0))
     intrinsic("memcpy.p0.p0.i64", VOID, target, source, n_bytes, is_volatile)

@@ -15,6 +15,8 @@ from parallel_llama.ops.cpu.ir import F16, I8, I16, I32, Lanes, Value, fma, intr
 
 _LN2, _LN2_REST = math.log(2), 2.3190468138462996e-17  # ln 2 in float64, and its rounding error
 _DEGREE = {torch.float32: 7, torch.float64: 13}
+# Rounded here, since a kernel may be built while a step is recorded, which must not call torch.
+_ROUNDED_LN2 = {dtype: torch.tensor(_LN2, dtype=dtype).item() for dtype in _DEGREE}
 
 
 def exp(lanes: Lanes, x: Value) -> Value:
@@ -28,7 +30,7 @@ def exp(lanes: Lanes, x: Value) -> Value:
     shift = 1.5 * 2**n_mantissa
     shifted = fma(x, 1 / _LN2, shift)
     n = shifted - shift
-    ln2 = torch.tensor(_LN2, dtype=lanes.computed).item()
+    ln2 = _ROUNDED_LN2[lanes.computed]
     r = fma(n, -ln2, x)
     r = fma(n, -(_LN2 - ln2 + _LN2_REST), r)
     series = x.like(1 / math.factorial(degree))
