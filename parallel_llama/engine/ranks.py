@@ -58,6 +58,9 @@ Result = TypeVar("Result")
 _LAST_WORDS_S = 1.0
 _MEMORY_FOR_GRAPHS = MemoryFor("recorded decode steps", "lower kv_cache_bytes, or use more ranks")
 _LOOK_S = 0.2  # between looks at spares
+# After a loss, until spares are started. Starting Python takes seconds of a core's time, in which
+# the others compute keys and values again.
+_RECOMPUTE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -353,7 +356,7 @@ class Ranks:
         seconds = time.monotonic() - began_s
         self.regroups.append(Regroup("; ".join(lost), n_new, self.comm.size, seconds))
         logger.warning("%s", self.regroups[-1])
-        self._next_look_s = 0.0
+        self._next_look_s = time.monotonic() + (_RECOMPUTE_S if lost else 0.0)
 
     def _lost(self, ranks: LocalRanks, error: RankError) -> str:
         """Forget the ranks that have ended. Returns: why.
@@ -388,10 +391,13 @@ class Ranks:
             old.close()
         setup, engine = self.setup, self._engine
         setup.shard_over(comm.size)
-        torch.set_num_threads(n_threads)
+        # Not more yet: several threads load weights, and teams of torch's threads would wait for
+        # cores.
+        torch.set_num_threads(min(n_threads, torch.get_num_threads()))
         if engine is not None:  # gives up the KV cache
             engine.runner.reserve([0] * len(engine.capacity.n_blocks), 1)
         runner = self._load(lambda _: None)
+        torch.set_num_threads(n_threads)
         capacity = self._capacity(runner)
         own = encode_unfinished(unfinished) if comm.rank == 0 else None
         message = broadcast_bytes(comm, own)

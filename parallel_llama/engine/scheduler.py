@@ -16,6 +16,7 @@ are admitted ahead of it only until the blocks that these others may need, finis
 add up to the size of the cache. `add` refuses a request that does not fit into empty pools.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections import abc
 from collections.abc import Callable, Mapping
@@ -41,6 +42,10 @@ MAX_HELD_STEPS = 8
 # For this many steps after the last short request, at most SHORT_FRACTION of a step's tokens are
 # prompt tokens: short steps let the next short request start soon.
 RECENT_STEPS = 256
+
+# The first step that continues requests of another scheduler has at most this fraction of a step's
+# tokens as prompt tokens, so that some requests draw their next token soon.
+FIRST_FRACTION = 1 / 4
 
 _arrival = attrgetter("arrival")
 
@@ -160,6 +165,7 @@ class Scheduler:
         self._passed: tuple[int, int] = (-1, 0)
         self._n_held = 0  # steps in a row, this one included, in which long prompts wait
         self._n_since_short = RECENT_STEPS  # steps since the last one with a short request
+        self._is_resuming = False  # whether the next step is the first that continues requests
 
     @property
     def idle(self) -> bool:
@@ -197,6 +203,7 @@ class Scheduler:
         Raises: UsageError as `check_fits`.
         """
         self.check_fits(request)
+        self._is_resuming |= drawn is not None
         if drawn is None:
             drawn = dict.fromkeys(range(request.params.n), ())
         keys = prefix_keys(request.prompt, self.block_size, self._context(request))
@@ -238,6 +245,7 @@ class Scheduler:
             scheduled.append(_chunk(sequence, 1, drafts))
         scheduled += self._prefill(self._most_prompt_tokens(n_left), decodes=bool(scheduled))
         self._scheduled = {item.sequence.arrival: item for item in scheduled}
+        self._is_resuming = False
         return scheduled
 
     def prepare_next(self) -> bool:
@@ -310,8 +318,11 @@ class Scheduler:
         """The most prompt tokens of a step that has `n_left` tokens left."""
         here = *self.running, *self.waiting[: self.max_running]
         is_long = any(not sequence.is_short for sequence in here)
-        is_recent = is_long and self._n_since_short < RECENT_STEPS
-        return min(n_left, int(self.step_tokens * SHORT_FRACTION)) if is_recent else n_left
+        if is_long and self._n_since_short < RECENT_STEPS:
+            return min(n_left, int(self.step_tokens * SHORT_FRACTION))
+        if self._is_resuming:
+            return min(n_left, math.ceil(self.step_tokens * FIRST_FRACTION))
+        return n_left
 
     def _allocate_running(self) -> list[Sequence]:
         """Allocate blocks for the tokens of running sequences, preempting the youngest ones.

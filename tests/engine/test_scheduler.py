@@ -323,6 +323,18 @@ def test_steps_are_small_for_a_while_after_a_short_request():
     assert n_tokens == [8] * 256 + [64]
 
 
+def test_the_first_step_that_continues_requests_is_short():
+    """After the loss of a rank no request drew a token before 512 tokens were computed again."""
+    scheduler, model = make(256, step_tokens=32)
+    for index in range(8):
+        scheduler.add(make_request([index] * 5, index), {0: [1] * 3})
+    scheduler.add(make_request([7] * 64, 8))
+    first, second = step(scheduler, model), step(scheduler, model)
+    assert [len(item.tokens) for item in first] == [8]
+    assert [item.draws for item in first] == [True]
+    assert sum(len(item.tokens) for item in second) == 32
+
+
 def test_the_oldest_prompt_has_half_of_each_step_beside_short_ones():
     scheduler, model = make(64, step_tokens=16)
     (long,) = scheduler.add(make_request([1] * 64))
