@@ -410,7 +410,7 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
             f"decode steps run operator by operator{where} because of attention sinks; drop "
             "attention_sinks if sequences fit in the context"
         )
-    if device == "cpu" and args.norm == "layer":
+    if device == "cpu" and (args.norm == "layer" or args.qk_layer_norm):
         return "decode steps run operator by operator: LayerNorm has no kernel for the CPU"
     if device == "cpu" and args.n_expert_groups > 1:
         return (

@@ -220,6 +220,8 @@ TABLE = re.compile(r"^\| ([^|]+) \| `([^`]+)` \|(?:.*\| ([0-9, -]+) \|)?", re.M)
 WITHOUT_SHAPES = {
     "arcee",
     "chatglm",
+    "cohere",
+    "cohere2",
     "exaone4",
     "glm",
     "glm4",

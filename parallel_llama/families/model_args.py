@@ -144,6 +144,7 @@ class ModelArgs:
     # Attention
     qk_norm: bool = False  # norms of every head's query and key before rotation
     qk_norm_across_heads: bool = False  # qk_norm: one norm of all queries, and one of all keys
+    qk_layer_norm: bool = False  # qk_norm: LayerNorm, with weights for each head, and not RMSNorm
     attention_scale: float | None = None  # of q k^T; None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     sliding_window: int | None = None  # keys that a token attends to, its own among them
@@ -262,6 +263,13 @@ class ModelArgs:
             "qk_norm_across_heads needs qk_norm": self.qk_norm_across_heads and not self.qk_norm,
             "qk_norm_across_heads and norm_offset cannot be combined": (
                 self.qk_norm_across_heads and self.norm_offset != 0
+            ),
+            "qk_layer_norm needs qk_norm": self.qk_layer_norm and not self.qk_norm,
+            "qk_layer_norm and qk_norm_across_heads cannot be combined": (
+                self.qk_layer_norm and self.qk_norm_across_heads
+            ),
+            "qk_layer_norm and norm_offset cannot be combined": (
+                self.qk_layer_norm and self.norm_offset != 0
             ),
             "parallel_block needs pre_norms": self.parallel_block and not self.pre_norms,
             "pre_norms or post_norms is needed": not (self.pre_norms or self.post_norms),

@@ -7,7 +7,8 @@ into equal groups:
     one group    q0 q1 q2 q3 k0 k1 v0 v1        two groups    q0 q1 k0 v0 | q2 q3 k1 v1
 
 A layout may store the rows of w1 and w3 of an expert in turn (w1, w3, w1, w3, ...), and each matrix
-of an expert transposed: the rows of such a matrix are the columns in the file.
+of an expert transposed: the rows of such a matrix are the columns in the file. A vector with values
+for each head may be stored as a matrix with a row for each head.
 """
 
 import math
@@ -83,6 +84,12 @@ class StoredSlice:
 def whole(name: str, shape: tuple[int, ...]) -> StoredSlice:
     """The slice of a weight that is a whole stored tensor."""
     return StoredSlice(name, shape, 0, shape[0], shape[0], of_vector=len(shape) == 1)
+
+
+def by_head(name: str, weight: Param, head_dim: int) -> StoredSlice:
+    """The slice of a vector that is stored as a matrix with a row for each head."""
+    (size,) = weight.shape
+    return StoredSlice(name, (size // head_dim, head_dim), 0, size, size, of_vector=True)
 
 
 def shared(

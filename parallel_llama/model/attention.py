@@ -17,6 +17,7 @@ from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (
     Backend,
     ColumnParallelLinear,
+    HeadLayerNorm,
     RMSNorm,
     RowCut,
     RowParallelLinear,
@@ -25,6 +26,8 @@ from parallel_llama.model.layers import (
 from parallel_llama.model.sharded_attention import attend_in_order, attend_to_all_parts
 from parallel_llama.ops import CPUOps
 from parallel_llama.plan import Shard, counted_kv_heads
+
+_HeadNorm = RMSNorm | HeadLayerNorm
 
 
 class Attention:
@@ -65,10 +68,9 @@ class Attention:
         self.n_heads, self.n_kv_heads = args.n_heads, args.n_kv_heads
         self.is_normed_across_heads = args.qk_norm_across_heads
         self.wide_dtype = torch.promote_types(backend.dtype, torch.float32)
-        of_one = range(args.head_dim)
         self.q_norm, self.k_norm = (
-            RMSNorm(len(rows), args.norm_eps, backend, args.norm_offset) if args.qk_norm else None
-            for rows in ((q_rows, kv_rows) if args.qk_norm_across_heads else (of_one, of_one))
+            _head_norm(args, len(rows), backend) if args.qk_norm else None
+            for rows in (q_rows, kv_rows)
         )
 
     def fuse(self) -> None:
@@ -118,7 +120,9 @@ class Attention:
         o = o.flatten(1)  # [T, H * D] local
         return o if rows is None else o[rows]
 
-    def _norm_across_heads(self, q: Tensor, q_norm: RMSNorm, k: Tensor, k_norm: RMSNorm) -> None:
+    def _norm_across_heads(
+        self, q: Tensor, q_norm: _HeadNorm, k: Tensor, k_norm: _HeadNorm
+    ) -> None:
         """Normalises queries, and keys, in place by their mean square over the heads of all ranks.
 
         The result does not depend on the number of ranks: exactly one rank computes the sum of
@@ -138,6 +142,14 @@ class Attention:
         squares = self.ops.all_reduce(squares, self.comm)  # [T, n_heads + n_kv_heads] replicated
         for x, columns, norm in ((q, range(n_heads), q_norm), (k, range(n_heads, n_all), k_norm)):
             self.ops.norm_heads_(x, squares, columns, norm.weight.values, norm.eps)
+
+
+def _head_norm(args: ModelArgs, size: int, backend: Backend) -> _HeadNorm:
+    """A new norm of queries or keys, whose heads on this rank have `size` values together."""
+    if args.qk_layer_norm:
+        return HeadLayerNorm(size, args.norm_eps, backend)
+    n_weights = size if args.qk_norm_across_heads else args.head_dim
+    return RMSNorm(n_weights, args.norm_eps, backend, args.norm_offset)
 
 
 def _rotated(x: Tensor, rotations: Tensor) -> Tensor:

@@ -381,6 +381,16 @@ class TorchOps:
         """
         return F.layer_norm(x, x.shape[-1:], weight + offset if offset else weight, bias, eps)
 
+    def layer_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """`layer_norm` of each head in place, without a bias, in at least float32.
+
+        Shapes: x [T, H, D]; weight [H * D].
+        Source: CohereLayerNorm of transformers 5.24.
+        """
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = F.layer_norm(wide, x.shape[-1:], eps=eps)
+        x.copy_(normed.mul_(weight.view(x.shape[1:])))
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(gate) * up, the two halves of each row; may overwrite x.
 

@@ -60,6 +60,11 @@ MODELS = {
         8, 2, 8, 56, tied=True, n_layers=7, family="gemma3_text",
         own={"query_pre_attn_scalar": 8, "sliding_window": 5},
     ),
+    "cohere": TinyModel(9, 3, 6, 40, tied=True, family="cohere", own={"use_qk_norm": True}),
+    "cohere2": TinyModel(
+        5, 1, 6, 30, tied=True, n_layers=5, family="cohere2",
+        own={"sliding_window": 5, "logit_scale": 0.25},
+    ),
 }  # fmt: skip
 CPU = torch.device("cpu")
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6]]

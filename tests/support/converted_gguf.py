@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "cohere": "command-r",
 }
 
 
@@ -33,6 +34,8 @@ _LAYER_NORM_EPS = {
     "nemotron": "norm_eps",
     "stablelm": "layer_norm_eps",
     "starcoder2": "norm_epsilon",
+    "command-r": "layer_norm_eps",
+    "cohere2": "layer_norm_eps",
 }
 
 
@@ -144,6 +147,12 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+    if arch in ("command-r", "cohere2"):
+        writer.add_logit_scale(config["logit_scale"])
+        if config["rope_parameters"]["rope_type"] == "default":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if arch == "cohere2":
+        writer.add_sliding_window(config["sliding_window"])
     if arch in ("gemma2", "gemma3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if arch == "exaone4" and config["sliding_window"] is not None:
