@@ -228,6 +228,7 @@ WITHOUT_SHAPES = {
     "glm4_moe",
     "granite",
     "internlm2",
+    "llama4_text",
     "nemotron",
     "olmo2",
     "olmo3",

@@ -15,6 +15,7 @@ from parallel_llama.families.gpt_oss import GPT_OSS
 from parallel_llama.families.granite import GRANITE
 from parallel_llama.families.internlm2 import INTERNLM2
 from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
+from parallel_llama.families.llama4 import LLAMA4
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
 from parallel_llama.families.olmo import OLMO2, OLMO3
@@ -24,7 +25,13 @@ from parallel_llama.families.seed_oss import SEED_OSS
 from parallel_llama.families.smollm3 import SMOLLM3
 from parallel_llama.families.stablelm import STABLELM
 from parallel_llama.families.starcoder2 import STARCODER2
-from parallel_llama.families.stored_slices import StoredSlice, by_head, interleaved, shared
+from parallel_llama.families.stored_slices import (
+    StoredSlice,
+    by_head,
+    interleaved,
+    shared,
+    transposed,
+)
 from parallel_llama.families.weights import (
     HEAD_NORMS,
     Param,
@@ -66,6 +73,7 @@ FAMILIES = {
         GPT_OSS,
         COHERE,
         COHERE2,
+        LLAMA4,
     )
 }
 
@@ -119,6 +127,9 @@ def stored_slices(args: ModelArgs, layout: Layout) -> Mapping[str, StoredSlice]:
         first, is_shared = weights[0].name, len(weights) > 1
         if ".experts." in first and layout in family.interleaved_experts:
             found.update(interleaved(name, weights, args.n_experts))
+            continue
+        if ".experts." in first and layout in family.transposed_experts:
+            found.update(transposed(name, weights, args.n_experts))
             continue
         if args.qk_layer_norm and layout != "meta" and first.endswith(HEAD_NORMS):
             found[first] = by_head(name, weights[0], args.head_dim)

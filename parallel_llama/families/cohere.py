@@ -8,13 +8,13 @@ Source: CohereConfig and Cohere2Config of transformers 5.24; command-r and coher
 files have Meta's order of rows.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family, GGUFForm, layer_types
+from parallel_llama.families.family import INTERLEAVED, Family, GGUFForm, layer_types
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.families.names import QK_NORM_NAMES, Layout, RotaryOrder, names_with
+from parallel_llama.families.names import QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
 
 _BIAS, _SCALE, _NORM, _LENGTH = "attention_bias", "logit_scale", "use_qk_norm", "model_max_length"
@@ -22,11 +22,6 @@ _POSITIONS, _USUAL_POSITIONS = "position_embedding_type", "rope_gptj"
 _PATTERN, _WINDOW, _USUAL_WINDOW = "sliding_window_pattern", "sliding_window", 4096
 _WINDOW_IN_GGUF, _PATTERN_IN_GGUF = f"attention.{_WINDOW}", f"attention.{_PATTERN}"
 _BLOCK = {"norm": "layer", "parallel_block": True, "shared_norm": True}
-_ORDER: Mapping[Layout, RotaryOrder] = {
-    "meta": "interleaved",
-    "hf": "interleaved",
-    "gguf": "interleaved",
-}
 
 
 def _norms(has_norms: bool) -> dict[str, Any]:
@@ -143,7 +138,7 @@ COHERE = Family(
         has_layer_norm=True,
         writes=_gguf_writes,
     ),
-    rotary_order=_ORDER,
+    rotary_order=INTERLEAVED,
 )
 
 COHERE2 = Family(
@@ -172,5 +167,5 @@ COHERE2 = Family(
             _WINDOW_IN_GGUF: args.sliding_window or args.max_seq_len,
         },
     ),
-    rotary_order=_ORDER,
+    rotary_order=INTERLEAVED,
 )

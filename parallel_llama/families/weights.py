@@ -144,7 +144,7 @@ def _experts(name: str, args: ModelArgs) -> Iterator[Param]:
     """
     dim, channels = args.dim, args.ffn_dim
     yield Param(f"{name}.gate.weight", (args.n_experts, dim))
-    if args.sigmoid_router or args.expert_bias:
+    if args.has_gate_bias:
         yield Param(f"{name}.gate.bias", (args.n_experts,))
     for expert in range(args.n_experts):
         own = f"{name}.experts.{expert}"

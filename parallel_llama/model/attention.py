@@ -49,6 +49,8 @@ class Attention:
             if layer in kv_group.layers
         )
         self.is_rotated = layer not in args.unrotated_layers
+        self.unit_eps = args.norm_eps if args.qk_unit_norm and self.is_rotated else None
+        self.scales_queries = args.scales_queries and not self.is_rotated
         self.head_dim, self.n_local_heads = args.head_dim, shard.n_local_heads
         self.n_local_kv_heads = shard.n_local_kv_heads
         q_rows = range(shard.n_local_heads * args.head_dim)
@@ -96,10 +98,17 @@ class Attention:
             else:
                 self.q_norm.in_place(q)
                 self.k_norm.in_place(k)
+        if self.unit_eps is not None:
+            # Before rotation, which does not change the norm.
+            n_rotated = self.n_local_heads + self.n_local_kv_heads
+            self.ops.unit_norm_(qkv[:, :n_rotated], self.unit_eps)
         k, v = cache.layer(self.layer)
         rotations = own.rotations if self.is_rotated else None
         self.ops.rotate_and_store(qkv, rotations, own.slots, k, v)
         q = qkv[:, : self.n_local_heads]
+        if self.scales_queries:
+            assert batch.query_scales is not None
+            self.ops.scale_rows_(q, batch.query_scales)
         sinks = None if self.sinks is None else self.sinks.values  # [H] local
         if own.part_tiles:
             assert isinstance(self.ops, CPUOps)

@@ -63,6 +63,8 @@ class Batch:
         sampling_keys: The keys of these rows, if their tokens are sampled on the device.
         adapters: The tokens that run with each adapter.
         adapters_of_rows: The same as numbers in `rows`.
+        query_scales: [T], the factor on the queries of each token in layers without rotary
+            embeddings, if the model has such factors.
     """
 
     tokens: Tensor
@@ -71,3 +73,4 @@ class Batch:
     sampling_keys: SamplingKeys | None = None
     adapters: tuple[AdapterRows, ...] = ()
     adapters_of_rows: tuple[AdapterRows, ...] = ()
+    query_scales: Tensor | None = None

@@ -112,8 +112,8 @@ class HFLayout(SafetensorsLayout):
         names = [f"model-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         names = names if n_parts > 1 else ["model.safetensors"]
         super().__init__(args, dtypes, names, stored_slices(args, "hf"))
-        # Weights whose rows are stored in turn: the last weight of each, and the weights that wait
-        # for it.
+        # Weights of experts in one matrix: the last weight of each, and the weights that wait for
+        # it.
         self._last = {
             _turn(stored_slice): name
             for name, stored_slice in self.slices.items()
@@ -133,7 +133,9 @@ class HFLayout(SafetensorsLayout):
             offset += _turn(stored_slice)[1] * (value.nbytes // len(value))
             self._waiting.append(value)
             if self.written_with(param) == param.name:
-                whole = torch.stack(self._waiting, 1).flatten(0, 1)  # the rows in turn
+                whole = torch.cat(self._waiting)
+                if stored_slice.step > 1:  # the rows in turn
+                    whole = torch.stack(self._waiting, 1).flatten(0, 1)
                 self._waiting = []
                 yield file, offset, whole.t().contiguous() if stored_slice.is_transposed else whole
             else:
@@ -228,8 +230,9 @@ class NativeLayout(SafetensorsLayout):
 
 
 def _turn(stored_slice: StoredSlice) -> tuple[str, int]:
-    """The stored tensor of weights whose rows are stored in turn, and their first row in it."""
-    return stored_slice.name, stored_slice.first - stored_slice.first % stored_slice.step
+    """The stored tensor of an expert's weights, and the expert's first row in it."""
+    n_rows = stored_slice.shape[-1]
+    return stored_slice.name, stored_slice.first // n_rows * n_rows
 
 
 def _stored(
