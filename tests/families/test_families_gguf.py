@@ -166,6 +166,21 @@ MODELS: dict[str, TinyModel] = {
     "cohere2, idle windows": TinyModel(
         5, 1, 6, 30, tied=True, family="cohere2", own={"logit_scale": 0.25}
     ),
+    "llama4": TinyModel(
+        5,
+        1,
+        6,
+        34,
+        ffn_dim=19,
+        n_layers=5,
+        family="llama4_text",
+        own={
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 41,
+            "num_local_experts": 5,
+            "attention_bias": True,
+        },
+    ),
     "falcon 40B": TinyModel(8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True}),
 }
 

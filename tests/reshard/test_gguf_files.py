@@ -68,6 +68,12 @@ MODELS = {
         },
         rope={**TINY_MODELS["12/4 yarn, wide heads"].rope, "truncate": False},
     ),
+    "llama4": TinyModel(
+        5, 1, 6, 34, ffn_dim=19, n_layers=5, family="llama4_text",
+        own={
+            "interleave_moe_layer_step": 2, "intermediate_size_mlp": 41, "num_local_experts": 5,
+        },
+    ),
     "cohere": TinyModel(9, 3, 6, 40, tied=True, family="cohere", own={"use_qk_norm": True}),
     "cohere2": TinyModel(
         5, 1, 6, 30, tied=True, n_layers=5, family="cohere2",

@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
     "cohere": "command-r",
+    "llama4_text": "llama4",
 }
 
 
@@ -107,7 +108,9 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_layer_norm_eps(config[_LAYER_NORM_EPS[arch]])
     else:
-        writer.add_feed_forward_length(config["intermediate_size"])
+        # Llama 4 names the channels of layers without experts like this.
+        ffn_dim = config.get("intermediate_size_mlp", config["intermediate_size"])
+        writer.add_feed_forward_length(ffn_dim)
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
@@ -135,6 +138,9 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
     if arch == "gpt-oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_sliding_window(config["sliding_window"])
+    if arch == "llama4":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     if arch in ("qwen2moe", "qwen3moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == "qwen2moe":
@@ -194,6 +200,12 @@ def _converted(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, 
     for name, weight in weights.items():
         if config["model_type"] == "gpt_oss" and (".experts." in name or name.endswith("sinks")):
             tensors |= _of_gpt_oss(name, weight)
+        elif config["model_type"] == "llama4_text" and ".experts." in name:
+            stacked = weight.transpose(1, 2)
+            kinds = ("gate_proj", "up_proj") if "gate_up_proj" in name else ("down_proj",)
+            for kind, part in zip(kinds, stacked.chunk(len(kinds), 1), strict=True):
+                own = name.replace("gate_up_proj", kind)
+                tensors[f"{own}.weight"] = part.contiguous()
         elif ".experts." in name:
             before, _, after = name.partition(".experts.")
             number, _, leaf = after.partition(".")
