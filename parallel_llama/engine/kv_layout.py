@@ -83,10 +83,8 @@ class KVLayout:
             blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before.stop))
             near.append(own)
             far.append(own._replace(positions=before, first_key=0, blocks=blocks))
-        spare_slot, queries = (
-            self.spare_slots[number],
-            Queries(plain, size, window, has_chunks=has_chunks),
-        )
+        spare_slot = self.spare_slots[number]
+        queries = Queries(plain, size, window, has_chunks=has_chunks)
         if self.part is not None:
             slots = [spare_slot if slot < 0 else slot for slot in slots]
         if not near:
