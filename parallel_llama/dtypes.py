@@ -279,8 +279,9 @@ def make_precision(
     if quant == "stored" and not stored:
         known = ", ".join(GGUF_QUANTS)
         raise UsageError(
-            f"quant='stored': the model has no quantised weights ({known} in a GGUF file, GPTQ, "
-            "AWQ, or a quantised native folder); use int8, int4 or fp8"
+            f"quant='stored': no weight of the model can stay as stored ({known} in a GGUF file, "
+            "GPTQ, AWQ, integers of compressed-tensors or a quantised native folder); use int8, "
+            "int4 or fp8, or none to decode"
         )
     return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
 

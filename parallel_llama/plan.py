@@ -118,9 +118,9 @@ class Shard:
         return max(1, len(self.peers))
 
     def block_size(self, wanted: int) -> int:
-        """Tokens per block of the KV cache: `wanted`, rounded up where a block needs whole parts.
+        """Tokens per block of the KV cache: `wanted`, or more if a rank must hold whole parts.
 
-        With exact sums and a cache sharded by token, one rank computes a part of a softmax.
+        With exact sums and a cache sharded by token, one rank sums all PART_KEYS keys of a part.
         """
         if self.exact is None or self.kv_parts == 1:
             return wanted
@@ -373,9 +373,10 @@ def make_plan(
 
 
 def resolve_exact(asked: bool | None, args: ModelArgs, tp_size: int, device: str) -> bool:
-    """Whether sums are exact: `asked`, or by default on the CPU, where they cost a few per cent.
+    """Whether sums are exact: `asked`, or by default on the CPU; docs/exactness.md has the cost.
 
-    The default excludes models with small experts, which the plan would distribute.
+    The default excludes models with small experts, which the plan would distribute. On several
+    hosts the caller passes False instead of None.
 
     Raises: UsageError for exact sums on a GPU.
     """

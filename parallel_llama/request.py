@@ -194,8 +194,9 @@ def _setting(default: Any, checked: Any, *limits: Any, or_none: bool = False) ->
 class SamplingParams(_ShortRepr):
     """How the tokens of a request are sampled and when it ends; validated when it is constructed.
 
-    Logits are modified in this order: logit_bias; min_tokens and grammar, which forbid tokens;
-    repetition_penalty; presence_penalty and frequency_penalty; temperature; top_k, top_p and min_p.
+    Logits are modified in this order: logit_bias; min_tokens, bad_words, allowed_token_ids and
+    grammar, which forbid tokens; repetition_penalty; presence_penalty and frequency_penalty;
+    temperature; top_k, top_p and min_p.
 
     Args:
         max_tokens: maximum tokens per completion; None for as many as fit into the context.
@@ -369,7 +370,8 @@ class Completion(_ShortRepr):
     """One choice of a request.
 
     `tokens` holds every drawn id, including an eos or stop id and the token that completed a stop
-    string; `text` ends before them, so `tokens` may decode to more than `text`. `prompt_logprobs`
+    string; `text` ends before them unless include_stop_str_in_output is set, so `tokens` may decode
+    to more than `text`. `prompt_logprobs`
     has an entry for each prompt token, None for the first. A request with this `seed` produces the
     same tokens; greedy decoding has no seed. `n_cached_tokens` prompt tokens were in the prefix
     cache when the request started. `stop_reason` is the stop string or stop token id of the request

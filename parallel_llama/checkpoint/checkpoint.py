@@ -34,7 +34,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def check(self, args: ModelArgs) -> None:
-        """Compare names, shapes and dtypes with the model, without reading tensor data.
+        """Compare names, shapes and dtypes with the model, without reading the weights.
 
         Raises: CheckpointError listing every kind of difference.
         """

@@ -28,7 +28,7 @@ from torch import Tensor
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
 from parallel_llama.config.scaled import Scheme
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
-from parallel_llama.errors import CheckpointError, DamagedWeights
+from parallel_llama.errors import DamagedWeights
 from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.ops.quant import QuantMatrix
 
@@ -139,13 +139,13 @@ class ScaledMatrix:
 
         The columns of the block must be whole groups of 32 inputs.
 
-        Raises: DamagedWeights if a scale is NaN or Inf; CheckpointError if float16 cannot hold it.
+        Raises: DamagedWeights if a scale is NaN or Inf, or float16 cannot hold it.
         """
         wide = self._scales(block, read)
         scales = wide.half()
         if (lost := (scales.float() != wide).nonzero()).numel():
             row, column = lost[0].tolist()
-            raise CheckpointError(
+            raise DamagedWeights(
                 f"{self.base + self.scheme.scale!r:.200} has the scale {wide[row, column]:g}, "
                 "which float16 cannot hold exactly; decode the weights with --quant none"
             )

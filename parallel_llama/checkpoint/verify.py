@@ -150,7 +150,7 @@ class Damage:
         if layout not in ("hf", "meta"):
             return False
         if self.args and layout == "hf" and stored_slices(self.args, "hf")[name].count is not None:
-            return False  # its rows are stored in turn with those of another weight, or transposed
+            return False  # its rows alternate with those of another weight, or it is transposed
         orders = family_of(self.args).rotary_order if self.args else FAMILIES["llama"].rotary_order
         return orders[layout] == "half" or not is_rotary(name)
 

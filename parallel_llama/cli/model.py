@@ -62,7 +62,8 @@ DTYPE: Flag[str | None] = Flag(
 QUANT: Flag[str | None] = Flag(
     "quant", "quantise matrices to int8, int4 or fp8, with a scale per 32 weights; stored: keep "
     "the files' quantisation; none: decode to --dtype",
-    quant_name, "FORMAT", default_text="stored if the files are quantised, else none",
+    quant_name, "FORMAT",
+    default_text="stored if the files can run as stored, else none; none for smollm2",
     aliases=("quantization",), subject="model",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
@@ -75,7 +76,8 @@ MAX_SEQ_LEN: Flag[int | None] = Flag(
 )  # fmt: skip
 KV_CACHE_BYTES: Flag[int | None] = Flag(
     "kv-cache-bytes", "memory for the KV cache on each rank, such as 2GB, 512MiB or 24G (24GiB)",
-    byte_size, "SIZE", default_text="the free memory, at most 2 GiB on the CPU",
+    byte_size, "SIZE",
+    default_text="a part of the free memory, at most 2 GiB on the CPU",
     subject="context and KV cache",
 )  # fmt: skip
 KV_SPLIT: Flag[KVSplit] = Flag(
@@ -113,7 +115,7 @@ RANDOM_WEIGHTS: Flag[int | None] = Flag(
 )  # fmt: skip
 SEED: Flag[int | None] = Flag(
     "seed", "random seed; the same seed gives the same text",
-    whole(0), "N", default_text="random, and shown", subject="sampling",
+    whole(0), "N", default_text="random; generate shows it", subject="sampling",
 )  # fmt: skip
 VERIFY: Flag[bool] = Flag(
     "verify", "check every file of the model against its manifest before reading it",

@@ -69,7 +69,7 @@ GPUS: Flag[GPU | list[GPU] | None] = Flag(
 BANDWIDTH: Flag[int | list[int] | None] = Flag(
     "bandwidth",
     "memory bandwidth per rank, one for all ranks or one per rank, in GB/s (3350; or 25GiB): plan "
-    "then limits the speed of decoding",
+    "then prints an upper bound of the decoding speed",
     bandwidths, "RATES", default_text="that of the GPUs that --gpus names",
 )  # fmt: skip
 BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, 1_000_000), "B", 1)
@@ -78,8 +78,8 @@ BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, 1_000_000), "B
 def prepare(flags: Flags) -> Job:
     """Checks the request, and returns the job that prints a plan, or a table for a range of ranks.
 
-    The number of ranks is --nproc, else the number that --memory or --gpus lists, else the smallest
-    that fits.
+    The number of ranks is --nproc, else the number that --memory or --gpus lists. With one size and
+    no number it is the smallest that fits, and with neither flag it is 1.
     """
     gpus = _gpus(flags)
     memory = _memory(flags, gpus)
@@ -466,8 +466,10 @@ def _rest(found: Estimate) -> str:
     """What a rank needs in addition to weights and KV cache."""
     n_tokens = found.asked.step_tokens
     if found.asked.device == "cuda":
+        is_quantised = found.asked.precision.quant_group_size > 1
+        converted = "quantised matrices that long steps convert, " if is_quantised else ""
         return (
-            f"rotary tables, activations and scores of a step of {n_tokens} tokens, and "
+            f"rotary tables, activations and scores of a step of {n_tokens} tokens, {converted}and "
             f"{size(CUDA_ALLOWANCE)} for CUDA's libraries and graphs"
         )
     return (

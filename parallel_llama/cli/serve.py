@@ -59,8 +59,9 @@ ADAPTER_ROOT: Flag[str | None] = Flag(
     filled_text, "FOLDER", default_text="none, so that no client can load one", subject="model",
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
-    "max-requests", "maximum completions in preparation, waiting or running; a client "
-    "with none of its own may exceed it by an eighth; further requests get status 429",
+    "max-requests", "maximum completions in preparation, waiting or running; an eighth is "
+    "closed to large requests and to those for several completions; a client without a completion "
+    "may exceed it by an eighth with a small one; further requests get status 429",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
 RESTARTS: Flag[int] = Flag(

@@ -277,7 +277,7 @@ class _Modules:
 
 
 def _untied(lora: LoraConfig, args: ModelArgs) -> ModelArgs:
-    """The merged model: its output is its own if only the output or the embeddings change.
+    """The merged model: untied if the adapter changes the output or the embeddings.
 
     This is what peft computes with: it changes one of two modules that have shared a weight.
     """

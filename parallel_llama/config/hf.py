@@ -122,7 +122,7 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     """The sizes of the model; the family's features may override them."""
     dim_key, heads_key, head_key = (family.key(name) for name in ("dim", "n_heads", "head_dim"))
     dim, n_heads = require_size("dim", fields.integer(dim_key)), fields.integer(heads_key)
-    # For these two a null is not the default of the family.
+    # If head_dim or n_kv_heads is null, it follows from the other sizes, not from the family.
     head_dim = None if head_key in fields.values else family.defaults.get("head_dim")
     if fields.has(head_key):
         head_dim = fields.integer(head_key)

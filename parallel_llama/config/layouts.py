@@ -41,8 +41,8 @@ class FileLayout:
         formats: reads the formats of quantised matrices, by Meta's names; none by default.
         decoded_types: reads the types of quantised matrices that can only be decoded; none by
             default.
-        not_applied: reads what else is stored quantised and computed without rounding; nothing by
-            default.
+        not_applied: reads what the files quantise besides weights (activations, the KV cache) and
+            the model computes without rounding; nothing by default.
     """
 
     args: Callable[[ModelFiles, CountVocab | None], ModelArgs]

@@ -256,8 +256,8 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | 
     for key, program in _OTHER_PROGRAMS.items():
         if values.get(key):
             raise UsageError(
-                f"has {key}, so its weights are quantised by {program}, which is not supported; "
-                f"quantization_config with {_SUPPORTED}; {_INSTEAD}"
+                f"has {key}, by which {program} describes quantised weights; only "
+                f"quantization_config is read, and there {_SUPPORTED} supported; {_INSTEAD}"
             )
     stated = Fields(Fields(values).mapping("quantization_config"))
     method = stated.string("quant_method", "unknown")

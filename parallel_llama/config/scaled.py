@@ -90,9 +90,10 @@ class Schemes:
 
     Args:
         method: the quant_method.
-        groups: targets and their scheme, the first match of a kind first.
+        groups: targets and their scheme; among targets of one kind (names, patterns, classes) the
+            first match is used.
         ignored: modules that are not quantised, by name or as a pattern that begins with re:.
-        not_applied: what config.json also quantises.
+        not_applied: what config.json quantises besides weights.
     """
 
     method: str

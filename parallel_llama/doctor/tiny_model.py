@@ -117,10 +117,10 @@ def judged(
 ) -> tuple[Check, set[int]]:
     """The check of the results of all ranks, and the ranks that are wrong.
 
-    A rank is wrong if its error exceeds the limit. On CPUs with different digests, a rank is also
-    wrong if its digest is not the recorded one or, if no rank has the recorded one, not the single
-    most frequent one. If two are equally frequent and no rank is wrong yet, a rank is wrong if its
-    error is more than ten times the smallest.
+    A rank is wrong if its error exceeds the limit. If CPU ranks have different digests, the right
+    digest is the recorded one if a rank has it, else the most frequent one, and ranks with another
+    digest are wrong. If two digests are equally frequent and no error exceeds the limit, a rank is
+    wrong if its error is over ten times the smallest.
     """
     lost = {rank for rank, result in enumerate(results) if result is None}
     if lost:

@@ -229,8 +229,10 @@ class Engine:
         Ranks above 0 wait for rank 0 without a timeout. If rank 0 sends a call instead of a step,
         `rpc` has the call afterwards; otherwise it is empty.
 
-        Collective: a broadcast of a message; if any tokens run, those of a forward pass, one head
-        exchange and one broadcast; two more broadcasts for grammars, and a barrier after an error.
+        Collective: a broadcast of a message; if any tokens run, those of a forward pass, of
+        `sample` and, for log-probabilities of prompts, of `score_tokens`, and one broadcast; two
+        more broadcasts for grammars; those of `IntegrityCheck.after_step`; a barrier after a
+        NumericalError.
 
         Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf; no request is
         left then. IntegrityError if a bit has flipped, which ends the ranks.

@@ -33,7 +33,7 @@ class CachePart:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The block tables of all KV groups, as the layers of a group read them.
+    """Converts the block tables of chunks to slots and ranges of keys, for every KV group.
 
     Args:
         kv_groups: The KV groups.

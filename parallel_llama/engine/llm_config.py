@@ -15,7 +15,9 @@ from parallel_llama.parallel.rank_stacks import require_log_dir
 from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S, Timeouts
 from parallel_llama.plan import KVSplit
 
-MAX_ADAPTER_NAME_CHARS = 256  # as of the `model` of a request to a server
+# A token with more drafts would run in the kernels of prompts, which may give other bits.
+MAX_DRAFTS = 8
+MAX_ADAPTER_NAME_CHARS = 256  # also the limit of `model` in a request to a server
 
 
 def require_elastic(
@@ -109,7 +111,7 @@ class LLMConfig:
             and computes in float32.
         quant: int8, int4 or fp8 quantise the matrices while they are read, with a scale for every
             32 inputs; stored keeps the files' own quantisation; none decodes it. By default stored
-            if the files are quantised, else none.
+            if the files can run as stored, else none; none for smollm2.
         device: auto, cpu or cuda.
         max_seq_len: lowers the model's context, in tokens.
         seed: seed of requests without a seed of their own. By default a new one for each call.
@@ -132,7 +134,7 @@ class LLMConfig:
         block_size: tokens of a block of the KV cache; rounded up to a multiple of 128 with exact
             sums and kv_split='sequence'.
         max_drafts: maximum draft tokens per sequence and step, guessed from earlier text and then
-            verified; 0 for none. Drafts change the speed and never the tokens.
+            verified; 0 for none, at most 8. Drafts change the speed and never the tokens.
         integrity_check: on the CPU, look for flipped bits in weights and KV cache, and for wrong
             products. By default True with exact sums.
         timeout_s: seconds that a rank waits for another one in a step.
@@ -164,7 +166,7 @@ class LLMConfig:
     exact: bool | None = None
     attention_sinks: int = 0
     block_size: int = 16
-    max_drafts: int = 8
+    max_drafts: int = MAX_DRAFTS
     integrity_check: bool | None = None
     timeout_s: float = Timeouts.step_s
     start_timeout_s: float = Timeouts.start_s
@@ -201,6 +203,8 @@ class LLMConfig:
                 if not isinstance(value, Integral) or int(value) < 0:
                     raise UsageError(f"{name}={value!r}: use a whole number of at least 0")
                 object.__setattr__(self, name, int(value))
+        if self.max_drafts > MAX_DRAFTS:
+            raise UsageError(f"max_drafts={self.max_drafts}: use at most {MAX_DRAFTS}")
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, Real) or not 0 < float(value) <= MAX_TIMEOUT_S:

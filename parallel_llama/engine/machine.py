@@ -11,9 +11,9 @@ from parallel_llama.engine.statistics import HostTick, Tick
 from parallel_llama.model.huge_pages import huge_pages
 from parallel_llama.parallel.collectives import Communicator
 
-# For all ranks together; more than any CPU's caches.
+# For all ranks together; more than the caches of nearly all CPUs.
 READ_BYTES = 1 << 30
-# Five times the largest GPU's cache.
+# At least twice the L2 cache of the GPUs of today.
 _COPIED_BYTES = 1 << 28
 _REPEATS = 5
 _LOOK_S = 1e-4

@@ -83,7 +83,7 @@ class ProductCheck:
 
 
 def _kind(name: str, weight: Weight) -> int:
-    """A hash of what ranks must have alike to multiply panels of a weight together."""
+    """A hash of what must be equal on all ranks before they compare products of a weight."""
     form = weight.panels if isinstance(weight, QuantWeight) else weight.values.dtype
     return zlib.crc32(repr((name, form, _panel_rows(weight), _n_inputs(weight))).encode())
 

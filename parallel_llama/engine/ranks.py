@@ -22,7 +22,7 @@ from parallel_llama.checkpoint.prefetch import started_thread
 from parallel_llama.config.adapter import adapter_digest
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
-from parallel_llama.engine.free_memory import give_back_memory
+from parallel_llama.engine.free_memory import give_back_memory, keep_freed_memory
 from parallel_llama.engine.kv_capacity import Capacity, MemoryFor, memory_of
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.machine import peak_cuda_bytes
@@ -112,6 +112,7 @@ class Ranks:
         self.regroups: list[Regroup] = []
         self._next_look_s = 0.0  # monotonic
         self._orders = orders
+        keep_freed_memory()
         if is_started_as_rank():
             if setup.config.elastic and orders is None:
                 raise UsageError(
@@ -294,6 +295,7 @@ class Ranks:
         if self.setup.config.elastic:
             self.setup.checkpoint.close()
         torch.set_num_threads(self._n_threads)
+        give_back_memory()
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -318,7 +320,7 @@ class Ranks:
             return
         self._next_look_s = now + _LOOK_S
         if why := ranks.keep_spares():
-            logger.warning("no other process is started: %s", why.partition("\n")[0])
+            logger.warning("no more spares are started: %s", why.partition("\n")[0])
         if ranks.can_grow():
             self._regroup()
 

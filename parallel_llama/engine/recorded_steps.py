@@ -161,7 +161,7 @@ class CUDAGraphs:
             raise
         except RuntimeError as error:
             logger.warning(
-                "decode steps of %d rows and more run without a graph: %s",
+                "decode steps that need the graph of %d rows or of more run without one: %s",
                 n_rows,
                 first_line(error, 200),
             )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parallel_llama.engine.llm_config import MAX_DRAFTS
 from parallel_llama.model.batch import Batch, KVGroupBatch
 from parallel_llama.model.kv_cache import Blocks
 from parallel_llama.ops import PagedPlan, PagedQueries, Queries, SamplingKeys
@@ -22,7 +23,7 @@ _RANGE = 5  # integers of a range of queries, as in PagedQueries
 
 # Most tokens of a chunk that are decoded as separate queries: a token and its drafts, so that the
 # results are bitwise those of decoding without drafts.
-MAX_DECODED = 9
+MAX_DECODED = 1 + MAX_DRAFTS
 
 # The key and the temperature of a row's draw, as in `SamplingKeys`.
 SamplingKey = tuple[int, float]

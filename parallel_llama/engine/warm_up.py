@@ -59,7 +59,8 @@ def _steps(runner: ModelRunner) -> Iterator[Callable[[], object]]:
     ]
     yield partial(_draw, runner, [prompt], [n_prompt - 1], draws[:1])
     yield partial(_score, runner, prompt)
-    # One row is enough: kernels are compiled for a model, not for a number of rows.
+    # One row is enough: only the product with integer matrices has another variant for several
+    # rows, which is compiled when graphs are captured.
     decoded = Chunk([0], n_prompt - 1, tables, n_prompt)
     for draw in draws:
         yield partial(_draw, runner, [decoded], [0], [draw])

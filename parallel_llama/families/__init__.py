@@ -81,7 +81,7 @@ FAMILIES = {
 _ALIBI = "its position biases (ALiBi) are not implemented"
 _LEARNED = "its learned position embeddings are not implemented"
 _LATENT = "its latent attention (MLA) is not implemented"
-_SHARED = "its shared experts, to which every token is sent, are not implemented"
+_EXPERTS = "this variant of a mixture of experts is not implemented"
 _STATE = "its state-space layers (SSM) are not implemented"
 _FIRST_FALCON = "use the newer config.json of Falcon, which has model_type 'falcon'"
 _IMAGES = "it is a model of text and images, and only text models are supported"
@@ -89,7 +89,7 @@ MISSING = {
     **dict.fromkeys(("bloom", "mpt", "baichuan"), _ALIBI),
     **dict.fromkeys(("gpt2", "gpt_bigcode", "opt"), _LEARNED),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3"), _LATENT),
-    **dict.fromkeys(("ernie4_5_moe", "granitemoeshared"), _SHARED),
+    **dict.fromkeys(("ernie4_5_moe", "granitemoeshared"), _EXPERTS),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), _STATE),
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),

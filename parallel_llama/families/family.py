@@ -178,7 +178,7 @@ class Family:
             a tensor.
         more_names: Names that depend on the model.
         qkv_by_kv_head: The layouts that store q, k and v by KV head (see `stored_slices`).
-        interleaved_experts: The layouts that store the rows of w1 and w3 of all experts in turn,
+        interleaved_experts: The layouts in which the rows of w1 and w3 of all experts alternate,
             and matrices of experts as [in, out] (see `stored_slices`).
         transposed_experts: The layouts that store the rows of w1 before those of w3 for each
             expert, and matrices of experts as [in, out].

@@ -159,7 +159,7 @@ class ModelArgs:
     rotary_dim: int | None = None  # values of each head that are rotated; None: all
     unrotated_layers: tuple[int, ...] = ()  # layers without rotary embeddings (NoPE)
     attention_sinks: int = 0  # first tokens that stay visible outside the window; not in files
-    sink_logits: bool = False  # each head's softmax has the term exp(sink), which has no value
+    sink_logits: bool = False  # each head's softmax has the term exp(sink), without a value vector
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"] = "silu"
     swiglu_alpha: float = 1.702  # clamped_swiglu: the factor inside the sigmoid
@@ -463,7 +463,7 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
 
     The window is the model's own, or `max_seq_len` less the sinks for a model without one.
 
-    Raises: UsageError for a model with layers without a window or without rotary embeddings, with
+    Raises: UsageError if only some layers have a window, if a layer has no rotary embeddings, with
         dynamic rope scaling, or with `sink_logits`.
     Source: StreamingLLM, arXiv 2309.17453.
     """

@@ -7,8 +7,8 @@ into equal groups:
     one group    q0 q1 q2 q3 k0 k1 v0 v1        two groups    q0 q1 k0 v0 | q2 q3 k1 v1
 
 A layout may store the rows of w1 and w3 of an expert in turn (w1, w3, w1, w3, ...), and each matrix
-of an expert transposed, with rows in turn or not: the rows of such a matrix are the columns in the
-file. A vector with values for each head may be stored as a matrix with a row for each head.
+of an expert transposed, with alternating rows or not: the rows of such a matrix are the columns in
+the file. A vector with values for each head may be stored as a matrix with a row for each head.
 """
 
 import math

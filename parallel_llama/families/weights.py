@@ -10,7 +10,7 @@ from parallel_llama.families.model_args import ModelArgs
 
 Axis = Literal["heads", "kv_heads", "ffn", "shared_ffn", "dense_ffn", "vocab", "outputs"]
 
-# Rows of these multiply whole tokens into a few scores; they are not quantised.
+# Gates compute a few scores per token; they are not quantised.
 _GATES = ".gate.weight", ".shared_gate.weight"
 # A row for each expert, added to its output.
 _BIASES = ".w2_bias"

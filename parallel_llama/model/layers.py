@@ -121,12 +121,12 @@ class RowCut:
         return self.all_outputs[self.rank], sum(self.all_inputs)
 
     def whole_inputs(self, x: Tensor, ops: TorchOps, comm: Communicator) -> Tensor:
-        """The inputs that this rank's shard of the weight needs; the next call may overwrite them.
+        """The inputs that this rank's shard of the weight needs.
 
         Shapes: [T, inputs] local -> the same, or with exact sums [T, all inputs] replicated.
         Collective: with exact sums, one gather_columns.
         """
-        return ops.gather_inputs(x, self.all_inputs, comm) if self.all_outputs else x
+        return ops.gather_columns(x, self.all_inputs, comm) if self.all_outputs else x
 
     def complete(self, y: Tensor, ops: TorchOps, comm: Communicator) -> Tensor:
         """All outputs on every rank.

@@ -234,7 +234,11 @@ class Queries:
                 yield QueryChunk(rows, at, slots, taken, self.hidden_window)
 
     def in_parts(self) -> Iterator[QueryParts]:
-        """Yields each query with the parts of its keys. A part is in one block, or on this rank."""
+        """Yields each query with the parts of its keys.
+
+        If the cache is sharded by token, a part is in one block, so one rank has all of its keys;
+        otherwise all parts are on this rank.
+        """
         for row, positions, first_key, blocks, _ in self.ranges:
             for number, at in enumerate(positions):
                 seen = self.seen(range(at, at + 1))

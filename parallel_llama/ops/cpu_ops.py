@@ -81,7 +81,6 @@ class CPUOps(TorchOps):
         self._run: Launcher = at_once
         self._recording: Recording | None = None
         self._arena = Arena()
-        self._inputs = torch.empty(0)
 
     def compile(
         self,
@@ -93,7 +92,7 @@ class CPUOps(TorchOps):
         has_clamped_swiglu: bool = False,
         has_expert_bias: bool = False,
     ) -> None:
-        """Compile the kernels; all models share them."""
+        """Compile the kernels that most models use; the others are compiled when they first run."""
         for form in self._matrices:
             if isinstance(form, QuantFormat):
                 make_quant_gemm(form)
@@ -276,16 +275,6 @@ class CPUOps(TorchOps):
             starts = self._table(list(accumulate(widths, initial=0)))
             gather(x, whole, starts, exchange, self._recording)
         return whole
-
-    def gather_inputs(self, x: Tensor, widths: Sequence[int], comm: Communicator) -> Tensor:
-        if self._recording is not None or comm.size == 1:
-            return self.gather_columns(x, widths, comm)
-        # The system would have to clear new memory, which takes as long as the copies.
-        shape = len(x), sum(widths)
-        n_numbers = shape[0] * shape[1]
-        if self._inputs.numel() < n_numbers or self._inputs.dtype != x.dtype:
-            self._inputs = x.new_empty(n_numbers)
-        return comm.gather_columns(x, widths, self._inputs[:n_numbers].view(shape))
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return make_activation(self._dtype, "silu")(x, self._run)

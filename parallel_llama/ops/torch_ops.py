@@ -386,10 +386,6 @@ class TorchOps:
         """`comm.gather_columns` between two operators."""
         return comm.gather_columns(x, widths)
 
-    def gather_inputs(self, x: Tensor, widths: Sequence[int], comm: Communicator) -> Tensor:
-        """As `gather_columns`; the next call may overwrite the result."""
-        return self.gather_columns(x, widths, comm)
-
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0
     ) -> Tensor:

@@ -1,7 +1,8 @@
 """The collectives of a tensor-parallel group, as one of its ranks calls them.
 
-Models and engines reach other ranks only through a `Communicator`. Several ranks communicate
-through a `process_group` of torch or, on one host, through `shared_memory`.
+Models and engines reach other ranks only through a `Communicator`. CPU tensors go through
+`shared_memory` on one host, else through `sockets` and, if they are large, gloo. CUDA tensors go
+through NCCL, and small sums on one host through `one_shot`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Collectives by torch.distributed, for ranks on several hosts or without shared memory.
+"""Collectives by torch.distributed, for GPUs and for CPU ranks that do not share memory.
 
 CPU tensors use gloo and CUDA tensors use NCCL. Errors of both do not name the rank that failed, so
 ranks write heartbeats to the store; after a failure the missing heartbeat names the dead rank.

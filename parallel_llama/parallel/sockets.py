@@ -3,8 +3,8 @@
 A decode step of 16 layers has 33 all-reduces of a few kilobytes. gloo takes 0.5 to 1.6 ms for each
 between two hosts, which is several times the latency of a network. Here every rank sends its values
 to every other rank at once, and adds what it receives in rank order: one message each way, and the
-same bits on all ranks. A process group of torch sets this up, carries larger tensors, which gloo
-sends in fewer bytes, and knows by its heartbeats which rank is lost.
+same bits on all ranks. A process group of torch sets up the connections, carries larger tensors,
+for which gloo sends fewer bytes, and detects lost ranks by their heartbeats.
 
     message  two numbers of 8 bytes: signature, exchange; then the values
     cells    per rank, 8 bytes each: descriptor, bytes sent and received of the current exchange;

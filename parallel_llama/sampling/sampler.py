@@ -84,10 +84,10 @@ def _of_ranks(
 def _tokens(
     adjusted: Tensor, vocab: range, draws: Sequence[SamplingRow], comm: Communicator
 ) -> list[int]:
-    ways = _Ways.of(draws)
-    if len(ways.greedy) == len(draws):
+    kinds = _Kinds.of(draws)
+    if len(kinds.greedy) == len(draws):
         return best_tokens(comm.all_gather(_largest(adjusted, vocab)).tolist(), draws)
-    return _pick(adjusted, vocab, draws, ways, comm).tolist()
+    return _pick(adjusted, vocab, draws, kinds, comm).tolist()
 
 
 def _largest(logits: Tensor, vocab: range) -> Tensor:
@@ -124,27 +124,31 @@ def _best_of(of_ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _pick(
-    adjusted: Tensor, vocab: range, draws: Sequence[SamplingRow], ways: "_Ways", comm: Communicator
+    adjusted: Tensor,
+    vocab: range,
+    draws: Sequence[SamplingRow],
+    kinds: "_Kinds",
+    comm: Communicator,
 ) -> Tensor:
     """Sample tokens of any kind.
 
     Collective: one all_gather; another if a row has top_p without top_k, and another if candidates
     do not suffice for a row's filters.
     """
-    head = _Head(comm.all_gather(_local_block(adjusted, vocab, draws, ways)).cpu())
+    head = _Head(comm.all_gather(_local_block(adjusted, vocab, draws, kinds)).cpu())
     _require_tokens(head.largest.tolist(), draws)
     picked = torch.full((len(draws),), -1)
-    if ways.greedy:
-        picked[ways.greedy] = head.tokens[ways.greedy, 0]
-    if ways.plain:
-        blocks = head.blocks[:, ways.plain]
+    if kinds.greedy:
+        picked[kinds.greedy] = head.tokens[kinds.greedy, 0]
+    if kinds.plain:
+        blocks = head.blocks[:, kinds.plain]
         winner = blocks[:, :, _SCORE].argmax(0)
-        picked[ways.plain] = blocks[winner, torch.arange(len(ways.plain)), _TOKEN].long()
-    if ways.filtered:
-        mass = _mass(adjusted, vocab, draws, ways.filtered, head, comm)
-        left = _pick_filtered(picked, head, ways.filtered, draws, mass)
+        picked[kinds.plain] = blocks[winner, torch.arange(len(kinds.plain)), _TOKEN].long()
+    if kinds.filtered:
+        mass = _mass(adjusted, vocab, draws, kinds.filtered, head, comm)
+        left = _pick_filtered(picked, head, kinds.filtered, draws, mass)
         if left:
-            uncovered = [ways.filtered[each] for each in left]
+            uncovered = [kinds.filtered[each] for each in left]
             full = scoring.gather_logits(adjusted[uncovered], head.vocabs, comm).cpu()
             _pick_from_full(picked, full, uncovered, draws, mass[left])
     return picked
@@ -181,22 +185,22 @@ def _mass(
 
 
 @dataclass(frozen=True)
-class _Ways:
-    """Row numbers by kind: the largest logit, noise without filters, noise with filters."""
+class _Kinds:
+    """Row numbers by kind of sampling: greedy, sampled without filters, sampled with filters."""
 
     greedy: list[int]
     plain: list[int]
     filtered: list[int]
 
     @classmethod
-    def of(cls, draws: Sequence[SamplingRow]) -> "_Ways":
-        ways = cls([], [], [])
+    def of(cls, draws: Sequence[SamplingRow]) -> "_Kinds":
+        kinds = cls([], [], [])
         for row, draw in enumerate(draws):
             if draw.params.is_filtered:
-                ways.filtered.append(row)
+                kinds.filtered.append(row)
             else:
-                (ways.greedy if draw.params.is_greedy else ways.plain).append(row)
-        return ways
+                (kinds.greedy if draw.params.is_greedy else kinds.plain).append(row)
+        return kinds
 
 
 class _Head:
@@ -278,7 +282,9 @@ def _score_drawn(
     return dict(zip(rows, scored, strict=True))
 
 
-def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], ways: _Ways) -> Tensor:
+def _local_block(
+    logits: Tensor, vocab: range, draws: Sequence[SamplingRow], kinds: _Kinds
+) -> Tensor:
     """This rank's part of the head exchange. Shapes: [n, _N_FIXED + 2 K] float64 local."""
     k = max(map(_n_candidates, draws))
     block = scoring.new_block(len(draws), _N_FIXED, k, vocab, logits.device)
@@ -286,11 +292,11 @@ def _local_block(logits: Tensor, vocab: range, draws: Sequence[SamplingRow], way
         return block
     tiles = Tiles.of(logits, vocab)
     block[:, _LARGEST] = tiles.largest.amax(1).double()
-    if rows := ways.plain:
+    if rows := kinds.plain:
         scores, tokens = tiles.rows(rows).argmax_with_noise([draws[row] for row in rows])
         block[rows, _SCORE], block[rows, _TOKEN] = scores, tokens.double()
     # One maximum is several times cheaper than the 64 largest, so greedy rows are separate.
-    for rows, n_largest in ((ways.greedy, 1), (ways.filtered, k)):
+    for rows, n_largest in ((kinds.greedy, 1), (kinds.filtered, k)):
         if rows:
             scoring.put_top_k(block, rows, _N_FIXED, *tiles.rows(rows).top_k(n_largest))
     return block

@@ -83,13 +83,13 @@ class Tiles:
         keys = torch.tensor([sampling_key(draw) for draw in draws], device=device)
         temperature = column([draw.params.temperature for draw in draws]).to(device)
         numbers = torch.arange(self.first, self.first + n_tiles, device=device)
-        sampling_keys = tile_gumbel(keys, numbers).add_(_NOISE_SLACK)
-        bounds = self.largest.double() / temperature + sampling_keys  # [n, n_tiles]
+        noise_bounds = tile_gumbel(keys, numbers).add_(_NOISE_SLACK)
+        bounds = self.largest.double() / temperature + noise_bounds  # [n, n_tiles]
         promising = bounds.topk(min(_FIRST_TILES, n_tiles)).indices
         floor = self._best_in(promising, keys, temperature)[:, None]
         rows, tiles = ((bounds >= floor) & (bounds > -torch.inf)).nonzero(as_tuple=True)
         scaled = self.logits[rows, tiles] / temperature[rows]  # [n_pairs, TILE]
-        could_win = scaled + sampling_keys[rows, tiles, None] >= floor[rows]
+        could_win = scaled + noise_bounds[rows, tiles, None] >= floor[rows]
         pairs, places = could_win.nonzero(as_tuple=True)
         rows, tokens = rows[pairs], (tiles[pairs] + self.first) * TILE + places
         scores = scaled[pairs, places] + gumbel(keys[rows], tokens[:, None])[:, 0]

@@ -130,7 +130,7 @@ class EngineCollector(Collector):
         failed = "Number of steps that failed with a numerical error."
         yield self._total("failed_steps", failed, engine.n_failed_steps)
         if engine.step_age_s is not None:
-            age = "Time since the engine's last heartbeat, in seconds."
+            age = "Time since the engine's last message, in seconds."
             yield self._gauge("step_age_seconds", age, engine.step_age_s)
         if engine.loaded is not None:
             up = {str(rank.rank): engine.step_age_s is not None for rank in engine.loaded.ranks}

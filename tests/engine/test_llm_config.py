@@ -36,6 +36,7 @@ def test_a_slice_is_a_rank_of_its_ranks(slice_of):
         ({"exact": "yes"}, "exact='yes': use True, False or None"),
         ({"memory": "large"}, "memory='large': use one number per rank"),
         ({"max_drafts": -1}, "max_drafts=-1: use a whole number of at least 0"),
+        ({"max_drafts": 9}, "max_drafts=9: use at most 8"),
         ({"seed": "one"}, "seed='one': use a whole number of at least 0"),
         ({"random_weights": 0.5}, r"random_weights=0\.5: use a whole number"),
         ({"timeout_s": 0}, "timeout_s=0: use a number of seconds above 0"),

@@ -340,7 +340,8 @@ class CodeCache:
     """The state of the code cache.
 
     Args:
-        folder: where it is, or would be; None if this user has no home folder.
+        folder: where it is, or would be; None without a home folder or with a relative
+            XDG_CACHE_HOME.
         is_used: whether files are read and written there.
         n_files: kernels in it.
         damaged: names of files that would be compiled again.
@@ -366,7 +367,7 @@ def _place() -> Path | None:
     """The path of the cache folder, whether or not it exists."""
     with suppress(RuntimeError):  # a user without a home folder has no cache
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        # The specification says to ignore relative paths.
+        # The specification forbids relative paths.
         return base / "parallel_llama" / "kernels" if base.is_absolute() else None
     return None
 

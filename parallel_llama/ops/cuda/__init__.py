@@ -3,11 +3,13 @@
 A step of a few rows reads every weight once, so launches and host synchronisations must be few.
 Grids depend only on shapes, and no kernel synchronises.
 
-A row's bits do not depend on the other rows of the batch. Sums are in float32. Tile sizes are
+A row's bits do not depend on the other rows of the batch, in `quant_linear` up to MAX_ROWS rows.
+Sums are in float32. Tile sizes are
 powers of two, with masks.
 
-A kernel is compiled once per model, not per number of rows: arguments that depend on the number of
-rows are marked as not specialised, since Triton would compile anew for 1 and for multiples of 16.
+A kernel is compiled once per model, not per number of rows, since arguments that depend on the
+number of rows are marked as not specialised: Triton would compile anew for 1 and for multiples of
+16. Only the product with integer matrices has two variants, for one row and for several.
 
 Triton comes with torch for CUDA only, so only this folder imports Triton, and only a model on a
 CUDA device imports this folder.

@@ -1,17 +1,17 @@
-"""Products of rows with matrices in int4, int8 or fp8 whose panels have one row.
+"""Products of rows with matrices in integers of 2 to 8 bits or fp8, whose panels have one row.
 
 In a panel of one row the words of a quantisation group are contiguous, at most 32 bytes, and the
 groups follow each other.
 
 Integer formats round the inputs to int8, so a group's product is exact and only the sum over groups
-rounds. A program adds the terms of many groups side by side, then those of as many groups after
-them, and at last these sums. fp8 converts the weight to the dtype of the inputs, which is exact,
+rounds. A program sums in LANES lanes: lane i adds the groups i, i + LANES, i + 2 LANES and so on.
+The lanes are added at the end. fp8 converts the weight to the dtype of the inputs, which is exact,
 and sums a group in float32; the groups are split into parts, which are added in order. Both orders
 depend on the matrix's shape alone, so a row's result does not depend on the number of rows up to
 MAX_ROWS.
 
 More rows are multiplied by cuBLAS, with the matrix in the dtype of the inputs, which are not
-rounded to int8: to convert the matrix then costs less than to multiply so many rows here.
+rounded to int8: converting the matrix then costs less than multiplying that many rows here.
 
 Source: `ops.quant` defines the products and the panel layout.
 """
