@@ -411,12 +411,26 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
             f"decode steps run operator by operator{where} because of attention sinks; drop "
             "attention_sinks if sequences fit in the context"
         )
-    if device == "cpu" and args.norm == "layer":
+    if device == "cpu" and (args.norm == "layer" or args.qk_layer_norm):
         return "decode steps run operator by operator: LayerNorm has no kernel for the CPU"
     if device == "cpu" and args.n_expert_groups > 1:
         return (
             "decode steps run operator by operator: routing to groups of experts has no kernel for "
             "the CPU"
+        )
+    if device == "cpu" and (args.scaled_inputs or args.qk_unit_norm):
+        return (
+            "decode steps run operator by operator: scaled inputs of experts and norms without "
+            "weights have no kernel for the CPU"
+        )
+    if args.scales_queries:
+        return (
+            "decode steps run operator by operator: the model scales queries by their positions, "
+            "which recorded steps cannot do"
+        )
+    if device == "cuda" and args.window_chunks:
+        return (
+            "decode steps run operator by operator: attention within chunks has no kernel for a GPU"
         )
     scaling = args.rope_scaling
     if device == "cuda" and scaling is not None and scaling.kind == "dynamic":

@@ -40,7 +40,6 @@ from parallel_llama.dtypes import STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families import family_of, stored_slices
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.families.names import hf_full_name
 from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.files.fields import read_json_object
@@ -304,7 +303,7 @@ def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:
     """The tensors of a file by full name; names of a base model get the missing prefix."""
     tensors: dict[str, FileTensor] = {}
     for name, tensor in read_header(path).items():
-        full_name = hf_full_name(name, family_of(args).names)
+        full_name = family_of(args).hf_name(name)
         if full_name in tensors:
             base = full_name.partition(".")[0]
             raise CheckpointError(
@@ -321,8 +320,8 @@ def _require_index(
     weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: needs a weight_map from tensor names to file names")
-    names = family_of(args).names
-    listing = {hf_full_name(n, names): index.parent / file for n, file in weight_map.items()}
+    hf_name = family_of(args).hf_name
+    listing = {hf_name(name): index.parent / file for name, file in weight_map.items()}
     held = {name: path for path, header in headers.items() for name in header}
     wrong = [
         f"{name!r:.200} should be in {file.name!r} and is "

@@ -42,11 +42,11 @@ def read_stacked(
         return read(range(1), _covering(stored_slice, rows))[0, ::step].contiguous()
     outputs, inputs = _block(param, rows)
     n_inputs, n_outputs = stored_slice.shape[-2:]
-    expert, number = divmod(stored_slice.first, n_outputs)
-    first = expert * n_inputs
-    columns = range(outputs.start * step, outputs.stop * step)
+    first = stored_slice.first // n_outputs * n_inputs
+    covering = _covering(stored_slice, outputs)
+    columns = range(covering.start % n_outputs, covering.start % n_outputs + len(covering))
     stored = read(range(first + inputs.start, first + inputs.stop), columns)
-    return stored[:, number::step].t().contiguous()
+    return stored[:, ::step].t().contiguous()
 
 
 @dataclass(frozen=True)

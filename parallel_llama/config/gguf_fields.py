@@ -39,6 +39,7 @@ def gguf_fields(args: ModelArgs) -> dict[str, Any]:
     """
     form = written_form(args)
     assert form.writes is not None
+    kind = "" if form.has_layer_norm else "rms_"
     stated = {
         "vocab_size": args.vocab_size,
         "context_length": args.max_seq_len,
@@ -49,7 +50,7 @@ def gguf_fields(args: ModelArgs) -> dict[str, Any]:
         "attention.head_count_kv": args.n_kv_heads,
         "attention.key_length": args.head_dim,
         "attention.value_length": args.head_dim,
-        "attention.layer_norm_rms_epsilon": float(args.norm_eps),
+        f"attention.layer_norm_{kind}epsilon": float(args.norm_eps),
         "rope.dimension_count": args.rotary_dim or args.head_dim,
         "rope.freq_base": float(args.rope_theta),
         **_scaling_fields(written_scaling(args)),

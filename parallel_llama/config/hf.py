@@ -32,6 +32,9 @@ _SIZES = "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
+# Keys beside text_config that belong to the text part of a model of text and images, too.
+_OF_TEXT_TOO = "dtype", "torch_dtype", "quantization_config"
+
 # Activations by transformers' names; the first name of each is written.
 _ACTIVATIONS = {
     "silu": "silu",
@@ -76,7 +79,7 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     Raises: UsageError as in `load_model_args`.
     Source: transformers 5.23, its configurations of the families.
     """
-    fields = Fields(values)
+    fields = Fields(values := _text_part(values))
     family = _family(fields)
     packing_of(values)  # refuses unsupported quantisation before weights are searched for
     check_keys(fields, family.reads.union(family.keys.values()))
@@ -90,7 +93,9 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     longest = longest_sequence(stated["max_seq_len"], stated["rope_scaling"])
     stated |= _windows(fields, family, stated["n_layers"], longest)
     if "sliding_window" not in stated:
-        stated.pop("local_rope_theta", None)  # no layer uses it
+        # No layer uses these.
+        stated.pop("local_rope_theta", None)
+        stated.pop("window_chunks", None)
     return ModelArgs(
         dtype=fields.string(
             "dtype", fields.string("torch_dtype", family.defaults.get("dtype", "float32"))
@@ -98,6 +103,19 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
         family=family.name,
         **stated,
     )
+
+
+def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the text part of a model of text and images; else `values`."""
+    model_type = values.get("model_type")
+    parts = (family for family in FAMILIES.values() if family.multimodal == model_type != "")
+    if (family := next(parts, None)) is None:
+        return values
+    if not (own := Fields(values).mapping("text_config")):
+        raise UsageError(f"model_type={model_type!r} needs text_config, the model of text")
+    logger.warning("only the text part of %r is loaded; images cannot be read", model_type)
+    known = {key: values[key] for key in _OF_TEXT_TOO if key in values}
+    return {**known, **own, "model_type": family.name, "architectures": [family.architecture]}
 
 
 def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
@@ -192,24 +210,25 @@ def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dic
 
     `longest` is the length of the longest sequence.
     """
-    layer_types = _layer_types(fields, n_layers)
+    layer_types = _layer_types(fields, n_layers, family.window_type)
     if family.full_layers is None:
         _require_no_window(fields, family, layer_types, longest)
         return {}
     is_on = family.window_switch is None or fields.flag(family.window_switch, False)
     # A null means no window; a missing key means the default of the family.
-    window = fields.optional_integer("sliding_window")
-    if "sliding_window" not in fields.values:
+    key, kind = family.key("sliding_window"), family.window_type
+    window = fields.optional_integer(key)
+    if key not in fields.values:
         window = family.defaults["sliding_window"]
     if window is None or not is_on:
-        if _SLIDING in layer_types:
-            lacks = "without a sliding_window; add the key"
+        if kind in layer_types:
+            lacks = f"without a value of {key}; add it"
             if window is not None:
                 lacks = f"and {family.window_switch} is false; set it to true"
-            raise UsageError(f"layer_types has {_SLIDING!r} {lacks}, or remove layer_types")
+            raise UsageError(f"layer_types has {kind!r} {lacks}, or remove layer_types")
         return {}
     if layer_types:
-        full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)
+        full = tuple(layer for layer, each in enumerate(layer_types) if each == _FULL)
     else:
         full = tuple(family.full_layers(fields, n_layers))
     is_uniform = family.full_layers is every_layer_has_the_window
@@ -226,12 +245,12 @@ def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dic
     return {"sliding_window": window, "full_layers": full}
 
 
-def _layer_types(fields: Fields, n_layers: int) -> list[str]:
+def _layer_types(fields: Fields, n_layers: int, window_type: str) -> list[str]:
     layer_types = fields.strings("layer_types")
     for layer_type in layer_types:
-        if layer_type not in (_FULL, _SLIDING):
+        if layer_type not in (_FULL, window_type):
             raise UsageError(
-                f"layer_types has {layer_type[:80]!r}; {_FULL!r} and {_SLIDING!r} are supported"
+                f"layer_types has {layer_type[:80]!r}; {_FULL!r} and {window_type!r} are supported"
             )
     if layer_types and len(layer_types) != n_layers:
         raise UsageError(
@@ -376,6 +395,7 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
     Raises: UsageError for a feature or rope scaling that config.json cannot express.
     """
     ids, family = ids or GenerationDefaults(), family_of(args)
+    window_key = family.key("sliding_window")
     eos = list(ids.eos_ids)
     # Families with another activation have no key for it, or write it themselves.
     names = (name for name, one in _ACTIVATIONS.items() if one == args.activation)
@@ -390,7 +410,7 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
         "rope_scaling": _rope_scaling(args),
         family.key("max_seq_len"): args.max_seq_len,
         "tie_word_embeddings": args.tied_embeddings,
-        **({} if family.full_layers is None else {"sliding_window": args.sliding_window}),
+        **({} if family.full_layers is None else {window_key: args.sliding_window}),
         **family.writes(args),
         "bos_token_id": ids.bos_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
@@ -468,6 +488,7 @@ def _llama3_factors(args: ModelArgs, scaling: RopeScaling) -> list[float]:
     for pair in range(args.head_dim // 2):
         wavelength = 2 * math.pi * args.rope_theta ** (2 * pair / args.head_dim)
         turns = scaling.original_max_seq_len / wavelength
-        share = min(1.0, max(0.0, (turns - low) / (high - low)))  # fraction that is kept
+        # The fraction that is kept.
+        share = min(1.0, max(0.0, (turns - low) / (high - low) if low < high else turns >= low))
         factors.append(1 / ((1 - share) / scaling.factor + share))
     return factors

@@ -12,7 +12,10 @@ from parallel_llama.model.low_rank import AdapterRows
 def adapter_rows(
     chunks: Sequence[Chunk], rows: Sequence[int] | None, device: torch.device
 ) -> tuple[tuple[AdapterRows, ...], tuple[AdapterRows, ...]]:
-    """The tokens that run with each adapter, and the same among `rows`; None for all tokens."""
+    """The tokens that run with each adapter, as indices into the batch and into `rows`.
+
+    `rows` is None for all tokens.
+    """
     if not has_adapters(chunks):
         return (), ()
     names = [chunk.adapter for chunk in chunks for _ in chunk.tokens]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from parallel_llama.engine.step_buffer import Chunk, KVGroupStep
 from parallel_llama.families.model_args import KVGroup
 from parallel_llama.ops import Queries, QueryRange
-from parallel_llama.ops.attention import after, slots_of
+from parallel_llama.ops.attention import after, first_key, slots_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class KVLayout:
 
     def step(self, number: int, chunks: Sequence[Chunk]) -> KVGroupStep:
         """A step in one KV group."""
-        window, size = self.kv_groups[number].window, self.block_size
+        kv_group, size = self.kv_groups[number], self.block_size
+        window, has_chunks = kv_group.window, kv_group.has_chunks
         slots: list[int] = []
         plain: list[QueryRange] = []
         near: list[QueryRange] = []
@@ -64,6 +65,12 @@ class KVLayout:
             row, positions = len(slots), chunk.positions
             own = self._range(number, row, chunk, positions)
             slots += slots_of(own.blocks, size, after(own.first_key, positions))
+            if has_chunks and window is not None:
+                plain += [
+                    self._range(number, row + piece.start - positions.start, chunk, piece)
+                    for piece in _within_chunks(positions, window)
+                ]
+                continue
             if not self.n_sinks or window is None or positions.stop <= window:
                 plain.append(own)
                 continue
@@ -76,7 +83,8 @@ class KVLayout:
             blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before.stop))
             near.append(own)
             far.append(own._replace(positions=before, first_key=0, blocks=blocks))
-        spare_slot, queries = self.spare_slots[number], Queries(plain, size, window)
+        spare_slot = self.spare_slots[number]
+        queries = Queries(plain, size, window, has_chunks=has_chunks)
         if self.part is not None:
             slots = [spare_slot if slot < 0 else slot for slot in slots]
         if not near:
@@ -111,8 +119,9 @@ class KVLayout:
 
     def _range(self, number: int, row: int, chunk: Chunk, positions: range) -> QueryRange:
         """The queries at some positions of a chunk; `row` is the row of the first query."""
-        window = self.kv_groups[number].window
-        first = 0 if window is None else max(positions.start - window + 1, 0) // self.block_size
+        kv_group = self.kv_groups[number]
+        first = first_key(positions.start, kv_group.window, has_chunks=kv_group.has_chunks)
+        first //= self.block_size
         blocks = self._blocks(chunk, number, first, positions.stop)
         return QueryRange(row, positions, first * self.block_size, blocks, chunk.is_decoded)
 
@@ -120,3 +129,13 @@ class KVLayout:
         """A sequence's blocks in a KV group, from block `first` up to before position `stop`."""
         blocks = chunk.tables[number][first : -(-stop // self.block_size)]
         return blocks if self.part is None else self.part.local(blocks)
+
+
+def _within_chunks(positions: range, size: int) -> list[range]:
+    """The positions, cut at multiples of `size`.
+
+    >>> _within_chunks(range(2, 9), 4)
+    [range(2, 4), range(4, 8), range(8, 9)]
+    """
+    cuts = range(positions.start // size * size, positions.stop, size)
+    return [range(max(cut, positions.start), min(cut + size, positions.stop)) for cut in cuts]

@@ -44,7 +44,12 @@ from parallel_llama.model.adapters import (
 from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import Backend
-from parallel_llama.model.rope import RotaryTables, back_rotations_of, rotary_of_windows
+from parallel_llama.model.rope import (
+    RotaryTables,
+    back_rotations_of,
+    query_scales,
+    rotary_of_windows,
+)
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import WeightLoader
 from parallel_llama.ops import (
@@ -380,6 +385,7 @@ class ModelRunner:
                 for number, own in enumerate(rotations)
             ),
             rows=None if rows is None or is_all(rows, len(tokens)) else self._int64(rows),
+            query_scales=self._query_scales(chunks) if self.args.scales_queries else None,
             adapters=adapters,
             adapters_of_rows=adapters_of_rows,
         )
@@ -420,6 +426,10 @@ class ModelRunner:
                 back_rotations = back_rotations_of(self.args, own_plan.positions, latest)
                 sink_tiles.append(SinkTile(own_plan, back_rotations.to(self.device, wide)))
         return KVGroupBatch(slots, rotations, plan, tuple(sink_tiles))
+
+    def _query_scales(self, chunks: Sequence[Chunk]) -> Tensor:
+        scales = query_scales(self.args, [chunk.positions for chunk in chunks])
+        return scales.to(self.device, torch.promote_types(self.dtype, torch.float32))
 
     def _int64(self, values: Sequence[object]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)

@@ -175,7 +175,7 @@ class KernelCalls:
     Steps with adapters have recordings of their own, which are the same for all adapters.
 
     Args:
-        model: Nothing is recorded if its operators are torch's.
+        model: Nothing is recorded if its operators are torch's, or if it scales queries.
         caches: One KV cache per KV group.
         layout: Nothing is recorded if the caches are sharded by token.
         tables: The rotary tables of each KV group.
@@ -224,8 +224,10 @@ class KernelCalls:
     ) -> "_KernelCallStep | None":
         """Run a step. Returns: its recording, or None if it must run operator by operator."""
         ops = self._model.ops
-        if not isinstance(ops, CPUOps) or self._layout.part is not None:
+        is_computed_by_kernels = isinstance(ops, CPUOps) and not self._model.scales_queries
+        if not is_computed_by_kernels or self._layout.part is not None:
             return None
+        assert isinstance(ops, CPUOps)
         tokens = [token for chunk in chunks for token in chunk.tokens]
         n_rows = len(tokens)
         key = n_rows, has_adapters(chunks)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from parallel_llama.families.arcee import ARCEE, NEMOTRON
+from parallel_llama.families.cohere import COHERE, COHERE2
 from parallel_llama.families.exaone4 import EXAONE4
 from parallel_llama.families.falcon import FALCON, PALM
 from parallel_llama.families.family import Family
@@ -14,6 +15,7 @@ from parallel_llama.families.gpt_oss import GPT_OSS
 from parallel_llama.families.granite import GRANITE
 from parallel_llama.families.internlm2 import INTERNLM2
 from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
+from parallel_llama.families.llama4 import LLAMA4
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
 from parallel_llama.families.olmo import OLMO2, OLMO3
@@ -23,8 +25,19 @@ from parallel_llama.families.seed_oss import SEED_OSS
 from parallel_llama.families.smollm3 import SMOLLM3
 from parallel_llama.families.stablelm import STABLELM
 from parallel_llama.families.starcoder2 import STARCODER2
-from parallel_llama.families.stored_slices import StoredSlice, interleaved, shared
-from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
+from parallel_llama.families.stored_slices import (
+    StoredSlice,
+    by_head,
+    interleaved,
+    shared,
+    transposed,
+)
+from parallel_llama.families.weights import (
+    HEAD_NORMS,
+    Param,
+    layer_parameters,
+    outer_parameters,
+)
 
 FAMILIES = {
     family.name: family
@@ -58,6 +71,9 @@ FAMILIES = {
         OLMO3,
         INTERNLM2,
         GPT_OSS,
+        COHERE,
+        COHERE2,
+        LLAMA4,
     )
 }
 
@@ -111,6 +127,12 @@ def stored_slices(args: ModelArgs, layout: Layout) -> Mapping[str, StoredSlice]:
         first, is_shared = weights[0].name, len(weights) > 1
         if ".experts." in first and layout in family.interleaved_experts:
             found.update(interleaved(name, weights, args.n_experts))
+            continue
+        if ".experts." in first and layout in family.transposed_experts:
+            found.update(transposed(name, weights, args.n_experts))
+            continue
+        if args.qk_layer_norm and layout != "meta" and first.endswith(HEAD_NORMS):
+            found[first] = by_head(name, weights[0], args.head_dim)
             continue
         is_qkv = is_shared and ".attention." in first
         n_groups = args.n_kv_heads if is_qkv and layout in family.qkv_by_kv_head else 1

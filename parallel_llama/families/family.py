@@ -11,6 +11,7 @@ from parallel_llama.families.names import (
     Layout,
     Names,
     RotaryOrder,
+    hf_full_name,
     is_rotary_table,
     layer_of,
     renamed,
@@ -36,9 +37,17 @@ USUAL_KEYS = {
 # Rotary orders if GGUF files keep HF's order of rows.
 HALF_IN_GGUF: Mapping[Layout, RotaryOrder] = {"meta": "interleaved", "hf": "half", "gguf": "half"}
 
+# Rotary orders if all files have Meta's order of rows.
+INTERLEAVED: Mapping[Layout, RotaryOrder] = {
+    "meta": "interleaved",
+    "hf": "interleaved",
+    "gguf": "interleaved",
+}
+
 # Keys of config.json that several families read.
 BIASES = frozenset({"attention_bias", "mlp_bias"})
 ROTARY_PART = "partial_rotary_factor"
+ROTATED, ROTATED_INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 
 FullLayers = Callable[[Fields, int], Iterable[int]]
 
@@ -83,12 +92,39 @@ def written_rotary_part(args: ModelArgs) -> dict[str, Any]:
     return {ROTARY_PART: (args.rotary_dim or args.head_dim) / args.head_dim}
 
 
-def layer_types(args: ModelArgs) -> list[str]:
-    """The value of layer_types in config.json."""
+def unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+    """The layers with 0 in ROTATED of config.json, or every n-th without it.
+
+    Despite the key's name, 1 means a rotated layer.
+
+    Raises: UsageError for an interval below 1, or a list with too few entries.
+    """
+    rotated = fields.integers(ROTATED)
+    if not rotated:
+        if (interval := fields.integer(ROTATED_INTERVAL, 4)) < 1:
+            raise UsageError(f"{ROTATED_INTERVAL}={interval}: use 1 or more")
+        return tuple(range(interval - 1, n_layers, interval))
+    if len(rotated) < n_layers:
+        raise UsageError(
+            f"{ROTATED} has {len(rotated)} entries and num_hidden_layers={n_layers}; "
+            "use the config.json that belongs to the weights"
+        )
+    return tuple(layer for layer in range(n_layers) if not rotated[layer])
+
+
+def written_rotated(args: ModelArgs) -> dict[str, Any]:
+    """The value of ROTATED in config.json."""
+    return {ROTATED: [int(layer not in args.unrotated_layers) for layer in range(args.n_layers)]}
+
+
+def layer_types(args: ModelArgs, with_window: str = "sliding_attention") -> list[str]:
+    """The value of layer_types in config.json.
+
+    Args:
+        with_window: the type of layers with a window.
+    """
     full = range(args.n_layers) if args.sliding_window is None else args.full_layers
-    return [
-        "full_attention" if layer in full else "sliding_attention" for layer in range(args.n_layers)
-    ]
+    return ["full_attention" if layer in full else with_window for layer in range(args.n_layers)]
 
 
 @dataclass(frozen=True)
@@ -133,6 +169,7 @@ class Family:
         keys: Keys that differ from `USUAL_KEYS`, by argument; empty for an argument without a key.
         full_layers: Returns the layers without a sliding window, if the family has one.
         window_switch: A key that must be true for the sliding window to be used.
+        window_type: The value of layer_types for layers with a window.
         has_extra_layers: Whether files may hold layers after the last, which are not needed.
         has_local_rope: Whether rope_parameters may have one object for full attention and one for
             sliding attention.
@@ -143,6 +180,11 @@ class Family:
         qkv_by_kv_head: The layouts that store q, k and v by KV head (see `stored_slices`).
         interleaved_experts: The layouts in which the rows of w1 and w3 of all experts alternate,
             and matrices of experts as [in, out] (see `stored_slices`).
+        transposed_experts: The layouts that store the rows of w1 before those of w3 for each
+            expert, and matrices of experts as [in, out].
+        multimodal: HF's model_type of models of text and images whose text part is this family.
+        text_prefix: The beginning of the names of the text part's tensors in such models.
+        other_parts: The beginnings of the names of the other parts' tensors, which are not loaded.
         gguf: The family in GGUF files; None if it is not read from them. Of the families with the
             same architecture, a file is read as the first in `FAMILIES`.
         rotary_order: The order of the rows of wq and wk in each layout.
@@ -157,6 +199,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     full_layers: FullLayers | None = None
     window_switch: str | None = None
+    window_type: str = "sliding_attention"
     has_extra_layers: bool = False
     has_local_rope: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -164,6 +207,10 @@ class Family:
     more_names: Callable[[ModelArgs], tuple[Names, ...]] = lambda _: ()
     qkv_by_kv_head: frozenset[Layout] = frozenset()
     interleaved_experts: frozenset[Layout] = frozenset()
+    transposed_experts: frozenset[Layout] = frozenset()
+    multimodal: str = ""
+    text_prefix: str = ""
+    other_parts: tuple[str, ...] = ()
     gguf: GGUFForm | None = None
     rotary_order: Mapping[Layout, RotaryOrder] = field(
         default_factory=lambda: {"meta": "interleaved", "hf": "half", "gguf": "interleaved"}
@@ -176,6 +223,10 @@ class Family:
         """
         return self.keys[argument] if argument in self.keys else USUAL_KEYS[argument]
 
+    def hf_name(self, stored: str) -> str:
+        """The name in HF's text model with an output layer of a tensor with this name in a file."""
+        return hf_full_name(stored.removeprefix(self.text_prefix), self.names)
+
     def name_in(self, layout: Layout, name: str, args: ModelArgs) -> str:
         """The name in a layout of the weight with this name in the model."""
         return renamed(name, "meta", layout, (*self.names, *self.more_names(args)))
@@ -186,4 +237,5 @@ class Family:
         output = self.name_in(layout, "output.weight", args)
         is_second = args.tied_embeddings and name == output
         is_extra = self.has_extra_layers and layer_of(name, layout) >= args.n_layers
-        return is_second or is_extra or is_rotary_table(name, layout)
+        is_other = layout == "hf" and name.startswith(self.other_parts)
+        return is_second or is_extra or is_other or is_rotary_table(name, layout)

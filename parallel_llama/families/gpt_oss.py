@@ -18,6 +18,7 @@ from parallel_llama.files.fields import Fields
 
 # The window of GGUF files that do not state it.
 _WINDOW = 128
+_CHANNELS_IN_GGUF, _WINDOW_IN_GGUF = "expert_feed_forward_length", "attention.sliding_window"
 
 # OpenAI's keys of values that its files also state under transformers' keys, which are read.
 _DOUBLE = frozenset({"experts_per_token", "initial_context_length"})
@@ -81,11 +82,16 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
     return {
         **_ARITHMETIC,
         "ffn_dim": fields.integer(
-            "gpt-oss.expert_feed_forward_length", fields.integer("gpt-oss.feed_forward_length", 0)
+            f"gpt-oss.{_CHANNELS_IN_GGUF}", fields.integer("gpt-oss.feed_forward_length", 0)
         ),
-        "sliding_window": fields.integer("gpt-oss.attention.sliding_window", _WINDOW),
+        "sliding_window": fields.integer(f"gpt-oss.{_WINDOW_IN_GGUF}", _WINDOW),
         "full_layers": tuple(range(1, n_layers, 2)),
     }
+
+
+def _gguf_writes(args: ModelArgs) -> dict[str, Any]:
+    window = {} if args.sliding_window is None else {_WINDOW_IN_GGUF: args.sliding_window}
+    return {_CHANNELS_IN_GGUF: args.ffn_dim, **window}
 
 
 GPT_OSS = Family(
@@ -142,9 +148,10 @@ GPT_OSS = Family(
     gguf=GGUFForm(
         "gpt-oss",
         _gguf_features,
-        frozenset({"expert_feed_forward_length", "attention.sliding_window"}),
+        frozenset({_CHANNELS_IN_GGUF, _WINDOW_IN_GGUF}),
         has_experts=True,
         truncates_yarn=False,
+        writes=_gguf_writes,
     ),
     rotary_order=HALF_IN_GGUF,
 )

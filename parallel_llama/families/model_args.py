@@ -65,6 +65,8 @@ class RopeScaling:
         assert self.original_max_seq_len is not None
         low, high = self.low_freq_factor, self.high_freq_factor
         rotations = self.original_max_seq_len * freq / (2 * math.pi)  # in the trained context
+        if low == high:
+            return float(rotations >= low)
         return min(max((rotations - low) / (high - low), 0.0), 1.0)
 
     def __post_init__(self) -> None:
@@ -95,10 +97,10 @@ class RopeScaling:
             )
         if self.kind == "longrope" and self.original_max_seq_len == 1:
             raise UsageError("longrope scaling with a trained context of 1 token; use 2 or more")
-        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+        if self.kind == "llama3" and not self.low_freq_factor <= self.high_freq_factor:
             raise UsageError(
                 f"low_freq_factor={self.low_freq_factor} and high_freq_factor="
-                f"{self.high_freq_factor}: the high one must be the larger"
+                f"{self.high_freq_factor}: the high one must not be smaller"
             )
 
 
@@ -144,9 +146,14 @@ class ModelArgs:
     # Attention
     qk_norm: bool = False  # norms of every head's query and key before rotation
     qk_norm_across_heads: bool = False  # qk_norm: one norm of all queries, and one of all keys
+    qk_layer_norm: bool = False  # qk_norm: LayerNorm, with weights for each head, and not RMSNorm
+    qk_unit_norm: bool = False  # in rotated layers: qk_norm without weights, also after rotation
+    query_scale: float = 0.0  # s: in unrotated layers, the query at position p is multiplied by
+    query_scale_step: int = 8192  # n: 1 + s ln(1 + floor((p + 1) / n))
     attention_scale: float | None = None  # of q k^T; None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     sliding_window: int | None = None  # keys that a token attends to, its own among them
+    window_chunks: bool = False  # a window begins at a multiple of its size, and ends at the token
     full_layers: tuple[int, ...] = ()  # with a window: the layers that attend to all keys
     local_rope_theta: float | None = None  # unscaled base in layers with a window; None: rope_theta
     rotary_dim: int | None = None  # values of each head that are rotated; None: all
@@ -165,6 +172,8 @@ class ModelArgs:
     sigmoid_router: bool = (
         False  # weights are sigmoids of scores; a bias is added to choose experts
     )
+    router_bias: bool = True  # with sigmoid_router: whether it has that bias
+    scaled_inputs: bool = False  # routing weights scale the inputs of experts, not their outputs
     n_expert_groups: int = 1  # with sigmoid_router: consecutive experts form a group,
     n_active_groups: int = 1  # and a token's experts are in its best groups
     expert_bias: bool = False  # biases of the router and of every expert
@@ -227,6 +236,13 @@ class ModelArgs:
                 raise UsageError(f"{name}={value}: use a finite number above 0")
         if not 1e-6 <= self.residual_scale <= 1e6:  # norm_eps is divided by its square
             raise UsageError(f"residual_scale={self.residual_scale}: use a number from 1e-6 to 1e6")
+        if not (math.isfinite(self.query_scale) and self.query_scale >= 0):
+            raise UsageError(f"query_scale={self.query_scale}: use a finite number from 0")
+        if not 1 <= self.query_scale_step <= MAX_SIZES["max_seq_len"]:
+            raise UsageError(
+                f"query_scale_step={self.query_scale_step}: use a whole number from 1 to "
+                f"{MAX_SIZES['max_seq_len']}"
+            )
         for name in ("norm_offset", "embedding_scale"):
             if not math.isfinite(value := getattr(self, name)):
                 raise UsageError(f"{name}={value}: use a finite number")
@@ -263,6 +279,25 @@ class ModelArgs:
             "qk_norm_across_heads and norm_offset cannot be combined": (
                 self.qk_norm_across_heads and self.norm_offset != 0
             ),
+            "qk_unit_norm and qk_norm cannot be combined": self.qk_unit_norm and self.qk_norm,
+            "qk_unit_norm and a factor of rope scaling on queries and keys cannot be combined": (
+                self.qk_unit_norm
+                and self.rope_scaling is not None
+                and self.rope_scaling.kind in ("yarn", "longrope")
+            ),
+            "window_chunks needs sliding_window": (
+                self.window_chunks and self.sliding_window is None
+            ),
+            "window_chunks and attention_sinks cannot be combined": (
+                self.window_chunks and self.attention_sinks > 0
+            ),
+            "qk_layer_norm needs qk_norm": self.qk_layer_norm and not self.qk_norm,
+            "qk_layer_norm and qk_norm_across_heads cannot be combined": (
+                self.qk_layer_norm and self.qk_norm_across_heads
+            ),
+            "qk_layer_norm and norm_offset cannot be combined": (
+                self.qk_layer_norm and self.norm_offset != 0
+            ),
             "parallel_block needs pre_norms": self.parallel_block and not self.pre_norms,
             "pre_norms or post_norms is needed": not (self.pre_norms or self.post_norms),
             "post_norms and residual_scale cannot be combined": (
@@ -286,6 +321,13 @@ class ModelArgs:
             "n_experts needs gated": self.n_experts > 0 and not self.gated,
             "shared_ffn_dim needs n_experts": self.shared_ffn_dim > 0 and not self.n_experts,
             "sigmoid_router needs n_experts": self.sigmoid_router and not self.n_experts,
+            "a router without router_bias needs sigmoid_router": (
+                not self.router_bias and not self.sigmoid_router
+            ),
+            "scaled_inputs needs n_experts": self.scaled_inputs and not self.n_experts,
+            "scaled_inputs and expert_bias cannot be combined": (
+                self.scaled_inputs and self.expert_bias
+            ),
             "n_expert_groups and routed_scale need sigmoid_router": (
                 (self.n_expert_groups != 1 or self.routed_scale != 1) and not self.sigmoid_router
             ),
@@ -346,6 +388,16 @@ class ModelArgs:
                 f"n_active_experts={self.n_active_experts} in {n_active} groups of {size} experts: "
                 f"use at most {n_active * size}"
             )
+
+    @property
+    def has_gate_bias(self) -> bool:
+        """Whether the router of a layer with experts has a bias."""
+        return self.expert_bias or (self.sigmoid_router and self.router_bias)
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether the queries of some layers are scaled by their positions."""
+        return self.query_scale > 0 and len(self.unrotated_layers) > 0
 
     @property
     def has_wo_bias(self) -> bool:
@@ -444,15 +496,19 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers that attend to the same keys: all keys, or those of the window."""
+    """Layers that attend to the same keys: all keys, or those of the window.
+
+    With `has_chunks`, a window begins at a multiple of its size.
+    """
 
     layers: tuple[int, ...]
     window: int | None
+    has_chunks: bool = False
 
 
 def kv_groups(args: ModelArgs) -> tuple[KVGroup, ...]:
     """The KV groups of a model: layers without a window first; no group is empty."""
     full = tuple(range(args.n_layers)) if args.sliding_window is None else args.full_layers
     local = tuple(layer for layer in range(args.n_layers) if layer not in full)
-    kv_groups = KVGroup(full, None), KVGroup(local, args.sliding_window)
+    kv_groups = KVGroup(full, None), KVGroup(local, args.sliding_window, args.window_chunks)
     return tuple(kv_group for kv_group in kv_groups if kv_group.layers)

@@ -7,7 +7,8 @@ into equal groups:
     one group    q0 q1 q2 q3 k0 k1 v0 v1        two groups    q0 q1 k0 v0 | q2 q3 k1 v1
 
 A layout may store the rows of w1 and w3 of an expert in turn (w1, w3, w1, w3, ...), and each matrix
-of an expert transposed: the rows of such a matrix are the columns in the file.
+of an expert transposed, with alternating rows or not: the rows of such a matrix are the columns in
+the file. A vector with values for each head may be stored as a matrix with a row for each head.
 """
 
 import math
@@ -85,6 +86,12 @@ def whole(name: str, shape: tuple[int, ...]) -> StoredSlice:
     return StoredSlice(name, shape, 0, shape[0], shape[0], of_vector=len(shape) == 1)
 
 
+def by_head(name: str, weight: Param, head_dim: int) -> StoredSlice:
+    """The slice of a vector that is stored as a matrix with a row for each head."""
+    (size,) = weight.shape
+    return StoredSlice(name, (size // head_dim, head_dim), 0, size, size, of_vector=True)
+
+
 def shared(
     name: str, weights: Sequence[Param], n_groups: int = 1, n_slices: int = 1
 ) -> Iterator[tuple[str, StoredSlice]]:
@@ -104,6 +111,24 @@ def shared(
         step = n_rows // n_groups
         yield weight.name, StoredSlice(name, shape, first, run, step, of_vector=not row)
         first += run
+
+
+def transposed(
+    name: str, weights: Sequence[Param], n_experts: int
+) -> Iterator[tuple[str, StoredSlice]]:
+    """The slices of experts' matrices that are stored as [in, out], by the weights' names.
+
+    `weights` are those of the first expert, then those of the second, and so on. The rows of an
+    expert's weights follow each other.
+
+    Shapes: the weights have the same shape.
+    """
+    n_rows, n_inputs = weights[0].shape
+    shape = (n_experts, n_inputs, len(weights) // n_experts * n_rows)
+    for place, weight in enumerate(weights):
+        assert weight.shape == weights[0].shape, weight.name
+        first = place * n_rows
+        yield weight.name, StoredSlice(name, shape, first, 1, 1, n_rows, is_transposed=True)
 
 
 def interleaved(

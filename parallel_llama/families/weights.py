@@ -14,6 +14,8 @@ Axis = Literal["heads", "kv_heads", "ffn", "shared_ffn", "dense_ffn", "vocab", "
 _GATES = ".gate.weight", ".shared_gate.weight"
 # A row for each expert, added to its output.
 _BIASES = ".w2_bias"
+# The norms of queries and keys.
+HEAD_NORMS = ".attention.q_norm.weight", ".attention.k_norm.weight"
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def _attention(name: str, args: ModelArgs) -> Iterator[Param]:
         yield Param(f"{name}.wv.bias", (kv_dim,), "kv_heads", 0, head_dim)
     if args.has_wo_bias:
         yield Param(f"{name}.wo.bias", (dim,))
-    if args.qk_norm_across_heads:
+    if args.qk_norm_across_heads or args.qk_layer_norm:
         yield Param(f"{name}.q_norm.weight", (q_dim,), "heads", 0, head_dim)
         yield Param(f"{name}.k_norm.weight", (kv_dim,), "kv_heads", 0, head_dim)
     elif args.qk_norm:
@@ -142,7 +144,7 @@ def _experts(name: str, args: ModelArgs) -> Iterator[Param]:
     """
     dim, channels = args.dim, args.ffn_dim
     yield Param(f"{name}.gate.weight", (args.n_experts, dim))
-    if args.sigmoid_router or args.expert_bias:
+    if args.has_gate_bias:
         yield Param(f"{name}.gate.bias", (args.n_experts,))
     for expert in range(args.n_experts):
         own = f"{name}.experts.{expert}"

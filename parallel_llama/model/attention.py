@@ -17,6 +17,7 @@ from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (
     Backend,
     ColumnParallelLinear,
+    HeadLayerNorm,
     RMSNorm,
     RowCut,
     RowParallelLinear,
@@ -25,6 +26,8 @@ from parallel_llama.model.layers import (
 from parallel_llama.model.sharded_attention import attend_in_order, attend_to_all_parts
 from parallel_llama.ops import CPUOps
 from parallel_llama.plan import Shard, counted_kv_heads
+
+_HeadNorm = RMSNorm | HeadLayerNorm
 
 
 class Attention:
@@ -46,6 +49,8 @@ class Attention:
             if layer in kv_group.layers
         )
         self.is_rotated = layer not in args.unrotated_layers
+        self.unit_eps = args.norm_eps if args.qk_unit_norm and self.is_rotated else None
+        self.scales_queries = args.scales_queries and not self.is_rotated
         self.head_dim, self.n_local_heads = args.head_dim, shard.n_local_heads
         self.n_local_kv_heads = shard.n_local_kv_heads
         q_rows = range(shard.n_local_heads * args.head_dim)
@@ -65,10 +70,9 @@ class Attention:
         self.n_heads, self.n_kv_heads = args.n_heads, args.n_kv_heads
         self.is_normed_across_heads = args.qk_norm_across_heads
         self.wide_dtype = torch.promote_types(backend.dtype, torch.float32)
-        of_one = range(args.head_dim)
         self.q_norm, self.k_norm = (
-            RMSNorm(len(rows), args.norm_eps, backend, args.norm_offset) if args.qk_norm else None
-            for rows in ((q_rows, kv_rows) if args.qk_norm_across_heads else (of_one, of_one))
+            _head_norm(args, len(rows), backend) if args.qk_norm else None
+            for rows in (q_rows, kv_rows)
         )
 
     def fuse(self) -> None:
@@ -94,10 +98,17 @@ class Attention:
             else:
                 self.q_norm.in_place(q)
                 self.k_norm.in_place(k)
+        if self.unit_eps is not None:
+            # Before rotation, which does not change the norm.
+            n_rotated = self.n_local_heads + self.n_local_kv_heads
+            self.ops.unit_norm_(qkv[:, :n_rotated], self.unit_eps)
         k, v = cache.layer(self.layer)
         rotations = own.rotations if self.is_rotated else None
         self.ops.rotate_and_store(qkv, rotations, own.slots, k, v)
         q = qkv[:, : self.n_local_heads]
+        if self.scales_queries:
+            assert batch.query_scales is not None
+            self.ops.scale_rows_(q, batch.query_scales)
         sinks = None if self.sinks is None else self.sinks.values  # [H] local
         if own.part_tiles:
             assert isinstance(self.ops, CPUOps)
@@ -118,7 +129,9 @@ class Attention:
         o = o.flatten(1)  # [T, H * D] local
         return o if rows is None else o[rows]
 
-    def _norm_across_heads(self, q: Tensor, q_norm: RMSNorm, k: Tensor, k_norm: RMSNorm) -> None:
+    def _norm_across_heads(
+        self, q: Tensor, q_norm: _HeadNorm, k: Tensor, k_norm: _HeadNorm
+    ) -> None:
         """Normalises queries, and keys, in place by their mean square over the heads of all ranks.
 
         The result does not depend on the number of ranks: exactly one rank computes the sum of
@@ -138,6 +151,14 @@ class Attention:
         squares = self.ops.all_reduce(squares, self.comm)  # [T, n_heads + n_kv_heads] replicated
         for x, columns, norm in ((q, range(n_heads), q_norm), (k, range(n_heads, n_all), k_norm)):
             self.ops.norm_heads_(x, squares, columns, norm.weight.values, norm.eps)
+
+
+def _head_norm(args: ModelArgs, size: int, backend: Backend) -> _HeadNorm:
+    """A new norm of queries or keys, whose heads on this rank have `size` values together."""
+    if args.qk_layer_norm:
+        return HeadLayerNorm(size, args.norm_eps, backend)
+    n_weights = size if args.qk_norm_across_heads else args.head_dim
+    return RMSNorm(n_weights, args.norm_eps, backend, args.norm_offset)
 
 
 def _rotated(x: Tensor, rotations: Tensor) -> Tensor:

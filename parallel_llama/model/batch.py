@@ -63,7 +63,9 @@ class Batch:
         rows: [n] int64 replicated, the rows whose result is wanted; None for all.
         sampling_keys: The keys of these rows, if their tokens are sampled on the device.
         adapters: The tokens that run with each adapter.
-        adapters_of_rows: The same as numbers in `rows`.
+        adapters_of_rows: The tokens of `rows` that run with each adapter, as indices into `rows`.
+        query_scales: [T], the factor on the queries of each token in layers without rotary
+            embeddings, if the model has such factors.
     """
 
     tokens: Tensor
@@ -72,3 +74,4 @@ class Batch:
     sampling_keys: SamplingKeys | None = None
     adapters: Adapters = ()
     adapters_of_rows: Adapters = ()
+    query_scales: Tensor | None = None

@@ -247,6 +247,21 @@ class LayerNorm:
         return self(self.ops.add_(x, y))
 
 
+class HeadLayerNorm:
+    """LayerNorm of each head without a bias; each head of this rank has its own weights.
+
+    Shapes: weight [H * D] local.
+    """
+
+    def __init__(self, size: int, eps: float, backend: Backend) -> None:
+        self.eps, self.ops = eps, backend.ops
+        self.weight = backend.empty_weight(size)
+
+    def in_place(self, x: Tensor) -> None:
+        """Normalises each head of x in place. Shapes: x [T, H, D] local."""
+        self.ops.layer_norm_heads_(x, self.weight.values, self.eps)
+
+
 def norm_of(args: ModelArgs, backend: Backend) -> RMSNorm | LayerNorm:
     """A new norm of the residual stream, of the model's kind.
 

@@ -5,6 +5,8 @@ sorted by expert. Its channels of these experts give a partial sum, as in a dens
 all_reduce adds the partial sums, whether ranks shard an expert or hold different ones. With exact
 sums every rank gathers all channels of every expert and computes some outputs of w2.
 
+Routing weights may scale the inputs of the experts instead of their outputs.
+
 A shared expert computes every token. All ranks split its channels, wherever the other experts are,
 and its partial sum is added to the others' before the all_reduce.
 
@@ -14,9 +16,10 @@ and its partial sum is added to the others' before the all_reduce.
 Source: Mixtral, arXiv 2401.04088; sparsely-gated mixtures, arXiv 1701.06538; shared experts,
 DeepSeekMoE, arXiv 2401.06066, with a gate as in Qwen2MoeSparseMoeBlock of transformers 5.24;
 sigmoids with a bias, DeepSeek-V3, arXiv 2412.19437, section 2.1.2; biases of experts, GptOssMLP of
-transformers 5.24.
+transformers 5.24; scaled inputs, Llama4TextMoe of transformers 5.24.
 """
 
+import torch
 from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs
@@ -38,7 +41,7 @@ class Matrix:
 class Router:
     """The score of each expert is a product with a row of `weight`, plus `bias` if there is one.
 
-    With a `sigmoid_router`, the bias counts for the choice of experts only.
+    With a `sigmoid_router`, a bias counts for the choice of experts only.
 
     Shapes: weight [n_experts, dim]; bias [n_experts], in at least float32.
     """
@@ -47,7 +50,7 @@ class Router:
         self.weight = backend.empty_weight(args.n_experts, args.dim)
         self.bias = (
             backend.empty_weight(args.n_experts, dtype=backend.wide_dtype)
-            if args.sigmoid_router or args.expert_bias
+            if args.has_gate_bias
             else None
         )
 
@@ -84,7 +87,7 @@ class MixtureOfExperts:
     def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
         self.comm, self.ops, self.numbers = backend.comm, backend.ops, shard.experts
         self.activation, bias = activation_of(args, backend.ops), args.expert_bias
-        self.is_sigmoid = args.sigmoid_router
+        self.is_sigmoid, self.scales_inputs = args.sigmoid_router, args.scaled_inputs
         self.n_active, self.normed = args.n_active_experts, args.normed_experts
         self.groups = args.n_expert_groups, args.n_active_groups
         self.scale, self.gate = args.routed_scale, Router(args, backend)
@@ -116,8 +119,12 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         routing_weights, experts = self._route(x)  # [T, n_active] replicated
+        inputs = x
+        if self.scales_inputs:  # each pair of a token and an expert is a token of its own
+            inputs = self.ops.scaled_pairs(x, routing_weights)  # [T * n_active, dim] replicated
+            experts, routing_weights = experts.view(-1, 1), torch.ones_like(routing_weights)
         to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
-        h = grouped_linear(x, self.w13, to_experts, self.ops)
+        h = grouped_linear(inputs, self.w13, to_experts, self.ops)
         if self.w13_bias is not None:
             h = self.ops.add_expert_bias_(h, self.w13_bias, to_experts)
         h = self.activation(h)  # [T * n_active, channels] local, by expert
@@ -134,12 +141,12 @@ class MixtureOfExperts:
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The routing weights and the experts of each token, [T, n_active] replicated."""
-        gate, bias = self.gate.weight.values, self.gate.bias
-        if bias is None or not self.is_sigmoid:
-            own = None if bias is None else bias.values
-            return self.ops.route(x, gate, self.n_active, own, normed=self.normed)
+        gate = self.gate.weight.values
+        bias = None if self.gate.bias is None else self.gate.bias.values
+        if not self.is_sigmoid:
+            return self.ops.route(x, gate, self.n_active, bias, normed=self.normed)
         return self.ops.sigmoid_route(
-            x, gate, bias.values, self.n_active, self.groups, self.scale, normed=self.normed
+            x, gate, bias, self.n_active, self.groups, self.scale, normed=self.normed
         )
 
     def _add_shared(

@@ -144,6 +144,16 @@ def back_rotations_of(args: ModelArgs, positions: Sequence[int], latest: int) ->
     return torch.polar(torch.ones_like(angles), angles)
 
 
+def query_scales(args: ModelArgs, positions: Sequence[range]) -> Tensor:
+    """The factors on queries at these positions in layers without rotary embeddings.
+
+    Shapes: [number of positions] float64.
+    Source: Llama4TextAttention of transformers 5.24; arXiv 2501.19399.
+    """
+    at = torch.cat([torch.arange(own.start, own.stop, dtype=torch.float64) for own in positions])
+    return 1 + args.query_scale * torch.log1p(torch.floor((at + 1) / args.query_scale_step))
+
+
 def base_len(args: ModelArgs, n_tokens: int) -> int:
     """The sequence length for dynamic scaling of the base; 0 without dynamic scaling.
 

@@ -18,6 +18,7 @@ from parallel_llama.model.feed_forward import FeedForward
 from parallel_llama.model.huge_pages import HugePages
 from parallel_llama.model.layers import (
     ColumnParallelLinear,
+    HeadLayerNorm,
     LayerNorm,
     RMSNorm,
     RowParallelLinear,
@@ -39,6 +40,7 @@ _Layer = (
     | RowParallelLinear
     | RMSNorm
     | LayerNorm
+    | HeadLayerNorm
 )
 
 

@@ -1,8 +1,9 @@
 """Which queries of a batch attend to which keys, and the score function of attention.
 
 A query attends to itself and to the keys before it in its sequence; with a sliding window, to the
-last `window` keys only. `Queries` says this for the layers of a KV group. From it, operators make
-the `Plan` that their kernels read: `SlotPlan` for torch, `PagedPlan` for CUDA, and `CPUPlan`.
+last `window` keys only; with chunks, to those of its chunk of `window` positions. `Queries` says
+this for the layers of a KV group. From it, operators make the `Plan` that their kernels read:
+`SlotPlan` for torch, `PagedPlan` for CUDA, and `CPUPlan`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,7 +111,7 @@ class QueryChunk:
 
     Args:
         rows: The queries' rows of the batch.
-        positions: The queries' positions in the sequence.
+        positions: The queries' positions in the sequence, or in their chunk of attention.
         slots: [S] int64, the slots of the keys, from the first key that a query attends to up to
             the last query's own.
         taken: [1] int64, the number of work items that a kernel's threads have taken; 0 while no
@@ -182,17 +183,25 @@ class Queries:
         block_size: Slots per block.
         window: The sliding window, or None.
         n_keys: How many keys of a sequence are attended to, from its start on; None for all.
+        has_chunks: Whether a window begins at a multiple of its size, and ends at the query. The
+            queries of a range must then have the same first key.
     """
 
     ranges: Sequence[QueryRange]
     block_size: int
     window: int | None = None
     n_keys: int | None = None
+    has_chunks: bool = False
 
     def seen(self, queries: range) -> range:
         """The positions that any of these consecutive queries attends to."""
-        first = 0 if self.window is None else max(queries.start - self.window + 1, 0)
+        first = first_key(queries.start, self.window, has_chunks=self.has_chunks)
         return range(first, queries.stop if self.n_keys is None else min(queries.stop, self.n_keys))
+
+    @property
+    def hidden_window(self) -> int | None:
+        """The window of the mask: None if a query attends to all `seen` keys before it."""
+        return None if self.has_chunks else self.window
 
     def decoded(self) -> dict[int, SeenKeys]:
         """The keys of each query that is computed alone, by its row."""
@@ -214,13 +223,15 @@ class Queries:
         """The queries that are computed together."""
         for row, positions, first_key, blocks, is_decoded in self.ranges:
             if not is_decoded:
-                seen = after(first_key, self.seen(positions))
-                slices = slices_of(blocks, self.block_size, seen)
+                seen = self.seen(positions)
+                slices = slices_of(blocks, self.block_size, after(first_key, seen))
                 each = [np.arange(own.start, own.stop, dtype=np.int64) for own in slices]
                 slots = torch.from_numpy(np.concatenate(each)).to(device=device)
                 taken = torch.zeros(1, dtype=torch.int64)
                 rows = slice(row, row + len(positions))
-                yield QueryChunk(rows, positions, slots, taken, self.window)
+                # Kernels without a window begin at key 0.
+                at = after(seen.start, positions) if self.has_chunks else positions
+                yield QueryChunk(rows, at, slots, taken, self.hidden_window)
 
     def in_parts(self) -> Iterator[QueryParts]:
         """Yields each query with the parts of its keys.
@@ -256,7 +267,7 @@ class Queries:
                 held, slots = _held(blocks, self.block_size, first_key, self.seen(own))
                 if held:
                     rows = slice(row + first, row + first + len(own))
-                    mask = causal_mask(own, held, self.window, dtype, device)
+                    mask = causal_mask(own, held, self.hidden_window, dtype, device)
                     yield QueryTile(rows, own, tuple(slots), mask)
 
 
@@ -404,6 +415,17 @@ def part_of(slices: Sequence[slice], part: range) -> tuple[slice, ...]:
             found.append(slice(start, stop))
         first += each.stop - each.start
     return tuple(found)
+
+
+def first_key(position: int, window: int | None, *, has_chunks: bool) -> int:
+    """The first key that the query at a position attends to.
+
+    >>> first_key(9, 4, has_chunks=False), first_key(9, 4, has_chunks=True)
+    (6, 8)
+    """
+    if window is None:
+        return 0
+    return position // window * window if has_chunks else max(position - window + 1, 0)
 
 
 def after(first: int, positions: range) -> range:

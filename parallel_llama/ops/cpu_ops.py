@@ -204,14 +204,14 @@ class CPUOps(TorchOps):
         self,
         x: Tensor,
         gate: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         n_active: int,
         groups: tuple[int, int],
         scale: float,
         *,
         normed: bool,
     ) -> tuple[Tensor, Tensor]:
-        if groups[0] > 1:
+        if groups[0] > 1 or bias is None:
             return super().sigmoid_route(x, gate, bias, n_active, groups, scale, normed=normed)
         scores = self.router_scores(x, gate)
         kernel = make_sigmoid_route(self._dtype)

@@ -155,7 +155,7 @@ class TorchOps:
         self,
         x: Tensor,
         gate: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         n_active: int,
         groups: tuple[int, int],
         scale: float,
@@ -164,7 +164,8 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         """The routing weights and the experts of each token, those with the largest choice first.
 
-        The choice of an expert is sigmoid(score) + bias, in at least float32. Its weight is
+        The choice of an expert is sigmoid(score) + bias, or its score without a bias, in at least
+        float32. Its weight is
         sigmoid(score) times `scale`; with `normed`, those of a token sum to `scale`. Ties go to the
         expert with the lower number.
 
@@ -174,11 +175,14 @@ class TorchOps:
 
         Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] -> routing_weights and experts
             [T, n_active].
-        Source: DeepSeek-V3, arXiv 2412.19437; Glm4MoeTopkRouter of transformers 5.24.
+        Source: DeepSeek-V3, arXiv 2412.19437; Glm4MoeTopkRouter and Llama4Router of transformers
+            5.24.
         """
         scores = self.router_scores(x, gate)
-        weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).sigmoid()
-        choices, (n_groups, n_active_groups) = weights + bias, groups
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        weights, (n_groups, n_active_groups) = scores.sigmoid(), groups
+        # Scores, because sigmoids of large scores are equal.
+        choices = scores if bias is None else weights + bias
         if n_groups > 1:
             by_group = choices.view(len(x), n_groups, -1)
             of_groups = by_group.sort(-1, descending=True).values[..., :2].sum(-1)
@@ -236,6 +240,13 @@ class TorchOps:
         for number in range(1, routing_weights.shape[1]):
             total += each[:, number] * routing_weights[:, number : number + 1]
         return total.to(parts.dtype)
+
+    def scaled_pairs(self, x: Tensor, routing_weights: Tensor) -> Tensor:
+        """Each token times each of its n routing weights, computed in the dtype of the weights.
+
+        Shapes: x [T, dim], routing_weights [T, n] -> [T * n, dim], dtype of x.
+        """
+        return (x[:, None] * routing_weights[..., None]).flatten(0, 1).to(x.dtype)
 
     def add_gated_(self, y: Tensor, x: Tensor, scores: Tensor) -> Tensor:
         """Adds sigmoid(score) x to y in place, with one score for each row, and returns y.
@@ -323,6 +334,14 @@ class TorchOps:
         """`rms_norm` of each head, in place. Shapes: x [T, H, D], contiguous in [H, D]."""
         x.copy_(self.rms_norm(x.contiguous(), weight, eps, offset))
 
+    def unit_norm_(self, x: Tensor, eps: float) -> None:
+        """`rms_norm_` without weights. Shapes: as `rms_norm_`."""
+        self.rms_norm_(x, x.new_ones(x.shape[-1]), eps)
+
+    def scale_rows_(self, x: Tensor, scales: Tensor) -> None:
+        """Multiplies each row of x by its scale in place. Shapes: x [T, H, D], scales [T]."""
+        x.copy_(x * scales[:, None, None])
+
     def head_squares_(self, x: Tensor, squares: Tensor, columns: range, first: int) -> None:
         """Writes the sum of squares of head i of x to column first + i of `squares`.
 
@@ -376,6 +395,16 @@ class TorchOps:
         Source: arXiv 1607.06450.
         """
         return F.layer_norm(x, x.shape[-1:], weight + offset if offset else weight, bias, eps)
+
+    def layer_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """`layer_norm` of each head in place, without a bias, in at least float32.
+
+        Shapes: x [T, H, D]; weight [H * D].
+        Source: CohereLayerNorm of transformers 5.24.
+        """
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = F.layer_norm(wide, x.shape[-1:], eps=eps)
+        x.copy_(normed.mul_(weight.view(x.shape[1:])))
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(gate) * up, the two halves of each row; may overwrite x.

@@ -112,10 +112,10 @@ class HFLayout(SafetensorsLayout):
         names = [f"model-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         names = names if n_parts > 1 else ["model.safetensors"]
         super().__init__(args, dtypes, names, stored_slices(args, "hf"))
-        # For weights whose rows alternate in one stored tensor: the last weight of the tensor, and
-        # the values that wait for it.
+        # For weights of an expert in one matrix: the last weight of the matrix, and the values that
+        # wait for it.
         self._last = {
-            _alternating(stored_slice): name
+            _expert_rows(stored_slice): name
             for name, stored_slice in self.slices.items()
             if stored_slice.count is not None
         }
@@ -123,17 +123,19 @@ class HFLayout(SafetensorsLayout):
 
     def written_with(self, param: Param) -> str:
         stored_slice = self.slices[param.name]
-        return param.name if stored_slice.count is None else self._last[_alternating(stored_slice)]
+        return param.name if stored_slice.count is None else self._last[_expert_rows(stored_slice)]
 
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         stored_slice = self.slices[param.name]
         file, offset = self.locations[stored_slice.name]
         if stored_slice.count is not None:
             value = torch.cat([piece for (piece,) in pieces])
-            offset += _alternating(stored_slice)[1] * (value.nbytes // len(value))
+            offset += _expert_rows(stored_slice)[1] * (value.nbytes // len(value))
             self._waiting.append(value)
             if self.written_with(param) == param.name:
-                whole = torch.stack(self._waiting, 1).flatten(0, 1)  # their rows alternate
+                whole = torch.cat(self._waiting)
+                if stored_slice.step > 1:  # their rows alternate
+                    whole = torch.stack(self._waiting, 1).flatten(0, 1)
                 self._waiting = []
                 yield file, offset, whole.t().contiguous() if stored_slice.is_transposed else whole
             else:
@@ -227,9 +229,10 @@ class NativeLayout(SafetensorsLayout):
             offset += value.nbytes
 
 
-def _alternating(stored_slice: StoredSlice) -> tuple[str, int]:
-    """The stored tensor in which the rows of several weights alternate, and their first row."""
-    return stored_slice.name, stored_slice.first - stored_slice.first % stored_slice.step
+def _expert_rows(stored_slice: StoredSlice) -> tuple[str, int]:
+    """The stored tensor of an expert's weights, and the expert's first row in it."""
+    n_rows = stored_slice.shape[-1]
+    return stored_slice.name, stored_slice.first // n_rows * n_rows
 
 
 def _stored(

@@ -17,7 +17,8 @@ from typing import NamedTuple
 # Tokens that end an answer. <|end|> ends only one of its messages.
 ANSWER_ENDS = "<|return|>", "<|call|>"
 
-_MARKS = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", *ANSWER_ENDS
+_MESSAGE_ENDS = "<|end|>", *ANSWER_ENDS
+_MARKS = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *_MESSAGE_ENDS
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 _NEEDED = "<|start|>", "<|channel|>", "<|message|>"
 _CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
@@ -70,7 +71,7 @@ class ChannelReader:
         start = 0
         for match in _MARK.finditer(text):
             self._add(text[start : match.start()], found)
-            self._read_mark(match[0])
+            self._read_mark(match[0], found)
             start = match.end()
         text = text[start:]
         n_held = _n_held(text)
@@ -102,15 +103,17 @@ class ChannelReader:
         if text:
             found.append(ChannelText(self._number, self._channel, self._recipient, text))
 
-    def _read_mark(self, mark: str) -> None:
+    def _read_mark(self, mark: str, found: list[ChannelText]) -> None:
         self._is_at_start = False
-        if mark == "<|message|>" and self._header is not None:
+        if self._header is None and mark not in _MESSAGE_ENDS:
+            self._add_text(mark, found)  # only the end of a message ends its text
+        elif mark == "<|message|>" and self._header is not None:
             channel, recipient = _CHANNEL.search(self._header), _RECIPIENT.search(self._header)
             self._channel = "final" if channel is None else channel[1]
             self._recipient = "" if recipient is None else recipient[1]
             self._number, self._header = self._number + 1, None
         elif self._header is None or mark == "<|start|>":
-            self._header = mark
+            self._header = mark  # of the next message
         else:
             self._header += mark
 

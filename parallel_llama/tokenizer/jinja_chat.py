@@ -82,7 +82,8 @@ class JinjaChat:
     The template's input is that of transformers: keys without a value are omitted, and reasoning is
     given under both of its names. In addition, arguments of tool calls given as JSON text of an
     object are decoded, and text parts are joined by newlines for roles whose parts the template
-    does not support.
+    does not support. For a template with channels, the text and the reasoning of a message with
+    calls are joined by an empty line.
 
     A role must be one of ROLES, or a quoted word in the template, as in `role == 'critic'`.
 
@@ -218,6 +219,9 @@ class JinjaChat:
         reasoning = next((given[key] for key in _REASONING if key in given), None)
         if reasoning is not None:
             given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
+            if given.get("tool_calls") and given.get("content") and has_channels(template):
+                # gpt-oss's template writes one message before a call, and refuses two texts.
+                given |= {"thinking": f"{reasoning}\n\n{text_of(given)}", "content": ""}
         if "tool_calls" in given:
             given["tool_calls"] = [_with_object(call) for call in given["tool_calls"]]
         if not isinstance(given.get("content", ""), str):

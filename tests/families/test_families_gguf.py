@@ -151,6 +151,36 @@ MODELS: dict[str, TinyModel] = {
         5, 1, 6, 34, family="exaone4", own={"sliding_window": None, "layer_types": _FULL}
     ),
     "olmo2": TinyModel(9, 3, 6, 54, family="olmo2", own={"pad_token_id": 0}),
+    "command-r": TinyModel(
+        5,
+        1,
+        6,
+        34,
+        tied=True,
+        family="cohere",
+        own={"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.25},
+    ),
+    "cohere2": TinyModel(
+        7, 1, 6, 42, n_layers=5, tied=True, family="cohere2", own={**_WINDOW, "logit_scale": 0.25}
+    ),
+    "cohere2, idle windows": TinyModel(
+        5, 1, 6, 30, tied=True, family="cohere2", own={"logit_scale": 0.25}
+    ),
+    "llama4": TinyModel(
+        5,
+        1,
+        6,
+        34,
+        ffn_dim=19,
+        n_layers=5,
+        family="llama4_text",
+        own={
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 41,
+            "num_local_experts": 5,
+            "attention_bias": True,
+        },
+    ),
     "falcon 40B": TinyModel(8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True}),
 }
 

@@ -20,6 +20,7 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.plan import why_unrecorded
 
 T = TypeVar("T")
 
@@ -43,9 +44,16 @@ CARRIED = {
     "norms across heads": replace(ARGS, qk_norm=True, qk_norm_across_heads=True),
     "squared ReLU": replace(ARGS, gated=False, activation="relu2", mlp_bias=True),
     "unrotated layers": replace(ARGS, unrotated_layers=(1,), residual_scale=0.3),
+    "chunks of attention": replace(WINDOWED, window_chunks=True),
     "parallel blocks": replace(ARGS, parallel_block=True, shared_norm=True, mlp_bias=True),
 }
-NOT_CARRIED = ["falcon 40b", "palm"]
+NOT_CARRIED = {
+    "falcon 40b": OF_FAMILIES["falcon 40b"],
+    "palm": OF_FAMILIES["palm"],
+    "llama4": OF_FAMILIES["llama4"],
+    "scaled queries": replace(ARGS, unrotated_layers=(1,), query_scale=0.3, query_scale_step=4),
+    "norms without weights": replace(ARGS, qk_unit_norm=True),
+}
 
 
 class Both:
@@ -161,7 +169,8 @@ def test_ranks_sum_within_their_programs(ranks, name, tp_size):
 
 @pytest.mark.parametrize("name", NOT_CARRIED)
 def test_what_is_no_kernel_is_run_by_its_operators(name):
-    assert run_both_ways(Solo(), OF_FAMILIES[name], range(2)) == 0
+    assert run_both_ways(Solo(), NOT_CARRIED[name], range(2)) == 0
+    assert why_unrecorded(NOT_CARRIED[name], 1, "cpu") is not None
 
 
 def decode_steps(runner: ModelRunner, n_sequences: int, n_tokens: int, block_size: int) -> int:

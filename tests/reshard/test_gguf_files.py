@@ -60,6 +60,25 @@ MODELS = {
         8, 2, 8, 56, tied=True, n_layers=7, family="gemma3_text",
         own={"query_pre_attn_scalar": 8, "sliding_window": 5},
     ),
+    "gpt_oss": TinyModel(
+        5, 1, 16, 34, ffn_dim=19, n_layers=3, max_seq_len=64, family="gpt_oss",
+        own={
+            "pad_token_id": 0, "num_local_experts": 6, "num_experts_per_tok": 3,
+            "sliding_window": 9,
+        },
+        rope={**TINY_MODELS["12/4 yarn, wide heads"].rope, "truncate": False},
+    ),
+    "llama4": TinyModel(
+        5, 1, 6, 34, ffn_dim=19, n_layers=5, family="llama4_text",
+        own={
+            "interleave_moe_layer_step": 2, "intermediate_size_mlp": 41, "num_local_experts": 5,
+        },
+    ),
+    "cohere": TinyModel(9, 3, 6, 40, tied=True, family="cohere", own={"use_qk_norm": True}),
+    "cohere2": TinyModel(
+        5, 1, 6, 30, tied=True, n_layers=5, family="cohere2",
+        own={"sliding_window": 5, "logit_scale": 0.25},
+    ),
 }  # fmt: skip
 CPU = torch.device("cpu")
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6]]

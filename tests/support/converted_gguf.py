@@ -23,6 +23,8 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "cohere": "command-r",
+    "llama4_text": "llama4",
 }
 
 
@@ -33,6 +35,8 @@ _LAYER_NORM_EPS = {
     "nemotron": "norm_eps",
     "stablelm": "layer_norm_eps",
     "starcoder2": "norm_epsilon",
+    "command-r": "layer_norm_eps",
+    "cohere2": "layer_norm_eps",
 }
 
 
@@ -104,7 +108,9 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_layer_norm_eps(config[_LAYER_NORM_EPS[arch]])
     else:
-        writer.add_feed_forward_length(config["intermediate_size"])
+        # Llama 4 names the channels of layers without experts like this.
+        ffn_dim = config.get("intermediate_size_mlp", config["intermediate_size"])
+        writer.add_feed_forward_length(ffn_dim)
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
@@ -132,6 +138,9 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
     if arch == "gpt-oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_sliding_window(config["sliding_window"])
+    if arch == "llama4":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     if arch in ("qwen2moe", "qwen3moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == "qwen2moe":
@@ -144,6 +153,12 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+    if arch in ("command-r", "cohere2"):
+        writer.add_logit_scale(config["logit_scale"])
+        if config["rope_parameters"]["rope_type"] == "default":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if arch == "cohere2":
+        writer.add_sliding_window(config["sliding_window"])
     if arch in ("gemma2", "gemma3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if arch == "exaone4" and config["sliding_window"] is not None:
@@ -185,6 +200,12 @@ def _converted(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, 
     for name, weight in weights.items():
         if config["model_type"] == "gpt_oss" and (".experts." in name or name.endswith("sinks")):
             tensors |= _of_gpt_oss(name, weight)
+        elif config["model_type"] == "llama4_text" and ".experts." in name:
+            stacked = weight.transpose(1, 2)
+            kinds = ("gate_proj", "up_proj") if "gate_up_proj" in name else ("down_proj",)
+            for kind, part in zip(kinds, stacked.chunk(len(kinds), 1), strict=True):
+                own = name.replace("gate_up_proj", kind)
+                tensors[f"{own}.weight"] = part.contiguous()
         elif ".experts." in name:
             before, _, after = name.partition(".experts.")
             number, _, leaf = after.partition(".")

@@ -220,7 +220,13 @@ TINY_MODELS: dict[str, TinyModel] = {
 
 
 # The key of the epsilon of norms, where it is not that of Llama.
-_NORM_EPS = {"nemotron": "norm_eps", "stablelm": "layer_norm_eps", "starcoder2": "norm_epsilon"}
+_NORM_EPS = {
+    "nemotron": "norm_eps",
+    "stablelm": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+    "cohere": "layer_norm_eps",
+    "cohere2": "layer_norm_eps",
+}
 
 
 def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
@@ -235,7 +241,12 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
     else:
         own |= {"num_key_value_heads": tiny.n_kv_heads, "intermediate_size": tiny.ffn_dim}
         own[_NORM_EPS.get(tiny.family, "rms_norm_eps")] = 1e-5
-    if tiny.family not in ("qwen2", "falcon", "stablelm"):  # whose head size follows from dim
+    if tiny.family not in (
+        "qwen2",
+        "falcon",
+        "stablelm",
+        "cohere2",
+    ):  # whose head size follows from dim
         own["head_dim"] = tiny.head_dim
     if tiny.family == "llama":
         own |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}

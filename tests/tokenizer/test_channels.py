@@ -1,6 +1,7 @@
 """Channels of an answer, however the text is split."""
 
 import json
+import os
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,6 +15,9 @@ from parallel_llama.serve.replies import CalledFunction
 from parallel_llama.serve.tool_calls import CHANNELS, format_of
 from parallel_llama.serve.wire import Output
 from parallel_llama.tokenizer.channels import ChannelReader, has_channels
+
+# openai_harmony reads the file o200k_base.tiktoken from this folder, and else downloads it.
+VOCABULARIES = "TIKTOKEN_ENCODINGS_BASE"
 
 NAMES = frozenset(("rain", "time"))
 THOUGHT = "<|channel|>analysis<|message|>They greet. 1 < 2 <|x|>.<|end|>"
@@ -42,6 +46,12 @@ WRITTEN = [
     (FINAL + "<|end|>" + FINAL, "", "Hello!\n\nHello!", []),
     (CALL.replace("rain", "snow"), "", '{"city": "Oslo"}', []),  # no such function
     (CALL.replace("}", "]"), "", '{"city": "Oslo"]', []),
+    (
+        "<|channel|>final<|message|>Say <|channel|> or <|start|>.<|end|>" + FINAL,
+        "",
+        "Say <|channel|> or <|start|>.\n\nHello!",
+        [],
+    ),
     ("<|channel|>analysis<|message|>Cut o", "Cut o", "", []),
     ("<|channel|>analysis<|message|>Cut <|sta", "Cut <|sta", "", []),
     ("<|channel|>final", "", "", []),  # cut inside of a header
@@ -102,6 +112,44 @@ def test_a_reply_and_a_stream_have_reasoning_content_and_content():
     assert "".join(each.reasoning_content or "" for each in told) == message.reasoning_content
     assert "".join(each.content or "" for each in told) == message.content
     assert deltas[-1].finish_reason == "stop"
+
+
+MESSAGES = [
+    # Channel, recipient, content type, text.
+    [("analysis", None, None, "They greet."), ("final", None, None, "Hello!\n")],
+    [
+        ("analysis", None, None, "I look <|it|> up.\n"),
+        ("commentary", "functions.rain", "<|constrain|>json", '{"city": "Oslo"}'),
+    ],
+    [("commentary", None, None, "I will look."), ("commentary", "functions.time", "json", "{}")],
+    [("analysis", "browser.search", "code", "{}"), ("analysis", "python", "code", "print(1)")],
+]
+
+
+@pytest.mark.skipif(VOCABULARIES not in os.environ, reason=f"{VOCABULARIES} needs o200k_base")
+@pytest.mark.parametrize("messages", MESSAGES)
+def test_what_openai_s_own_package_writes_and_reads_is_read_alike(messages):
+    """The text is that of the tokens that its encoding writes for these messages."""
+    harmony = pytest.importorskip("openai_harmony")
+    encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    tokens: list[int] = []
+    for channel, recipient, kind, text in messages:
+        message = harmony.Message.from_role_and_content(harmony.Role.ASSISTANT, text)
+        message = message.with_channel(channel)
+        message = message if recipient is None else message.with_recipient(recipient)
+        message = message if kind is None else message.with_content_type(kind)
+        tokens += encoding.render(message)
+    text = encoding.decode(tokens).removeprefix("<|start|>assistant")
+    answer = encoding.encode(text, allowed_special="all")
+    parsed = encoding.parse_messages_from_completion_tokens(answer, harmony.Role.ASSISTANT)
+    theirs = [(each.channel, each.recipient or "", each.content[0].text) for each in parsed]
+    assert theirs == [(channel, to or "", text) for channel, to, _, text in messages]
+    reader = ChannelReader()
+    ours: dict[int, tuple[str, str, str]] = {}
+    for each in [*reader.push(text), *reader.finish()]:
+        before = ours.get(each.number, ("", "", ""))[2]
+        ours[each.number] = each.channel, each.recipient, before + each.text
+    assert [*ours.values()] == theirs
 
 
 def test_templates_with_channels_are_known():

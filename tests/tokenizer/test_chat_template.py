@@ -459,6 +459,19 @@ def test_what_a_message_says_beside_its_content_reaches_the_template(renderer):
     assert seen(renderer, Chat(USER))[1:] == [None, None]
 
 
+def test_a_message_of_gpt_oss_with_reasoning_text_and_a_call_can_be_sent_back(renderer):
+    """Its template refuses both texts in a message with calls, which our server replies with."""
+    template = SHOWS + (
+        "{% for m in messages if m.tool_calls and m.content and m.thinking %}"
+        "{{ raise_exception('both') }}{% endfor %}{# <|start|> <|channel|> <|message|> #}"
+    )
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    asking = {**ASKED[1], "content": "I will look.", "reasoning_content": "Rain?"}
+    lines = chat.render(Chat([ASKED[0], asking, ASKED[2]], tools=[TOOL])).splitlines()
+    told = json.loads(lines[1])
+    assert told["thinking"] == "Rain?\n\nI will look." and not told["content"]
+
+
 @pytest.mark.parametrize(
     ("text", "seen_as"),
     [

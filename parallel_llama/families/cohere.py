@@ -1,0 +1,171 @@
+"""Command R, R+ and Aya (cohere), Command R7B and A (cohere2): parallel blocks with one LayerNorm.
+
+The norms have no biases, logits are scaled, and embeddings are tied. In Command R+ each head's
+query and key has a LayerNorm with weights of its own. Cohere 2 has a sliding window in three of
+four layers; the other layers have no rotary embeddings.
+
+Source: CohereConfig and Cohere2Config of transformers 5.24; command-r and cohere2 of llama.cpp. All
+files have Meta's order of rows.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from parallel_llama.errors import UsageError
+from parallel_llama.families.family import INTERLEAVED, Family, GGUFForm, layer_types
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.names import QK_NORM_NAMES, names_with
+from parallel_llama.files.fields import Fields
+
+_BIAS, _SCALE, _NORM, _LENGTH = "attention_bias", "logit_scale", "use_qk_norm", "model_max_length"
+_POSITIONS, _USUAL_POSITIONS = "position_embedding_type", "rope_gptj"
+_PATTERN, _WINDOW, _USUAL_WINDOW = "sliding_window_pattern", "sliding_window", 4096
+_WINDOW_IN_GGUF, _PATTERN_IN_GGUF = f"attention.{_WINDOW}", f"attention.{_PATTERN}"
+_BLOCK = {"norm": "layer", "parallel_block": True, "shared_norm": True}
+
+
+def _norms(has_norms: bool) -> dict[str, Any]:
+    return {"qk_norm": has_norms, "qk_layer_norm": has_norms}
+
+
+def _both(fields: Fields) -> dict[str, Any]:
+    return {
+        **_BLOCK,
+        "attention_bias": fields.flag(_BIAS, False),
+        "logit_scale": fields.number(_SCALE, 0.0625),
+    }
+
+
+def _features(fields: Fields) -> dict[str, Any]:
+    """The features of the first Cohere, whose max_position_embeddings may be too small."""
+    usual = fields.integer("max_position_embeddings", 8192)
+    return {
+        **_both(fields),
+        **_norms(fields.flag(_NORM, False)),
+        "max_seq_len": fields.integer(_LENGTH, usual),
+    }
+
+
+def _every_nth(n: int, key: str, n_layers: int) -> tuple[int, ...]:
+    if n < 1:
+        raise UsageError(f"{key}={n}: use 1 or more, such as 4")
+    return tuple(range(n - 1, n_layers, n))
+
+
+def _full_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+    return _every_nth(fields.integer(_PATTERN, 4), _PATTERN, n_layers)
+
+
+def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+    """The layers that attend to all keys."""
+    if fields.values.get(_WINDOW, _USUAL_WINDOW) is None:
+        return tuple(range(n_layers))
+    if stated := fields.strings("layer_types"):
+        return tuple(layer for layer, kind in enumerate(stated) if kind == "full_attention")
+    return _full_layers(fields, n_layers)
+
+
+def _features_of_2(fields: Fields) -> dict[str, Any]:
+    n_layers = fields.integer("num_hidden_layers")
+    if (positions := fields.string(_POSITIONS, _USUAL_POSITIONS)) != _USUAL_POSITIONS:
+        raise UsageError(f"{_POSITIONS}={positions[:80]!r}: only {_USUAL_POSITIONS!r} is supported")
+    return {**_both(fields), "unrotated_layers": _unrotated_layers(fields, n_layers)}
+
+
+def _gguf_features(fields: Fields, names: Collection[str]) -> dict[str, Any]:
+    return {
+        **_BLOCK,
+        # llama.cpp does not scale for a missing key or 0.
+        "logit_scale": fields.number("command-r.logit_scale", 0.0) or 1.0,
+        **_norms("blk.0.attn_q_norm.weight" in names),
+    }
+
+
+def _gguf_features_of_2(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
+    n_layers, window = (fields.integer(f"cohere2.{k}") for k in ("block_count", _WINDOW_IN_GGUF))
+    key = f"cohere2.{_PATTERN_IN_GGUF}"
+    full = _every_nth(fields.integer(key, 4), key, n_layers)
+    is_idle = not full and window >= fields.integer("cohere2.context_length")
+    windows = {} if is_idle or len(full) == n_layers else {_WINDOW: window, "full_layers": full}
+    return {
+        **_BLOCK,
+        "logit_scale": fields.number("cohere2.logit_scale", 0.0) or 1.0,
+        "unrotated_layers": full,
+        **windows,
+    }
+
+
+def _writes(args: ModelArgs) -> dict[str, Any]:
+    return {_BIAS: args.attention_bias, _SCALE: args.logit_scale, _NORM: args.qk_norm}
+
+
+def _writes_of_2(args: ModelArgs) -> dict[str, Any]:
+    # transformers rotates layers with a window only. So a window that hides no key is written too.
+    is_full = args.sliding_window is None and not args.unrotated_layers
+    kinds = ["sliding_attention"] * args.n_layers if is_full else layer_types(args)
+    return {
+        _BIAS: args.attention_bias,
+        _SCALE: args.logit_scale,
+        _WINDOW: args.sliding_window or args.max_seq_len,
+        "layer_types": kinds,
+    }
+
+
+def _gguf_writes(args: ModelArgs) -> dict[str, Any]:
+    kind = {} if args.rope_scaling else {"rope.scaling.type": "none"}
+    return {_SCALE: float(args.logit_scale), **kind}
+
+
+COHERE = Family(
+    name="cohere",
+    architecture="CohereForCausalLM",
+    base_architecture="CohereModel",
+    reads=frozenset({_BIAS, _SCALE, _NORM, _LENGTH}),
+    features=_features,
+    writes=_writes,
+    keys={"norm_eps": "layer_norm_eps"},
+    defaults={
+        "max_seq_len": 8192,
+        "norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tied_embeddings": True,
+    },
+    names=names_with(*QK_NORM_NAMES),
+    gguf=GGUFForm(
+        "command-r",
+        _gguf_features,
+        frozenset({_SCALE}),
+        has_layer_norm=True,
+        writes=_gguf_writes,
+    ),
+    rotary_order=INTERLEAVED,
+)
+
+COHERE2 = Family(
+    name="cohere2",
+    architecture="Cohere2ForCausalLM",
+    base_architecture="Cohere2Model",
+    # The last key says how Cohere's own program shards the embedding.
+    reads=frozenset({_BIAS, _SCALE, _PATTERN, _POSITIONS, "use_parallel_embedding"}),
+    features=_features_of_2,
+    writes=_writes_of_2,
+    keys={"norm_eps": "layer_norm_eps", "head_dim": ""},
+    full_layers=_full_layers,
+    defaults={
+        "max_seq_len": 8192,
+        "norm_eps": 1e-5,
+        "tied_embeddings": True,
+        _WINDOW: _USUAL_WINDOW,
+    },
+    gguf=GGUFForm(
+        "cohere2",
+        _gguf_features_of_2,
+        frozenset({_SCALE, _WINDOW_IN_GGUF, _PATTERN_IN_GGUF}),
+        has_layer_norm=True,
+        writes=lambda args: {
+            **_gguf_writes(args),
+            _WINDOW_IN_GGUF: args.sliding_window or args.max_seq_len,
+        },
+    ),
+    rotary_order=INTERLEAVED,
+)
