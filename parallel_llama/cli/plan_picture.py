@@ -4,7 +4,7 @@ Every row is a rank. The full width is a whole axis of the model, or the memory 
 or needs the most. Browsers draw the picture in light or dark colours, as the system asks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from parallel_llama.cli.estimate import Estimate, RankEstimate
@@ -35,7 +35,7 @@ text, .rank { fill: #f0f6fc } .dim { fill: #9198a1 }
 """.strip()
 
 
-def picture(found: Estimate, title: Sequence[str], axes: dict[str, Sequence[range]]) -> bytes:
+def picture(found: Estimate, title: Sequence[str], axes: Mapping[str, Sequence[range]]) -> bytes:
     """A plan as an SVG file.
 
     Args:
