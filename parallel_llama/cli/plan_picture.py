@@ -79,9 +79,9 @@ def _axis(name: str, ranges: Sequence[range], y: int, lane: int) -> Iterator[str
             continue
         span = f"{held.start}-{held.stop - 1}" if len(held) > 1 else f"{held.start}"
         hue = (_FIRST_HUE + rank * _GOLDEN_ANGLE) % 360
-        told = f"rank {rank}: {name} {span}"
+        tooltip = f"rank {rank}: {name} {span}"
         left, width = _LEFT + held.start * scale, len(held) * scale
-        yield _rect(left, top, width, lane - 2, f'fill="hsl({hue:.0f} 45% 50%)"', told)
+        yield _rect(left, top, width, lane - 2, f'fill="hsl({hue:.0f} 45% 50%)"', tooltip)
         if lane >= _LETTERED and width >= _LINE:
             yield _text(left + width / 2, top + lane - 4, str(rank), "rank")
 
@@ -95,16 +95,16 @@ def _memory(ranks: Sequence[RankEstimate], y: int, lane: int) -> Iterator[str]:
         yield _rect(_LEFT, top, (rank.memory or rank.needed) * scale, lane - 2, 'class="track"')
         parts = {"weights": rank.weights, "kv": rank.kv.needed, "rest": rank.working}
         for name, n_bytes in parts.items():
-            told = f"rank {number}: {size(n_bytes)} of {'KV cache' if name == 'kv' else name}"
+            tooltip = f"rank {number}: {size(n_bytes)} of {'KV cache' if name == 'kv' else name}"
             place = _LEFT + left * scale, top, n_bytes * scale, lane - 2
-            yield _rect(*place, f'class="{name}"', told)
+            yield _rect(*place, f'class="{name}"', tooltip)
             left += n_bytes
         if rank.memory is not None:
             limit = _LEFT + rank.memory * scale
             if rank.needed > rank.memory:
-                told = f"rank {number} lacks {size(rank.needed - rank.memory)}"
+                tooltip = f"rank {number} lacks {size(rank.needed - rank.memory)}"
                 beyond = (rank.needed - rank.memory) * scale
-                yield _rect(limit, top, beyond, lane - 2, 'class="beyond"', told)
+                yield _rect(limit, top, beyond, lane - 2, 'class="beyond"', tooltip)
             yield f'<path class="limit" d="M{limit:.1f} {top - 1}v{lane}"/>'
         if lane >= _LETTERED:
             has = "" if rank.memory is None else f" of {size(rank.memory)}"
@@ -128,8 +128,8 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}"{known}>{escape(text)}</text>'
 
 
-def _rect(x: float, y: float, width: float, height: float, style: str, told: str = "") -> str:
-    """A rectangle; programs show `told` while the pointer is over it."""
-    inner = f"<title>{escape(told)}</title>" if told else ""
+def _rect(x: float, y: float, width: float, height: float, style: str, tooltip: str = "") -> str:
+    """A rectangle with a tooltip."""
+    inner = f"<title>{escape(tooltip)}</title>" if tooltip else ""
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     return f"<rect {place} {style}>{inner}</rect>"

@@ -15,13 +15,13 @@ _IN_DOCS = Path(__file__).parents[2] / "launch/screenshots/plan.svg"
 
 
 def _drawn(tmp_path: Path, *argv: str) -> dict[str, ElementTree.Element]:
-    """The rectangles that tell something, by what they tell."""
+    """The rectangles with a tooltip, by its text."""
     path = tmp_path / "plan.svg"
     assert command_line.main(["plan", *argv, "--svg", str(path)]) in (0, 1)
     found = {}
     for rect in ElementTree.parse(path).getroot().iter(f"{_SVG}rect"):
-        if (told := rect.find(f"{_SVG}title")) is not None and told.text:
-            found[told.text] = rect
+        if (tooltip := rect.find(f"{_SVG}title")) is not None and tooltip.text:
+            found[tooltip.text] = rect
     return found
 
 
@@ -36,8 +36,8 @@ def test_rows_show_what_each_rank_holds(tmp_path):
     first, second = (_span(drawn[f"rank {held}"]) for held in ("0: heads 0-4", "1: heads 5-8"))
     assert first[1] == second[0]
     assert (first[1] - first[0]) / (second[1] - second[0]) == pytest.approx(5 / 4, abs=0.01)
-    assert {told.partition(":")[0] for told in drawn} == {"rank 0", "rank 1"}
-    assert not any("outputs" in told for told in drawn)
+    assert {tooltip.partition(":")[0] for tooltip in drawn} == {"rank 0", "rank 1"}
+    assert not any("outputs" in tooltip for tooltip in drawn)
 
 
 def test_kv_heads_that_several_ranks_hold_are_drawn_for_each(tmp_path):
