@@ -20,7 +20,7 @@ ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat1
 # the head; and vectors, which have the dtype of computation.
 Kind = Literal["matrix", "outer", "vector"]
 
-# Names of dtypes in safetensors files; GGUF has the last three.
+# Names of dtypes in safetensors files; in GGUF files the last three are supported.
 STORED: dict[str, DTypeName] = {
     "F64": "float64",
     "F32": "float32",

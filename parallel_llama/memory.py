@@ -36,8 +36,8 @@ CUDA_ALLOWANCE = 1 << 30
 # SmolLM2 peaked at 358 to 404 MiB on one and two ranks.
 PROCESS_BYTES = 380 << 20
 
-# Default fraction of the memory left after loading that KV caches take. On the CPU it is for all
-# ranks of a host together; on a GPU it includes the working memory.
+# By default KV caches take this fraction of the memory that is free after loading. On the CPU the
+# fraction is for all ranks of a host together; on a GPU it includes the working memory.
 CPU_FRACTION, CUDA_FRACTION = 0.5, 0.9
 # Default upper bound on the CPU, where other programs need memory too.
 MAX_CPU_BYTES = 2 << 30

@@ -137,7 +137,7 @@ class FourBitMatrix:
         return self.base + QUANT_STATE + self.state.code
 
     def check(self, read: ReadBytes) -> None:
-        """Raises: CheckpointError if quant_map is not that of the code, which is applied."""
+        """Raises: CheckpointError if quant_map differs from `CODES`, which decoding uses."""
         found = _vector(read, "weight.quant_map", torch.float32, range(16))
         difference = (found - torch.tensor(CODES[self.state.code])).abs().max()
         if not difference <= _MAP_TOLERANCE:  # also NaN

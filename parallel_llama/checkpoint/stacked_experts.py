@@ -100,7 +100,7 @@ def _block(param: Param, rows: range) -> tuple[range, range]:
 
 
 def _covering(stored_slice: StoredSlice, rows: range) -> range:
-    """The stored rows from that of the first to that of the last of some rows of the weight."""
+    """The range of stored rows from the first to the last of these rows of the weight."""
     if not rows:
         return range(0)
     first, step = stored_slice.first, stored_slice.step

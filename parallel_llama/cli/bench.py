@@ -234,7 +234,7 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
     kinds = in_dtypes(figures["dtype"], figures["quant"], figures["kv_cache_dtype"])
     readers = "this rank" if "slice" in figures else "all ranks together"
     n_bytes = figures["peak_cuda_bytes"]
-    on_gpu = "" if n_bytes is None else f", and {size(n_bytes)} on its GPU"
+    on_gpu = "" if n_bytes is None else f", and {size(n_bytes)} on a GPU"
     return [
         f"{model} on {n_ranks}, {kinds}",
         "",
@@ -242,7 +242,7 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
         "",
         f"a step reads {size(figures['weight_bytes_per_step'])} of weights; read bandwidth of "
         f"{readers}: {size(figures['read_bytes_per_s'])}/s",
-        f"loaded in {figures['start_s']} s; peak memory of the largest rank: "
+        f"loaded in {figures['start_s']} s; largest peak memory of a rank: "
         f"{size(figures['peak_rss_bytes'])}{on_gpu}",
         *_modelled(figures),
     ]

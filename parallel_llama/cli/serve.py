@@ -59,9 +59,9 @@ ADAPTER_ROOT: Flag[str | None] = Flag(
     filled_text, "FOLDER", default_text="none, so that no client can load one", subject="model",
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
-    "max-requests", "maximum completions in preparation, waiting or running; an eighth is "
-    "closed to large requests and to those for several completions; a client without a completion "
-    "may exceed it by an eighth with a small one; further requests get status 429",
+    "max-requests", "maximum completions in preparation, waiting or running; further requests get "
+    "status 429. Requests that are large or for several completions may use seven eighths of the "
+    "maximum; a client without completions may exceed the maximum by an eighth with a small one",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
 RESTARTS: Flag[int] = Flag(
@@ -183,7 +183,8 @@ def _serve_as_rank(
 ) -> int:
     """Rank 0 under a launcher: runs the engine, and forks the HTTP server.
 
-    Forking is safe here, because no thread runs yet and torch is not loaded.
+    It forks before the engine starts a thread. By then torch is loaded only with --verify, or if
+    the vocabulary's size in a Meta folder was read from the weights; see `cli.model`.
     """
     from parallel_llama.serve.engine_child import AttachedEngine
 

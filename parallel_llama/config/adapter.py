@@ -309,7 +309,7 @@ def _require_files(folder: Path) -> None:
 
 
 def _tensors(path: Path, args: ModelArgs) -> tuple[dict[str, FileTensor], bool]:
-    """The tensors of the file by their names in HF's model, and whether they omit a part of it."""
+    """The tensors of the file by full name, and whether its names lack the prefix of the base."""
     tensors: dict[str, FileTensor] = {}
     names, is_base = family_of(args).names, False
     for name, tensor in read_safetensors_header(path).items():

@@ -1,9 +1,9 @@
 """Reads Meta's and Mistral's params.json; writes Meta's, and the config.json beside it.
 
-Meta's params.json has the same keys as configs/models. It cannot express tied embeddings, biases,
-the context, most rope scalings or the head size, but the config.json beside it can. That file is
-HF's config.json with one more key, which says that `reshard` wrote it: a config.json of another
-origin might not belong to the weights.
+Files in configs/models have the keys of Meta's params.json or of HF's config.json. Meta's
+params.json cannot express tied embeddings, biases, the context, most rope scalings or the head
+size, but the config.json beside it can. That file is HF's config.json with one more key, which says
+that `reshard` wrote it: a config.json of another origin might not belong to the weights.
 
 Most keys of Mistral's params.json, which belongs to consolidated.safetensors, are Meta's. The key
 hidden_dim marks it as Mistral's, because Meta's states the feed-forward width as a multiplier.

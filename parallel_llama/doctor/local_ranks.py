@@ -69,7 +69,7 @@ def examine_here(
     on_check: Callable[[Check], None],
     on_now: Callable[[str], None],
 ) -> None:
-    """Starts `size` ranks and passes on what they find; nothing that a rank does raises here.
+    """Starts `size` ranks and passes on their results; a rank that fails does not raise here.
 
     Args:
         model: a model with weights, or None.

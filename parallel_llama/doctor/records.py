@@ -18,7 +18,7 @@ from parallel_llama.parallel.collectives import Communicator
 
 Record = TypeVar("Record")
 
-# Whatever could be broken: the command that shows what the hardware has reported.
+# The cure if the hardware may be faulty: a command that shows the errors it has reported.
 HARDWARE = "sudo dmesg | grep -iE 'mce|edac|memory error|xid'"
 
 _COPY_BYTES = 1 << 15

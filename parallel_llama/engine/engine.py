@@ -134,7 +134,7 @@ class Engine:
         )
 
     def check(self, request: Request) -> None:
-        """Raises: UsageError for an unknown adapter, or if it can never fit into the KV cache."""
+        """Raises: UsageError for an unknown adapter, or a request that the KV cache cannot hold."""
         loaded = self.runner.adapters
         if request.adapter is not None and request.adapter not in loaded:
             raise UsageError(
@@ -229,10 +229,10 @@ class Engine:
         Ranks above 0 wait for rank 0 without a timeout. If rank 0 sends a call instead of a step,
         `rpc` has the call afterwards; otherwise it is empty.
 
-        Collective: a broadcast of a message; if any tokens run, those of a forward pass, of
-        `sample` and, for log-probabilities of prompts, of `score_tokens`, and one broadcast; two
-        more broadcasts for grammars; those of `IntegrityCheck.after_step`; a barrier after a
-        NumericalError.
+        Collective: `broadcast_bytes` of a message; if any tokens run, those of a forward pass, of
+        `sample` and, for log-probabilities of prompts, of `score_tokens`, and one broadcast; for
+        grammars `broadcast_bytes` of the masks; those of `IntegrityCheck.after_step`; a barrier
+        after a NumericalError.
 
         Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf; no request is
         left then. IntegrityError if a bit has flipped, which ends the ranks.

@@ -5,8 +5,8 @@ Four checks run beside the steps, on the CPU:
 * Weights: every 128 KiB has a sum of its 64-bit words, taken after loading, which changes with any
   single bit. The sums are compared in rotation.
 * KV cache: a full block has such a sum. Blocks are compared in the same rotation.
-* Residual stream: it is the same on all ranks, so every 64 steps ranks exchange a running
-  digest of all its rows.
+* Residual stream: it is the same on all ranks, so every 64 steps ranks exchange a running digest
+  of the rows that forward passes return.
 * Products, with exact sums: equally often, ranks compare products of a weight; see `product_check`.
 
 Memory is compared after every eighth step, on all ranks after the same step, because all ranks wait

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,8 +55,8 @@ class Capacity:
 
     def longest(self, max_seq_len: int) -> int:
         """The length of the longest sequence that fits, at most `max_seq_len` tokens."""
-        fits = self.n_full_requests(max_seq_len) > 0
-        return max_seq_len if fits else min(self.n_blocks) * self.block_size
+        lengths = range(1, max_seq_len + 1)
+        return bisect_left(lengths, 1, key=lambda length: self.n_full_requests(length) == 0)
 
     def n_full_requests(self, max_seq_len: int) -> int:
         """The number of requests of `max_seq_len` tokens that fit at the same time."""

@@ -44,9 +44,10 @@ def tick_of(device: torch.device) -> Callable[[], Tick]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory bandwidth of all ranks together, and the largest peak memory of a rank.
+    """Memory bandwidth of all ranks together, and the largest peaks of memory of any rank.
 
-    `peak_cuda_bytes` is the peak of its GPU, None on the CPU.
+    `peak_rss_bytes` and `peak_cuda_bytes` may be of different ranks. The latter counts tensors on a
+    GPU; it is None on the CPU.
     """
 
     read_bytes_per_s: float

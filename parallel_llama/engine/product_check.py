@@ -2,7 +2,7 @@
 
 Ranks gather what each rank computes, so a wrong product reaches all ranks alike and their results
 stay equal. With exact sums an output has the same bits on whatever rank computes it. So each rank
-sends a panel of a weight, 8 or 16 outputs as they are stored, and all ranks multiply the panels of
+sends a panel of a weight, 4 to 16 outputs as they are stored, and all ranks multiply the panels of
 all ranks by the same row. The owner of a panel takes its outputs from the product with its whole
 weight, by the operator that a step calls. Weights and panels change in rotation.
 

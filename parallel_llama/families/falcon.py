@@ -5,7 +5,7 @@ and one norm per block, the 40B and 180B have groups of KV heads and two norms, 
 and one norm. PaLM's weights were never published: its config.json and names are Llama's.
 
 Source: Falcon, arXiv 2311.16867; FalconConfig of transformers 5.23; llama.cpp's falcon, whose files
-store queries, keys and values in turn. PaLM, arXiv 2204.02311, sections 2 and 5.
+store all queries, then all keys, then all values. PaLM, arXiv 2204.02311, sections 2 and 5.
 """
 
 from collections.abc import Collection

@@ -178,7 +178,7 @@ class Family:
             a tensor.
         more_names: Names that depend on the model.
         qkv_by_kv_head: The layouts that store q, k and v by KV head (see `stored_slices`).
-        interleaved_experts: The layouts in which the rows of w1 and w3 of all experts alternate,
+        interleaved_experts: The layouts that store the rows of w1 and w3 of an expert alternately,
             and matrices of experts as [in, out] (see `stored_slices`).
         transposed_experts: The layouts that store the rows of w1 before those of w3 for each
             expert, and matrices of experts as [in, out].
@@ -186,7 +186,7 @@ class Family:
         text_prefix: The beginning of the names of the text part's tensors in such models.
         other_parts: The beginnings of the names of the other parts' tensors, which are not loaded.
         gguf: The family in GGUF files; None if it is not read from them. Of the families with the
-            same architecture, a file is read as the first in `FAMILIES`.
+            same architecture and `has_experts`, a file is read as the first in `FAMILIES`.
         rotary_order: The order of the rows of wq and wk in each layout.
     """
 
@@ -224,11 +224,11 @@ class Family:
         return self.keys[argument] if argument in self.keys else USUAL_KEYS[argument]
 
     def hf_name(self, stored: str) -> str:
-        """The name in HF's text model with an output layer of a tensor with this name in a file."""
+        """HF's full name of a stored tensor, as in the text model with an output layer."""
         return hf_full_name(stored.removeprefix(self.text_prefix), self.names)
 
     def name_in(self, layout: Layout, name: str, args: ModelArgs) -> str:
-        """The name in a layout of the weight with this name in the model."""
+        """The name that a layout has for a weight of the model."""
         return renamed(name, "meta", layout, (*self.names, *self.more_names(args)))
 
     def skips(self, name: str, layout: Layout, args: ModelArgs) -> bool:

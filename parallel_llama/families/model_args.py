@@ -147,7 +147,7 @@ class ModelArgs:
     qk_norm: bool = False  # norms of every head's query and key before rotation
     qk_norm_across_heads: bool = False  # qk_norm: one norm of all queries, and one of all keys
     qk_layer_norm: bool = False  # qk_norm: LayerNorm, with weights for each head, and not RMSNorm
-    qk_unit_norm: bool = False  # in rotated layers: qk_norm without weights, also after rotation
+    qk_unit_norm: bool = False  # in rotated layers: RMSNorm of every query and key, no weights
     query_scale: float = 0.0  # s: in unrotated layers, the query at position p is multiplied by
     query_scale_step: int = 8192  # n: 1 + s ln(1 + floor((p + 1) / n))
     attention_scale: float | None = None  # of q k^T; None: 1 / sqrt(head_dim)

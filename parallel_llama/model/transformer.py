@@ -63,7 +63,7 @@ class TransformerBlock:
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
-        """Overwrites x. With `rows` the result has only these rows, [n, dim]."""
+        """May overwrite x. With `rows` the result has only these rows, [n, dim]."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
         o = self.attention(normed, batch, caches, rows)
         if self.post_attention_norm is not None:
@@ -136,8 +136,8 @@ class Transformer:
 
         Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] for the
         batch's rows: the last block runs wo and the feed-forward for these rows only.
-        Collective: those of the embedding and of wo and w2 in each block; two all_gathers
-        more for each layer whose cache is sharded by token.
+        Collective: those of the embedding, and in each block those of `Attention` and of the
+        feed-forward; a `ParallelBlock` has one `row_parallel_sum` instead of those of wo and w2.
         """
         return self.blocks(self.embedded(batch.tokens), batch, caches)
 
@@ -150,7 +150,7 @@ class Transformer:
         return x if self._embedding_scale is None else x.mul_(self._embedding_scale)
 
     def blocks(self, x: Tensor, batch: Batch, caches: Sequence[KVCache]) -> Tensor:
-        """Runs all blocks on the result of `embedded`; overwrites x."""
+        """Runs all blocks on the result of `embedded`; may overwrite x."""
         *others, last = self.layers
         for block in others:
             x = block(x, batch, caches)

@@ -311,9 +311,10 @@ class SlotPlan(Plan):
 
 @dataclass(frozen=True)
 class PagedQueries:
-    """Ranges of consecutive queries, one range per sequence, and the block tables of their keys.
+    """Ranges of consecutive queries of a sequence, and the block tables of their keys.
 
-    A range without queries pads the batch: nothing is read or written for it.
+    Queries that are computed alone, such as a token and its drafts, are one range each. A range
+    without queries pads the batch: nothing is read or written for it.
 
     Args:
         rows: [n, 5] int32, on the model's device. For each range: its first row of the batch, its

@@ -145,7 +145,7 @@ class TorchOps:
         return routing_weights, experts[:, :n_active]
 
     def router_scores(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x A, where a row's bits do not depend on the batch.
+        """x A; in the subclasses a row's bits do not depend on the batch.
 
         Shapes: x [T, dim], gate [n_experts, dim] -> [T, n_experts].
         """

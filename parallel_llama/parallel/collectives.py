@@ -268,7 +268,7 @@ def broadcast_bytes(comm: Communicator, data: bytes | None, *, no_timeout: bool 
         no_timeout: see `Communicator.broadcast`.
 
     Raises: ValueError for more than MAX_MESSAGE_BYTES; RankError for an invalid length.
-    Collective: two broadcasts, the length and the bytes.
+    Collective: one broadcast of the length, and one of the bytes if there are any.
     """
     if comm.rank == 0 and (data is None or len(data) > MAX_MESSAGE_BYTES):
         size = "nothing" if data is None else f"{len(data)} bytes"

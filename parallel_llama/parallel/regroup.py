@@ -1,8 +1,8 @@
 """Orders of rank 0 to the processes that it has started: form a new group.
 
-The new group has lost ranks, or spares in their places. The communicator of a group with a dead
-rank is broken, so orders arrive at stdin, one line of JSON each. A rank that waits in a collective
-of the old group leaves it when an order arrives.
+The new group lacks the lost ranks, or has spares in their places. The communicator of a group with
+a dead rank is broken, so orders arrive at stdin, one line of JSON each. A rank that waits in a
+collective of the old group leaves it when an order arrives.
 """
 
 import os

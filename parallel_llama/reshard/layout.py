@@ -51,9 +51,9 @@ class Layout(ABC):
         """
 
     def written_with(self, param: Param) -> str:
-        """The name of the weight whose parts also hold those of `param`; usually its own.
+        """The name of the weight with which the data of `param` is written; usually its own.
 
-        Until that weight is written, `param` must be read again.
+        A continued run reads `param` again unless that weight has been written.
         """
         return param.name
 

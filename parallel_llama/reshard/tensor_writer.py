@@ -98,8 +98,8 @@ class DirectFile:
             done += os.pwrite(self._buffered, data[done:], offset + done)
 
 
-# After this number of bytes or open files, the data is flushed and recorded in the journal. This is
-# the most work that a kill loses.
+# At the end of the tensor that reaches this number of bytes or open files, the data is flushed in
+# the background and then recorded in the journal. A kill loses at most two such batches.
 FLUSH_BYTES = 128 << 20
 MAX_OPEN_FILES = 256
 

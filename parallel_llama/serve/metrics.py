@@ -1,4 +1,4 @@
-"""Counters and histograms of requests and steps; `prometheus` exports them.
+"""Counters and histograms of requests and steps; `status.EngineCollector` exports them.
 
 Source: the metrics page of vLLM's documentation, for the names.
 """

@@ -53,7 +53,7 @@ def _limit_process(max_extra_bytes: int) -> None:
         bound = n_pages * resource.getpagesize() + max_extra_bytes
         resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
     except (OSError, ValueError):
-        pass  # not Linux: only CPU time is limited
+        pass  # not Linux: memory is not limited
 
 
 if __name__ == "__main__":

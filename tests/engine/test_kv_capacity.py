@@ -218,7 +218,8 @@ def test_a_ring_of_blocks_is_enough_for_a_sequence_of_any_length():
     assert Capacity((2 * ring,), 16, 0, (100,)).n_full_requests(1 << 20) == 2
     assert Capacity((ring,), 16, 0, (100,)).longest(1 << 20) == 1 << 20
     assert Capacity((ring - 1,), 16, 0, (100,)).longest(1 << 20) == (ring - 1) * 16
-    assert Capacity((50, ring), 16, 0, (None, 100)).longest(1 << 20) == min(50, ring) * 16
+    assert Capacity((2 * ring, ring), 16, 0, (None, 100)).longest(1 << 20) == 2 * ring * 16
+    assert Capacity((2 * ring, 8), 16, 0, (None, 100)).longest(1 << 20) == 8 * 16
 
 
 def test_a_limit_is_of_the_caches_of_all_groups(monkeypatch):

@@ -69,7 +69,8 @@ class BlockShape:
     Args:
         n_vectors: vectors of columns in a block.
         tile: keys of a tile.
-        n_at_once: keys that are scored together; divides `tile`.
+        n_at_once: the number of scored keys is a multiple of this, which divides `tile`. On vector
+            registers it is also the most numbers of a value that are summed together.
         n_strided: partial sums of a tile's weights; each sums every `n_strided`-th key.
     """
 
@@ -442,7 +443,7 @@ class PrefillAttentionKernel:
     ) -> None:
         of_head, lanes = machine.lanes(dtype, head_dim), machine.lanes(dtype)
         self._rows = KVRows(cache_dtype, of_head, head_dim)
-        n_at_once = 8 if machine.n_vectors > 16 else 4  # their sums fit the registers
+        n_at_once = 8 if machine.n_vectors > 16 else 4  # the sums of values fit the registers
         sizes = _VECTORS, PART_KEYS, n_at_once, of_head.width
         self._shape = BlockShape(lanes, head_dim, scores, *sizes)
         self._program = CompiledKernel(

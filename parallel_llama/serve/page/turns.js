@@ -72,7 +72,8 @@ export function growWithText(field) {
   requestAnimationFrame(grow);
 }
 
-// Some models write their reasoning first, between two marks that the server does not separate.
+// Some models write their reasoning first, between <think> and </think>; the server leaves it in
+// `content`.
 function withoutThinking(text) {
   const [, thinking, body = ""] = /^\s*<think>(.*?)(?:<\/think>(.*))?$/s.exec(text) ?? [, "", text];
   return { thinking: thinking.trim(), body };
