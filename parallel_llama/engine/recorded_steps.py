@@ -224,10 +224,10 @@ class KernelCalls:
     ) -> "_KernelCallStep | None":
         """Run a step. Returns: its recording, or None if it must run operator by operator."""
         ops = self._model.ops
-        is_computed_by_kernels = isinstance(ops, CPUOps) and not self._model.scales_queries
-        if not is_computed_by_kernels or self._layout.part is not None:
+        if not isinstance(ops, CPUOps) or self._model.scales_queries:
             return None
-        assert isinstance(ops, CPUOps)
+        if self._layout.part is not None:
+            return None
         tokens = [token for chunk in chunks for token in chunk.tokens]
         n_rows = len(tokens)
         key = n_rows, has_adapters(chunks)
