@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel_llama.dtypes import DTYPES, KV_DTYPES, QUANTS
-from parallel_llama.files.bounded_files import is_folder, is_input, is_there
+from parallel_llama.files.bounded_files import has_short_name, is_folder, is_input, is_there
 from parallel_llama.files.fields import did_you_mean, parse_json
+from parallel_llama.files.partial_output import growing_file
 from parallel_llama.parallel.launch import MAX_RANKS
 
 LARGEST = 2**63 - 1
@@ -353,13 +354,21 @@ def input_file(text: str) -> str:
     return text
 
 
-def output_file(text: str) -> Path:
-    """The path of a file that can be written, whether or not it exists."""
-    path = Path(filled_text(text))
+def path_in_folder(text: str) -> Path:
+    """The path of a file in a folder that exists, whether or not the file does."""
+    path = Path(text)
     if is_folder(path):
         raise ValueError("a folder; give the name of a file in it")
     if not is_folder(path.parent):
         raise ValueError(f"there is no folder {path.parent}; create it first")
+    return path
+
+
+def output_file(text: str) -> Path:
+    """The path of a file that is written whole, through another file beside it."""
+    path = path_in_folder(filled_text(text))
+    if not has_short_name(growing_file(path)):
+        raise ValueError("the name is too long; give a shorter one")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise ValueError(f"the folder {path.parent} is not writable; give another one")
     return path

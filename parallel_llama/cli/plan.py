@@ -34,10 +34,10 @@ from parallel_llama.cli.plan_picture import picture
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.families.weights import Axis
-from parallel_llama.files.partial_output import replace_file
+from parallel_llama.files.partial_output import growing_file, replace_file
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_gpus
 from parallel_llama.plan import ShardPlan, why_unrecorded
@@ -228,7 +228,10 @@ def _draw(flags: Flags, found: Estimate) -> None:
     axes = {name: [shard.extent(axis) for shard in shards] for name, axis in names.items()}
     if found.plan.placement:
         axes["experts"] = [shard.experts for shard in shards]
-    replace_file(path, path.with_name(f".{path.name}.partial"), picture(found, title, axes))
+    try:
+        replace_file(path, growing_file(path), picture(found, title, axes))
+    except OSError as error:
+        raise WriteError(f"--svg {path}: {error.strerror or error}; give another file") from error
 
 
 def _show_range(flags: Flags, comparison: Comparison) -> int:

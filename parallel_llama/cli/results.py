@@ -14,12 +14,18 @@ from typing import Any
 
 import msgspec
 
-from parallel_llama.cli.parsers import STDIN
+from parallel_llama.cli.parsers import STDIN, path_in_folder
 from parallel_llama.errors import CheckpointError, UsageError, WriteError
-from parallel_llama.files.bounded_files import has_short_name, is_file, is_folder, is_there
+from parallel_llama.files.bounded_files import has_short_name, is_file, is_there
 from parallel_llama.files.fields import read_json_object
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.files.partial_output import changed, replace_file, take_lock, whole_lines
+from parallel_llama.files.partial_output import (
+    changed,
+    growing_file,
+    replace_file,
+    take_lock,
+    whole_lines,
+)
 from parallel_llama.request import Completion, Request
 
 Key = tuple[int, int]  # request index, choice
@@ -35,12 +41,11 @@ def check_path(output: str, prompts: str | None) -> Path:
 
     Raises: UsageError if it cannot be written.
     """
-    path = Path(output)
-    if is_folder(path):
-        raise UsageError(f"--output {output}: a folder; give the name of a file in it")
-    if not is_folder(path.parent):
-        raise UsageError(f"--output {output}: there is no folder {path.parent}; create it first")
-    if not has_short_name(_growing(path)):
+    try:
+        path = path_in_folder(output)
+    except ValueError as error:
+        raise UsageError(f"--output {output}: {error}") from None
+    if not has_short_name(growing_file(_sidecar(path))):
         raise UsageError(f"--output {path.name[:80]}...: the name is too long; give a shorter one")
     exists = is_there(path)
     if prompts not in (None, STDIN) and exists and path.samefile(prompts):
@@ -55,11 +60,6 @@ def check_path(output: str, prompts: str | None) -> Path:
 def _sidecar(path: Path) -> Path:
     """The file that identifies the run which writes `path`."""
     return path.with_name(f"{path.name}.run")
-
-
-def _growing(path: Path) -> Path:
-    """The sidecar's temporary file."""
-    return path.with_name(f"{path.name}.run.part")
 
 
 def run_of(
@@ -147,7 +147,7 @@ class ResultFile:
                 self._file.truncate(self._n_whole)
                 # The sidecar must be complete on disk before any line is written.
                 run = json.dumps(self.run, indent=1).encode()
-                replace_file(self._sidecar, _growing(self.path), run)
+                replace_file(self._sidecar, growing_file(self._sidecar), run)
         except OSError as error:
             raise UsageError(f"--output {self.path}: {error.strerror or error}") from error
 

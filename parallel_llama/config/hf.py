@@ -108,9 +108,10 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
 def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration of the text part of a model of text and images; else `values`."""
     model_type = values.get("model_type")
-    parts = (family for family in FAMILIES.values() if family.multimodal == model_type != "")
-    if (family := next(parts, None)) is None:
+    found = [family for family in FAMILIES.values() if family.multimodal == model_type]
+    if not (model_type and found):
         return values
+    family = found[0]
     if not (own := Fields(values).mapping("text_config")):
         raise UsageError(f"model_type={model_type!r} needs text_config, the model of text")
     logger.warning("only the text part of %r is loaded; images cannot be read", model_type)
@@ -482,13 +483,8 @@ def _rope_scaling(args: ModelArgs) -> dict[str, Any] | None:
 
 def _llama3_factors(args: ModelArgs, scaling: RopeScaling) -> list[float]:
     """The divisor of each rotary frequency, as Meta's program computes it."""
-    assert scaling.original_max_seq_len is not None
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     factors = []
     for pair in range(args.head_dim // 2):
-        wavelength = 2 * math.pi * args.rope_theta ** (2 * pair / args.head_dim)
-        turns = scaling.original_max_seq_len / wavelength
-        # The fraction that is kept.
-        share = min(1.0, max(0.0, (turns - low) / (high - low) if low < high else turns >= low))
-        factors.append(1 / ((1 - share) / scaling.factor + share))
+        kept = scaling.kept_part(args.rope_theta ** (-2 * pair / args.head_dim))
+        factors.append(1 / ((1 - kept) / scaling.factor + kept))
     return factors

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import INTERLEAVED, Family, GGUFForm, layer_types
+from parallel_llama.families.family import INTERLEAVED, Family, GGUFForm, every_nth, layer_types
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
@@ -37,7 +37,7 @@ def _both(fields: Fields) -> dict[str, Any]:
 
 
 def _features(fields: Fields) -> dict[str, Any]:
-    """The features of the first Cohere, whose max_position_embeddings may be too small."""
+    """The features of the first Cohere. Its max_position_embeddings may be too small."""
     usual = fields.integer("max_position_embeddings", 8192)
     return {
         **_both(fields),
@@ -46,14 +46,8 @@ def _features(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _every_nth(n: int, key: str, n_layers: int) -> tuple[int, ...]:
-    if n < 1:
-        raise UsageError(f"{key}={n}: use 1 or more, such as 4")
-    return tuple(range(n - 1, n_layers, n))
-
-
 def _full_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
-    return _every_nth(fields.integer(_PATTERN, 4), _PATTERN, n_layers)
+    return every_nth(fields.integer(_PATTERN, 4), _PATTERN, n_layers)
 
 
 def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
@@ -84,7 +78,7 @@ def _gguf_features(fields: Fields, names: Collection[str]) -> dict[str, Any]:
 def _gguf_features_of_2(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
     n_layers, window = (fields.integer(f"cohere2.{k}") for k in ("block_count", _WINDOW_IN_GGUF))
     key = f"cohere2.{_PATTERN_IN_GGUF}"
-    full = _every_nth(fields.integer(key, 4), key, n_layers)
+    full = every_nth(fields.integer(key, 4), key, n_layers)
     is_idle = not full and window >= fields.integer("cohere2.context_length")
     windows = {} if is_idle or len(full) == n_layers else {_WINDOW: window, "full_layers": full}
     return {

@@ -92,6 +92,16 @@ def written_rotary_part(args: ModelArgs) -> dict[str, Any]:
     return {ROTARY_PART: (args.rotary_dim or args.head_dim) / args.head_dim}
 
 
+def every_nth(n: int, key: str, n_layers: int) -> tuple[int, ...]:
+    """The n-th layer and every n-th after it.
+
+    Raises: UsageError for n below 1, which `key` states.
+    """
+    if n < 1:
+        raise UsageError(f"{key}={n}: use 1 or more, such as 4")
+    return tuple(range(n - 1, n_layers, n))
+
+
 def unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     """The layers with 0 in ROTATED of config.json, or every n-th without it.
 
@@ -101,9 +111,7 @@ def unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     """
     rotated = fields.integers(ROTATED)
     if not rotated:
-        if (interval := fields.integer(ROTATED_INTERVAL, 4)) < 1:
-            raise UsageError(f"{ROTATED_INTERVAL}={interval}: use 1 or more")
-        return tuple(range(interval - 1, n_layers, interval))
+        return every_nth(fields.integer(ROTATED_INTERVAL, 4), ROTATED_INTERVAL, n_layers)
     if len(rotated) < n_layers:
         raise UsageError(
             f"{ROTATED} has {len(rotated)} entries and num_hidden_layers={n_layers}; "
@@ -182,7 +190,7 @@ class Family:
             and matrices of experts as [in, out] (see `stored_slices`).
         transposed_experts: The layouts that store the rows of w1 before those of w3 for each
             expert, and matrices of experts as [in, out].
-        multimodal: HF's model_type of models of text and images whose text part is this family.
+        multimodal: HF's model_type of models of text and images that have this family as text part.
         text_prefix: The beginning of the names of the text part's tensors in such models.
         other_parts: The beginnings of the names of the other parts' tensors, which are not loaded.
         gguf: The family in GGUF files; None if it is not read from them. Of the families with the

@@ -48,6 +48,11 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     return next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
 
 
+def growing_file(path: Path) -> Path:
+    """The file beside `path` through which `replace_file` writes it."""
+    return path.with_name(f"{path.name}.part")
+
+
 def replace_file(path: Path, growing: Path, data: bytes) -> None:
     """Write a file through another file beside it: after a crash it is complete or unchanged."""
     with growing.open("wb") as file:

@@ -154,7 +154,7 @@ class Attention:
 
 
 def _head_norm(args: ModelArgs, size: int, backend: Backend) -> _HeadNorm:
-    """A new norm of queries or keys, whose heads on this rank have `size` values together."""
+    """A new norm of queries or keys; the heads of this rank have `size` values together."""
     if args.qk_layer_norm:
         return HeadLayerNorm(size, args.norm_eps, backend)
     n_weights = size if args.qk_norm_across_heads else args.head_dim

@@ -52,7 +52,7 @@ def attend_to_all_parts(
             found[tile.rows, own, :-1], found[tile.rows, own, -1] = o, lse
     parts = comm.all_gather(found)  # [size, T, n_heads, D + 1]
     parts = parts[:, :, shard.heads.start : shard.heads.stop]
-    if sinks is not None:  # a part whose value vector is zero
+    if sinks is not None:  # a part with a value vector of zeros
         of_sinks = torch.zeros_like(parts[:1])
         of_sinks[..., -1] = sinks
         parts = torch.cat((parts, of_sinks))

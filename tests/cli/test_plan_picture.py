@@ -1,6 +1,8 @@
 """`plan --svg`: the picture of a plan."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -71,10 +73,24 @@ def test_a_picture_that_cannot_be_drawn_is_refused(tmp_path, capsys):
         (["--nproc", "1-3", "--svg", str(tmp_path / "a.svg")], "--svg draws one plan"),
         (["--svg", str(tmp_path)], "a folder; give the name of a file in it"),
         (["--svg", str(tmp_path / "no" / "a.svg")], "create it first"),
+        (["--svg", str(tmp_path / ("a" * 251))], "the name is too long; give a shorter one"),
     ):
         assert command_line.main(["plan", *argv]) == 2
         assert reason in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_is_reported_and_keeps_the_last_picture(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "plan.svg"
+    path.write_text("before")
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert command_line.main(["plan", "--svg", str(path)]) == 1
+    assert f"--svg {path}: No space left on device" in capsys.readouterr().err
+    assert path.read_text() == "before"
 
 
 def test_the_picture_of_the_documentation_is_that_of_the_command(tmp_path):

@@ -5,7 +5,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,12 @@ import pytest
 import torch
 from converted_gguf import convert, rounded
 from mixes import OF_FAMILIES
-from parity_steps import assert_parity, load_runner, logits_in_pieces, logits_of_models
+from parity_steps import (
+    assert_equal_bits,
+    assert_parity,
+    cut_logits,
+    logits_of_models,
+)
 from reshard_samples import hashes_of, moved, through_every_layout
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_on_threads
@@ -33,7 +38,6 @@ from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError, W
 from parallel_llama.families.model_args import with_sinks
 from parallel_llama.files.model_files import find_model
 from parallel_llama.files.safetensors_header import read_safetensors_header
-from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import PART_KEYS, make_plan
 from parallel_llama.reshard import tensor_writer
 from parallel_llama.reshard.tensor_writer import DirectFile
@@ -94,12 +98,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def cut_logits(
-    comm: Communicator, folder: Path, tokens: Sequence[int], cut: Mapping[str, Any]
-) -> Tensor:
-    return logits_in_pieces(load_runner(comm, folder, PART_KEYS, cut), tokens, [9])
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
     folder, tokens = folders[name], MODELS[name].tokens
@@ -109,10 +107,8 @@ def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
     folder, tokens = folders[name], MODELS[name].tokens
-    alone = cut_logits(Solo(), folder, tokens, {"exact": True})
-    for tp_size in (3, 7):  # on 7 ranks, some have no channel of an expert
-        for logits in run_on_threads(tp_size, cut_logits, folder, tokens, {"exact": True}):
-            assert torch.equal(logits, alone)
+    # On 7 ranks, some have no channel of an expert.
+    assert_equal_bits(folder, tokens, (3, 7), PART_KEYS)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -138,7 +134,7 @@ def test_every_way_of_splitting_a_model_gives_the_same_logits(folders, cut):
     name = "7/1"
     folder, tokens = folders[name], MODELS[name].tokens
     expected = reference_logits(folder, tokens)
-    for logits in run_on_threads(3, cut_logits, folder, tokens, cut):
+    for logits in run_on_threads(3, cut_logits, folder, tokens, cut, PART_KEYS):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 

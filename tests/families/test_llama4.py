@@ -2,27 +2,28 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from mixes import OF_FAMILIES
-from parity_steps import assert_parity, load_runner, logits_alone_and_together, logits_in_pieces
+from parity_steps import (
+    assert_equal_bits,
+    assert_parity,
+    cut_logits,
+    logits_alone_and_together,
+)
 from reshard_samples import through_every_layout
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
-from torch import Tensor
 from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration
 from transformers_oracle import loaded_logits, reference_logits
 
 from parallel_llama.config.hf import args_from_hf
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
-from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import why_unrecorded
 from parallel_llama.reshard.reshard import reshard
 
@@ -121,19 +122,10 @@ def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
     assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
 
-def cut_logits(
-    comm: Communicator, folder: Path, tokens: Sequence[int], cut: Mapping[str, Any]
-) -> Tensor:
-    return logits_in_pieces(load_runner(comm, folder, len(tokens), cut), tokens, [9])
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
     folder, tokens = folders[name], MODELS[name].tokens
-    alone = cut_logits(Solo(), folder, tokens, {"exact": True})
-    for tp_size in (3, 5):
-        for logits in run_on_threads(tp_size, cut_logits, folder, tokens, {"exact": True}):
-            assert torch.equal(logits, alone)
+    assert_equal_bits(folder, tokens, (3, 5))
 
 
 @pytest.mark.parametrize("cut", [{"kv_split": "sequence"}, {"ranks_per_expert": 1}])

@@ -2,17 +2,18 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from converted_gguf import convert, rounded
 from mixes import OF_FAMILIES
 from parity_steps import (
+    assert_equal_bits,
     assert_parity,
+    cut_logits,
     load_runner,
     logits_in_pieces,
     logits_of_models,
@@ -30,7 +31,7 @@ from parallel_llama.dtypes import Precision
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import values_by_form, weight_bytes
-from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 
 _YARN = {
@@ -151,12 +152,6 @@ def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
     assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
 
-def cut_logits(
-    comm: Communicator, folder: Path, tokens: Sequence[int], cut: Mapping[str, Any]
-) -> Tensor:
-    return logits_in_pieces(load_runner(comm, folder, len(tokens), cut), tokens, [9])
-
-
 @pytest.mark.parametrize(
     "cut",
     [{"ranks_per_expert": 1}, {"ranks_per_expert": 2}, {"memory": [10, 1, 6]}],
@@ -177,10 +172,7 @@ def test_a_shared_expert_is_split_over_all_ranks_wherever_the_others_are(folders
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
     folder, tokens = folders[name], MODELS[name].tokens
-    alone = cut_logits(Solo(), folder, tokens, {"exact": True})
-    for tp_size in (3, 5):
-        for logits in run_on_threads(tp_size, cut_logits, folder, tokens, {"exact": True}):
-            assert torch.equal(logits, alone)
+    assert_equal_bits(folder, tokens, (3, 5))
 
 
 def test_layers_with_a_window_are_those_of_transformers_where_no_key_lists_them(folders, tmp_path):

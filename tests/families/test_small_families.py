@@ -1,7 +1,7 @@
 """Families close to Llama, compared with transformers, in three configurations each."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from parity_steps import (
+    assert_equal_bits,
     assert_parity,
+    cut_logits,
     load_runner,
     logits_in_pieces,
 )
 from reshard_samples import through_every_layout
 from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TinyModel, write_hf
-from torch import Tensor
 from transformers import AutoConfig
 from transformers_oracle import loaded_logits, reference_logits
 
@@ -26,7 +27,7 @@ from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
-from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.collectives import Solo
 
 _YARN = {
     "rope_type": "yarn",
@@ -259,12 +260,6 @@ def test_phi3_uses_the_short_factors_if_the_context_is_not_longer_than_the_train
     assert (long - expected).abs().max() > 1e-3
 
 
-def cut_logits(
-    comm: Communicator, folder: Path, tokens: Sequence[int], cut: Mapping[str, Any]
-) -> Tensor:
-    return logits_in_pieces(load_runner(comm, folder, len(tokens), cut), tokens, [9])
-
-
 # One model for each feature of the model code that these families need.
 FEATURES = "smollm3", "granite", "phi3", "arcee", "exaone4", "olmo2"
 
@@ -272,9 +267,7 @@ FEATURES = "smollm3", "granite", "phi3", "arcee", "exaone4", "olmo2"
 @pytest.mark.parametrize("name", FEATURES)
 def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, tmp_path):
     folder, tokens = write_hf(MODELS[name], tmp_path / "hf", seed=3), MODELS[name].tokens
-    alone = cut_logits(Solo(), folder, tokens, {"exact": True})
-    for logits in run_on_threads(3, cut_logits, folder, tokens, {"exact": True}):
-        assert torch.equal(logits, alone)
+    assert_equal_bits(folder, tokens, (3,))
 
 
 @pytest.mark.parametrize("name", ["smollm3", "olmo2"])

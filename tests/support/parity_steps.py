@@ -88,6 +88,33 @@ def logits_in_pieces(
     return full_logits(runner, torch.cat(hidden))
 
 
+def cut_logits(
+    comm: Communicator,
+    folder: Path,
+    tokens: Sequence[int],
+    cut: Mapping[str, Any],
+    n_slots: int | None = None,
+) -> Tensor:
+    """Logits of one sequence in two pieces, with these arguments of `make_plan`.
+
+    Args:
+        n_slots: the slots of the cache; by default one per token.
+    """
+    runner = load_runner(comm, folder, n_slots or len(tokens), cut)
+    return logits_in_pieces(runner, tokens, [9])
+
+
+def assert_equal_bits(
+    folder: Path, tokens: Sequence[int], tp_sizes: Sequence[int], n_slots: int | None = None
+) -> None:
+    """Compare the bits of logits with exact sums on one rank and on these numbers of ranks."""
+    cut = {"exact": True}
+    alone = cut_logits(Solo(), folder, tokens, cut, n_slots)
+    for tp_size in tp_sizes:
+        for logits in run_on_threads(tp_size, cut_logits, folder, tokens, cut, n_slots):
+            assert torch.equal(logits, alone)
+
+
 def logits_of_models(
     comm: Communicator, models: Sequence[tuple[Path, Sequence[int]]]
 ) -> list[Tensor]:

@@ -468,8 +468,8 @@ def test_a_message_of_gpt_oss_with_reasoning_text_and_a_call_can_be_sent_back(re
     chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
     asking = {**ASKED[1], "content": "I will look.", "reasoning_content": "Rain?"}
     lines = chat.render(Chat([ASKED[0], asking, ASKED[2]], tools=[TOOL])).splitlines()
-    told = json.loads(lines[1])
-    assert told["thinking"] == "Rain?\n\nI will look." and not told["content"]
+    message = json.loads(lines[1])
+    assert message["thinking"] == "Rain?\n\nI will look." and not message["content"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Products of rows with matrices in integers of 2 to 8 bits or fp8, whose panels have one row.
+"""Products of rows with quantised matrices: integers of 2 to 8 bits, or fp8.
 
-In a panel of one row the words of a quantisation group are contiguous, at most 32 bytes, and the
-groups follow each other.
+The panels of these matrices have one row. The words of a quantisation group are contiguous, at most
+32 bytes, and the groups follow each other.
 
 Integer formats round the inputs to int8, so a group's product is exact and only the sum over groups
 rounds. A program sums in LANES lanes: lane i adds the groups i, i + LANES, i + 2 LANES and so on.
