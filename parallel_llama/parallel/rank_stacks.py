@@ -31,7 +31,7 @@ STACKS_NAME = "parallel_llama_stacks"
 _SIGNAL = signal.SIGRTMIN + 7  # programs rarely use it, unlike SIGUSR1
 _WRITE_S, _LOOK_S = 0.5, 0.01
 _MAX_BYTES = 1 << 20  # copied from each file
-_N_FRAMES, _MAX_CHARS = 5, 160
+_N_FRAMES, _MAX_CHARS = 8, 160
 _PACKAGE = Path(__file__).parents[1]
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
@@ -209,7 +209,8 @@ def _stack_of(rank: int, file: StackFile, start: int) -> list[str]:
     text = file.text()
     crash = text.find("Fatal Python error")
     written = text[crash:] if crash >= 0 else file.text(start)
-    frames = _innermost(written)
+    # The process that gathers the stacks may be one of the ranks.
+    frames = [frame for frame in _innermost(written) if f'"{__file__}"' not in frame]
     if not frames:
         return [f"rank {rank} {file.silence()}, so its stack is unknown"]
     shown = [printable(frame.strip(), _MAX_CHARS) for frame in frames[:_N_FRAMES]]

@@ -398,25 +398,31 @@ class SharedMemory(Communicator):
 
     def _await_all(self, signature: int, spins: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Waits until all ranks have published the phase that this rank has published."""
-        cells, phase = self._cells, self._cells[self._own]
-        signed = SIGNATURE + (cells[self._own + EXCHANGE] & 1)
+        phase = self._cells[self._own]
         for line in self._others:
-            while cells[line] < phase:
+            while self._cells[line] < phase:
                 spins -= 1
                 if spins < 0:
-                    self._wait(phase, is_exempt, limit_s)
-            if cells[line + signed] != signature:
-                rank = line // LINE
-                raise self._failed(
-                    f"rank {rank} is in {described(cells[line + signed])} and rank {self.rank} "
-                    f"in {described(signature)}: the ranks called different collectives",
-                    {rank, self.rank},
-                )
+                    self._wait(signature, phase, is_exempt, limit_s)
+            self._require_same_collective(line, signature)
 
-    def _wait(self, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
+    def _require_same_collective(self, line: int, signature: int) -> None:
+        """Raises: RankError if a rank that has published this phase is in another collective."""
+        theirs = self._cells[line + SIGNATURE + (self._cells[self._own + EXCHANGE] & 1)]
+        if theirs != signature:
+            rank = line // LINE
+            raise self._failed(
+                f"rank {rank} is in {described(theirs)} and rank {self.rank} "
+                f"in {described(signature)}: the ranks called different collectives",
+                {rank, self.rank},
+            )
+
+    def _wait(self, signature: int, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Waits, yielding the core, until all ranks have published this phase.
 
-        A rank is late after `limit_s` seconds in which it was never exempt.
+        A rank is late after `limit_s` seconds in which it was never exempt. The collectives of the
+        ranks that have published are compared before the others publish: a rank that has found
+        the difference leaves after `_REPORT_S`, and a late report would miss its stack.
         """
         seen_s = time.monotonic()
         waited_s = 0.0
@@ -429,6 +435,9 @@ class SharedMemory(Communicator):
             if waited_s < _YIELD_S:
                 os.sched_yield()
                 continue
+            for line in self._others:
+                if line not in behind:
+                    self._require_same_collective(line, signature)
             self._require_alive(behind, phase)
             for line in behind:
                 counted_s[line] += gap_s

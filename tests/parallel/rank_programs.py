@@ -167,8 +167,12 @@ def meet(timeout_s: str, color: str = "", stopped: str = "") -> None:
     say(outcome=outcome, seconds=time.monotonic() - started, awaited=awaited)
 
 
-def fault(rank: str, kind: str) -> None:
-    """Joins the group; then one rank has a fault, and the others wait for it in a collective."""
+def fault(rank: str, kind: str, late: str = "") -> None:
+    """Joins the group; then one rank has a fault, and the others wait for it in a collective.
+
+    Args:
+        late: a rank that comes to the collective long after the others.
+    """
     import torch
 
     from parallel_llama.parallel.communicators import join
@@ -178,6 +182,8 @@ def fault(rank: str, kind: str) -> None:
     comm.all_reduce(torch.zeros(3))
     say(pid=os.getpid())
     try:
+        if late:
+            time.sleep({rank: 0.3, late: 1.9}.get(str(comm.rank), 0))
         if comm.rank == int(rank):
             FAULTS[kind](comm)
         comm.all_reduce(torch.zeros(5))

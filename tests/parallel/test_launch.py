@@ -601,7 +601,6 @@ def test_a_process_that_forges_a_ranks_word_is_not_believed(start, n, key):
         ("SIGSTOP", "rank 1 of 3 is late: no progress for 2 s; it is stopped by a signal", None),
         ("SIGSEGV", "[rank 1] was killed by SIGSEGV", "in string_at"),
         ("c", "rank 1 of 3 is late: no progress for 2 s; it is alive", "in sleep_with_the_gil"),
-        ("mismatch", "rank 1 is in barrier and rank 0 in all_reduce of 5 values of", "in barrier"),
     ],
 )
 def test_a_rank_that_hangs_or_dies_is_named_with_its_stack(start, kind, cause, frames):
@@ -621,6 +620,22 @@ def test_a_rank_that_hangs_or_dies_is_named_with_its_stack(start, kind, cause, f
         assert "rank 1 is stopped by a signal or a debugger, so its stack is unknown" in report
     else:
         assert frames in stacks[1] and (frames in report.partition("most recent call first")[2])
+    assert all_gone(pids)
+
+
+@pytest.mark.parametrize("late", ["", "0", "2"])
+def test_ranks_in_different_collectives_are_named_with_their_stacks(start, late):
+    """A rank that waited for the late one compared nothing, and reported after rank 1 had left."""
+    process = start(3, "fault", "1", "mismatch", late)
+    pids = read_pids(process, 3)
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1 and len(messages(stderr)) == 1
+    report = stderr[stderr.index("parallel-llama:") :]
+    assert re.search("rank 1 (is )?in barrier", report)
+    assert re.search("rank [02] (is )?in all_reduce of 5 values of torch.float32", report)
+    folder = re.search(r"the stacks of all threads of rank 0, 1, 2 are in (\S+) on ", report)[1]
+    assert "in barrier" in Path(folder, "rank-1.txt").read_text()
+    assert "in barrier" in report.partition("rank 1, most recent call first")[2]
     assert all_gone(pids)
 
 
