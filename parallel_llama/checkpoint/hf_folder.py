@@ -80,7 +80,7 @@ class HFFolder(TensorFiles):
         self._bits: dict[str, Int8Matrix | FourBitMatrix] = {}  # of bitsandbytes
         self._mxfp4: dict[str, MXFP4Matrix] = {}  # of experts
         if isinstance(packing, Packing):
-            for name in packed_weights(args, tensors):
+            for name in packed_weights(args, tensors, packing):
                 self._packed[name] = PackedMatrix(packing, slices[name])
         elif isinstance(packing, Schemes):
             held = {name: tensor for name, (_, tensor) in tensors.items()}
@@ -110,7 +110,8 @@ class HFFolder(TensorFiles):
         self._require_dtypes()
         super().check(args)
         for matrix in self._packed.values():
-            self._require_order(matrix, "g_idx", matrix.packing.form.block)
+            if not matrix.packing.any_order:
+                self._require_order(matrix, "g_idx", matrix.group_size)
             self._require_no_bias(matrix)
         for scaled in self._scaled.values():
             self._require_order(scaled, "weight_g_idx", scaled.scheme.block[1])
@@ -164,8 +165,13 @@ class HFFolder(TensorFiles):
         return PACKED_DTYPES.get(name.rpartition(".")[2]) or super()._dtypes(name)
 
     def _stored(self, param: Param, rows: range) -> Tensor:
-        if param.name in self._packed:
-            return decoded(param, rows, partial(self._groups, param))
+        if (packed := self._packed.get(param.name)) is not None:
+            if packed.packing.form is not None:
+                return decoded(param, rows, partial(self._groups, param, packed.packing.form))
+            blocks = as_blocks(param, packed.stored_slice, rows)
+            return _concatenated(
+                [packed.values(block, partial(self._part, packed)) for block in blocks]
+            )
         if (matrix := self._scaled.get(param.name)) is not None:
             read = partial(self._numbers, matrix)
             blocks = as_blocks(param, matrix.stored_slice, rows)
@@ -183,7 +189,7 @@ class HFFolder(TensorFiles):
 
     def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
         if (matrix := self._packed.get(param.name)) is not None:
-            return self._groups(param, rows) if matrix.packing.form == form else None
+            return self._groups(param, form, rows) if matrix.packing.form == form else None
         if (scaled := self._scaled.get(param.name)) is not None:
             stored_slice, read = scaled.stored_slice, partial(self._numbers, scaled)
             if stored_form(scaled.scheme, stored_slice.shape[1]) == form:
@@ -191,11 +197,11 @@ class HFFolder(TensorFiles):
                 return _joined([scaled.quantised(form, block, read) for block in blocks])
         return None
 
-    def _groups(self, param: Param, rows: range) -> QuantMatrix:
+    def _groups(self, param: Param, form: QuantFormat, rows: range) -> QuantMatrix:
         """A slice of a quantised weight; slices of columns must be whole groups of 32."""
         matrix = self._packed[param.name]
         read, blocks = partial(self._part, matrix), as_blocks(param, matrix.stored_slice, rows)
-        return _joined([read_packed(matrix.packing, block, read) for block in blocks])
+        return _joined([read_packed(matrix.packing, form, block, read) for block in blocks])
 
     def _part(
         self, matrix: PackedMatrix | ScaledMatrix, end: str, rows: range, columns: range
@@ -259,8 +265,7 @@ class HFFolder(TensorFiles):
             raise CheckpointError(
                 f"{self._tensors[name][0]}: {name!r:.200} has input {at} in group "
                 f"{int(groups[at])}, expected {at // size}: the {size} inputs of a group must be "
-                "consecutive; use a model that was quantised with desc_act=false, or a GGUF file "
-                "of it"
+                "consecutive, unless config.json states desc_act=true for GPTQ"
             )
 
     def _require_no_bias(self, matrix: PackedMatrix) -> None:

@@ -1,6 +1,6 @@
-"""Decodes quantised weights of GPTQ, AWQ and GGUF files into `QuantMatrix`, without rounding.
+"""Decodes quantised weights of GPTQ, AWQ and GGUF files without rounding.
 
-GPTQ and AWQ store a matrix [out, in] as several tensors:
+GPTQ and AWQ store a matrix [out, in] as several tensors, here for 4-bit integers:
 
     qweight   integers: [in / 8, out] in GPTQ, [in, out / 8] in AWQ
     qzeros    zero points: [groups, out / 8]
@@ -8,8 +8,8 @@ GPTQ and AWQ store a matrix [out, in] as several tensors:
     g_idx     the group of each input: [in], in GPTQ
 
 Eight 4-bit integers share a 32-bit word, the first in the lowest bits; AWQ stores the even-numbered
-ones first. GGUF stores a matrix as blocks, each with integers, scales and perhaps minima and
-factors.
+ones first. GPTQ also has integers of 2 and 8 bits. GGUF stores a matrix as blocks, each with
+integers, scales and perhaps minima and factors.
 
 Source: the layers of AutoGPTQ 0.7 and AutoAWQ 0.2; the structures block_q8_0 to block_q2_K of
 ggml's ggml-common.h.
@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
-from parallel_llama.config.quantised import PER_WORD, Packing
+from parallel_llama.checkpoint.scaled import damaged_scale
+from parallel_llama.config.quantised import Packing
 from parallel_llama.dtypes import GGUF_QUANTS, QUANT_GROUP_SIZE, QuantFormat
+from parallel_llama.errors import DamagedWeights
 from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.ops.quant import QuantMatrix
 
@@ -53,28 +55,86 @@ class PackedMatrix:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that it must have, by the suffixes of their names."""
-        n_outputs, n_inputs = self.stored_slice.shape
-        n_groups, n_words = -(-n_inputs // self.packing.form.block), n_outputs // PER_WORD
-        is_gptq = self.packing.method == "gptq"
-        integers = (n_inputs // PER_WORD, n_outputs) if is_gptq else (n_inputs, n_words)
-        return {"qweight": integers, "qzeros": (n_groups, n_words), "scales": (n_groups, n_outputs)}
+        (n_outputs, n_inputs), packing = self.stored_slice.shape, self.packing
+        n_words, is_gptq = n_outputs // packing.per_word, packing.method == "gptq"
+        shapes: dict[str, tuple[int, ...]] = {
+            "qweight": (n_inputs // packing.per_word, n_outputs)
+            if is_gptq
+            else (n_inputs, n_words),
+            "qzeros": (self.n_groups, n_words),
+            "scales": (self.n_groups, n_outputs),
+        }
+        return {**shapes, "g_idx": (n_inputs,)} if packing.any_order else shapes
 
     @property
     def optional_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that it may have: g_idx, with groups in order; a bias of zeros."""
         n_outputs, n_inputs = self.stored_slice.shape
-        return {"g_idx": (n_inputs,), "bias": (n_outputs,)}
+        ordered: dict[str, tuple[int, ...]] = (
+            {} if self.packing.any_order else {"g_idx": (n_inputs,)}
+        )
+        return {**ordered, "bias": (n_outputs,)}
+
+    @property
+    def group_size(self) -> int:
+        """The inputs of a group."""
+        return self.packing.group_size or self.stored_slice.shape[1]
+
+    @property
+    def n_groups(self) -> int:
+        return -(-self.stored_slice.shape[1] // self.group_size)
+
+    def values(self, block: MatrixBlock, read: Read) -> Tensor:
+        """Decodes a block of a GPTQ matrix, whose group may have any size and any inputs.
+
+        Returns: [rows, columns] float32.
+
+        Raises: DamagedWeights if a scale is NaN or Inf, or g_idx names a group that does not exist.
+        """
+        packing, outputs, inputs = self.packing, block.rows, block.columns
+        per_word, every = packing.per_word, range(self.n_groups)
+        held = range(inputs.start // per_word, -(-inputs.stop // per_word))
+        words = read("qweight", held, outputs).view(len(held), len(outputs), 4)
+        integers = _integers_of(words, packing.n_bits).transpose(1, 2).flatten(0, 1)
+        integers = integers[inputs.start - held.start * per_word :][: len(inputs)]  # [in, out]
+        held = range(outputs.start // per_word, -(-outputs.stop // per_word))
+        words = read("qzeros", every, held).view(len(every), len(held), 4)
+        zeros = _integers_of(words, packing.n_bits).flatten(1)
+        zeros = zeros[:, outputs.start - held.start * per_word :][:, : len(outputs)]
+        zeros = (zeros + packing.lowered) & ((1 << packing.n_bits) - 1)  # modulo, as in read_packed
+        scales = read("scales", every, outputs).view(-1).view(torch.float16).float()
+        if not torch.isfinite(scales).all():
+            raise damaged_scale(self.base + "scales")
+        scales, groups = scales.view(len(every), len(outputs)), self._groups_of(inputs, read)
+        values = integers.float().sub_(zeros.float()[groups]).mul_(scales[groups])
+        return values.transpose(0, 1).contiguous()
+
+    def _groups_of(self, inputs: range, read: Read) -> Tensor:
+        """The group of each input. Shapes: [inputs] int64."""
+        if not self.packing.any_order:
+            return torch.arange(inputs.start, inputs.stop) // self.group_size
+        groups = read("g_idx", range(1), inputs).view(-1).view(torch.int32).long()
+        if (wrong := ((groups < 0) | (groups >= self.n_groups)).nonzero()).numel():
+            at = int(wrong[0])
+            raise DamagedWeights(
+                f"{self.base + 'g_idx'!r:.200} has input {inputs[at]} in group {int(groups[at])} "
+                f"of {self.n_groups}; the weights are damaged, fetch them again"
+            )
+        return groups
 
 
-def read_packed(packing: Packing, block: MatrixBlock, read: Read) -> QuantMatrix:
-    """Decodes a block of a GPTQ or AWQ matrix; its columns must be whole groups of 32 inputs."""
-    form, outputs, inputs = packing.form, block.rows, block.columns
+def read_packed(packing: Packing, form: QuantFormat, block: MatrixBlock, read: Read) -> QuantMatrix:
+    """Decodes a block of a GPTQ or AWQ matrix in its format.
+
+    The columns of the block must be whole groups of 32 inputs.
+    """
+    outputs, inputs, per_word = block.rows, block.columns, packing.per_word
     groups = range(inputs.start // form.block, -(-inputs.stop // form.block))
-    words = range(outputs.start // PER_WORD, -(-outputs.stop // PER_WORD))
-    own = slice(outputs.start - words.start * PER_WORD, outputs.stop - words.start * PER_WORD)
+    words = range(outputs.start // per_word, -(-outputs.stop // per_word))
+    own = slice(outputs.start - words.start * per_word, outputs.stop - words.start * per_word)
     order = _ORDER[packing.method]
     if packing.method == "gptq":
-        held = range(inputs.start // PER_WORD, inputs.stop // PER_WORD)
+        held = range(inputs.start // per_word, inputs.stop // per_word)
         integers = _words_of_inputs(read("qweight", held, outputs))
     else:
         integers = _words_of_outputs(read("qweight", inputs, words), order)[own]
@@ -93,6 +153,16 @@ def read_packed(packing: Packing, block: MatrixBlock, read: Read) -> QuantMatrix
         factors.contiguous().view(torch.int8),
         n_before,
     )
+
+
+def _integers_of(words: Tensor, n_bits: int) -> Tensor:
+    """The integers of little-endian words, the first in the lowest bits.
+
+    Shapes: bytes [..., 4] -> [..., 32 / n_bits] uint8.
+    """
+    shifts = torch.arange(0, 8, n_bits, dtype=torch.uint8)
+    integers: Tensor = (words[..., None] >> shifts) & ((1 << n_bits) - 1)
+    return integers.flatten(-2)
 
 
 def _words_of_inputs(words: Tensor) -> Tensor:

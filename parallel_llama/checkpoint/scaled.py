@@ -174,7 +174,7 @@ class ScaledMatrix:
         if self.scheme.has_global_scale:
             scales = scales / self._global_scale(read)
         if not torch.isfinite(scales).all():
-            raise _damaged_scale(name)
+            raise damaged_scale(name)
         return scales
 
     def _global_scale(self, read: Read) -> Tensor:
@@ -266,13 +266,14 @@ def powers_of_two(exponents: Tensor, name: str) -> Tensor:
     Raises: DamagedWeights for 255, which stands for NaN.
     """
     if (exponents == 255).any():
-        raise _damaged_scale(name)
+        raise damaged_scale(name)
     bits = exponents.int() << 23
     bits[exponents == 0] = 1 << 22  # 2 ** -127 is subnormal
     return bits.view(torch.float32)
 
 
-def _damaged_scale(name: str) -> DamagedWeights:
+def damaged_scale(name: str) -> DamagedWeights:
+    """The error for a tensor of scales with this name that holds NaN or Inf."""
     return DamagedWeights(
         f"{name!r:.200} has a scale that is NaN or Inf; the weights are damaged, fetch them again"
     )

@@ -128,8 +128,8 @@ def why_decoded(
         stays = f"only {', '.join(GGUF_QUANTS)} stay as stored"
         if files.kind == "hf":
             stays = (
-                "only GPTQ, AWQ, and integers with 16-bit scales and no zero points (4-bit groups "
-                "may have them) stay as stored"
+                "only 4-bit GPTQ and AWQ in consecutive groups of 32, 64 or 128, and integers "
+                "with 16-bit scales and no zero points (4-bit groups may have them) stay as stored"
             )
             if parts := LAYOUTS[files.kind].not_applied(files):
                 stays = f"{' and '.join(parts)} are not rounded, although config.json asks for it"

@@ -45,14 +45,14 @@ HF_QUANTS = {
 # Integers without zero points.
 _INTEGERS: dict[int, QuantFormat] = {4: QuantFormat(4), 8: QuantFormat(8)}
 
-# 4-bit integers in a 32-bit word.
-PER_WORD = 8
-
 # Formats of a native folder, by the names that native.json gives them.
 NATIVE_QUANTS = {
     form.name: form
     for form in (*(QuantFormat(n, m) for n in (8, 5, 4) for m in (False, True)), ASKED["fp8"])
 }
+
+# By method: the numbers of bits of its integers.
+_BITS = {"gptq": (2, 4, 8), "awq": (4,)}
 
 # By method: its formats, the default first, and what their files subtract from zero points.
 _LOWERED = {"gptq": {"gptq": 1, "gptq_v2": 0}, "awq": {"gemm": 0}}
@@ -73,13 +73,26 @@ _SUPPORTED = f"{', '.join(map(repr, _METHODS))} are"
 class Packing:
     """How an HF folder packs its quantised matrices.
 
-    A 32-bit word holds eight inputs of one output in GPTQ, and eight outputs of one input in AWQ.
-    Stored zero points are the true ones minus `lowered`.
+    A 32-bit word holds consecutive inputs of one output in GPTQ, and eight outputs of one input in
+    AWQ. Stored zero points are the true ones minus `lowered`.
+
+    Args:
+        form: the format in which matrices stay as stored; None to decode them.
+        group_size: inputs that share a scale and a zero point; 0 for all inputs of an output.
+        any_order: whether g_idx names the group of each input; else the inputs of a group are
+            consecutive.
     """
 
     method: str  # gptq or awq
-    form: QuantFormat
+    form: QuantFormat | None
     lowered: int
+    n_bits: int
+    group_size: int
+    any_order: bool = False
+
+    @property
+    def per_word(self) -> int:
+        return 32 // self.n_bits
 
 
 def gguf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
@@ -153,7 +166,8 @@ def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
     """
     packing = hf_packing(files)
     if isinstance(packing, Packing):
-        return dict.fromkeys(packed_weights(args, _held(files, args)), packing.form)
+        names = packed_weights(args, _held(files, args), packing)
+        return dict.fromkeys(names, packing.form) if packing.form is not None else {}
     if isinstance(packing, Schemes):
         forms, _ = _scaled_forms(packing, files, args)
         return dict(forms)
@@ -168,13 +182,23 @@ def hf_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
     packing = hf_packing(files)
     if isinstance(packing, BitsAndBytes):
         return sorted({*bitsandbytes_types(args, _held(files, args)).values()})
+    if isinstance(packing, Packing) and packing.form is None:
+        names = packed_weights(args, _held(files, args), packing)
+        return [_decoded_name(packing)] if names else []
     if not isinstance(packing, Schemes):
         return []
     _, decoded = _scaled_forms(packing, files, args)
-    names = {scheme.name for scheme in decoded.values()}
+    types = {scheme.name for scheme in decoded.values()}
     if packing.method == "mxfp4" and mxfp4_weights(args, _held(files, args)):
-        names.add("mxfp4")
-    return sorted(names)
+        types.add("mxfp4")
+    return sorted(types)
+
+
+def _decoded_name(packing: Packing) -> str:
+    of = " with desc_act" if packing.any_order else ""
+    if not of and packing.n_bits == 4:
+        of = f" in groups of {packing.group_size}" if packing.group_size else " by row"
+    return f"{packing.method.upper()} int{packing.n_bits}{of}"
 
 
 def _scaled_forms(
@@ -276,7 +300,7 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | 
         raise UsageError(f"quantization_config of {method!r}: {error}; {_INSTEAD}") from error
 
 
-def packed_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
+def packed_weights(args: ModelArgs, held: Collection[str], packing: Packing) -> list[str]:
     """Meta's names of an HF folder's quantised matrices, given its tensor names `held`.
 
     The tensor names decide: programs differ in how they list unquantised layers in config.json.
@@ -289,31 +313,37 @@ def packed_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
         base = stored_slice.name.removesuffix("weight")
         if param.kind == "vector" or len(stored_slice.shape) != 2 or base + "qweight" not in held:
             continue
-        n_outputs, n_inputs = stored_slice.shape
-        if n_inputs % QUANT_GROUP_SIZE or n_outputs % PER_WORD:
+        (n_outputs, n_inputs), per_word = stored_slice.shape, packing.per_word
+        whole = per_word if packing.form is None else QUANT_GROUP_SIZE
+        if n_inputs % whole or n_outputs % per_word:
             raise CheckpointError(
                 f"{base}qweight: has {n_outputs} outputs and {n_inputs} inputs; they must be "
-                f"multiples of {PER_WORD} and {QUANT_GROUP_SIZE}; {_INSTEAD}"
+                f"multiples of {per_word} and {whole}; {_INSTEAD}"
             )
         packed.append(param.name)
     return packed
 
 
 def _packing(method: str, stated: Fields) -> Packing:
-    if (bits := stated.integer("bits")) != 4:
-        raise UsageError(f"bits={bits} is not supported; 4 is")
-    if (size := stated.integer("group_size", 128)) not in HF_QUANTS:
+    if (n_bits := stated.integer("bits")) not in _BITS[method]:
+        can = ", ".join(map(str, _BITS[method]))
+        raise UsageError(f"bits={n_bits} is not supported; {can} {'are' if ',' in can else 'is'}")
+    size, any_order = stated.integer("group_size", 128), stated.flag("desc_act", False)
+    is_stored = n_bits == 4 and size in HF_QUANTS and not any_order
+    if method == "awq" and not is_stored:
+        what = "desc_act=true" if any_order else f"group_size={size}"
         sizes = ", ".join(map(str, HF_QUANTS))
-        raise UsageError(f"group_size={size} is not supported; {sizes} are")
-    if stated.flag("desc_act", False):
-        raise UsageError("desc_act=true: the inputs of a group must be consecutive")
+        raise UsageError(f"{what} is not supported; consecutive groups of {sizes} are")
+    if size < 1 and size != -1:
+        raise UsageError(f"group_size={size}: use at least 1, or -1 for all inputs")
     if not stated.flag("zero_point", True):
         raise UsageError("zero_point=false is not supported; groups must have zero points")
     lowered = _LOWERED[method]
     form = _form(method, stated) or next(iter(lowered))
     if form not in lowered:
         raise UsageError(f"the format {form[:80]!r} is not supported; {', '.join(lowered)} is")
-    return Packing(method, HF_QUANTS[size], lowered[form])
+    kept = HF_QUANTS[size] if is_stored else None
+    return Packing(method, kept, lowered[form], n_bits, max(size, 0), any_order)
 
 
 def _form(method: str, stated: Fields) -> str:

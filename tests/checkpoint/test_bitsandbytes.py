@@ -94,7 +94,7 @@ def test_a_line_says_that_matrices_are_decoded_and_int8_activations_are_not_roun
     for kind in ("nf4 nested", "fp4", "int8"):
         files = find_model(str(made[kind]))
         lines[kind] = why_decoded(files, load_model_args(files), "bfloat16") or ""
-    assert "in nf4 are decoded to bfloat16; only GPTQ, AWQ" in lines["nf4 nested"]
+    assert "in nf4 are decoded to bfloat16; only 4-bit GPTQ" in lines["nf4 nested"]
     assert "in fp4 are decoded to bfloat16" in lines["fp4"]
     assert "in int8 are decoded to bfloat16; activations are not rounded" in lines["int8"]
 

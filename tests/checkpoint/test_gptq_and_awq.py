@@ -16,11 +16,16 @@ from transformers_oracle import reference_logits
 
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
-from parallel_llama.checkpoint.quantised import read_packed
+from parallel_llama.checkpoint.quantised import PackedMatrix, read_packed
 from parallel_llama.checkpoint.reading import load, open_checkpoint
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
-from parallel_llama.config.layouts import default_quant, load_model_args, stored_formats
+from parallel_llama.config.layouts import (
+    default_quant,
+    load_model_args,
+    stored_formats,
+    why_decoded,
+)
 from parallel_llama.config.quantised import HF_QUANTS, packing_of
 from parallel_llama.dtypes import Precision, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
@@ -28,6 +33,7 @@ from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.ops.quant import QuantMatrix
@@ -103,10 +109,61 @@ def test_any_part_of_a_matrix_means_what_its_integers_zeros_and_scales_say(kind,
 
     for rows in (range(40), range(8, 24), range(3, 9), range(17, 18), range(5, 5)):
         for columns in (range(384), range(32, 64), range(96, 320), range(160, 160)):
-            groups = read_packed(packing, MatrixBlock(384, rows, columns), read)
+            groups = read_packed(packing, packing.form, MatrixBlock(384, rows, columns), read)
             assert groups.form == HF_QUANTS[size]
             expected = matrix.values[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(groups.values().double(), expected)
+
+
+# What only GPTQ has: bits, group_size and desc_act of matrices that are decoded.
+DECODED = [(8, 128, False), (4, 128, True), (8, 32, True), (2, 64, False), (4, -1, False)]
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize(("n_bits", "size", "any_order"), DECODED)
+def test_any_part_of_a_decoded_matrix_means_what_its_integers_zeros_and_scales_say(
+    n_bits, size, any_order, kind
+):
+    size_or_all = 384 if size == -1 else size
+    groups = torch.randperm(384).numpy() // size_or_all if any_order else None
+    matrix = random_matrix(48, 384, size_or_all, n_bits, groups)
+    tensors = matrix.packed(kind)
+    stated = {"bits": n_bits, "group_size": size, "desc_act": any_order}
+    packing = packing_of({"quantization_config": {**KINDS[kind], **stated}})
+    packed = PackedMatrix(packing, StoredSlice("weight", (48, 384), 0, 1, 1))
+
+    def read(end: str, rows: range, columns: range) -> torch.Tensor:
+        held = tensors[end].view(-1, tensors[end].shape[-1])[rows.start : rows.stop]
+        return held[:, columns.start : columns.stop].contiguous().view(torch.uint8)
+
+    for rows in (range(48), range(16, 32), range(3, 21), range(17, 18), range(5, 5)):
+        for columns in (range(384), range(32, 64), range(5, 301), range(160, 160)):
+            part = packed.values(MatrixBlock(384, rows, columns), read)
+            expected = matrix.values[rows.start : rows.stop, columns.start : columns.stop]
+            assert torch.equal(part.double(), expected)
+
+
+@pytest.mark.parametrize(("n_bits", "size", "any_order"), DECODED[:3])
+def test_decoded_matrices_give_the_logits_of_transformers_with_the_values_that_are_meant(
+    n_bits, size, any_order, source, tmp_path
+):
+    """These folders were refused."""
+    stated = {"bits": n_bits, "desc_act": any_order}
+    folder = write_packed(source, tmp_path / "gptq", "gptq", size, **stated)
+    expected = reference_logits(meant_by(folder), TOKENS)
+    for tp_size in (1, 3, 7):
+        ours = torch.cat(run_on_threads(tp_size, logits_of, folder, None, "float64"), 1)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+    files = find_model(str(folder))
+    line = why_decoded(files, load_model_args(files), "bfloat16") or ""
+    assert f"in GPTQ int{n_bits}{any_order * ' with desc_act'} are decoded to bfloat16" in line
+    if any_order:
+        rewritten(folder, {f"{Q_PROJ}.g_idx": torch.full((256,), 256 // size, dtype=torch.int32)})
+        with pytest.raises(DamagedWeights, match=r"q_proj\.g_idx' has input 0 in group \d of \d"):
+            loaded(folder, 1)
+        rewritten(folder, {f"{Q_PROJ}.g_idx": None})
+        with pytest.raises(CheckpointError, match=r"missing: .*q_proj\.g_idx"):
+            loaded(folder, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -309,7 +366,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
     [
         (
             {f"{Q_PROJ}.g_idx": torch.arange(256, dtype=torch.int32) % 2},
-            "q_proj.g_idx' has input 1 in group 1, expected 0: .*desc_act=false, or a GGUF file",
+            "q_proj.g_idx' has input 1 in group 1, expected 0: .*states desc_act=true",
         ),
         ({f"{Q_PROJ}.qzeros": None}, r"missing: .*q_proj\.qzeros"),
         ({f"{Q_PROJ}.weight": torch.zeros(256, 256)}, r"extra: '.*q_proj\.weight'"),

@@ -477,11 +477,12 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
                 f"of '{method}': {expected}.*; use the unquantised model, or a GGUF file of it",
             )
             for method, stated, expected in (
-                ("gptq", {"bits": 8}, "bits=8 is not supported; 4 is"),
+                ("gptq", {"bits": 3}, "bits=3 is not supported; 2, 4, 8 are"),
+                ("awq", {"bits": 8}, "bits=8 is not supported; 4 is"),
                 ("gptq", {"bits": None, "w_bit": 4}, "lacks the key 'bits'"),
-                ("gptq", {"group_size": -1}, "group_size=-1 .*32, 64, 128 are"),
+                ("gptq", {"group_size": 0}, "group_size=0: use at least 1, or -1"),
                 ("awq", {"group_size": 256}, "group_size=256 .*32, 64, 128 are"),
-                ("gptq", {"desc_act": True}, "desc_act=true"),
+                ("awq", {"desc_act": True}, "desc_act=true"),
                 ("awq", {"zero_point": False}, "zero_point=false"),
                 ("gptq", {"checkpoint_format": "marlin"}, ".*'marlin' .*; gptq, gptq_v2 is"),
                 ("gptq", {"is_marlin_format": True}, "the format 'marlin'"),
