@@ -83,6 +83,82 @@ def test_a_slurm_job_fails_as_its_command_does(cluster):
     assert done.returncode == 2 and "/no/such/model" in done.stderr
 
 
+# Runs the command on this host, as sshd would.
+SSH = """#!/usr/bin/env bash
+[ "$1 $2 $3" = "-o BatchMode=yes --" ] && [ $# = 5 ] || exit 77
+echo "ssh to $4" >&2
+exec bash -c "$5"
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> dict[str, str]:
+    """The environment of launch/hosts.sh, with a stand-in for ssh."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "secrets").mkdir()
+    folder = os.environ["PATH"]
+    own = {"PATH": f"{tmp_path}:{folder}", "TMPDIR": str(tmp_path / "secrets")}
+    return os.environ | own | {"PYTHONPATH": str(ROOT)}
+
+
+def on_hosts(*argv: str) -> list[str]:
+    """Two hosts, with 2 ranks and 1, both on this machine."""
+    own = ["--bin", str(Path(sys.executable).parent), "127.0.0.1:2,me@127.0.0.1:1"]
+    return ["bash", str(ROOT / "launch" / "hosts.sh"), *own, *argv]
+
+
+def test_a_command_on_several_hosts_gives_the_answer_of_one_rank(hosts, model, tmp_path):
+    """And quotes reach the ranks."""
+    argv = ["generate", "--model", str(model), "--prompt", "a 'b", "--max-tokens=8", "--json"]
+    seeded = [*argv, "--seed=1", "--dtype=float64"]
+    alone = subprocess.run(
+        [sys.executable, "-m", "parallel_llama", *seeded], cwd=ROOT, capture_output=True, text=True
+    )
+    together = subprocess.run(
+        on_hosts(*seeded), env=hosts, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert together.returncode == 0, together.stderr
+    reached = re.findall("^ssh to (.*)$", together.stderr, re.M)
+    assert sorted(reached) == ["127.0.0.1", "me@127.0.0.1"]
+    assert "3 ranks" in together.stderr
+    assert json.loads(together.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
+    assert not list((tmp_path / "secrets").glob("tmp.*"))
+
+
+@pytest.mark.slow
+def test_a_server_on_several_hosts_ends_at_sigterm(hosts, model):
+    command = on_hosts("serve", "--model", str(model), "--port", "0")
+    with Served(command=command, env=hosts) as served:
+        with urllib.request.urlopen(f"{served.url}/health", timeout=LIMIT_S) as answer:
+            assert json.load(answer)["tp_size"] == 3
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["node1", "serve"], "'node1' is not a host and its number of ranks"),
+        (["node1:2,-oProxyCommand=x:1", "serve"], "'-oProxyCommand=x:1' is not a host"),
+        (["node1:0", "serve"], "'node1:0' is not a host"),
+        (["--no", "node1:1", "serve"], "unknown option --no"),
+        (["node1:1"], "name the hosts with their ranks, and a command"),
+    ],
+)
+def test_hosts_that_cannot_be_used_are_refused_before_any_is_reached(argv, expected, hosts):
+    script = ["bash", str(ROOT / "launch" / "hosts.sh"), *argv]
+    done = subprocess.run(script, env=hosts, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 2 and expected in done.stderr and "ssh" not in done.stderr[10:]
+
+
+def test_a_host_that_cannot_run_the_command_ends_it_on_all(hosts):
+    command = on_hosts("serve")
+    command[3] = "/no/such/folder"
+    done = subprocess.run(command, env=hosts, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1 and "/no/such/folder/torchrun" in done.stderr
+
+
 def unit() -> configparser.ConfigParser:
     parser = configparser.ConfigParser(interpolation=None, delimiters="=")
     parser.optionxform = str  # type: ignore[assignment, method-assign]
