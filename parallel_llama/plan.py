@@ -413,11 +413,6 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
         )
     if device == "cpu" and (args.norm == "layer" or args.qk_layer_norm):
         return "decode steps run operator by operator: LayerNorm has no kernel for the CPU"
-    if device == "cpu" and args.n_expert_groups > 1:
-        return (
-            "decode steps run operator by operator: routing to groups of experts has no kernel for "
-            "the CPU"
-        )
     if device == "cpu" and (args.scaled_inputs or args.qk_unit_norm):
         return (
             "decode steps run operator by operator: scaled inputs of experts and norms without "

@@ -211,11 +211,9 @@ class CPUOps(TorchOps):
         *,
         normed: bool,
     ) -> tuple[Tensor, Tensor]:
-        if groups[0] > 1 or bias is None:
-            return super().sigmoid_route(x, gate, bias, n_active, groups, scale, normed=normed)
         scores = self.router_scores(x, gate)
         kernel = make_sigmoid_route(self._dtype)
-        return kernel(scores, bias, n_active, scale, normed=normed, run=self._run)
+        return kernel(scores, bias, n_active, groups, scale, normed=normed, run=self._run)
 
     def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
         return make_routes()(experts, own, self._run)

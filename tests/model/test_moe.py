@@ -166,6 +166,34 @@ def test_sigmoids_with_a_bias_choose_experts_of_the_best_groups(ops, normed, gro
         assert_same(routing_weights[row], 1.7 * expected / (expected.sum() if normed else 1))
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+def test_the_experts_and_weights_of_a_token_have_the_same_bits_in_any_batch(groups, has_bias):
+    """torch's sigmoid gave other last bits at the end of a tensor."""
+    ops = CPUOps(torch.float32, 4, {1})
+    x, gate, bias = torch.randn(37, 13), torch.randn(12, 13), torch.randn(12)
+    more = (gate, bias if has_bias else None, 3, groups, 1.7)
+    together = ops.sigmoid_route(x, *more, normed=False)
+    for row in range(37):
+        alone = ops.sigmoid_route(x[row : row + 1], *more, normed=False)
+        assert all(
+            torch.equal(one[0], many[row]) for one, many in zip(alone, together, strict=True)
+        )
+
+
+@every_ops
+@pytest.mark.parametrize("normed", [True, False])
+def test_without_a_bias_the_largest_scores_are_chosen(ops, normed):
+    """Sigmoids of large scores are equal."""
+    scores = torch.tensor([[50.0, 60, -1, 55], [-3, 0, 2, -2]], dtype=FLOAT64)
+    routing_weights, experts = ops.sigmoid_route(
+        scores, torch.eye(4, dtype=FLOAT64), None, 2, (1, 1), 1.0, normed=normed
+    )
+    assert experts.tolist() == [[1, 3], [2, 1]]
+    expected = torch.tensor([[60.0, 55], [2, 0]], dtype=FLOAT64).sigmoid()
+    assert_same(routing_weights, expected / (expected.sum(1, keepdim=True) if normed else 1))
+
+
 @every_ops
 @pytest.mark.parametrize("groups", [(1, 1), (2, 1)])
 def test_equal_choices_are_taken_by_their_number(ops, groups):

@@ -40,11 +40,15 @@ class _SigmoidRouteArguments(Generic[T]):
     scores: Numbers[T]
     bias: Numbers[T]
     choices: Numbers[T]
+    of_groups: Numbers[T]
     routing_weights: Numbers[T]
     experts: Integers[T]
     n: Integer[T]
     n_experts: Integer[T]
     n_active: Integer[T]
+    n_groups: Integer[T]
+    n_active_groups: Integer[T]
+    has_bias: Integer[T]
     normed: Integer[T]
     scale: Float64[T]
 
@@ -95,7 +99,8 @@ class RouteKernel:
 class SigmoidRouteKernel:
     """The best experts of each row, and their routing weights: see `TorchOps.sigmoid_route`.
 
-    It overwrites the scores, and knows one group only.
+    It overwrites the scores. torch's sigmoid of a number depends on the place of the number in its
+    tensor, so a token's weights would depend on the other tokens.
 
     Shapes: scores [T, n_experts] and bias [n_experts], contiguous -> weights and experts
         [T, n_active].
@@ -110,22 +115,29 @@ class SigmoidRouteKernel:
     def __call__(
         self,
         scores: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         n_active: int,
+        groups: tuple[int, int],
         scale: float,
         *,
         normed: bool,
         run: Launcher = at_once,
     ) -> tuple[Tensor, Tensor]:
         n, n_experts = scores.shape
-        assert scores.is_contiguous() and bias.is_contiguous() and n_active <= n_experts
-        assert bias.shape == (n_experts,) and bias.dtype == scores.dtype
+        assert scores.is_contiguous() and n_active <= n_experts
+        if bias is not None:
+            assert bias.is_contiguous() and bias.shape == (n_experts,)
+            assert bias.dtype == scores.dtype
+        n_groups, n_active_groups = groups if groups[0] > 1 else (0, 0)
         routing_weights, choices = scores.new_empty(n, n_active), scores.new_empty(n, n_experts)
+        of_groups = scores.new_empty(n, n_groups)
         experts = scores.new_empty(n, n_active, dtype=torch.int64)
         arguments = _SigmoidRouteArguments(
-            scores=scores.data_ptr(), bias=bias.data_ptr(), choices=choices.data_ptr(),
+            scores=scores.data_ptr(), bias=(scores if bias is None else bias).data_ptr(),
+            choices=choices.data_ptr(), of_groups=of_groups.data_ptr(),
             routing_weights=routing_weights.data_ptr(), experts=experts.data_ptr(), n=n,
-            n_experts=n_experts, n_active=n_active, normed=normed, scale=scale,
+            n_experts=n_experts, n_active=n_active, n_groups=n_groups,
+            n_active_groups=n_active_groups, has_bias=bias is not None, normed=normed, scale=scale,
         )  # fmt: skip
         run(self._program, threads_for(n * n_experts * n_active), arguments)
         return routing_weights, experts
@@ -200,8 +212,9 @@ def _sigmoid_route(
 ) -> None:
     """
     for row in this thread's rows:
+        choices[row] = sigmoid(scores[row]) + bias if has_bias else scores[row]
         scores[row] = sigmoid(scores[row])
-        choices[row] = scores[row] + bias
+        choices[row] of groups that are not among the n_active_groups best are excluded
         for i in n_active:
             experts[row, i] = argmax(choices[row]), which is then excluded
             routing_weights[row, i] = scores[row, that expert]
@@ -215,9 +228,12 @@ def _sigmoid_route(
         own_weights = args.routing_weights + row * n_active
         with loop(b, 0, n_experts, lanes.width) as i:
             mask = lanes.first(n_experts - i)
-            weights = sigmoid(lanes, lanes.load(own + i, mask))
+            score = lanes.load(own + i, mask)
+            weights = sigmoid(lanes, score)
+            biased = weights + lanes.load(args.bias + i, mask)
+            lanes.store(choices + i, where(args.has_bias > 0, biased, score), mask)
             lanes.store(own + i, weights, mask)
-            lanes.store(choices + i, weights + lanes.load(args.bias + i, mask), mask)
+        _exclude_groups(args, choices, args.of_groups + row * args.n_groups)
         kept = Variable(own[0].like(0))
         with loop(b, 0, n_active) as place:
             number, _ = _argmax(choices, n_experts)
@@ -228,6 +244,30 @@ def _sigmoid_route(
         divisor = where(args.normed > 0, kept.value + 1e-20, kept.value.like(1))
         with loop(b, 0, n_active) as place:
             own_weights[place] = own_weights[place] / divisor * scale
+
+
+def _exclude_groups(args: _SigmoidRouteArguments[Value], choices: Value, of_groups: Value) -> None:
+    """
+    for g in n_groups:
+        of_groups[g] = the sum of the two largest choices of group g
+    choices of the groups that are not among the n_active_groups best become NaN
+    """
+    b, n_groups = args.n.b, args.n_groups
+    size = args.n_experts // larger(n_groups, n_groups.like(1))
+    with loop(b, 0, n_groups) as g:
+        own = choices + g * size
+        number, largest = _argmax(own, size)
+        own[number] = largest.like(nan)
+        _, second = _argmax(own, size)
+        own[number] = largest
+        of_groups[g] = largest + second
+    with loop(b, 0, args.n_active_groups):
+        number, best = _argmax(of_groups, n_groups)
+        of_groups[number] = best.like(nan)
+    with loop(b, 0, n_groups) as g:
+        is_out = of_groups[g] < inf  # NaN is not
+        with loop(b, g * size, (g + 1) * size) as i:
+            choices[i] = where(is_out, choices[i].like(nan), choices[i])
 
 
 def _softmax(lanes: Lanes, scores: Value, n: Value) -> tuple[Value, Value]:
