@@ -2,11 +2,11 @@
 
     python -m launch.bench.engine_overheads [--model smollm2] [--repeat 5] [--threads 2]
 
-It prints three tables of medians over interleaved rounds. The first is the time to the first token
-with the prompt's beginning in the prefix cache, divided by the time without. The second is
-the speed with drafts divided by the speed without, on texts that repeat their prompt and on texts
-that do not, with the number of equal greedy tokens. The third is the time of each part of a step,
-with one request and with 16.
+It prints five lines. The first has the time to the first token with the prompt's beginning in the
+prefix cache, and without. The next two have the speed with drafts divided by the speed without, on
+texts that repeat their prompt and on texts that do not, with the number of equal greedy tokens. The
+last two have the mean time of each part of a step, with one request and with 16. The other figures
+are medians over interleaved rounds.
 """
 
 import argparse

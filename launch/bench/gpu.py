@@ -62,7 +62,7 @@ class Step:
 
     Args:
         module: a module of `gpu_steps`, and its arguments after colons.
-        title: of the table with its rows, which steps may share.
+        title: title of the table with its rows; several steps may share a table.
         is_rehearsed: False if a rehearsal of another step runs the same code.
     """
 
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _chosen(names: str | None, kept: Mapping[str, StepReport], is_rehearsal: bool) -> list[Step]:
     """The steps to run. The first one measures the rates that the shares of all rows need.
 
-    Raises: ValueError for a name that is not the beginning of a step's.
+    Raises: ValueError for a name with which no step's name begins.
     """
     steps = [step for step in STEPS if step.is_rehearsed or not is_rehearsal]
     unfinished = [
@@ -251,7 +251,7 @@ def _reports(
 ) -> Iterator[StepReport]:
     """Runs a step; yields its report after each row, and at the end.
 
-    `is_cut`: the limit of the step is what is left of the time of the run.
+    `is_cut`: whether the step has less than its own limit, because the time of the run is short.
     """
     rates = {row.name: row.value for each in before for row in each.rows if row.value}
     started, rows = time.monotonic(), list[Row]()
@@ -311,7 +311,7 @@ def _run(
         if code == -signal.SIGKILL and time.monotonic() >= deadline:
             yield Row(step.module, wrong=f"{_LATE} after {step.limit_s:.0f} s; the rest is missing")
             return
-        if code != DEVICE_LOST:  # then the row of the part has the error
+        if code != DEVICE_LOST:  # after DEVICE_LOST the part's row has the error
             yield Row(part or step.module, wrong=f"ended with exit code {code}; see log.txt")
         if part is None or part == last:  # the process ended before its first part
             return

@@ -32,7 +32,7 @@ class Weights:
     folder: Path
 
     def path(self, engine: Runtime) -> Path:
-        """The path that an engine loads; it is converted at the first call.
+        """The path that an engine loads; the weights are converted at the first call.
 
         Raises: RuntimeFailed if the conversion fails.
         """

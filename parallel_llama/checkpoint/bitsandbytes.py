@@ -4,7 +4,7 @@ A matrix [out, in] in int8 is stored as
 
     weight                    signed integers: [out, in]
     SCB                       the largest absolute value of each row: [out] float32
-    weight_format             0, if it is stored: rows are not reordered
+    weight_format             optional; 0 means that rows are not reordered
 
 and a matrix in 4 bits, one row after the other, as
 
@@ -40,11 +40,12 @@ from parallel_llama.config.bitsandbytes import CODES, QUANT_STATE, QuantState
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families.stored_slices import StoredSlice
 
-# Reads some rows and byte columns of the tensor with a name suffix, as a matrix of rows of this
-# many bytes: uint8 [rows, byte columns].
+# Reads a block of the tensor whose name ends with a suffix, viewed as a matrix of bytes. The
+# arguments are the suffix, the bytes of a row, the rows and the columns of the block.
+# Returns: uint8 [rows, columns].
 ReadBytes = Callable[[str, int, range, range], Tensor]
 
-# Bytes of the dtypes in which bitsandbytes may store the bytes of 4-bit values.
+# The dtypes in which bitsandbytes may store the bytes of 4-bit values, with their item sizes.
 _STORAGE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 
 _INT8_UNIT = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it
@@ -57,7 +58,7 @@ _MAP_TOLERANCE = 1e-4  # backends of bitsandbytes round the values of fp4 in dif
 
 @dataclass(frozen=True)
 class Int8Matrix:
-    """A matrix [out, in] in int8; `stored_slice` is the plain matrix's."""
+    """A matrix [out, in] in int8; `stored_slice` is that of the plain matrix."""
 
     stored_slice: StoredSlice
     has_format: bool  # whether weight_format is stored
@@ -100,7 +101,7 @@ class Int8Matrix:
 
 @dataclass(frozen=True)
 class FourBitMatrix:
-    """A matrix [out, in] in 4 bits; `stored_slice` is the plain matrix's.
+    """A matrix [out, in] in 4 bits; `stored_slice` is that of the plain matrix.
 
     Args:
         dtype: the dtype in which the bytes of the weight are stored.

@@ -36,7 +36,7 @@ def as_blocks(param: Param, stored_slice: StoredSlice, rows: range) -> list[Matr
     """The blocks of the stored tensor that hold a slice of a parameter, in order.
 
     A stored vector counts as a matrix of one row, so it is cut along its columns. An empty slice of
-    a matrix is one block without rows or columns.
+    a matrix has blocks without rows, or without columns.
 
     >>> stored_slice = StoredSlice("ab", (6, 5), first=2, run=4, step=6)
     >>> as_blocks(Param("b", (4, 5), None, 1), stored_slice, range(2, 5))

@@ -143,15 +143,15 @@ def _pieces(block: MatrixBlock, out: Tensor, step: int) -> tuple[list[MatrixBloc
 
 
 def _decode(file: ByteRanges, tensor: FileTensor, block: MatrixBlock, out: Tensor) -> None:
-    """Decode a block of a quantised tensor into `out`, which has its shape."""
+    """Decode a block of a quantised tensor into `out`, a tensor of the block's shape."""
     columns = block.columns
     size, n_bytes = _sizes(tensor)
-    groups = _touched(columns, size)
-    byte_columns = range(groups.start * n_bytes, groups.stop * n_bytes)
-    skipped = columns.start - groups.start * size  # columns of the first group before the slice
+    held = _touched(columns, size)
+    byte_columns = range(held.start * n_bytes, held.stop * n_bytes)
+    skipped = columns.start - held.start * size  # decoded columns before the slice
     row_bytes = block.n_columns // size * n_bytes
     data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
-    # Decoded as one long row, because groups are independent and the decoder is slow on short rows.
+    # Decoded as one long row: blocks are independent, and the decoder is slow on short rows.
     with np.errstate(all="ignore"):  # infinite scales are refused later
         values = dequantize(data.view(1, -1).numpy(), GGMLQuantizationType[tensor.dtype])
     decoded = torch.from_numpy(values).view(len(block.rows), -1)

@@ -48,7 +48,7 @@ from parallel_llama.files.safetensors_header import DTYPE_BITS, FileTensor
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix, joined
 
-# Suffixes of tensors of GPTQ, AWQ, bitsandbytes and fp8 checkpoints.
+# Suffixes of the tensors of quantised weights, in every supported format.
 _QUANTISED = (
     *(".qweight", ".qzeros", ".SCB", ".absmax", ".quant_map", ".bitsandbytes__nf4"),
     *(".bitsandbytes__fp4", *(f".{mark}" for mark in MARKS), MXFP4_BLOCKS, MXFP4_SCALES),
@@ -63,7 +63,7 @@ class HFFolder(TensorFiles):
     """
 
     layout = "hf"
-    readable = f"supported: {', '.join(STORED)}, and F16 for scales; {_INSTEAD}"
+    readable = f"supported: {', '.join(STORED)}; only F16 for scales of GPTQ and AWQ; {_INSTEAD}"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         headers = {path: _header(path, args) for path in files.weights}
@@ -271,7 +271,7 @@ class HFFolder(TensorFiles):
     def _require_no_bias(self, matrix: PackedMatrix) -> None:
         """Refuse a bias that the model lacks, unless it is zero; many programs write zeros."""
         name = matrix.base + "bias"
-        if name not in self._slices:  # without an entry the file has no such bias
+        if name not in self._slices:  # the file has no such bias, or the model has it too
             return
         path, tensor = self._tensors[name]
         bias = self._part(matrix, "bias", range(1), range(matrix.stored_slice.shape[0]))

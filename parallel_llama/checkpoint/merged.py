@@ -34,7 +34,7 @@ from parallel_llama.ops.quant import QuantMatrix
 class MergedCheckpoint(Checkpoint):
     """The weights of `base` with an adapter merged into them; `dtypes` are those of the results.
 
-    Closes `base` as well. Weights that the adapter does not change are read as from `base`.
+    Closes `base` as well. Weights that the adapter does not change are read from `base`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class MergedCheckpoint(Checkpoint):
         return finite(param, merged, dtype)
 
     def _in_base(self, param: Param) -> Param:
-        """The base's weight: its embeddings for an output that only the merged model has."""
+        """The weight to read from the base: the embeddings for an output that the base lacks."""
         if param.name == "output.weight" and self.base.args.tied_embeddings:
             return replace(param, name="tok_embeddings.weight")
         return param

@@ -239,7 +239,7 @@ MAX_BYTES = 1 << 30
 def norm_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
     """The copies of norms that differ, by Meta's names, one for each file of the original folder.
 
-    Meta's 70B files have such norms, because rounding differed between the ranks of its training.
+    Meta's 70B files have such norms, because rounding differed between the ranks in training.
     The model uses the copy of the first file. A conversion stores all copies in a small file beside
     the weights, so that a conversion back to as many Meta files restores the copy of each file.
     Logs a warning if copies differ.
@@ -268,7 +268,7 @@ def as_bytes(variants: Mapping[str, Sequence[Tensor]]) -> bytes:
 
 
 def differing_norms(files: ModelFiles) -> dict[str, list[Tensor]]:
-    """The norms that differ between the files, byte for byte, with the copy of each file."""
+    """The norms whose bytes differ between the files, with the copy of each file."""
     states = [open_torch_file(path) for path in files.weights]
     held = sorted(set.intersection(*map(set, states)))
     norms = {

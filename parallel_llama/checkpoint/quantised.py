@@ -42,7 +42,7 @@ _ORDER = {"gptq": (0, 1, 2, 3, 4, 5, 6, 7), "awq": (0, 4, 1, 5, 2, 6, 3, 7)}
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix [out, in] quantised by GPTQ or AWQ; `stored_slice` is the plain matrix's."""
+    """A matrix [out, in] quantised by GPTQ or AWQ; `stored_slice` is that of the plain one."""
 
     packing: Packing
     stored_slice: StoredSlice
@@ -257,7 +257,7 @@ def _float16(blocks: Tensor, at: int) -> Tensor:
 
 def _in_runs(values: Tensor, *run: int) -> Tensor:
     """Shapes: [..., n] -> [..., n / values of a run, *run]."""
-    *others, n = values.shape  # torch cannot infer them for an empty tensor
+    *others, n = values.shape  # torch cannot infer -1 in the shape of an empty tensor
     return values.reshape(*others, n // math.prod(run), *run)
 
 

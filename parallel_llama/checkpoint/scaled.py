@@ -54,12 +54,13 @@ TYPES = {
 
 # What the 4 bits of an e2m1 float stand for.
 _E2M1 = torch.tensor([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
-_E2M1_PAIRS = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), 1)  # of a byte
+# The two values in each byte. Shapes: [256, 2].
+_E2M1_PAIRS = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), 1)
 
 
 @dataclass(frozen=True)
 class ScaledMatrix:
-    """A matrix [out, in] in one of config.json's schemes; `stored_slice` is the plain matrix's."""
+    """A matrix [out, in] in a scheme of config.json; `stored_slice` is that of the plain matrix."""
 
     scheme: Scheme
     stored_slice: StoredSlice
@@ -178,7 +179,7 @@ class ScaledMatrix:
         return scales
 
     def _global_scale(self, read: Read) -> Tensor:
-        """What divides all scales. Shapes: [1, 1] float32."""
+        """The divisor of all scales. Shapes: [1, 1] float32."""
         scale = read("weight_global_scale", 1, range(1), range(1))
         if not torch.isfinite(1 / scale).all() or not torch.isfinite(scale).all():
             raise DamagedWeights(
@@ -200,7 +201,10 @@ class ScaledMatrix:
         return rows, columns
 
     def _spread(self, block: MatrixBlock, numbers: Tensor) -> Tensor:
-        """A number for every value of a block of the matrix; one column if all are equal."""
+        """Repeats scales or zero points for the values of a block of the matrix.
+
+        Returns: [rows, columns]; a dimension along which they do not differ has size 1.
+        """
         height, width = self.scheme.block
         if height:
             first = block.rows.start // height

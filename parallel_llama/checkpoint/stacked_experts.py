@@ -1,15 +1,15 @@
 """Reads weights of experts that an HF folder stacks: all experts of a layer are in one tensor.
 
-Plain matrices are stored as [experts, in, out]. The rows of w1 and w3 of an expert alternate, so
-they are columns 0, 2, 4, ... and 1, 3, 5, ... of the stored matrix. In MXFP4 a matrix is stored as
-[out, in], in two tensors:
+Plain matrices are stored as [experts, in, out], so the rows of w1 and w3 of an expert are columns
+of one stored matrix: alternately (columns 0, 2, 4, ... and 1, 3, 5, ...) in gpt-oss, and those of
+w1 before those of w3 in Llama 4. In MXFP4 a matrix is stored as [out, in], in two tensors:
 
     _blocks    e2m1 floats of 4 bits, two in a byte, the first in the low bits: [experts, out,
                in / 32, 16]
     _scales    the exponents of powers of two, plus 127: [experts, out, in / 32]
 
-Source: GptOssExperts and convert_moe_packed_tensors of transformers 5.24; MXFP4, OCP Microscaling
-Formats (MX) Specification 1.0, section 5.
+Source: GptOssExperts, Llama4TextExperts and convert_moe_packed_tensors of transformers 5.24; MXFP4,
+OCP Microscaling Formats (MX) Specification 1.0, section 5.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def read_stacked(
 
 @dataclass(frozen=True)
 class MXFP4Matrix:
-    """An expert's matrix [out, in] in MXFP4; `stored_slice` is the plain matrix's."""
+    """An expert's matrix [out, in] in MXFP4; `stored_slice` is that of the plain matrix."""
 
     stored_slice: StoredSlice
 

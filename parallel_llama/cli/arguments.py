@@ -24,7 +24,8 @@ class Flag(Generic[Value]):
 
     Args:
         parse: converts the text to a value, or raises a ValueError that says what is allowed. None
-            for a switch, given as --name or --no-name, which is off unless it has a `default_text`.
+            for a switch, given as --name or --no-name. A switch that is not given is False, or
+            `default` if it has a `default_text`.
         repeatable: whether the value is the list of all given values.
         aliases: names of the flag in other programs.
         subject: heading of the flag in the help; "" for the command's own heading.

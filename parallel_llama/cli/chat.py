@@ -106,7 +106,8 @@ class Conversation:
         self.turns: list[Message] = []
         # Tokens of the last prompt and answer if the answer was cut off; else empty.
         self.cut_off: tuple[int, ...] = ()
-        # Reads the last answer, if answers have channels, and the message that it is in.
+        # If answers have channels: the reader of the last answer, and how many of its messages have
+        # begun.
         self.reader: ChannelReader | None = None
         self.n_messages = 0
 
@@ -205,7 +206,7 @@ class Conversation:
         try:
             request = make_request()
             meter = Meter([request])
-            # Closed even if the terminal closes, because the other ranks wait for it.
+            # Ends the run even if the terminal closes: the other ranks wait for its end.
             with (
                 ctrl_c(raises_at=0) as interrupted,
                 closing(self.llm.run([request], interrupted)) as steps,

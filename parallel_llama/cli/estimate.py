@@ -38,7 +38,7 @@ class PlanRequest:
     Args:
         stored: formats of the matrices in the model's files.
         memory: bytes, one number for all ranks or one per rank; None if not known.
-        bandwidth: bytes per second that a rank reads, likewise.
+        bandwidth: bytes per second that a rank can read, given like `memory`.
     """
 
     args: ModelArgs
@@ -118,10 +118,10 @@ class KVEstimate:
     """Bytes of a rank's KV cache.
 
     Args:
-        per_kv_group: of a token in each KV group.
-        per_sequence: of a sequence of `max_seq_len` tokens.
-        per_step: that a decode step reads for such a sequence.
-        needed: of all sequences.
+        per_kv_group: bytes of a token in each KV group.
+        per_sequence: bytes of a sequence of `max_seq_len` tokens.
+        per_step: bytes that a decode step reads for such a sequence.
+        needed: bytes of all sequences.
     """
 
     per_kv_group: tuple[int, ...]
@@ -171,7 +171,7 @@ class RankEstimate:
         return self.weights + self.kv.needed + self.working
 
     def step_s(self, *, is_full: bool) -> float | None:
-        """The shortest decode step, from its bytes: with full sequences, or with empty ones."""
+        """The shortest time of a decode step, bytes / bandwidth, with full or empty sequences."""
         if self.bandwidth is None:
             return None
         return (self.read_weights + is_full * self.read_kv) / self.bandwidth
@@ -333,7 +333,7 @@ def estimate(asked: PlanRequest) -> Estimate:
 
 
 def _of_rank(given: int | tuple[int | None, ...] | None, rank: int) -> int | None:
-    """One number for all ranks, or that of one rank; None for a rank that is not listed."""
+    """The number of a rank: that of all ranks, or its entry; None if there is no entry."""
     if isinstance(given, tuple):
         return given[rank] if rank < len(given) else None
     return given

@@ -84,7 +84,8 @@ def prepare(flags: Flags) -> Job:
 
         return lead(flags, inputs, work, **ranks)
 
-    # A launcher would end all ranks when one is lost, so this process becomes rank 0.
+    # A launcher would end all ranks when one is lost, so this process becomes rank 0 and starts
+    # the others itself.
     if flags[model.ELASTIC]:
         ranks, n_ranks = {"tp_size": n_ranks}, 1
     return Job(run, n_ranks)
@@ -206,7 +207,7 @@ def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
 
 def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: int | None) -> int:
     with results, ctrl_c() as interrupted:
-        # Closed even if writing to stdout fails, because the other ranks wait for it.
+        # Ends the run even if writing to stdout fails: the other ranks wait for its end.
         with closing(llm.run(requests, interrupted)) as steps:
             for output in steps:
                 results.take(output)

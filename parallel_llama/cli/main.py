@@ -85,7 +85,7 @@ def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
 
 
 def execute(job: Job, argv: list[str]) -> int:
-    """Runs a job and returns its exit code; `argv` is the command line for the other ranks."""
+    """Runs a job and returns its exit code; `argv` is the command line of every rank."""
     if job.nproc == 1 or is_started_as_rank():
         return job.run()
     threads = threads_per_rank(job.nproc)

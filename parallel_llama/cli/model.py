@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from parallel_llama.engine.input_processor import InputProcessor
 
 MODEL: Flag[str] = Flag(
-    "model", "an HF folder, a Meta folder, a .gguf file, or the name of a model",
+    "model", "an HF, Meta or native folder, a .gguf file, or the name of a model",
     filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
 )  # fmt: skip
 ADAPTER: Flag[list[tuple[str, str]]] = Flag(
@@ -90,7 +90,7 @@ EXACT: Flag[bool | None] = Flag(
     "exact",
     "the same bits on any number of ranks: ranks exchange inputs instead of partial sums; "
     "--no-exact is faster",
-    default_text="on for CPU ranks of one host", subject="ranks",
+    default_text="on for CPU ranks of one host, except with small experts", subject="ranks",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",

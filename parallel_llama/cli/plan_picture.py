@@ -13,7 +13,7 @@ from parallel_llama.cli.terminal import size
 _WIDTH, _LEFT, _RIGHT = 860, 120, 190
 _TRACK = _WIDTH - _LEFT - _RIGHT
 _LINE = 18  # of text
-_LETTERED = 12  # the lowest row with text in it
+_LETTERED = 12  # the smallest height of a row with text in it
 _FIRST_HUE, _GOLDEN_ANGLE = 210, 137.5  # of rank 0, and degrees to the hue of the next rank
 
 _STYLE = """

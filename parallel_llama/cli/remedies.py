@@ -87,7 +87,7 @@ def _that_fit(asked: PlanRequest, changes: Sequence[Change]) -> list[Remedy]:
 
 
 def _lossless(asked: PlanRequest) -> list[Change]:
-    """Shards the KV cache by tokens, or keeps the weights as stored."""
+    """Shards the KV cache by tokens, or keeps the format or the dtype of the files."""
     changes = _splits(asked)
     if asked.stored and asked.quant == "none":
         changes.append({"quant": "stored"})

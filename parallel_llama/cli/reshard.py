@@ -33,7 +33,7 @@ _target_quant = replace(
 
 
 SRC: Flag[str] = Flag(
-    "src", "an HF folder, a Meta folder, a native folder or a .gguf file", filled_text
+    "src", "an HF, Meta or native folder, a .gguf file, or the name of a model", filled_text
 )
 DST: Flag[str] = Flag(
     "dst", "the folder (for gguf, the .gguf file) to write, which must not exist", filled_text

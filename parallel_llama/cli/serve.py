@@ -222,7 +222,7 @@ def _follow(flags: Flags, inputs: "InputProcessor") -> int:
 
 
 def _require_adapter_root(flags: Flags) -> None:
-    """Raises: UsageError if clients cannot load adapters as --adapter-root says."""
+    """Raises: UsageError if --adapter-root is not a folder, or is given with --elastic."""
     root = flags[ADAPTER_ROOT]
     if root is not None and not is_folder(expanded(root)):
         raise UsageError(f"--{ADAPTER_ROOT.name} {root}: not a folder; give one that exists")

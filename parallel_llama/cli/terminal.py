@@ -19,7 +19,7 @@ _REDRAWN_S = 0.1
 
 
 def has_colors(stream: TextIO) -> bool:
-    """Whether to use colours: on a terminal, without NO_COLOR and TERM=dumb."""
+    """Whether to use colours: on a terminal, unless NO_COLOR is set or TERM is dumb."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_LINES = 100
 
-DIR: Flag[str] = Flag("dir", "the folder or .gguf file to check", filled_text)
+DIR: Flag[str] = Flag("dir", "the folder, .gguf file or name of the model to check", filled_text)
 AGAINST: Flag[str | None] = Flag(
     "against", "a model in any layout that must have the same weights", filled_text, "DIR2"
 )

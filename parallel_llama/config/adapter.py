@@ -41,7 +41,7 @@ _SAMPLES = 64  # of the weights, for a digest
 # What peft puts before the names of the base model's modules.
 _PREFIX = "base_model.model."
 _A, _B, _BASE = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
-# Ends of names of tensors of settings that are refused.
+# Suffixes of tensors that belong to unsupported settings.
 _UNSUPPORTED = {
     ".lora_embedding_A": "LoRA of embeddings",
     ".lora_embedding_B": "LoRA of embeddings",
@@ -270,7 +270,7 @@ class _Modules:
         return self._lora.is_target(self._module(name))
 
     def _module(self, name: str) -> str:
-        """The module of a stored tensor, by its name in the model that the adapter has."""
+        """The module of a stored tensor, as the adapter names it."""
         module, short = name.rpartition(".")[0], name.partition(".")[2]
         is_inside = hf_full_name(short, family_of(self.args).names) == name
         return module.partition(".")[2] if self._is_base and is_inside else module
@@ -279,7 +279,7 @@ class _Modules:
 def _untied(lora: LoraConfig, args: ModelArgs) -> ModelArgs:
     """The merged model: untied if the adapter changes the output or the embeddings.
 
-    This is what peft computes with: it changes one of two modules that have shared a weight.
+    peft computes the same: it changes one of the two modules that shared a weight.
     """
     if not args.tied_embeddings or lora.keeps_tied:
         return args

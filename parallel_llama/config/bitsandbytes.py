@@ -18,7 +18,7 @@ from parallel_llama.files.bounded_files import open_file
 from parallel_llama.files.fields import Fields, without_repeats
 from parallel_llama.files.safetensors_header import FileTensor
 
-# The start of the name of a JSON object in bytes; the rest names the code.
+# A tensor with this prefix holds a JSON object; the rest of its name is the code.
 QUANT_STATE = "weight.quant_state.bitsandbytes__"
 MAX_STATE_BYTES = 4096
 
@@ -50,7 +50,7 @@ _AGAIN = "fetch the file again"
 
 @dataclass(frozen=True)
 class BitsAndBytes:
-    """The quantization_config of bitsandbytes; `not_applied` is what else it quantises."""
+    """A quantization_config of bitsandbytes; `not_applied`: what it quantises besides weights."""
 
     not_applied: tuple[str, ...]
     method: str = "bitsandbytes"
@@ -98,8 +98,8 @@ def bitsandbytes_types(args: ModelArgs, held: Mapping[str, FileTensor]) -> dict[
                 )
             if stored_slice.shape[1] % 2:
                 raise CheckpointError(
-                    f"{stored_slice.name!r:.200} has {stored_slice.shape[1]} inputs; the 4 bits of "
-                    "bitsandbytes are read with an even number of inputs; use the unquantised model"
+                    f"{stored_slice.name!r:.200} has {stored_slice.shape[1]} inputs; the 4 bits "
+                    "of bitsandbytes need an even number; use the unquantised model"
                 )
             found[param.name] = codes[0]
         elif base + "SCB" in held or (weight is not None and weight.dtype == "I8"):
@@ -118,7 +118,7 @@ def read_quant_state(
     if tensor.dtype != "U8" or tensor.n_bytes > MAX_STATE_BYTES:
         raise CheckpointError(
             f"{where} has {tensor.n_bytes} bytes and the dtype {tensor.dtype}; it must have at "
-            f"most {MAX_STATE_BYTES} and U8; {_AGAIN}"
+            f"most {MAX_STATE_BYTES} bytes and the dtype U8; {_AGAIN}"
         )
     with open_file(path) as file:
         file.seek(tensor.offset)

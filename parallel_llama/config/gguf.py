@@ -134,7 +134,9 @@ def _gguf_rope(
     scales = kind != "none" and factor not in (0.0, 1.0)
     for key in (_RELATIVE_FACTOR, _ABSOLUTE_FACTOR):
         if (stated := own.number(f"{arch}.{key}", 1.0)) != 1 and not (scales and kind == "yarn"):
-            raise UsageError(f"a rotary attn_factor of {stated} is supported with yarn only")
+            raise UsageError(
+                f"a rotary attn_factor of {stated} is supported only with yarn or longrope scaling"
+            )
     if "rope_freqs.weight" in header.tensors:
         if scales:
             raise UsageError(

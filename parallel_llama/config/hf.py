@@ -32,7 +32,7 @@ _SIZES = "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
-# Keys beside text_config that belong to the text part of a model of text and images, too.
+# Keys beside text_config that apply to the text part of a model of text and images as well.
 _OF_TEXT_TOO = "dtype", "torch_dtype", "quantization_config"
 
 # Activations by transformers' names; the first name of each is written.
@@ -277,8 +277,8 @@ def _require_no_window(
     window = fields.integer("sliding_window", longest)
     if window < longest and not layer_types:
         raise UsageError(
-            f"sliding_window={window} is not supported below a context length={longest} in "
-            f"{family.name!r}; if the weights were trained without it, remove it"
+            f"sliding_window={window}: {family.name!r} does not support a window below the context "
+            f"length={longest}; if the weights were trained without a window, remove the key"
         )
 
 
@@ -313,7 +313,7 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
     trained = family.defaults.get("original_max_seq_len")
     if trained is None:
         trained = rope.integer(_TRAINED, max_seq_len)
-    if not family.has_local_rope:  # transformers sets it in no settings by layer
+    if not family.has_local_rope:  # transformers does not apply it by layer type
         trained = fields.integer(_TRAINED, trained)
     scaling = _scaling(kind, rope, max_seq_len, trained)
     return {"rope_theta": theta, "rope_scaling": scaling}

@@ -85,8 +85,9 @@ def default_dtype(files: ModelFiles, args: ModelArgs, device: str) -> str:
     """A model's default dtype on 'cpu' or 'cuda'.
 
     On CUDA it is bfloat16. A CPU computes in float32 from weights of 16 bits, so there it is the
-    dtype that the files state; float32 for Meta's files, which state none, and for quantised files,
-    so that decoding their matrices does not round. A float64 model stays in float64 on both.
+    dtype that the files state; float32 for Meta's files, which state none, and for files with a
+    matrix that can run as stored, so that decoding it instead does not round. A float64 model stays
+    in float64 on both.
 
     Raises: CheckpointError if a file is damaged.
     """

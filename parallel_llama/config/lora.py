@@ -30,7 +30,7 @@ _USED = frozenset(
         "modules_to_save", "ensure_weight_tying", "bias", "init_lora_weights",
     }
 )  # fmt: skip
-# They describe the training, and do not change what is merged.
+# Keys that describe the training, and do not change the merged weights.
 _UNUSED = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
@@ -60,7 +60,7 @@ class LoraConfig:
             for all linear modules of the layers.
         excluded: modules of `targets` without A and B.
         layers: the layers with A and B; None for all.
-        layer_numbers: patterns of module names with the group `number`, that of the layer.
+        layer_numbers: patterns of module names, whose group `number` is the layer's number.
         saved: ends of the names of modules that were trained whole.
         keeps_tied: whether tied embeddings stay tied if they were trained whole.
     """
@@ -78,7 +78,10 @@ class LoraConfig:
     keeps_tied: bool
 
     def is_target(self, module: str) -> bool:
-        """Whether a linear module of the layers, or a module that `targets` names, has A and B."""
+        """Whether a module has A and B.
+
+        If `targets` is None, `module` must be a linear module of the layers.
+        """
         if _is_named(module, self.excluded) or self.is_saved(module):
             return False
         if self.targets is None or isinstance(self.targets, re.Pattern):
@@ -95,7 +98,7 @@ class LoraConfig:
         return _first_match(self.ranks, module, self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """The factor of B @ A that is added to the weight."""
+        """The factor by which B @ A is multiplied before it is added to the weight."""
         rank = self.rank_of(module)
         alpha = _first_match(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)

@@ -160,7 +160,7 @@ def _compared(
     trace: Trace,
     checker: int,
 ) -> tuple[Difference | None, int]:
-    """Compares on one rank; every rank returns what it has found.
+    """Compares the layer with what rank `checker` computes alone; every rank returns the result.
 
     Collective: one all_gather.
     """

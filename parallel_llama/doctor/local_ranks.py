@@ -1,8 +1,8 @@
 """Starts the ranks of this host for the checks among them, and outlives them. No torch.
 
-The ranks may crash, hang or be killed, because the checks look for such
-faults. So this process is not a
-rank: it reads what rank 0 has found from a pipe, and names the rank that ends, stops or is silent.
+The ranks may crash, hang or be killed, because the checks look for such faults. So this process is
+not a rank: it reads the findings of rank 0 from a pipe, and names the rank that ends, stops or is
+silent.
 """
 
 import json

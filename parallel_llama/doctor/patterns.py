@@ -18,7 +18,7 @@ from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SLOT_BYTES
 # Below and above what ranks of one host sum or send at once.
 _SIZES = (8, 4096, SHARED_SUM_BYTES + 64, SLOT_BYTES + 4096)
 _ONE_SIZE = 4096
-# The largest integers that a dtype holds exactly, as powers of two.
+# Every integer between -2 ** bits and 2 ** bits is exact in the dtype.
 _BITS = {
     torch.float32: 23,
     torch.float64: 52,
@@ -40,7 +40,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def patterns(comm: Communicator, device: torch.device) -> Check:
-    """Collective: collectives of all kinds, in four sizes and six dtypes."""
+    """Sends known values through every collective, and compares what arrives, bit for bit.
+
+    Collective: collectives of all kinds, in four sizes and six dtypes.
+    """
     found = list(_findings(comm, device))
     comm.barrier()
     by_rank = exchange(comm, found[:_MOST], list[Finding])
@@ -105,7 +108,7 @@ def _findings(comm: Communicator, device: torch.device) -> Iterator[Finding]:
     cases = [(torch.float32, n) for n in _SIZES] + [(dtype, _ONE_SIZE) for dtype in _BITS]
     for dtype, n_bytes in cases:
         terms = [_integers(rank, n_bytes, dtype, device) for rank in every]
-        for rank in every:  # one rank speaks, and the others add zeros
+        for rank in every:  # one rank sends values, and the others zeros
             x = terms[rank].clone() if rank == comm.rank else torch.zeros_like(terms[rank])
             yield from _compared("all_reduce", n_bytes, rank, comm.all_reduce(x), terms[rank])
         small = [term.to(torch.float64).remainder(64).to(torch.int64) for term in terms]

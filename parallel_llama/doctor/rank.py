@@ -77,7 +77,9 @@ class Examination:
     given: set[str] = field(default_factory=set)
 
     def run(self) -> None:
-        """Raises: RankError on ranks above 0, if the group is lost.
+        """Runs the checks one after the other.
+
+        Raises: RankError on ranks above 0, if the group is lost.
 
         Collective: every rank calls it once.
         """

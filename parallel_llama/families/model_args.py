@@ -58,7 +58,7 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()  # longrope: for longer contexts, one per rotary pair
 
     def kept_part(self, freq: float) -> float:
-        """Which part of a rotary frequency llama3 scaling keeps; it divides the rest by `factor`.
+        """The fraction of a rotary frequency that llama3 scaling does not divide by `factor`.
 
         Source: Llama 3.1, apply_scaling in Meta's llama-models (models/llama3/model.py).
         """

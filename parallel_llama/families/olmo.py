@@ -27,7 +27,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 
 def _features_of_3(fields: Fields) -> dict[str, Any]:
-    # As in transformers, the key rope_theta is only the base of the layers without a window.
+    # As in transformers, the key rope_theta applies to the layers without a window only.
     local = Fields(Fields(fields.mapping("rope_parameters")).mapping("sliding_attention"))
     return {**_features(fields), "local_rope_theta": local.number("rope_theta", _THETA)}
 

@@ -1,5 +1,6 @@
 """Qwen 2, 2.5 and 3: Llama with biases on queries, keys and values (2), or with norms of every
-head's queries and keys (3); both also with many narrow experts, and 2 MoE with a shared expert.
+head's queries and keys (3). The MoE models have many narrow experts; those of Qwen 2 also have a
+shared expert.
 
 Source: arXiv 2407.10671 and 2505.09388; Qwen2Config, Qwen2MoeConfig, Qwen3Config and Qwen3MoeConfig
 of transformers 5.24; qwen2 and qwen2moe of llama.cpp. GGUF files have HF's order of rows.

@@ -118,8 +118,8 @@ def transposed(
 ) -> Iterator[tuple[str, StoredSlice]]:
     """The slices of experts' matrices that are stored as [in, out], by the weights' names.
 
-    `weights` are those of the first expert, then those of the second, and so on. The rows of an
-    expert's weights follow each other.
+    `weights` are those of the first expert, then those of the second, and so on. The weights of
+    an expert are stored one after the other.
 
     Shapes: the weights have the same shape.
     """

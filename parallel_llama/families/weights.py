@@ -12,7 +12,7 @@ Axis = Literal["heads", "kv_heads", "ffn", "shared_ffn", "dense_ffn", "vocab", "
 
 # Gates compute a few scores per token; they are not quantised.
 _GATES = ".gate.weight", ".shared_gate.weight"
-# A row for each expert, added to its output.
+# The biases of the experts' outputs: a row for each expert.
 _BIASES = ".w2_bias"
 # The norms of queries and keys.
 HEAD_NORMS = ".attention.q_norm.weight", ".attention.k_norm.weight"
@@ -28,7 +28,8 @@ class Param:
         axis: The axis that is sharded; None for a replicated weight.
         dim: The dimension of that axis.
         unit: Rows or columns per head, channel or vocabulary entry along the dimension.
-        expert: The number of the weight's expert, held only by that expert's ranks, or None.
+        expert: The number of the expert with this weight, or None. Only the expert's ranks hold the
+            weight.
     """
 
     name: str

@@ -230,7 +230,7 @@ def require_whole_gguf(path: Path) -> None:
 
 
 def _in_folder(folder: Path) -> ModelFiles:
-    """The model of a folder; HF's if the folder has both layouts, as in other programs."""
+    """The model of a folder: native, else HF, else Meta. Other programs also prefer HF to Meta."""
     names = names_in(folder)
     has_config, has_params = is_file(folder / CONFIG), is_file(folder / PARAMS)
     if is_file(folder / _NATIVE):
@@ -398,7 +398,10 @@ def fingerprint(files: ModelFiles) -> dict[str, str]:
 
 
 def sampled_digest(path: Path, n_samples: int) -> str:
-    """A digest of a file's size, beginning, end and samples; of all its bytes if n_samples is 0."""
+    """A digest of a file's size, and of its beginning, its end and at most `n_samples` pieces.
+
+    With n_samples=0, of its size and its first 64 MiB.
+    """
     digest = hashlib.blake2b(digest_size=32)
     with open_file(path) as file, reading(path):
         size = file.seek(0, 2)

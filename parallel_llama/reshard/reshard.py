@@ -91,7 +91,7 @@ def reshard(
     Args:
         n_parts: number of files of weights.
         dtype: dtype of unquantised weights; that of the source by default.
-        quant: quantisation of the matrices, one of `QUANTS`.
+        quant: quantisation of the matrices, one of `QUANTS`, or of `BLOCK_TYPES` for a GGUF file.
         merge_adapter: the folder of a LoRA adapter that is merged into the weights.
         resume: continue an unfinished run.
         on_start: called after all checks with the bytes of all weights, and those that an earlier
@@ -172,7 +172,7 @@ def _gguf_job(
     quant: str | None,
     copies: bool,
 ) -> "ReshardJob":
-    """The conversion into a GGUF file; `copies` are made of the tensors of another GGUF file."""
+    """The conversion into a GGUF file. With `copies`, the tensors of a GGUF source are copied."""
     # The gguf package is slow to import.
     from parallel_llama.reshard.copied_tensors import copied_pieces
     from parallel_llama.reshard.gguf_layout import GGUFLayout
@@ -226,7 +226,7 @@ class ReshardJob:
     def write(
         self, resume: bool, on_start: Callable[[int, int], None], on_bytes: Callable[[int], None]
     ) -> Result:
-        """Write the folder.
+        """Writes the folder or the GGUF file.
 
         Raises: UsageError as `PartialFolder`; DamagedWeights or WriteError if reading or writing
         fails, after which --resume continues.

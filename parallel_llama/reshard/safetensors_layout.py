@@ -134,7 +134,7 @@ class HFLayout(SafetensorsLayout):
             self._waiting.append(value)
             if self.written_with(param) == param.name:
                 whole = torch.cat(self._waiting)
-                if stored_slice.step > 1:  # their rows alternate
+                if stored_slice.step > 1:  # the rows of the weights alternate
                     whole = torch.stack(self._waiting, 1).flatten(0, 1)
                 self._waiting = []
                 yield file, offset, whole.t().contiguous() if stored_slice.is_transposed else whole

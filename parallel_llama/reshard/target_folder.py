@@ -88,7 +88,7 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
 
 
 def kept_quant(source: ModelFiles, args: ModelArgs) -> str:
-    """The default quantisation of a native folder: that of a quantised folder, else none.
+    """The default quantisation of a native target: 'stored' for a quantised folder, else 'none'.
 
     Matrices of a GGUF file are decoded, because native folders cannot hold most of their types.
     """
@@ -118,8 +118,8 @@ def target_formats(
 ) -> dict[str, QuantFormat]:
     """The formats of the weights that are written quantised, by Meta's names.
 
-    Without `quant`, a quantised folder stays quantised in a native folder, unless an adapter is
-    merged into it.
+    Without `quant`, a quantised folder stays quantised in a native folder or a GGUF file, unless an
+    adapter is merged into it.
 
     Raises: UsageError for formats that this model or layout does not support, or if quantised
     weights would be decoded without a requested `dtype`.

@@ -22,11 +22,11 @@ async def load_adapter(context: RequestContext, body: LoadAdapterBody) -> Respon
     service, name = context.service, body.lora_name
     assert service.adapter_root is not None
     if name in service.names or not name.isprintable():
-        raise UsageError(f"lora_name={shown(name)}: a name of the model, or not printable")
+        raise UsageError(f"lora_name={shown(name)} is in use or not printable; give another name")
     folder = _folder_in(service.adapter_root, body.lora_path)
     async with service.adapter_change:
         if len(service.adapters) >= MAX_ADAPTERS:
-            raise UsageError(f"{MAX_ADAPTERS} adapters are loaded, the most; unload one first")
+            raise UsageError(f"{MAX_ADAPTERS} adapters are loaded, the maximum; unload one first")
         # Not cancelled if the client disconnects, because the engine would go on.
         await service.engine.change_adapter(name, str(folder))
         service.adapters.append(name)

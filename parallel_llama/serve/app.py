@@ -1,4 +1,4 @@
-"""The table of routes, the handlers of the short ones, and the application that serves them."""
+"""The table of routes, the handlers of the simple routes, and the application."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """The JSON bodies of requests: every field with its type and bounds.
 
-Unknown fields are refused, with the nearest known name. Fields under "ignored" are sent by SDKs and
-have no effect here: those in WITHOUT_EFFECT are logged once, and the others must have the one value
-that changes nothing.
+Unknown fields are refused, with the nearest known name. SDKs send the fields below a comment
+"Ignored", which have no effect here: those in WITHOUT_EFFECT are logged once, and the others must
+have the one value that changes nothing.
 
 Source: the API reference of OpenAI; vLLM's extra parameters.
 """

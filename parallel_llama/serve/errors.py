@@ -24,7 +24,7 @@ MAX_MESSAGE_CHARS = 1000
 
 
 class HTTPError(Exception):
-    """The request is refused before its body is decoded."""
+    """The request is refused with this status, before its handler runs."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

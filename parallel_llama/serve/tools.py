@@ -1,4 +1,4 @@
-"""Function calling: prompts with functions, which may be called, and the grammar of calls."""
+"""Function calling: the functions that a prompt lists and a reply may call, and their grammar."""
 
 import json
 import re

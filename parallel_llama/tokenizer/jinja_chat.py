@@ -13,8 +13,8 @@ from parallel_llama.tokenizer.channels import ANSWER_ENDS, has_channels
 from parallel_llama.tokenizer.chat import ROLES, Chat, Message, require_roles, text_of
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 
-# Tokens that end a turn in some models. One is used for a model if it is a special token and occurs
-# in the template; the tokenizer's eos token is often the end of a document instead.
+# Tokens that end a turn in some models. A token is used if it is a special token of the model and
+# occurs in the template; the tokenizer's eos token is often the end of a document instead.
 _TURN_ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>",
     "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<|END_OF_TURN_TOKEN|>",
@@ -80,10 +80,10 @@ class JinjaChat:
     template are split too, because some models use them as markup.
 
     The template's input is that of transformers: keys without a value are omitted, and reasoning is
-    given under both of its names. In addition, arguments of tool calls given as JSON text of an
-    object are decoded, and text parts are joined by newlines for roles whose parts the template
-    does not support. For a template with channels, the text and the reasoning of a message with
-    calls are joined by an empty line.
+    given as `thinking` and `reasoning_content`. In addition, arguments of tool calls given as JSON
+    text of an object are decoded, and text parts are joined by newlines for roles whose parts the
+    template does not support. For a template with channels, the text and the reasoning of a message
+    with calls are joined by an empty line.
 
     A role must be one of ROLES, or a quoted word in the template, as in `role == 'critic'`.
 

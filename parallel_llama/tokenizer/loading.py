@@ -24,7 +24,7 @@ MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use have about 35 MB
 MAX_MODEL_BYTES = 16 << 20  # of a tokenizer.model; the largest in use have about 5 MB
 MAX_TEMPLATE_BYTES = 1 << 20
 
-# Tokenizers that need more than their tokenizer.model.
+# Tokenizer classes that need code besides tokenizer.model.
 _CODE = ("ChatGLMTokenizer", "ChatGLM4Tokenizer")
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 

@@ -493,7 +493,7 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
                 ("awq", {"bits": "4"}, "bits='4' is not a whole number"),
             )
         ),
-        ({"sliding_window": 128}, "sliding_window=128 .*=256 in 'llama'; .*remove it"),
+        ({"sliding_window": 128}, "sliding_window=128: 'llama' .*=256; .*remove the key"),
         ({"sliding_window": 128, "use_sliding_window": False}, "sliding_window=128"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
         ({"layer_types": ["full_attention"] * 3}, "3 layers and num_hidden_layers=2"),

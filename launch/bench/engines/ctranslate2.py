@@ -75,7 +75,7 @@ def _fill(decoder: Any, weights: dict[str, np.ndarray]) -> None:
         ffn.linear_0_noact.weight = own["ffn_up"]
         ffn.linear_1.weight = own["ffn_down"]
     if weights:
-        raise SystemExit(f"has no place for {next(iter(weights))}")
+        raise SystemExit(f"unknown weight {next(iter(weights))}")
 
 
 class CTranslate2:

@@ -23,7 +23,8 @@ class Row:
     Args:
         value: the figure, a median; None for a configuration with wrong results.
         low, high: the least and the largest figure; `value` is their median.
-        share: the fraction of the read bandwidth; of arithmetic, of the rate of matrix products.
+        share: the fraction of the read bandwidth; if the row is limited by arithmetic, the fraction
+            of the rate of matrix products.
         copy_share: the fraction of the copy bandwidth.
         target: what the figure should reach.
         than: the name of another row with a time; the report compares both.
@@ -64,7 +65,7 @@ class Setting:
         return tiny if self.is_rehearsal else real
 
     def moved(self, row: Row, n_bytes: float, seconds: float) -> Row:
-        """The row with the shares of the time that is needed to read or copy these bytes."""
+        """The row with its rate as a fraction of the read and the copy bandwidth."""
         rate = n_bytes / seconds
         share, copy_share = rate / self.read_bytes_per_s, rate / self.copy_bytes_per_s
         return replace(row, share=share, copy_share=copy_share)
@@ -94,7 +95,7 @@ def attempt(name: str, measure: Callable[[], Rows]) -> Rows:
         yield from measure()
     except DeviceLost:
         raise
-    except Exception as error:  # after any other error the next parts can still run
+    except Exception as error:  # the next parts can still run, except after CUDA errors
         print(f"--- {name}", file=sys.stderr)  # goes to the log
         traceback.print_exc(file=sys.stderr)
         kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "

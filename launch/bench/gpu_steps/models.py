@@ -219,7 +219,7 @@ class Recorded:
 
     Args:
         replays: by number of rows; a call replays the last step that used this recording.
-        why_not: why there are no recordings for more rows; empty if there are all.
+        why_not: why there are no recordings for more rows; empty if all are recorded.
     """
 
     replays: Mapping[int, Callable[[], object]]
@@ -243,7 +243,7 @@ class _Messages(logging.Handler):
 
 @contextmanager
 def why_not_recorded() -> Iterator[list[str]]:
-    """Collects the reasons for which steps are not recorded meanwhile."""
+    """Collects the reasons why steps inside the block are not recorded."""
     logger, messages = logging.getLogger(recorded_steps.__name__), _Messages()
     logger.addHandler(messages)
     try:

@@ -139,7 +139,7 @@ def _engine(model: _Model, setting: Setting) -> Rows:
     n_prompt, n_new = setting.pick(500, 9), setting.pick(64, 4)
     params = SamplingParams(max_tokens=n_new, ignore_eos=True)
     ticks: list[float] = []
-    for _ in range(2):  # the first warms
+    for _ in range(2):  # the first is a warm-up
         requests = model.llm.input_processor.requests([list(range(1, n_prompt + 1))], params)
         ticks = [time.perf_counter() for _ in model.llm.run(requests)]
     own = Seconds.of(b - a for a, b in pairwise(ticks[1:]))

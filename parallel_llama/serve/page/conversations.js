@@ -73,7 +73,7 @@ export class Conversations {
     this.all.delete(conversation.id);
     remove(START + conversation.id);
     this.unsaved.delete(conversation.id);
-    // The storage may have room for them now.
+    // The storage may now have room for the unsaved conversations.
     for (const id of this.unsaved) this.save(this.all.get(id));
   }
 }
