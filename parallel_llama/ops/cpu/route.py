@@ -95,7 +95,7 @@ class RouteKernel:
 class SigmoidRouteKernel:
     """The best experts of each row, and their routing weights: see `TorchOps.sigmoid_route`.
 
-    It overwrites the scores, and knows one group only.
+    It overwrites the scores, and supports only one group of experts.
 
     Shapes: scores [T, n_experts] and bias [n_experts], contiguous -> weights and experts
         [T, n_active].
