@@ -50,7 +50,7 @@ class RequestHandle:
             self._commands.put(_Cancel(self))
 
     def timeout_s(self) -> float | None:
-        """Seconds until the request times out; its completions then end with the tokens so far."""
+        """Seconds until the request times out and ends with its tokens so far; None: no limit."""
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def put(self, output: StepOutput | Exception) -> None:
@@ -76,7 +76,7 @@ class _Cancel:
     answer: RequestHandle
 
 
-# A handle submits its request; None ends the loop.
+# Commands: submit a handle's request, cancel a request, or end the loop (None).
 _Commands = queue.SimpleQueue[RequestHandle | _Cancel | None]
 
 
@@ -122,7 +122,7 @@ class AsyncLLM:
 
         Args:
             adapter: the name of an adapter; None for the model without one.
-            timeout_s: seconds until the request times out and its completions end as they are.
+            timeout_s: seconds until the request times out and ends with the tokens so far.
 
         Raises: UsageError for a prompt or parameters that cannot run; RuntimeError after the engine
         has ended.

@@ -29,7 +29,7 @@ STORED: dict[str, DTypeName] = {
 }
 STORED_NAMES = {dtype: name for name, dtype in STORED.items()}
 
-# dtypes of the KV cache, by vLLM's names; auto is the dtype of the model.
+# dtypes of the KV cache, by vLLM's names; auto is the dtype of computation.
 KV_DTYPES = "auto", "bfloat16", "int8", "fp8"
 
 # Bytes of the float32 scale of one quantised key or value.
@@ -112,7 +112,7 @@ class QuantFormat:
         return self.n_parts * (self.scale_factors + self.min_factors)
 
     def n_bytes(self, n_values: int) -> int:
-        """Bytes of this number of values, a multiple of QUANT_GROUP_SIZE.
+        """Bytes of `n_values` values; `n_values` must be a multiple of QUANT_GROUP_SIZE.
 
         A block that is cut between ranks counts a fraction of its scale on each rank.
         """
@@ -214,8 +214,8 @@ class Precision:
         if self.stored is not None and name in self.stored:
             return self.stored[name]
         if kind == "vector":
-            # In 16 bits, the bias of a router would choose other experts. Kernels read sinks in
-            # the dtype of the softmax.
+            # A router whose bias was rounded to 16 bits could select other experts. Kernels read
+            # sinks in the dtype of the softmax.
             is_wide = name.endswith((".gate.bias", ".sinks")) and self.computed != "float64"
             return DenseFormat("float32" if is_wide else self.computed)
         if kind == "outer" and self.matrices == ASKED["int4"]:
@@ -281,7 +281,7 @@ def make_precision(
         raise UsageError(
             f"quant='stored': no weight of the model can stay as stored ({known} in a GGUF file, "
             "GPTQ, AWQ, integers of compressed-tensors or a quantised native folder); use int8, "
-            "int4 or fp8, or none to decode"
+            "int4 or fp8, or none to decode the weights"
         )
     return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
 

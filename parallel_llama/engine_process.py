@@ -31,7 +31,7 @@ from parallel_llama.serve.log import log_to_stderr
 
 _LOOK_MS = 200  # while idle, between checks that the other ranks are alive
 _SCORED_ROWS = 256  # maximum prompt log-probabilities per frame
-_WARM_TOKENS = 15  # less than a block, so that the prefix cache stores nothing
+_WARM_TOKENS = 15  # less than a block of the default size, so that the prefix cache stores nothing
 
 
 class EngineProcess:
@@ -47,7 +47,7 @@ class EngineProcess:
         self._compiling: set[int] = set()  # keys
         self._compiled: deque[wire.Submit] = deque()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK)
-        self._n_regroups = 0  # that the frontend knows
+        self._n_regroups = 0  # the number that the frontend has been sent
 
     def run(self) -> None:
         """Serve the frontend until it closes the socket.
@@ -145,7 +145,7 @@ class EngineProcess:
             os.eventfd_read(self._woken)
 
     def _send_regroups(self) -> None:
-        """Tell the frontend of the groups of ranks that are new since the last call."""
+        """Send the frontend each group of ranks that was formed since the last call."""
         regroups = self._ranks.regroups[self._n_regroups :]
         self._n_regroups += len(regroups)
         for each in regroups:
@@ -205,7 +205,7 @@ def _wire_output(key: int, output: StepOutput) -> wire.Output:
 
 
 def _unspelled(scored: TokenLogprob) -> TokenLogprob:
-    """Log-probabilities without texts, which the frontend decodes itself."""
+    """Log-probabilities without the texts of tokens, because the frontend decodes tokens itself."""
     return replace(scored, text=None, top_texts=())
 
 

@@ -37,7 +37,7 @@ class ContextExceeded(UsageError):
 
 
 class CheckpointError(_BoundedError):
-    """Files of a model are missing, damaged or contradict each other; found in their headers."""
+    """Files of a model are missing, damaged or contradictory; found before weights are read."""
 
 
 class UnreadableFile(CheckpointError):
@@ -76,7 +76,7 @@ def shown(value: object, limit: int = 60) -> str:
 
 
 def quoted(text: str, limit: int = 60) -> str:
-    """Text of a user in quotes, without control characters, shortened to `limit` characters."""
+    """A user's text in quotes, cut to `limit` characters; all but printable ASCII is escaped."""
     return ascii(text) if len(text) <= limit else ascii(text[:limit]) + "..."
 
 

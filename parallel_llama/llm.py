@@ -61,7 +61,7 @@ class Statistics:
         self.n_new_tokens, self.first_token_s, self.total_s = 0, 0.0, 0.0
 
     def count(self, n_tokens: int, seconds: float) -> None:
-        """Count tokens that arrived this long after `begin`."""
+        """Count tokens that arrived `seconds` after `begin`."""
         self.total_s = seconds
         if n_tokens:
             self.n_new_tokens += n_tokens
@@ -221,13 +221,13 @@ class LLM:
     def run(
         self, requests: Sequence[Request], interrupted: Callable[[], bool] = lambda: False
     ) -> Generator[StepOutput, None, None]:
-        """Run requests of the input processor; yields the output of each step of each request.
+        """Run requests that `input_processor` made; yields each request's output of each step.
 
         Concurrent calls share the batch: each step advances all calls.
 
         Args:
-            interrupted: called before each step; once it returns true, all requests end. They also
-                end when the caller stops iterating.
+            interrupted: called before each step; once it returns true, the requests of this call
+                end. They also end when the caller stops iterating.
 
         Raises: UsageError, before any request runs, if one can never fit into the cache.
         """
@@ -319,8 +319,8 @@ class LLM:
     def load_adapter(self, name: str, folder: str) -> None:
         """Load a LoRA adapter on all ranks, between two steps; requests may then name it.
 
-        Raises: UsageError for an adapter that is not supported, or that not all ranks can read; no
-        rank has it then. Also for a name that is in use, and with `elastic`.
+        Raises: UsageError for a name that is in use, with `elastic`, and for an adapter that is not
+        supported or that some rank cannot read; then no rank has the adapter.
         """
         self._require_open()
         (own,) = adapter_folders({name: folder}).values()
@@ -355,7 +355,8 @@ class LLM:
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode a step of `batch` sequences.
 
-        With `slice_of`, only that rank counts. `memory.bytes_passed_over` counts the other weights.
+        With `slice_of`, only that rank counts. `memory.bytes_passed_over` counts the weights that
+        the step does not read.
         """
         shards = self.engine.runner.plan.shards
         one = shards[0] if len(shards) == 1 else None

@@ -39,7 +39,7 @@ PROCESS_BYTES = 380 << 20
 # By default KV caches take this fraction of the memory that is free after loading. On the CPU the
 # fraction is for all ranks of a host together; on a GPU it includes the working memory.
 CPU_FRACTION, CUDA_FRACTION = 0.5, 0.9
-# Default upper bound on the CPU, where other programs need memory too.
+# Default upper bound per rank on the CPU, where other programs need memory too.
 MAX_CPU_BYTES = 2 << 30
 
 # What a weight's size on a rank is proportional to: the rank's units of an axis, the channels or
@@ -204,11 +204,13 @@ def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) ->
 def pool_sizes(
     args: ModelArgs, n_blocks: int, block_size: int, max_seq_len: int, step_tokens: int
 ) -> tuple[int, ...]:
-    """Number of blocks for each KV group of layers; the first, full-attention group has `n_blocks`.
+    """Number of blocks for each KV group of layers; the first KV group has `n_blocks`.
 
-    A sliding-window group gets the fraction of blocks that makes a sequence of `max_seq_len` tokens
-    fit into either both groups or neither. It gets at least MIN_WINDOW_PART, because most sequences
-    are a few windows long, and enough for the longest sequence that the first group can hold.
+    In a model with both kinds of layers, the first KV group has full attention and the second a
+    sliding window. The second gets the fraction of `n_blocks` that makes a sequence of
+    `max_seq_len` tokens fit into either both groups or neither. It gets at least MIN_WINDOW_PART,
+    because most sequences are a few windows long, and enough for the longest sequence that the
+    first group can hold.
     """
     _, *windowed = kv_groups(args)
     whole = blocks_held(max_seq_len, block_size, None, step_tokens)
@@ -243,7 +245,7 @@ def blocks_held(
     """The largest number of blocks that a sequence of `n_tokens` tokens ever holds in a layer.
 
     In a sliding-window layer these are the blocks of the tokens of one step, of the window before
-    the first, and of the `n_sinks` attention sinks; blocks behind the window are reused.
+    these tokens, and of the `n_sinks` attention sinks; blocks behind the window are reused.
 
     >>> blocks_held(10, 4, None, 2), blocks_held(1000, 4, 16, 2), blocks_held(1000, 1, 16, 2)
     (3, 5, 17)

@@ -41,7 +41,7 @@ MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
 MIN_EXPERT_CHANNELS = 256
 
 # Keys per part of a query's softmax on the CPU: positions 0 to 127 of its sequence, 128 to 255, and
-# so on. Parts are computed apart, by threads or ranks, and merged in order.
+# so on. Parts are computed separately, by threads or ranks, and merged in order.
 PART_KEYS = 128
 
 # Tokens in a tile of the vocabulary. In an exact log-sum-exp, one rank sums a whole tile.

@@ -202,7 +202,7 @@ class SamplingParams(_ShortRepr):
         max_tokens: maximum tokens per completion; None for as many as fit into the context.
         temperature: divides the logits. Below MIN_TEMPERATURE sampling is greedy: it takes the
             largest logit and ignores top_k, top_p and min_p.
-        top_p: keeps the likeliest tokens whose probabilities sum to this.
+        top_p: keeps the smallest set of likeliest tokens whose probabilities sum to at least this.
         top_k: keeps this many likeliest tokens; 0 or -1 for all.
         min_p: keeps the tokens with at least this fraction of the likeliest token's probability.
         seed: makes sampling reproducible.
@@ -371,11 +371,10 @@ class Completion(_ShortRepr):
 
     `tokens` holds every drawn id, including an eos or stop id and the token that completed a stop
     string; `text` ends before them unless include_stop_str_in_output is set, so `tokens` may decode
-    to more than `text`. `prompt_logprobs`
-    has an entry for each prompt token, None for the first. A request with this `seed` produces the
-    same tokens; greedy decoding has no seed. `n_cached_tokens` prompt tokens were in the prefix
-    cache when the request started. `stop_reason` is the stop string or stop token id of the request
-    that ended it, else None.
+    to more than `text`. `prompt_logprobs` has an entry for each prompt token, None for the first. A
+    request with this `seed` produces the same tokens; greedy decoding has no seed.
+    `n_cached_tokens` prompt tokens were in the prefix cache when the request started. `stop_reason`
+    is the request's stop string or stop token id that ended the choice, else None.
 
     `LLM.generate` and `LLM.chat` add the fields of vLLM's RequestOutput: the text of the prompt
     (None for token ids), its ids, and all choices of the request as `outputs`.

@@ -34,7 +34,7 @@ class BlockPool:
     least recently used first. The tail of a sequence counts as less recently used than its head,
     since more prompts share the head; so the blocks of an evicted sequence are consecutive again.
 
-    Cost: logarithmic in the number of free runs, for each block that changes its state.
+    Cost: for each block that changes its state, some binary searches among the free runs.
     """
 
     def __init__(self, n_blocks: int, block_size: int) -> None:

@@ -67,9 +67,10 @@ class _SequenceState:
 class Engine:
     """Runs requests to completion, on one rank.
 
-    All ranks construct it alike and call `step` equally often; `submit`, `cancel` and `send_rpc`
-    are for rank 0. As many requests run at once as the KV cache holds, short prompts first; a long
-    prompt runs in chunks, in steps that also decode other requests.
+    All ranks construct it, and call `step` the same number of times; `submit`, `cancel` and
+    `send_rpc` are for rank 0. As many sequences run at once as the KV cache holds, at most
+    `MAX_RUNNING`, and short prompts go first. A long prompt runs in chunks, in steps that also
+    decode other requests.
 
     Args:
         tokenizer: None for a model without a tokenizer, and on ranks above 0.
@@ -81,8 +82,9 @@ class Engine:
     Collective: the constructor and `step`.
     """
 
-    # `_reset` sets these. On rank 0 only: what is not yet sent to the other ranks, the message of
-    # the present step until it is applied, and outputs of requests that a message has ended.
+    # `_reset` sets these. On rank 0 only: requests not yet sent to the other ranks, and the message
+    # of the present step until it is applied. On all ranks: outputs of requests that a message has
+    # ended.
     _incoming: deque[tuple[int, Request]]
     _unapplied: StepMessage | None
     _outputs_due: list[StepOutput]
@@ -426,7 +428,7 @@ class Engine:
     def _context(self, request: Request) -> bytes:
         """What cached blocks depend on in addition to tokens."""
         salt = (request.params.cache_salt or "").encode()
-        # A name may be loaded again for other weights, but gets another number.
+        # A name that is loaded again, with other weights, gets another number.
         adapter = -1 if request.adapter is None else self.runner.adapters[request.adapter]
         length = base_len(self.runner.args, len(request.prompt))
         return struct.pack("<qq", length, adapter) + salt
@@ -487,8 +489,8 @@ class Engine:
     ) -> list[list[SampledToken]]:
         """Draw the tokens of each sequence: one after its last token and one after each draft.
 
-        A sequence has fewer draws if one has no allowed token. If the device draws by itself,
-        the next step is launched before the tokens of this one are read.
+        A sequence gets fewer tokens if a row has no allowed token. If the device draws the tokens,
+        and the next step needs nothing else, it is launched before the host reads the tokens.
         """
         masks = self._exchange_masks(drawing)
         draws = []

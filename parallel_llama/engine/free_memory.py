@@ -5,7 +5,7 @@ import ctypes
 # Parameters of glibc's mallopt; see mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
-# glibc's largest threshold.
+# The largest M_MMAP_THRESHOLD that glibc accepts.
 _KEPT_PER_TENSOR = 32 << 20
 _KEPT_IN_ALL = 256 << 20
 

@@ -13,8 +13,8 @@ Memory is compared after every eighth step, on all ranks after the same step, be
 for the one that computes longest. The time for it is a fraction of the time of steps. A step of one
 sequence reads all weights once, so the fraction says how many steps a rotation takes.
 
-No other kind of fault is found: a bit that flips and flips back between two comparisons, or a wrong
-result that is the same on all ranks or never reaches the residual stream.
+Other faults are not found, such as a bit that flips and flips back between two comparisons, or a
+wrong result that is the same on all ranks or never reaches the residual stream.
 """
 
 import math
@@ -40,7 +40,7 @@ from parallel_llama.parallel.failures import IntegrityError, differing_ranks
 _TIME_FRACTION = 0.002
 
 # A comparison that exceeds its time delays later comparisons by the excess, up to this time.
-# Without the limit, a rank that was preempted within a comparison would check nothing for long.
+# Without the limit, a rank that lost its core within a comparison would check nothing for long.
 _MAX_DEBT_S = 1e-3
 
 # Steps between two comparisons of memory. A call takes longest when a step has just evicted its
@@ -91,7 +91,7 @@ class IntegrityCheck:
         self._failure: IntegrityError | None = None
 
     def forwarded(self, slots: Sequence[Sequence[int]], residual: memoryview) -> None:
-        """Note what a forward pass wrote.
+        """Record what a forward pass wrote.
 
         `slots` are those of its tokens in each KV group, and `residual` is the residual stream
         after the last block, which the next step may overwrite.
@@ -100,7 +100,8 @@ class IntegrityCheck:
         """
         if self._failure is not None:
             raise self._failure
-        # Neither numpy nor torch: their code is not in the caches, and takes ten times as long.
+        # Without numpy and torch: a step evicts their code from the CPU's caches, so a call would
+        # take ten times as long.
         self._unread.append((slots, bytes(residual)))
         if len(self._unread) > _MEMORY_STEPS or len(residual) > _UNREAD_BYTES:
             self._read()

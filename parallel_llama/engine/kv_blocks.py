@@ -127,7 +127,7 @@ class KVGroupBlocks:
         return n_new - sum(self.pool.is_sole(block) for block in spent)
 
     def reach(self, table: BlockTable, start: int, stop: int) -> int:
-        """The largest end, at most `stop`, such that tokens from `start` to it can get blocks."""
+        """The largest end, at most `stop`, up to which tokens from `start` on can get blocks."""
         while self.blocks_needed(table, start, stop) > self.pool.n_allocatable():
             stop = (self.n_blocks(stop) - 1) * self.pool.block_size
         return stop

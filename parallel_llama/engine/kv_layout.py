@@ -50,11 +50,11 @@ class KVLayout:
     part: CachePart | None
 
     def steps(self, chunks: Sequence[Chunk]) -> list[KVGroupStep]:
-        """A step in all KV groups."""
+        """The slots and queries of a step in every KV group."""
         return [self.step(number, chunks) for number in range(len(self.kv_groups))]
 
     def step(self, number: int, chunks: Sequence[Chunk]) -> KVGroupStep:
-        """A step in one KV group."""
+        """The slots and queries of a step in one KV group."""
         kv_group, size = self.kv_groups[number], self.block_size
         window, has_chunks = kv_group.window, kv_group.has_chunks
         slots: list[int] = []
@@ -78,7 +78,7 @@ class KVLayout:
             if n_plain:
                 plain.append(self._range(number, row, chunk, positions[:n_plain]))
             own = self._range(number, row + n_plain, chunk, positions[n_plain:])
-            # `near` has the sinks inside a query's window, `far` those outside.
+            # `near` has the keys of each query's window, `far` the sinks before the window.
             before = after(window, own.positions)
             blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before.stop))
             near.append(own)

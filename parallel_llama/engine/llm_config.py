@@ -110,8 +110,8 @@ class LLMConfig:
             on the CPU the dtype that the files state, or float32. The CPU keeps weights in 16 bits
             and computes in float32.
         quant: int8, int4 or fp8 quantise the matrices while they are read, with a scale for every
-            32 inputs; stored keeps the files' own quantisation; none decodes it. By default stored
-            if the files can run as stored, else none; none for smollm2.
+            32 inputs; stored keeps the files' own quantisation; none decodes the weights. By
+            default stored if the files can run as stored, else none; none for smollm2.
         device: auto, cpu or cuda.
         max_seq_len: lowers the model's context, in tokens.
         seed: seed of requests without a seed of their own. By default a new one for each call.
@@ -128,7 +128,7 @@ class LLMConfig:
             would hold the same head.
         exact: the same bits on any number of ranks: ranks exchange the inputs of wo and w2 instead
             of partial sums. By default True on the CPU ranks of one host, except where experts are
-            distributed; False is faster.
+            distributed; False is usually faster.
         attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache; rounded up to a multiple of 128 with exact

@@ -85,7 +85,7 @@ class ModelRunner:
     ) -> None:
         self.args, self.plan, self.comm, self.model = args, plan, comm, model
         self.shard = plan.shards[comm.rank]
-        self.weights: WeightLoader | None = None  # of a runner that was loaded
+        self.weights: WeightLoader | None = None  # None unless `load` made this runner
         # The loaded adapters, each with a number that no other one has had.
         self.adapters: dict[str, int] = {}
         self._n_adapters = 0

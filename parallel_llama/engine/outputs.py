@@ -113,7 +113,7 @@ class OutputProcessor:
         """A matcher of the request's grammar for each choice.
 
         Args:
-            is_checked: the grammar was compiled before.
+            is_checked: whether the grammar was compiled before.
 
         Raises: UsageError if the grammar cannot be used, or the model has no tokenizer.
         """

@@ -1,6 +1,7 @@
 """Calls that all ranks run together between two steps: scoring, measuring, adapters, closing.
 
-Rank 0 calls these functions, which send the call to the other ranks; these run `serve_rank`.
+Rank 0 calls one of these functions, which sends the call to the other ranks. There `serve_rank`
+runs it.
 """
 
 from collections.abc import Iterator, Sequence

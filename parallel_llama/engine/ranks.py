@@ -55,11 +55,11 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 1.0  # the wait for the message of a rank that has failed
 _MEMORY_FOR_GRAPHS = MemoryFor("recorded decode steps", "lower kv_cache_bytes, or use more ranks")
-_LOOK_S = 0.2  # between looks at spares
-# After a loss, until spares are started. Starting Python takes seconds of a core's time, in which
-# the others compute keys and values again.
+_LOOK_S = 0.2  # between checks of the spares
+# The delay after a loss before spares are started: starting Python takes seconds of a core's time,
+# which the other ranks need to compute keys and values again.
 _RECOMPUTE_S = 2.0
 
 
@@ -95,7 +95,7 @@ class Ranks:
     them; `start` joins them and loads the model.
 
     With `elastic`, after the loss of a rank the others form a new group and go on. A spare takes
-    its place, at once if one is ready, else later between two steps.
+    the place of the lost rank, at once if a spare is ready, else later between two steps.
 
     Args:
         orders: reads the orders of rank 0; only for a rank that another `Ranks` has started.
@@ -374,7 +374,7 @@ class Ranks:
         return summary
 
     def _threads_of(self, size: int) -> int:
-        """The threads of each of `size` ranks on this host, if the user does not choose."""
+        """The threads per rank for `size` ranks on this host, unless OMP_NUM_THREADS is set."""
         if "OMP_NUM_THREADS" in os.environ:
             return torch.get_num_threads()
         return min(threads_per_rank(size), self._n_threads)
@@ -391,8 +391,8 @@ class Ranks:
             old.close()
         setup, engine = self.setup, self._engine
         setup.shard_over(comm.size)
-        # Not more yet: several threads load weights, and teams of torch's threads would wait for
-        # cores.
+        # More threads only after loading: several threads load weights, each with its own team of
+        # OpenMP threads, and the teams would wait for cores.
         torch.set_num_threads(min(n_threads, torch.get_num_threads()))
         if engine is not None:  # gives up the KV cache
             engine.runner.reserve([0] * len(engine.capacity.n_blocks), 1)
@@ -434,7 +434,7 @@ class Ranks:
             )
 
     def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
-        """Read this rank's weights, then wait for all ranks; one that still reads is not late."""
+        """Read this rank's weights, then wait for all ranks; a rank that is reading is not late."""
         setup, inputs = self.setup, self.setup.inputs
         slice_of = setup.config.slice_of
         comm = self.comm if slice_of is None else Slice(slice_of[1])

@@ -162,7 +162,7 @@ class CUDAGraphs:
             raise
         except RuntimeError as error:
             logger.warning(
-                "decode steps that need the graph of %d rows or of more run without one: %s",
+                "decode steps that need a CUDA graph of %d rows or more run without one: %s",
                 n_rows,
                 first_line(error, 200),
             )
@@ -269,7 +269,7 @@ class KernelCalls:
 
 
 class _KernelCallStep:
-    """A recorded step; replays steps of as many rows if their keys fit its room.
+    """A recorded step, which replays steps with equally many rows whose keys fit into its buffers.
 
     `kv_groups` and `rotations` are those of the first step. `adapters` is filled before a replay.
 

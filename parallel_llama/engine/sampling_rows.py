@@ -1,7 +1,7 @@
 """Builds the sampling rows of a step's scheduled tokens, and samples them.
 
-A sequence that draws has one row for its last known token and one for each draft, which samples
-the next token on condition that all drafts before it are accepted.
+A sequence that draws has one row for its last known token and one for each draft. The row of a
+draft samples the token after it, on condition that the draft and all drafts before it are accepted.
 """
 
 from collections.abc import Sequence

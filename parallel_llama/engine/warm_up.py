@@ -30,8 +30,8 @@ def warm_up(runner: ModelRunner, on_step: Callable[[], None]) -> None:
     """Run every kind of step once, on the blocks of an empty KV cache.
 
     Ranks with a cold Triton cache compile for longer than others. So each rank runs the steps
-    without exchanging data, and ranks wait for each other only in the barrier at the end, which has
-    the timeout of the start.
+    without exchanging data, and ranks wait for each other only in the barrier at the end, with the
+    timeout for starting.
 
     Args:
         on_step: called before each step.

@@ -20,7 +20,7 @@ _FUSED = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
 
 
 def number_layers(model: Transformer) -> None:
-    """Numbers the layers that may have matrices of adapters; the model is loaded."""
+    """Numbers the layers that may have matrices of adapters; the model must be loaded."""
     for number, (_, layer) in enumerate(_layers(model)):
         layer.low_ranks.number = number
 

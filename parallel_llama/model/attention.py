@@ -132,7 +132,7 @@ class Attention:
     def _norm_across_heads(
         self, q: Tensor, q_norm: _HeadNorm, k: Tensor, k_norm: _HeadNorm
     ) -> None:
-        """Normalises queries, and keys, in place by their mean square over the heads of all ranks.
+        """Normalises the queries, and separately the keys, over the heads of all ranks, in place.
 
         The result does not depend on the number of ranks: exactly one rank computes the sum of
         squares of each head, and every rank adds the sums of all heads in the same order.

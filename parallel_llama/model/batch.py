@@ -41,7 +41,7 @@ class KVGroupBatch:
         sink_tiles: The queries that attend to attention sinks outside of their window.
         tiles: If the cache is sharded by token: the queries with keys on this rank; then `plan` and
             `sink_tiles` are unused.
-        part_tiles: If also sums are exact: all queries, with their keys in parts of PART_KEYS;
+        part_tiles: If sums are exact too: all queries, with their keys in parts of PART_KEYS;
             then `plan`, `sink_tiles` and `tiles` are unused.
     """
 

@@ -32,7 +32,7 @@ class Backend:
     """What the layers of a rank have in common: communicator, operators and dtype.
 
     Args:
-        dtype: The dtype of activations, and of weights that are not quantised.
+        dtype: The dtype of activations, and of products with weights that are not quantised.
     """
 
     comm: Communicator

@@ -1,8 +1,8 @@
 """The low-rank products that LoRA adapters add to the outputs of a layer, row by row.
 
 A batch has rows of several adapters, and rows without one. The rows of each adapter are multiplied
-apart, so a row's result does not depend on the other rows. In a recorded decode step on the CPU,
-one kernel call computes the products of all adapters, and reads at each replay which rows have
+separately, so a row's result does not depend on the other rows. In a recorded decode step on the
+CPU, one kernel call computes the products of all adapters, and reads at each replay which rows have
 which adapter.
 
 A column-parallel layer holds its outputs' rows of B and all of A. A row-parallel layer holds its

@@ -17,7 +17,7 @@ class Dispatch:
         sources: [P] int64.
         targets: [P] int64, each row of y once.
         starts: [n + 1] int64.
-        max_rows: A bound on the rows of a weight that is known without reading tensors.
+        max_rows: An upper bound on the rows of each weight, known without reading tensors.
     """
 
     sources: Tensor

@@ -39,7 +39,8 @@ class Filters:
     def kept(self, logits: Tensor, mass: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Which candidates the filters keep, and which rows have enough candidates.
 
-        A row has enough if the filters keep the same tokens of the whole vocabulary.
+        A row has enough candidates if the filters, applied to the whole vocabulary, would keep the
+        same tokens.
 
         Shapes: logits [n, C], each row's largest logits in descending order, C <= vocab_size; mass
         [n, 1], of the whole vocabulary; returns [n, C] bool and [n] bool.

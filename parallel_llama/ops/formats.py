@@ -264,7 +264,7 @@ def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWei
 def grouped_linear(
     x: Tensor, weights: Sequence[Weight | MixedWeight], dispatch: Dispatch, ops: TorchOps
 ) -> Tensor:
-    """Multiplies each row of x by the weight of its dispatch; zeros for rows without one."""
+    """Multiplies rows of x by the weights that `dispatch` gives them; zeros for other rows."""
     dense = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
     if len(dense) == len(weights):
         return ops.routed_linear(x, dense, dispatch)

@@ -12,8 +12,8 @@ In fp8 the integers are replaced by e4m3 numbers, and inputs are not quantised:
 
     y[o] = sum over groups g of  scale[o, g] * (value[o, g] . x[g])
 
-A panel has as many rows as a CPU vector has 32-bit lanes (one on a GPU), read together. It holds,
-in this order:
+A panel holds rows that are read together: as many as a CPU vector has 32-bit lanes, and one on a
+GPU. It contains, in this order:
 
     scales      [n_blocks, rows] float16
     minima      [n_blocks, rows] float16, if the format has minima
@@ -325,13 +325,13 @@ class Plane:
         return column // self.width * self.width
 
     def of_columns(self, columns: Tensor) -> Tensor:
-        """The words. Shapes: [panels, groups, 8, rows] int32 -> [panels, groups, width, rows]."""
+        """Packs columns. Shapes: [panels, groups, 8, rows] int32 -> [.., width, rows]."""
         bits = (columns >> self.first) & (self.mask * 0x01010101)  # in each byte
         parts = (bits[:, :, at : at + self.width] << at for at in range(0, 8, self.width))
         return reduce(torch.bitwise_or, parts)
 
     def in_columns(self, words: Tensor) -> Tensor:
-        """The inverse, from the words of all planes; bits are at their places in the integers."""
+        """Unpacks this plane from the words of all planes; bits of other planes are 0."""
         own = words[:, :, self.first : self.first + self.width, None].transpose(2, 3)
         bits = ((own >> self._shifts(words.device)) & self.mask) << self.first
         return bits.flatten(2, 3)

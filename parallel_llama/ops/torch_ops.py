@@ -83,7 +83,7 @@ class TorchOps:
         return F.linear(x, weight.to(x.dtype), bias)
 
     def low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """x A B, both in torch's order.
+        """x A B, with A and B in torch's order.
 
         Shapes: x [T, in], a [rank, in], b [out, rank] -> [T, out].
         Source: LoRA, arXiv 2106.09685, section 4.1.
@@ -162,16 +162,17 @@ class TorchOps:
         *,
         normed: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The routing weights and the experts of each token, those with the largest choice first.
+        """The routing weights and the experts of each token, the most preferred expert first.
 
-        The choice of an expert is sigmoid(score) + bias, or its score without a bias, in at least
-        float32. Its weight is
-        sigmoid(score) times `scale`; with `normed`, those of a token sum to `scale`. Ties go to the
-        expert with the lower number.
+        Experts are ordered by sigmoid(score) + bias, or by the score if there is no bias, in at
+        least float32. The routing weight of an expert is sigmoid(score) times `scale`; with
+        `normed`, the routing weights of a token sum to `scale`. Ties go to the expert with the
+        lower number.
 
         Args:
             groups: the number of groups of consecutive experts, and the number of groups that a
-                token's experts are in: those with the largest sums of their two largest choices.
+                token's experts come from: the groups whose two most preferred experts have the
+                largest sum of these values.
 
         Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] -> routing_weights and experts
             [T, n_active].
@@ -181,7 +182,7 @@ class TorchOps:
         scores = self.router_scores(x, gate)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         weights, (n_groups, n_active_groups) = scores.sigmoid(), groups
-        # Scores, because sigmoids of large scores are equal.
+        # Without a bias, by the scores, because sigmoids of large scores are equal.
         choices = scores if bias is None else weights + bias
         if n_groups > 1:
             by_group = choices.view(len(x), n_groups, -1)

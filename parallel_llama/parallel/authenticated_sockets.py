@@ -7,7 +7,7 @@ A rank connects to every lower rank and accepts every higher one:
     the higher rank proves that it knows the secret: an HMAC-SHA256 of both hellos
     the lower rank checks the proof, and only then sends its own
 
-So a stranger gets random bytes at most. Without a secret, the proof only keeps runs apart. What is
+So a stranger gets a hello at most. Without a secret, the proof only keeps runs apart. What is
 sent later is neither encrypted nor authenticated, as with gloo.
 """
 
@@ -171,7 +171,7 @@ def _proof(key: bytes, side: bytes, hello: bytes, answer: bytes) -> bytes:
 
 
 def _read(own: socket.socket, n_bytes: int, deadline: float) -> bytes:
-    """Exactly so many bytes. Raises: OSError if they do not come in time."""
+    """Receives exactly `n_bytes` bytes. Raises: OSError if they do not arrive in time."""
     data = b""
     while len(data) < n_bytes:
         own.settimeout(max(1e-3, min(_ANSWER_S, deadline - time.monotonic())))

@@ -192,8 +192,9 @@ def join(
 def give_up(why: str) -> None:
     """Tells the other ranks why this rank will not join; returns when they have read it.
 
-    It does nothing under torchrun and our launcher, which end all ranks when one fails. It waits at
-    most `_TELL_S` seconds; meanwhile rank 0 keeps the store open.
+    It does nothing after a call of `join`, because the others then notice that this rank ends; and
+    nothing under torchrun and our launcher, which end all ranks when one fails. It waits at most
+    `_TELL_S` seconds; meanwhile rank 0 keeps the store open.
     """
     if _has_begun or is_watched():
         return
@@ -438,7 +439,7 @@ def _bound_socket(env: RankEnv) -> int | None:
 
 
 def _wait_for_store(env: RankEnv, limit_s: float) -> None:
-    """Waits until a process listens at the store's address; torch would print warnings.
+    """Waits until a process listens at the store's address; otherwise torch would print warnings.
 
     Raises: TimeoutError.
     """

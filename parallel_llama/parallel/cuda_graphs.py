@@ -1,7 +1,7 @@
 """Captures decode steps in CUDA graphs, and finds steps that cannot be captured.
 
-A step that waits for the device cannot be captured. The capture of such a step fails only when it
-ends. Torch's allocator then still assumes a capture in progress, and frees no more memory that
+A step that waits for the device cannot be captured, and its capture fails only at the end of the
+step. Torch's allocator then still assumes a capture in progress, and no longer frees memory that
 another stream has used. So a step first runs with its operators watched; if a capture fails anyway,
 it is ended in the allocator too.
 

@@ -31,7 +31,7 @@ from parallel_llama.parallel.rank_env import is_watched, world
 DONE, FAILED, WRONG_USE = 0, 1, 2
 INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
-# A report is one message. More bytes than this were not written by `report_error`.
+# A report is one message, at most this long; `report_error` did not write a longer file.
 MAX_REPORT_BYTES = 1 << 16
 
 
@@ -40,7 +40,7 @@ class RankError(RuntimeError):
 
 
 class IntegrityError(RankError):
-    """A rank's weights or KV cache have changed in memory, or ranks that must be equal differ."""
+    """Weights or KV cache have changed in memory, or ranks differ in results that must be equal."""
 
 
 def late(ranks: Iterable[int], size: int, limit_s: float) -> str:
@@ -134,7 +134,7 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
     closed it, as for any program that SIGPIPE ends.
 
     Args:
-        give_up: tells the ranks of other processes, which would wait for this one, why it fails.
+        give_up: tells the other ranks, which would wait for this one, why this one has failed.
     """
 
     def tell_ranks(error: Exception) -> None:

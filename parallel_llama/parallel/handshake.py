@@ -59,7 +59,7 @@ class RankInfo:
         gpu: str = "",
     ) -> "RankInfo":
         name = socket.gethostname()
-        # Some are not plain strings, such as torch's version.
+        # Some facts are not plain strings, such as torch's version.
         texts = {fact: str(value) for fact, value in facts.items()}
         return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8), notes or {}, gpu)
 

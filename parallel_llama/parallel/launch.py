@@ -3,8 +3,8 @@
 The ranks get torchrun's environment variables and connect on loopback only: the parent binds a
 socket to 127.0.0.1, and rank 0 listens at it. The ranks inherit a secret in an open, unnamed file,
 which tells them apart from other processes that reach the socket. With `run_ranks` rank 0 is a
-child process, and with `LocalRanks` it is the parent. Invariant: when the parent ends for whatever
-reason, all ranks end.
+child process, and with `LocalRanks` it is the parent unless `first` is 0. Invariant: when the
+parent ends for whatever reason, all ranks end.
 """
 
 import json
@@ -176,7 +176,7 @@ class LocalRanks:
         first: the first rank to start; 0 if this process is not a rank.
         inherited: other files that the ranks inherit.
         n_spares: how many spares are started with the ranks.
-        spare_arguments: those of the module that tell a spare that it is one.
+        spare_arguments: arguments of the module by which a spare knows that it is a spare.
     """
 
     def __init__(
@@ -272,8 +272,8 @@ class LocalRanks:
 
         It returns at once; `can_grow` says when a spare is ready.
 
-        Returns: why no more spares are started, once, after _MAX_UNSETTLED in a row ended before
-            they had settled; otherwise None.
+        Returns: normally None. No more spares are started after _MAX_UNSETTLED in a row could not
+            be started or ended before they had settled; then one call returns why the last failed.
         """
         for rank in [*self._ranks, *self._spares]:
             self._settle(rank)
@@ -414,7 +414,7 @@ def _bound_socket() -> socket.socket:
 
 
 def _secret_file(secret: bytes) -> IO[bytes]:
-    """An unnamed file. Unlike a variable, it is not inherited by processes that ranks start."""
+    """The secret in an unnamed file. A variable would also reach processes that ranks start."""
     file = tempfile.TemporaryFile()  # noqa: SIM115, the caller closes it
     file.write(secret)
     file.flush()

@@ -1,7 +1,7 @@
 """Collectives by torch.distributed, for GPUs and for CPU ranks that do not share memory.
 
-CPU tensors use gloo and CUDA tensors use NCCL. Errors of both do not name the rank that failed, so
-ranks write heartbeats to the store; after a failure the missing heartbeat names the dead rank.
+CPU tensors use gloo and CUDA tensors use NCCL. Neither's errors name the rank that failed, so
+ranks write heartbeats to the store; after a failure the missing heartbeat shows which rank died.
 """
 
 import threading
@@ -47,7 +47,7 @@ _MAX_DIGITS = 18  # of a count
 
 
 class ProcessGroup(Communicator):
-    """A process group of torch.
+    """Collectives of a process group of torch, with errors that name the ranks at fault.
 
     Args:
         group: its rank numbers must equal those of the world.

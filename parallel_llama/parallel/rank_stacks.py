@@ -108,7 +108,7 @@ class StackFile:
 
     @classmethod
     def find(cls, pid: int) -> "StackFile | None":
-        """The stack file that process `pid` writes; it may have those of other ranks open too."""
+        """The stack file that process `pid` writes, among those of other ranks that it has open."""
         with suppress(OSError, UnreadableFile):
             for name in names_in(Path(f"/proc/{pid}/fd")):
                 file = cls.open(pid, int(name))

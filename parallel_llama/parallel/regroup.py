@@ -28,9 +28,9 @@ class RegroupOrder:
     """The new group of a process.
 
     Args:
-        rank: that of the process.
-        pids: the processes by rank.
-        region: their shared memory.
+        rank: the rank of the process.
+        pids: the ids of the group's processes, by rank.
+        region: the group's shared memory.
         n_threads: threads that each process computes with.
     """
 

@@ -70,7 +70,7 @@ from parallel_llama.parallel.watchdog import Peers
 # Small enough for the slots of a few ranks to stay in a core's cache. Larger tensors are split.
 SLOT_BYTES = 1 << 20
 
-# From this size on, three or more ranks sum one part of the piece each and copy the other sums.
+# From this size on, each of three or more ranks sums one part of a piece and copies the others'.
 SHARED_SUM_BYTES = 1 << 16
 
 # Cells of 8 bytes in a rank's line of the header: two cache lines, fetched as a pair.

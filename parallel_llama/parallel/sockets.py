@@ -61,7 +61,7 @@ FD, SENT, RECEIVED = range(CELLS)
 # Tries to receive before this rank waits in the system: about 0.5 ms, in Python and in a kernel.
 _SPINS, _LOOKS = 150, 2000
 _POLL_S = 0.25
-_LONGEST_GAP_S = 0.5  # the maximum time counted between two looks, since this rank may be stopped
+_LONGEST_GAP_S = 0.5  # the maximum time counted between two polls, since this rank may be stopped
 _CONNECT_S = 20.0
 
 # A message that names a failed rank has a signature of this kind; its lower bits hold one of the

@@ -103,7 +103,7 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A sampled token.
+    """A sampled token, perhaps with its log-probability.
 
     Args:
         token: Its id.

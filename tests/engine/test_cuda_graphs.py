@@ -256,4 +256,4 @@ def test_ranks_do_without_the_graphs_that_one_of_them_cannot_record(caplog, rank
 
     for found, asked in run_on_threads(3, run_partly):
         assert not found and asked == [1, 2, 4]
-    assert "decode steps that need the graph of 4 rows or of more run without one" in caplog.text
+    assert "decode steps that need a CUDA graph of 4 rows or more run without one" in caplog.text

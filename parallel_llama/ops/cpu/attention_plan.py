@@ -103,7 +103,7 @@ _UNMERGED = 1 << 30
 
 @dataclass(frozen=True)
 class PartTile:
-    """Queries and the parts of their keys. Parts are computed apart, perhaps on several ranks.
+    """Queries and the parts of their keys. Parts are computed separately, perhaps on several ranks.
 
     Args:
         rows: [t] int64, the queries' rows of the batch.

@@ -40,7 +40,7 @@ from parallel_llama.parallel import sockets
 from parallel_llama.parallel.collectives import Exchange, Medium
 from parallel_llama.parallel.shared_memory import EXCHANGE, LINE, SIGNATURE, SLOT_BYTES
 
-# Linux; a socket that does not block, and no signal if the other end is closed.
+# Linux's flags for `send` and `recv`: do not block, and send no SIGPIPE if the peer has closed.
 _MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
 
 

@@ -69,8 +69,8 @@ class BlockShape:
     Args:
         n_vectors: vectors of columns in a block.
         tile: keys of a tile.
-        n_at_once: the number of scored keys is a multiple of this, which divides `tile`. On vector
-            registers it is also the most numbers of a value that are summed together.
+        n_at_once: a divisor of `tile`; keys are scored in multiples of it. `_VectorProducts` also
+            sums at most this many numbers of a value together.
         n_strided: partial sums of a tile's weights; each sums every `n_strided`-th key.
     """
 

@@ -67,7 +67,7 @@ _ROUNDING = 1.5 * 2.0**23  # added to a float32, it rounds to an integer in the 
 
 @dataclass(slots=True, kw_only=True)
 class _Rounded(Generic[T]):
-    """Inputs as integers, their scales, and minus the sums of the integers: see `_round`."""
+    """Inputs as integers, their scales, and the negated sums of the integers: see `_round`."""
 
     integers: Bytes[T]
     scales: Floats[T]

@@ -43,7 +43,7 @@ def decode_attention(
 ) -> None:
     """`TorchOps.attention` for ranges of at most one query.
 
-    `n_programs` share the splits of a query; by default as many as fill a GPU.
+    `n_programs` programs divide the splits of a query; by default enough programs to fill a GPU.
 
     Shapes: q, out [T, H, D], contiguous in [H, D]; k, v [K, n_slots, W]; sinks [H].
     """

@@ -155,7 +155,7 @@ def test_every_decode_step_can_be_captured(args):
 def test_a_step_that_waits_for_the_device_is_found_before_it_is_captured(caplog):
     """The capture failed when it ended, and the allocator assumed for ever that it was active."""
     assert record_on_meta(MIXTURE, Ungrouped) == []
-    assert "graph of 1 rows or of more run without one: the operator aten." in caplog.text
+    assert "graph of 1 rows or more run without one: the operator aten." in caplog.text
     assert "waits for the device" in caplog.text
 
 
