@@ -1,4 +1,4 @@
-"""The reasoning, the calls and the text of answers with marks of them."""
+"""The reasoning, the calls and the text of answers with marks of reasoning and calls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
