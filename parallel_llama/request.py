@@ -374,7 +374,8 @@ class Completion(_ShortRepr):
     to more than `text`. `prompt_logprobs` has an entry for each prompt token, None for the first. A
     request with this `seed` produces the same tokens; greedy decoding has no seed.
     `n_cached_tokens` prompt tokens were in the prefix cache when the request started. `stop_reason`
-    is the request's stop string or stop token id that ended the choice, else None.
+    is the request's stop string or stop token id that ended the choice, else None. `reasoning` is
+    what the model wrote before its answer, if `generate --chat` has separated the two.
 
     `LLM.generate` and `LLM.chat` add the fields of vLLM's RequestOutput: the text of the prompt
     (None for token ids), its ids, and all choices of the request as `outputs`.
@@ -395,6 +396,7 @@ class Completion(_ShortRepr):
     prompt_token_ids: tuple[int, ...] = field(default=(), compare=False, repr=False)
     outputs: tuple[CompletionOutput, ...] = field(default=(), compare=False, repr=False)
     stop_reason: str | int | None = None
+    reasoning: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The line of `generate --json`.
@@ -408,6 +410,8 @@ class Completion(_ShortRepr):
             "finish_reason": self.finish_reason,
             "n_prompt_tokens": self.n_prompt_tokens,
         }
+        if self.reasoning is not None:
+            line["reasoning"] = self.reasoning
         if self.n_choices > 1:
             line["choice"] = self.choice
         if self.seed is not None:

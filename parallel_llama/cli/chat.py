@@ -28,7 +28,8 @@ from parallel_llama.errors import CheckpointError, ContextExceeded, UsageError, 
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
 from parallel_llama.tokenizer import Chat, Message
-from parallel_llama.tokenizer.channels import ChannelReader, ChannelText, has_channels
+from parallel_llama.tokenizer.answers import AnswerReader
+from parallel_llama.tokenizer.channels import ChannelText
 
 if TYPE_CHECKING:
     from parallel_llama.llm import LLM
@@ -95,9 +96,8 @@ class Conversation:
         # Slow to import, and needed only by this command.
         from rich.console import Console
 
-        template = llm.input_processor.chat_template
-        self.has_channels = template is not None and has_channels(template.template_text)
-        if self.has_channels:
+        self.has_marks = llm.input_processor.has_marks
+        if self.has_marks:
             params = replace(params, skip_special_tokens=False)
         self.llm, self.params, self.system, self.variables = llm, params, system, variables
         self.adapter = adapter
@@ -106,9 +106,8 @@ class Conversation:
         self.turns: list[Message] = []
         # Tokens of the last prompt and answer if the answer was cut off; else empty.
         self.cut_off: tuple[int, ...] = ()
-        # If answers have channels: the reader of the last answer, and how many of its messages have
-        # begun.
-        self.reader: ChannelReader | None = None
+        # If answers have marks: the reader of the last answer, and how many of its messages have begun.
+        self.reader: AnswerReader | None = None
         self.n_messages = 0
 
     def run(self, model: str) -> int:
@@ -181,8 +180,14 @@ class Conversation:
 
     def _answer(self, text: str) -> None:
         turn = {"role": "user", "content": text}
-        self.reader, self.n_messages = ChannelReader() if self.has_channels else None, 0
-        answer = self._generate(lambda: self._request(turn))
+
+        def make_request() -> Request:
+            request = self._request(turn)
+            self.reader = self.llm.input_processor.answer_reader(request.prompt)
+            self.n_messages = 0
+            return request
+
+        answer = self._generate(make_request)
         if answer is not None:
             self.turns += [turn, {"role": "assistant", "content": answer}]
 
@@ -198,7 +203,7 @@ class Conversation:
     def _generate(self, make_request: Callable[[], Request]) -> str | None:
         """Streams a completion; returns its text, or None if the request was refused.
 
-        Reasoning, in another channel than the answer, is printed and is not a part of the text.
+        Reasoning and calls are printed and are not a part of the text.
         """
         pieces: list[str] = []
         tokens: list[int] = []
@@ -230,7 +235,7 @@ class Conversation:
             self._say(self._cut_off_line(request.max_tokens))
         elif is_cut_off and interrupted():
             self._say("stopped; /continue continues the answer")
-        return "".join(pieces).lstrip("\n") if self.has_channels else "".join(pieces)
+        return "".join(pieces).lstrip("\n") if self.has_marks else "".join(pieces)
 
     def _read(self, text: str, is_last: bool) -> list[tuple[str, bool]]:
         """The texts to show for a piece of an answer, and whether each is reasoning."""

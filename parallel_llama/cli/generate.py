@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli import model, prompts
@@ -20,6 +21,7 @@ from parallel_llama.errors import UsageError, escaped, quoted
 from parallel_llama.parallel.rank_env import world
 from parallel_llama.request import Completion, Request, TokenLogprob
 from parallel_llama.tokenizer import Chat, text_of
+from parallel_llama.tokenizer.answers import AnswerReader, AnswerSplitter, split_answer
 
 if TYPE_CHECKING:
     from parallel_llama.engine.outputs import StepOutput
@@ -79,7 +81,7 @@ def prepare(flags: Flags) -> Job:
             warn_of_idle_filters(given, (request.params for request in requests))
             if file is not None and file.done:
                 warn(f"{_count(file)}; {'generating the others' if requests else 'nothing to do'}")
-            results = Results(lines, requests, flags[JSON], file)
+            results = Results(lines, requests, flags[JSON], file, _readers(lines, inputs))
             return _generate(llm, requests, results, _shown_seed(requests, run_seed))
 
         return lead(flags, inputs, work, **ranks)
@@ -95,6 +97,10 @@ class Results:
     """Writes completions to stdout in input order, and to a file as they finish.
 
     A single completion is streamed to stdout. Otherwise a status line on stderr shows the progress.
+    The reasoning of an answer with marks is shown on a terminal only, and has its own key in JSON.
+
+    Args:
+        new_reader: returns a reader of the answer to a request, or None if it has no marks.
 
     Raises: UsageError if the file cannot be written.
     """
@@ -105,6 +111,7 @@ class Results:
         requests: Sequence[Request],
         as_json: bool,
         file: ResultFile | None,
+        new_reader: Callable[[Request], AnswerReader | None] = lambda _: None,
     ) -> None:
         self.lines, self.as_json, self.file = lines, as_json, file
         self.order = [
@@ -112,7 +119,12 @@ class Results:
         ]
         self.finished: dict[tuple[int, int], Completion] = {}
         self.n_shown = 0
+        self.owes_gap = False  # an empty line between reasoning and text
         self.streams = len(self.order) == 1 and not as_json and file is None
+        self.requests = {request.index: request for request in requests}
+        self.new_reader = new_reader
+        reader = new_reader(requests[0]) if self.streams else None
+        self.splitter = None if reader is None else AnswerSplitter(reader)
         self.meter, self.status = Meter(requests), StatusLine(sys.stderr)
 
     def __enter__(self) -> "Results":
@@ -128,12 +140,34 @@ class Results:
     def take(self, output: "StepOutput") -> None:
         """Adds the output of one step for one choice."""
         self.meter.take(output)
-        if self.streams and output.text:
-            write_text(output.text)
+        if self.streams:
+            self._stream(output.text, output.completion)
         if output.completion is not None:
-            self._finish(output.completion)
+            self._finish(self._split(output.completion))
         if not self.streams:
             self.status.show(self.meter.line)
+
+    def _stream(self, text: str, completion: Completion | None) -> None:
+        if self.splitter is None:
+            write_text(text)
+            return
+        for shown, is_reasoning in self.splitter.push(text, is_last=completion is not None):
+            if not is_reasoning:
+                write_text("\n\n" * self.owes_gap + shown)
+                self.owes_gap = False
+            elif sys.stdout.isatty():
+                write_reasoning(shown)
+                self.owes_gap = True
+
+    def _split(self, completion: Completion) -> Completion:
+        """A completion with the reasoning of its answer apart from the text."""
+        reader = self.new_reader(self.requests[completion.index])
+        if reader is None:
+            return completion
+        reasoning, text = split_answer(reader, completion.text)
+        if not text and completion.finish_reason == "length":
+            warn(f"prompt {completion.index}: cut off while reasoning; raise --max-tokens")
+        return replace(completion, text=text, reasoning=reasoning)
 
     def _finish(self, completion: Completion) -> None:
         if self.file is not None:
@@ -153,6 +187,8 @@ class Results:
             print(flush=True)
         else:
             print(painted(self._title(completion), BOLD, sys.stdout))
+            if completion.reasoning and sys.stdout.isatty():
+                write_reasoning(f"{completion.reasoning}\n\n")
             write_text(completion.text)
             print("\n", flush=True)
         if not self.as_json and completion.logprobs is not None:
@@ -168,6 +204,12 @@ class Results:
 def write_text(text: str) -> None:
     """Writes generated text to stdout; control characters are escaped on a terminal."""
     sys.stdout.write(escaped(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def write_reasoning(text: str) -> None:
+    """Writes the reasoning of an answer to stdout, which is a terminal."""
+    sys.stdout.write(painted(escaped(text), DIM, sys.stdout))
     sys.stdout.flush()
 
 
@@ -187,10 +229,29 @@ def _requests(
     for index, line in enumerate(lines):
         try:
             own = inputs.sampling_params(**{**given, **line.settings}) if line.settings else shared
+            if _has_marks(line, inputs):
+                own = replace(own, skip_special_tokens=False)
             requests.append(inputs.request(index, line.prompt, own, run_seed, adapter))
         except UsageError as error:
             raise UsageError(f"{line.where}: {error}") from error
     return requests
+
+
+def _has_marks(line: prompts.Line, inputs: InputProcessor) -> bool:
+    """Whether the answer to a line has marks of reasoning and calls."""
+    return isinstance(line.prompt, Chat) and inputs.has_marks
+
+
+def _readers(
+    lines: Sequence[prompts.Line], inputs: InputProcessor
+) -> Callable[[Request], AnswerReader | None]:
+    """Returns a reader of the answer to a request, or None if it has no marks."""
+
+    def new_reader(request: Request) -> AnswerReader | None:
+        has_marks = _has_marks(lines[request.index], inputs)
+        return inputs.answer_reader(request.prompt) if has_marks else None
+
+    return new_reader
 
 
 def _adapter_digest(flags: Flags, inputs: InputProcessor) -> str | None:

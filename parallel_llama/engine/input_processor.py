@@ -39,6 +39,7 @@ from parallel_llama.tokenizer import (
     load_chat_template,
     load_tokenizer,
 )
+from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, has_marks
 
 Prompt = str | Sequence[int] | Sequence[Message] | Chat | Mapping[str, Any]
 Prompts = Prompt | Iterable[Prompt]
@@ -186,6 +187,18 @@ class InputProcessor:
     def chat_template(self) -> ChatTemplate | None:
         """The model's chat template; None if it has none."""
         return load_chat_template(self.files.path, self.tokenizer)
+
+    @cached_property
+    def has_marks(self) -> bool:
+        """Whether the model's answers to chats have marks of reasoning and calls."""
+        return self.chat_template is not None and has_marks(self.chat_template.template_text)
+
+    def answer_reader(self, prompt: Sequence[int]) -> AnswerReader | None:
+        """A reader of the answer to a chat; None if the model's answers have no marks."""
+        if self.chat_template is None or not self.has_marks:
+            return None
+        last = self.tokenizer.decode(prompt[-1:], skip_special=False)
+        return answer_reader(self.chat_template.template_text, last)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

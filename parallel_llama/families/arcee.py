@@ -38,6 +38,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 ARCEE = Family(
     name="arcee",
+    models="Arcee (AFM)",
     architecture="ArceeForCausalLM",
     base_architecture="ArceeModel",
     reads=BIASES,
@@ -50,6 +51,7 @@ ARCEE = Family(
 
 NEMOTRON = Family(
     name="nemotron",
+    models="Nemotron-4, Minitron",
     architecture="NemotronForCausalLM",
     base_architecture="NemotronModel",
     reads=BIASES | {ROTARY_PART},

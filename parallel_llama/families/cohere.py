@@ -112,6 +112,7 @@ def _gguf_writes(args: ModelArgs) -> dict[str, Any]:
 
 COHERE = Family(
     name="cohere",
+    models="Command R, R+, and Aya 23 and Expanse",
     architecture="CohereForCausalLM",
     base_architecture="CohereModel",
     reads=frozenset({_BIAS, _SCALE, _NORM, _LENGTH}),
@@ -137,6 +138,7 @@ COHERE = Family(
 
 COHERE2 = Family(
     name="cohere2",
+    models="Command R7B and A, and Tiny Aya",
     architecture="Cohere2ForCausalLM",
     base_architecture="Cohere2Model",
     # The last key says how Cohere's own program shards the embedding.

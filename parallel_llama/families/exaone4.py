@@ -68,6 +68,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
 
 EXAONE4 = Family(
     name="exaone4",
+    models="EXAONE 4",
     architecture="Exaone4ForCausalLM",
     base_architecture="Exaone4Model",
     reads=frozenset({_PATTERN}),

@@ -116,6 +116,7 @@ def _palm_features(fields: Fields) -> dict[str, Any]:
 
 FALCON = Family(
     name="falcon",
+    models="Falcon",
     architecture="FalconForCausalLM",
     base_architecture="FalconModel",
     reads=frozenset({"alibi", "bias", "multi_query", _NEW, _N_NORMS, _PARALLEL}),
@@ -144,6 +145,7 @@ FALCON = Family(
 
 PALM = Family(
     name="palm",
+    models="PaLM",
     architecture="PaLMForCausalLM",
     base_architecture="PaLMModel",
     features=_palm_features,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
@@ -169,6 +169,7 @@ class Family:
 
     Args:
         name: HF's model_type.
+        models: The published models of the family, as users call them.
         architecture: HF's class with an output layer.
         base_architecture: HF's class without it.
         features: Maps the fields of config.json to the family's own ModelArgs.
@@ -193,12 +194,15 @@ class Family:
         multimodal: HF's model_type of models of text and images that have this family as text part.
         text_prefix: The beginning of the names of the text part's tensors in such models.
         other_parts: The beginnings of the names of the other parts' tensors, which are not loaded.
+        params: The publisher whose checkpoints with params.json are read as this family; empty
+            without one. `reshard` writes Meta's layout for every family.
         gguf: The family in GGUF files; None if it is not read from them. Of the families with the
             same architecture and `has_experts`, a file is read as the first in `FAMILIES`.
         rotary_order: The order of the rows of wq and wk in each layout.
     """
 
     name: str
+    models: str
     architecture: str
     base_architecture: str
     features: Callable[[Fields], Mapping[str, Any]] = lambda _: {}
@@ -219,6 +223,7 @@ class Family:
     multimodal: str = ""
     text_prefix: str = ""
     other_parts: tuple[str, ...] = ()
+    params: Literal["", "meta", "mistral"] = ""
     gguf: GGUFForm | None = None
     rotary_order: Mapping[Layout, RotaryOrder] = field(
         default_factory=lambda: {"meta": "interleaved", "hf": "half", "gguf": "interleaved"}

@@ -155,6 +155,7 @@ def _writes_of_2_and_3(args: ModelArgs) -> dict[str, Any]:
 
 GEMMA = Family(
     name="gemma",
+    models="Gemma",
     architecture="GemmaForCausalLM",
     base_architecture="GemmaModel",
     reads=_READS | {"hidden_activation"},
@@ -167,6 +168,7 @@ GEMMA = Family(
 
 GEMMA2 = Family(
     name="gemma2",
+    models="Gemma 2",
     architecture="Gemma2ForCausalLM",
     base_architecture="Gemma2Model",
     reads=_READS | {"hidden_activation", _SCALAR, _ATTENTION_CAP, _LOGIT_CAP},
@@ -190,6 +192,7 @@ GEMMA2 = Family(
 
 GEMMA3 = Family(
     name="gemma3_text",
+    models="Gemma 3 (text)",
     architecture="Gemma3ForCausalLM",
     base_architecture="Gemma3TextModel",
     # transformers ignores attn_logit_softcapping for Gemma 3, so it is refused if set.

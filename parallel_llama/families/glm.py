@@ -41,6 +41,7 @@ _GATE_AND_UP = (
 
 GLM = Family(
     name="glm",
+    models="GLM-4-hf",
     architecture="GlmForCausalLM",
     base_architecture="GlmModel",
     reads=frozenset({"attention_bias", ROTARY_PART}),
@@ -53,6 +54,7 @@ GLM = Family(
 
 GLM4 = Family(
     name="glm4",
+    models="GLM-4-0414, GLM-Z1",
     architecture="Glm4ForCausalLM",
     base_architecture="Glm4Model",
     reads=GLM.reads,
@@ -99,6 +101,7 @@ def _chatglm_features(fields: Fields) -> dict[str, Any]:
 
 CHATGLM = Family(
     name="chatglm",
+    models="ChatGLM 2 and 3, GLM-4",
     architecture="ChatGLMModel",
     base_architecture="ChatGLMForConditionalGeneration",
     reads=frozenset({*_FIXED, "add_qkv_bias", "rope_ratio"}),

@@ -151,6 +151,7 @@ def _gguf_features(fields: Fields, tensors: Collection[str]) -> dict[str, Any]:
 
 GLM4_MOE = Family(
     name="glm4_moe",
+    models="GLM-4.5 and 4.6",
     architecture="Glm4MoeForCausalLM",
     base_architecture="Glm4MoeModel",
     keys={"ffn_dim": "moe_intermediate_size"},

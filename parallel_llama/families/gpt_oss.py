@@ -96,6 +96,7 @@ def _gguf_writes(args: ModelArgs) -> dict[str, Any]:
 
 GPT_OSS = Family(
     name="gpt_oss",
+    models="gpt-oss",
     architecture="GptOssForCausalLM",
     base_architecture="GptOssModel",
     keys={"activation": ""},

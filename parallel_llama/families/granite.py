@@ -59,6 +59,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
 
 GRANITE = Family(
     name="granite",
+    models="Granite 3 (dense)",
     architecture="GraniteForCausalLM",
     base_architecture="GraniteModel",
     reads=BIASES | {_EMBEDDING, _RESIDUAL, _ATTENTION, _LOGITS},

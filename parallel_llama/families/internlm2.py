@@ -9,6 +9,7 @@ from parallel_llama.families.names import Names, in_layers
 
 INTERNLM2 = Family(
     name="internlm2",
+    models="InternLM 2 and 2.5",
     architecture="InternLM2ForCausalLM",
     base_architecture="InternLM2Model",
     reads=frozenset({"bias"}),

@@ -27,25 +27,30 @@ def _mixtral_features(fields: Fields) -> dict[str, Any]:
 
 LLAMA = Family(
     name="llama",
+    models="Llama 1, 2, 3.x",
     architecture="LlamaForCausalLM",
     base_architecture="LlamaModel",
     reads=BIASES,
     features=biases,
+    params="meta",
     gguf=GGUFForm("llama", writes=lambda _: {}),
     writes=written_biases,
 )
 
 MISTRAL = Family(
     name="mistral",
+    models="Mistral 7B",
     architecture="MistralForCausalLM",
     base_architecture="MistralModel",
     full_layers=every_layer_has_the_window,
     defaults={"max_seq_len": 131072, "sliding_window": 4096},
+    params="mistral",
     gguf=LLAMA.gguf,
 )
 
 MIXTRAL = Family(
     name="mixtral",
+    models="Mixtral",
     architecture="MixtralForCausalLM",
     base_architecture="MixtralModel",
     reads=frozenset({"num_local_experts", "num_experts_per_tok"}),
@@ -58,6 +63,7 @@ MIXTRAL = Family(
         "sliding_window": None,
     },
     features=_mixtral_features,
+    params="mistral",
     gguf=GGUFForm("llama", has_experts=True, writes=lambda _: {}),
     writes=lambda args: {
         "num_local_experts": args.n_experts,

@@ -133,6 +133,7 @@ def _gguf_writes(args: ModelArgs) -> dict[str, Any]:
 
 LLAMA4 = Family(
     name="llama4_text",
+    models="Llama 4 (text)",
     architecture="Llama4ForCausalLM",
     base_architecture="Llama4TextModel",
     keys={"sliding_window": _CHUNK},

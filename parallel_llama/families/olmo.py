@@ -57,6 +57,7 @@ def _writes_of_3(args: ModelArgs) -> dict[str, Any]:
 
 OLMO2 = Family(
     name="olmo2",
+    models="OLMo 2",
     architecture="Olmo2ForCausalLM",
     base_architecture="Olmo2Model",
     reads=frozenset({"attention_bias"}),
@@ -70,6 +71,7 @@ OLMO2 = Family(
 
 OLMO3 = Family(
     name="olmo3",
+    models="OLMo 3",
     architecture="Olmo3ForCausalLM",
     base_architecture="Olmo3Model",
     reads=OLMO2.reads,

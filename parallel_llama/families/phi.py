@@ -52,6 +52,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
 
 PHI3 = Family(
     name="phi3",
+    models="Phi-3, 3.5, 4, and Phi-4-mini",
     architecture="Phi3ForCausalLM",
     base_architecture="Phi3Model",
     reads=frozenset({ROTARY_PART}),

@@ -134,6 +134,7 @@ def _qwen2moe_features(fields: Fields, _: Collection[str]) -> dict[str, Any]:
 
 QWEN2 = Family(
     name="qwen2",
+    models="Qwen 2, 2.5",
     architecture="Qwen2ForCausalLM",
     base_architecture="Qwen2Model",
     reads=frozenset({"use_sliding_window", "max_window_layers"}),
@@ -148,6 +149,7 @@ QWEN2 = Family(
 
 QWEN3 = Family(
     name="qwen3",
+    models="Qwen 3",
     architecture="Qwen3ForCausalLM",
     base_architecture="Qwen3Model",
     reads=QWEN2.reads | {"attention_bias"},
@@ -175,6 +177,7 @@ _EXPERT_NAMES = expert_names("mlp", "gate_proj", "down_proj", "up_proj")
 
 QWEN2_MOE = Family(
     name="qwen2_moe",
+    models="Qwen1.5-MoE, Qwen 2 with experts",
     architecture="Qwen2MoeForCausalLM",
     base_architecture="Qwen2MoeModel",
     keys={"ffn_dim": "moe_intermediate_size"},
@@ -210,6 +213,7 @@ QWEN2_MOE = Family(
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
+    models="Qwen 3 with experts",
     architecture="Qwen3MoeForCausalLM",
     base_architecture="Qwen3MoeModel",
     keys={"ffn_dim": "moe_intermediate_size"},

@@ -29,6 +29,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
 
 SEED_OSS = Family(
     name="seed_oss",
+    models="Seed-OSS",
     architecture="SeedOssForCausalLM",
     base_architecture="SeedOssModel",
     reads=frozenset({"attention_bias", "attention_out_bias", "mlp_bias"}),

@@ -47,6 +47,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
 
 SMOLLM3 = Family(
     name="smollm3",
+    models="SmolLM3",
     architecture="SmolLM3ForCausalLM",
     base_architecture="SmolLM3Model",
     reads=BIASES | {ROTATED, ROTATED_INTERVAL, "use_sliding_window"},

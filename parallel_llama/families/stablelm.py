@@ -60,6 +60,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
 
 STABLELM = Family(
     name="stablelm",
+    models="StableLM 1 and 2",
     architecture="StableLmForCausalLM",
     base_architecture="StableLmModel",
     reads=frozenset({ROTARY_PART, _BIAS, _PARALLEL}),

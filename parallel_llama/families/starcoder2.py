@@ -27,6 +27,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 STARCODER2 = Family(
     name="starcoder2",
+    models="StarCoder 2",
     architecture="Starcoder2ForCausalLM",
     base_architecture="Starcoder2Model",
     reads=frozenset({"use_bias"}),

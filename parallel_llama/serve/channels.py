@@ -1,4 +1,4 @@
-"""The reasoning, the calls and the text of answers with channels."""
+"""The reasoning, the calls and the text of answers with marks of reasoning and calls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import msgspec
 
 from parallel_llama.serve.replies import CalledFunction
-from parallel_llama.tokenizer.channels import ChannelReader, ChannelText
+from parallel_llama.serve.tool_calls import calls_in
+from parallel_llama.tokenizer.answers import AnswerReader, MessageJoiner
+from parallel_llama.tokenizer.channels import CALLS, ChannelText
 
 
 @dataclass(frozen=True)
@@ -22,17 +24,23 @@ Part = str | Reasoning | CalledFunction
 class ChannelParts:
     """Separates the reasoning and the calls of an answer, in pieces, from its text.
 
-    A call is held back until it is complete. If its arguments are not a JSON object or its name is
-    not in `names`, it is emitted as text. Two messages of the same kind are separated by an empty
+    Calls are held back until they are complete. If arguments are not a JSON object or a name is not
+    in `names`, they are emitted as text. Two messages of the same kind are separated by an empty
     line.
 
     Args:
+        reader: reads the marks of the answer.
         most: calls after this many are dropped.
     """
 
-    def __init__(self, names: frozenset[str] = frozenset(), most: int | None = None) -> None:
-        self._reader, self._names, self._most = ChannelReader(), names, most
-        self._last: dict[bool, int] = {}  # the last message with reasoning, and with text
+    def __init__(
+        self,
+        reader: AnswerReader,
+        names: frozenset[str] = frozenset(),
+        most: int | None = None,
+    ) -> None:
+        self._reader, self._names, self._most = reader, names, most
+        self._joiner = MessageJoiner()
         self._call: list[ChannelText] = []
         self._n_calls = 0
 
@@ -42,13 +50,13 @@ class ChannelParts:
 
     def finish(self) -> list[Part]:
         """The parts that were held back, at the end of the answer."""
-        return [*self._parts(self._reader.finish()), *self._end_call()]
+        return [*self._parts(self._reader.finish()), *self._end_calls()]
 
     def _parts(self, texts: Iterable[ChannelText]) -> list[Part]:
         parts: list[Part] = []
         for each in texts:
             if self._call and self._call[0].number != each.number:
-                parts += self._end_call()
+                parts += self._end_calls()
             if each.is_call:
                 self._call.append(each)
             else:
@@ -56,22 +64,26 @@ class ChannelParts:
         return parts
 
     def _shown(self, text: ChannelText) -> Part:
-        is_new = self._last.setdefault(text.is_reasoning, text.number) != text.number
-        self._last[text.is_reasoning] = text.number
-        shown = f"\n\n{text.text}" if is_new else text.text
+        shown = self._joiner.shown(text)
         return Reasoning(shown) if text.is_reasoning else shown
 
-    def _end_call(self) -> list[Part]:
-        """The call that has ended, if there is one."""
+    def _end_calls(self) -> list[Part]:
+        """The calls of the message that has ended, if there are any."""
         if not self._call:
             return []
         whole = self._call[0]._replace(text="".join(each.text for each in self._call))
         self._call = []
+        if not (calls := self._read_calls(whole)):
+            return [self._shown(whole)]
+        room = len(calls) if self._most is None else max(0, self._most - self._n_calls)
+        self._n_calls += len(calls)
+        return [*calls[:room]]
+
+    def _read_calls(self, whole: ChannelText) -> list[CalledFunction]:
+        if whole.channel == CALLS:
+            return calls_in(whole.text, self._names)
         name = whole.recipient.removeprefix("functions.")
         if name not in self._names or not _is_object(whole.text):
-            return [self._shown(whole)]
-        self._n_calls += 1
-        if self._most is not None and self._n_calls > self._most:
             return []
         return [CalledFunction(name=name, arguments=whole.text.strip())]
 

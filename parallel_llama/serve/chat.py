@@ -31,9 +31,10 @@ from parallel_llama.serve.replies import (
     Usage,
 )
 from parallel_llama.serve.service import RequestContext
+from parallel_llama.serve.tool_calls import CallReader
 from parallel_llama.serve.tools import Tools, conversation, tools_of
 from parallel_llama.serve.wire import Output
-from parallel_llama.tokenizer.channels import has_channels
+from parallel_llama.tokenizer.answers import AnswerReader
 
 _TOKEN_BYTES = 64  # estimate of the JSON of a token, and of each of its log-probabilities
 _CHUNK = "chat.completion.chunk"
@@ -47,9 +48,13 @@ class _Pending:
     body: ChatBody
     answer: Answer
     tools: Tools | None
-    has_channels: bool
+    has_parts: bool
     id: str
     created: int
+
+    def answer_reader(self) -> AnswerReader | None:
+        """A reader of the marks of one choice; None if the model writes none."""
+        return self.context.inputs.answer_reader(self.answer.request.prompt)
 
     def token_ids(self, ids: Sequence[int]) -> Sequence[int] | UnsetType:
         return ids if self.body.return_token_ids else UNSET
@@ -108,12 +113,8 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
     )
     template, names = context.inputs.chat_template, body.chat_template_kwargs or {}
     # A client that asks for special tokens gets the text as the model writes it.
-    in_channels = (
-        template is not None
-        and has_channels(template.template_text)
-        and body.skip_special_tokens is not False
-    )
-    if in_channels or (tools is not None and tools.has_special_marks):
+    has_parts = context.inputs.has_marks and body.skip_special_tokens is not False
+    if has_parts or (tools is not None and tools.has_special_marks):
         params = replace(params, skip_special_tokens=False)
     if body.reasoning_effort is not None:
         names = {"reasoning_effort": body.reasoning_effort, **names}
@@ -130,7 +131,7 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
     )
     (answer,) = await context.submit([prompt], params)
     id = f"chatcmpl-{body.request_id or token_hex(12)}"
-    return _Pending(context, body, answer, tools, in_channels, id, int(time.time()))
+    return _Pending(context, body, answer, tools, has_parts, id, int(time.time()))
 
 
 def _reply(pending: _Pending, outputs: Sequence[Output]) -> ChatReply:
@@ -190,9 +191,12 @@ class _Choice:
 
     def __init__(self, pending: _Pending, index: int) -> None:
         self._pending, self._index = pending, index
-        self._reader = None if pending.tools is None else pending.tools.reader()
-        if pending.has_channels and self._reader is None:
-            self._reader = ChannelParts()
+        answers = pending.answer_reader()
+        self._reader: CallReader | ChannelParts | None = None
+        if pending.tools is not None:
+            self._reader = pending.tools.reader(answers)
+        elif pending.has_parts and answers is not None:
+            self._reader = ChannelParts(answers)
         self._n_calls = 0
 
     def message(self, text: str) -> ChatMessage:

@@ -1,29 +1,33 @@
 """Parsing of function calls in generated text, in the syntaxes that models use.
 
-Calls in a channel (`CHANNELS`) are read by `serve.channels`.
+Calls between marks of their own (`CHANNELS`, `SECTIONS`) are read by `serve.channels`.
 
-Source: the chat templates of Qwen 2.5 and Hermes 2 Pro, of Mistral 7B v0.3, and of Llama 3.1.
+Source: the chat templates of Qwen 2.5 and Hermes 2 Pro, of Mistral 7B v0.3, of Llama 3.1 and 4, and
+of Command R7B; for calls in Python's syntax, the prompt formats of Llama 4's model card.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from parallel_llama.engine.detokenizer import StopChecker
+from parallel_llama.serve.python_calls import python_calls
 from parallel_llama.serve.replies import CalledFunction
 from parallel_llama.tokenizer.channels import has_channels
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The syntax of function calls: JSON between two marks.
+    """The syntax of function calls: JSON, or a list of Python's calls, between two marks.
 
     Args:
         opening, closing: the marks.
         arguments: key of the arguments.
-        is_list: whether all calls are one JSON list, rather than one JSON object after another.
-        is_bare: whether the opening may be missing at the start of a response.
+        is_list: whether all calls are one list, rather than one JSON object after another.
+        is_bare: whether the marks may be missing at the start of a response.
+        is_python: whether calls have Python's syntax, as in [rain(city="Oslo"), time()].
     """
 
     opening: str
@@ -31,24 +35,40 @@ class ToolFormat:
     arguments: str = "arguments"
     is_list: bool = False
     is_bare: bool = False
+    is_python: bool = False
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>")
 MISTRAL = ToolFormat("[TOOL_CALLS]", is_list=True)
 LLAMA3 = ToolFormat("<|python_tag|>", arguments="parameters", is_bare=True)
+LLAMA4 = ToolFormat("<|python_start|>", "<|python_end|>", "parameters", is_bare=True)
+PYTHONIC = ToolFormat(
+    "<|python_start|>", "<|python_end|>", is_list=True, is_bare=True, is_python=True
+)
 CHANNELS = ToolFormat("<|channel|>", "<|call|>")
+SECTIONS = ToolFormat("<|START_ACTION|>", "<|END_ACTION|>", "parameters", is_list=True)
 
-# Templates with these use the same openings for calls that are not JSON.
-_OTHER = ("<function=", "<arg_key>", "[ARGS]")
+# What a template that asks for calls in Python's syntax says.
+_ASKS_FOR_PYTHON = "[func_name1("
+
+# What begins a list of calls in Python's syntax, up to the first parenthesis.
+_PYTHON_HEAD = re.compile(r"\[\s*[\w.]*\s*")
+
+# Templates with these ask for calls in another syntax.
+_OTHER = ("<function=", "<arg_key>", "[ARGS]", "Action:")
 
 
 def format_of(template: str) -> ToolFormat | None:
     """The syntax in which a template writes calls; None if it is not supported."""
     if has_channels(template):
         return CHANNELS
+    if SECTIONS.opening in template:
+        return SECTIONS
+    if _ASKS_FOR_PYTHON in template:
+        return PYTHONIC
     if any(mark in template for mark in _OTHER):
         return None
-    for known in (HERMES, MISTRAL, LLAMA3):
+    for known in (HERMES, MISTRAL, LLAMA3, LLAMA4):
         if known.opening in template:
             return known
     # Llama 3.2, which uses no marks.
@@ -124,7 +144,7 @@ class CallReader:
         shown = self._opening.push(char)
         if self._opening.found:
             self._begin_call(self._form.opening)
-        elif self._is_gap and self._form.is_bare and shown == "{":
+        elif self._is_gap and self._form.is_bare and shown == "{["[self._form.is_python]:
             self._begin_call("")
             self._read(char)
         elif self._is_gap and not shown.strip("; \r\n\t" if self.n_calls else " \r\n\t"):
@@ -142,8 +162,9 @@ class CallReader:
     # Calls: an opening, JSON, and a closing
 
     def _begin_call(self, opening: str) -> None:
-        self._span, self._value, self._n_closing = _Span(), "", 0
+        self._span, self._n_closing = _Span(self._form.is_python), 0
         self._held = [opening]
+        self._closing = self._form.closing if opening else ""
 
     def _read_value(self, char: str, span: "_Span") -> None:
         if not span.depth and not char.isspace() and char not in "{[":
@@ -152,17 +173,27 @@ class CallReader:
             return
         self._held.append(char)
         if span.ends_with(char):
-            self._calls = self._calls_in("".join(self._held[1:]))
+            read = python_calls if self._form.is_python else calls_in
+            self._calls = read("".join(self._held[1:]), self._names)
             if not self._calls:
                 self._give_up()
-            elif not self._form.closing:
+            elif not self._closing:
                 self._end_call()
+        elif self._form.is_python and span.depth == 1 and not self._begins_python():
+            self._give_up()
+
+    def _begins_python(self) -> bool:
+        """Whether what is held back can be calls in Python's syntax; else text would wait long."""
+        return (
+            "(" in self._held
+            or _PYTHON_HEAD.fullmatch("".join(self._held[1:]).lstrip()) is not None
+        )
 
     def _read_closing(self, char: str) -> None:
-        if char == self._form.closing[self._n_closing]:
+        if char == self._closing[self._n_closing]:
             self._held.append(char)
             self._n_closing += 1
-            if self._n_closing == len(self._form.closing):
+            if self._n_closing == len(self._closing):
                 self._end_call()
         elif char.isspace() and not self._n_closing:
             self._held.append(char)
@@ -185,39 +216,44 @@ class CallReader:
         self._parts += kept
         self._begin_text()
 
-    def _calls_in(self, text: str) -> list[CalledFunction]:
-        """The calls in a JSON text; empty if any item is not a call."""
-        try:
-            value = msgspec.json.decode(text)
-        except (msgspec.DecodeError, RecursionError):
-            return []
-        calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
-        return [call for call in calls if call is not None] if None not in calls else []
 
-    def _call(self, value: Any) -> CalledFunction | None:
-        if not isinstance(value, dict):
-            return None
-        name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
-        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
-            return None
-        return CalledFunction(name=name, arguments=msgspec.json.encode(arguments).decode())
+def calls_in(text: str, names: frozenset[str]) -> list[CalledFunction]:
+    """The calls in a JSON text; empty if any item is not a call of a function in `names`."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    calls = [_call(each, names) for each in (value if isinstance(value, list) else [value])]
+    return [call for call in calls if call is not None] if None not in calls else []
+
+
+def _call(value: Any, names: frozenset[str]) -> CalledFunction | None:
+    if not isinstance(value, dict):
+        return None
+    name = value.get("name", value.get("tool_name"))
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
+        return None
+    return CalledFunction(name=name, arguments=msgspec.json.encode(arguments).decode())
 
 
 class _Span:
-    """Finds the end of a JSON object or list."""
+    """Finds the end of a JSON object or list, or of a list in Python's syntax."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_python: bool = False) -> None:
         self.depth = 0
-        self._in_string = self._is_escaped = False
+        self._quotes = "\"'" if is_python else '"'
+        self._quote, self._is_escaped = "", False
 
     def ends_with(self, char: str) -> bool:
         """Whether this character completes the value."""
         if self._is_escaped:
             self._is_escaped = False
-        elif self._in_string:
-            self._is_escaped, self._in_string = char == "\\", char != '"'
-        elif char == '"':
-            self._in_string = True
+        elif self._quote:
+            self._is_escaped = char == "\\"
+            self._quote = "" if char == self._quote else self._quote
+        elif char in self._quotes:
+            self._quote = char
         elif char in "{[":
             self.depth += 1
         elif char in "}]":

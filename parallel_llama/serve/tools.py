@@ -16,8 +16,16 @@ from parallel_llama.request import Grammar
 from parallel_llama.serve.bodies import ChatBody, Tool, ToolChoice, ToolFunction
 from parallel_llama.serve.channels import ChannelParts
 from parallel_llama.serve.params import log_ignored
-from parallel_llama.serve.tool_calls import CHANNELS, HERMES, CallReader, ToolFormat, format_of
+from parallel_llama.serve.tool_calls import (
+    CHANNELS,
+    HERMES,
+    SECTIONS,
+    CallReader,
+    ToolFormat,
+    format_of,
+)
 from parallel_llama.tokenizer import Chat, ChatTemplate
+from parallel_llama.tokenizer.answers import AnswerReader
 from parallel_llama.tokenizer.chat import Message, text_of
 
 _WORD = re.compile(r"[A-Za-z_]\w+")
@@ -161,13 +169,19 @@ class Tools:
             return None
         return self.form
 
-    def reader(self) -> CallReader | ChannelParts:
-        """A reader that separates the calls of one choice from its text."""
+    def reader(self, answers: AnswerReader | None = None) -> CallReader | ChannelParts:
+        """A reader that separates the calls of one choice from its text.
+
+        Args:
+            answers: a reader of the marks of answers, for a form that needs it.
+        """
         names = frozenset(each.name for each in self.functions)
-        if self.form is CHANNELS:
-            return ChannelParts(names, self.most)
         begins_inside = self.must_call and self._grammar_form is None
-        return CallReader(self.form, names, begins_inside=begins_inside, most=self.most)
+        if self.form in (CHANNELS, SECTIONS) and not begins_inside:
+            assert answers is not None
+            return ChannelParts(answers, names, self.most)
+        form = replace(self.form, is_python=False) if begins_inside else self.form
+        return CallReader(form, names, begins_inside=begins_inside, most=self.most)
 
     def grammar(self, answer: Grammar | None) -> Grammar | None:
         """The grammar of the generated text; `answer` is the grammar of a response without calls.

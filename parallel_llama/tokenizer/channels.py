@@ -12,6 +12,7 @@ Source: OpenAI's harmony response format, https://cookbook.openai.com/articles/o
 """
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # Tokens that end an answer. <|end|> ends only one of its messages.
@@ -21,6 +22,9 @@ _MESSAGE_ENDS = "<|end|>", *ANSWER_ENDS
 _MARKS = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *_MESSAGE_ENDS
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 _NEEDED = "<|start|>", "<|channel|>", "<|message|>"
+# The channel of a text that lists calls, in answers with sections (see `tokenizer.sections`).
+CALLS = "calls"
+
 _CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
 
 
@@ -34,7 +38,7 @@ class ChannelText(NamedTuple):
 
     Args:
         number: the number of the message in the answer.
-        channel: analysis, commentary or final.
+        channel: analysis, commentary, final or CALLS.
         recipient: who the message is to, such as functions.get_rain; empty for the user.
     """
 
@@ -49,7 +53,7 @@ class ChannelText(NamedTuple):
 
     @property
     def is_call(self) -> bool:
-        return self.recipient.startswith("functions.")
+        return self.channel == CALLS or self.recipient.startswith("functions.")
 
 
 class ChannelReader:
@@ -74,9 +78,8 @@ class ChannelReader:
             self._read_mark(match[0], found)
             start = match.end()
         text = text[start:]
-        n_held = _n_held(text)
-        self._held = text[len(text) - n_held :]
-        self._add(text[: len(text) - n_held], found)
+        self._held = text[len(text) - n_held(text, _MARKS) :]
+        self._add(text[: len(text) - len(self._held)], found)
         return found
 
     def finish(self) -> list[ChannelText]:
@@ -118,11 +121,8 @@ class ChannelReader:
             self._header += mark
 
 
-def _n_held(text: str) -> int:
+def n_held(text: str, marks: Sequence[str]) -> int:
     """The length of the longest end of a text that is the beginning of a mark."""
-    most = max(map(len, _MARKS)) - 1
+    most = max(map(len, marks)) - 1
     lengths = range(min(most, len(text)), 0, -1)
-    return next(
-        (n for n in lengths if any(mark.startswith(text[-n:]) for mark in _MARKS)),
-        0,
-    )
+    return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in marks)), 0)

@@ -2,10 +2,10 @@
 
 import io
 import json
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from parallel_llama.request import (
     resolve_max_tokens,
 )
 from parallel_llama.tokenizer import Chat
+from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, has_marks
 
 
 @dataclass
@@ -45,9 +46,12 @@ def requests(n_prompts: int, n: int = 1) -> list[Request]:
     return [Request(i, (1, 2, 3), params, 0, frozenset()) for i in range(n_prompts)]
 
 
-def shown_results(prompts: Sequence[Prompt], as_json: bool = False, n: int = 1) -> Results:
+def shown_results(
+    prompts: Sequence[Prompt], as_json: bool = False, n: int = 1, template: str = ""
+) -> Results:
     lines = [Line(f"prompt {i}", prompt) for i, prompt in enumerate(prompts)]
-    return Results(lines, requests(len(lines), n), as_json, None)
+    asked = requests(len(lines), n)
+    return Results(lines, asked, as_json, None, lambda _: answer_reader(template, ""))
 
 
 def test_json_lines_come_in_input_order_and_the_file_as_they_finish(capsys, tmp_path):
@@ -75,6 +79,40 @@ def test_one_prompt_streams_and_is_not_repeated_at_its_end(capsys):
     assert capsys.readouterr().out == "Par"
     results.take(Step(0, "is", done(0, "Paris").completion))
     assert capsys.readouterr().out == "is\n"
+
+
+CHANNELS = "<|start|><|channel|><|message|>"
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_of_an_answer_with_channels_a_pipe_gets_the_text_and_a_terminal_the_reasoning_too(
+    monkeypatch, capsys, size
+):
+    """The reasoning and the names of the channels were a part of the text, without the marks."""
+    pieces = [THOUGHT[at : at + size] for at in range(0, len(THOUGHT), size)]
+
+    def run() -> None:
+        results = shown_results(["a"], template=CHANNELS)
+        for piece in pieces:
+            results.take(Step(0, piece))
+        results.take(done(0, THOUGHT))
+
+    run()
+    assert capsys.readouterr().out == "Hi\n"
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    run()
+    assert re.sub(r"\x1b\[\d*m", "", terminal.getvalue()) == "Hm.\n\nHi\n"
+
+
+def test_a_json_line_has_the_reasoning_apart(capsys):
+    results = shown_results(["a", "b"], as_json=True, template=CHANNELS)
+    results.take(done(0, THOUGHT))
+    line = json.loads(capsys.readouterr().out)
+    assert (line["text"], line["reasoning"]) == ("Hi", "Hm.")
+    results.take(Step(1, "", Completion(1, THOUGHT[:30], (1,), "length", 3)))
+    out, err = capsys.readouterr()
+    assert json.loads(out)["text"] == "" and "prompt 1: cut off while reasoning" in err
 
 
 def test_several_prompts_are_titled(capsys):
@@ -132,7 +170,14 @@ class EchoModel:
     seen: list[list[dict[str, str]]] = field(default_factory=list)
     asked: list[Request] = field(default_factory=list)
     presses: int = 0  # of Ctrl-C in every answer
-    chat_template: Any = None
+    template: str = ""
+
+    @property
+    def has_marks(self) -> bool:
+        return has_marks(self.template)
+
+    def answer_reader(self, _: Sequence[int]) -> AnswerReader | None:
+        return answer_reader(self.template, "")
 
     @property
     def input_processor(self) -> "EchoModel":
@@ -202,9 +247,7 @@ def test_what_the_model_says_is_shown_without_escape_codes(monkeypatch, capsys):
 class Thinker(EchoModel):
     """Answers in two channels; the first answer is cut off inside the second channel."""
 
-    chat_template: Any = field(
-        default_factory=lambda: SimpleNamespace(template_text="<|start|><|channel|><|message|>")
-    )
+    template: str = "<|start|><|channel|><|message|>"
     pieces: list[str] = field(
         default_factory=lambda: [
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin",

@@ -128,6 +128,8 @@ PUBLISHED = {
     # As transformers counts its models of these shapes.
     "falcon-7b": (18176, 6_921_720_704, 2048),
     "falcon-40b": (32768, 41_303_293_952, 2048),
+    "command-r7b": (14336, 8_028_033_024, 8192),
+    "llama-4-scout": (8192, 107_769_861_120, 10_485_760),  # 109e9 with the vision part
     "falcon-180b": (59392, 178_557_088_768, 2048),
     "palm-8b": (16384, 8_632_012_800, 2048),  # in the paper 8.63, 62.50 and 540.35 billion
     "palm-62b": (32768, 62_495_662_080, 2048),
@@ -422,7 +424,7 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
         ({"architectures": ["LlamaForSequenceClassification"]}, "supported: LlamaForCausalLM"),
         (
             {"model_type": "gpt_neox", "architectures": None},
-            "model_type='gpt_neox' is not supported; supported: 'llama', 'mistral', 'mixtral'",
+            "model_type='gpt_neox' is not supported; supported: 'llama', 'llama4_text', 'mistral'",
         ),
         ({"model_type": "mpt"}, "model_type='mpt' is not supported: .*ALiBi"),
         ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its latent attention"),

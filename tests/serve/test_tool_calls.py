@@ -5,7 +5,15 @@ import json
 import pytest
 
 from parallel_llama.serve.replies import CalledFunction
-from parallel_llama.serve.tool_calls import HERMES, LLAMA3, MISTRAL, CallReader, format_of
+from parallel_llama.serve.tool_calls import (
+    HERMES,
+    LLAMA3,
+    LLAMA4,
+    MISTRAL,
+    PYTHONIC,
+    CallReader,
+    format_of,
+)
 
 NAMES = frozenset(("rain", "time"))
 OSLO = {"city": "Oslo"}
@@ -64,6 +72,21 @@ WRITTEN = [
         "",
         [("time", {}), ("rain", {})],
     ),
+    (
+        LLAMA4,
+        '<|python_start|>{"name": "rain", "parameters": {"city": "Oslo"}}<|python_end|>',
+        "",
+        [("rain", OSLO)],
+    ),
+    (LLAMA4, '{"name": "time", "parameters": {}}', "", [("time", {})]),
+    (PYTHONIC, '[rain(city="Oslo"), time()]', "", [("rain", OSLO), ("time", {})]),
+    (PYTHONIC, "<|python_start|>[rain(city='Oslo')]<|python_end|>", "", [("rain", OSLO)]),
+    (
+        PYTHONIC,
+        '\n[ rain(city="it\'s ] \\" )", days=[1, -2.5, {\'a\': True, "b": null}]) ]',
+        "",
+        [("rain", {"city": "it's ] \" )", "days": [1, -2.5, {"a": True, "b": None}]})],
+    ),
     # What is no call is text, to the last character.
     *(
         (form, text, text, [])
@@ -83,6 +106,16 @@ WRITTEN = [
             (LLAMA3, '{"answer": 42}'),
             (LLAMA3, 'As JSON: {"name": "rain", "parameters": {}}'),
             (LLAMA3, '<|python_tag|>rain.call(city="Oslo")'),
+            (PYTHONIC, "[1] It's a source, and (it rains)."),
+            (PYTHONIC, "[It's](https://example.org) wet"),
+            (PYTHONIC, '[snow(city="Oslo")]'),
+            (PYTHONIC, '[rain("Oslo")]'),
+            (PYTHONIC, "[rain(city=open('x'))]"),
+            (PYTHONIC, "[rain(city=Oslo), time()]"),
+            (PYTHONIC, "[rain(**{'city': 1})]"),
+            (PYTHONIC, "[rain(city=1e999)]"),
+            (PYTHONIC, '[rain(city="Os'),
+            (PYTHONIC, "See: [time()]"),
         )
     ),
     (
@@ -128,6 +161,9 @@ def test_calls_beyond_the_most_are_left_out():
         ("[AVAILABLE_TOOLS]{{ tools }} [TOOL_CALLS] [{{ call }}]", MISTRAL),
         ("<|python_tag|>{{ tools }}", LLAMA3),
         ("{{ '\"parameters\": ' }}{{ tools }}", LLAMA3),
+        ("<|header_start|>{{ '\"parameters\": ' }}{{ tools }}<|python_start|>", LLAMA4),
+        ("{{ tools }} use [func_name1(a=1, b=2), func_name2(...)]", PYTHONIC),
+        ("Write 'Action:' {{ tools }} {{ '\"parameters\": ' }}", None),
         ("<tool_call><function={{ tools }}>", None),
         ("[TOOL_CALLS]{{ tools }}[ARGS]", None),
         ("{{ tools }}", None),
@@ -135,3 +171,21 @@ def test_calls_beyond_the_most_are_left_out():
 )
 def test_the_form_is_that_of_the_template(template, form):
     assert format_of(template) == form
+
+
+WRITTEN_BY_META = [
+    {"city": "Oslo", "days": 3, "exact": True, "at": None, "near": 1.5},
+    {"city": "it's [wet], (very)", "days": [1, "two", False]},
+    {},
+]
+
+
+@pytest.mark.parametrize("arguments", WRITTEN_BY_META)
+def test_calls_in_python_s_syntax_are_read_as_by_meta_s_package(arguments):
+    tool_utils = pytest.importorskip("llama_models.llama3.tool_utils")
+    from llama_models.datatypes import ToolCall, ToolPromptFormat
+
+    call = ToolCall(call_id="1", tool_name="rain", arguments=arguments)
+    written = tool_utils.ToolUtils.encode_tool_call(call, ToolPromptFormat.python_list)
+    assert tool_utils.parse_python_list_for_function_calls(written) == [("rain", arguments)]
+    assert read(PYTHONIC, written) == ("", [("rain", arguments)])

@@ -64,7 +64,7 @@ WRITTEN = [
 @pytest.mark.parametrize(("written", "reasoning", "text", "calls"), WRITTEN)
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_an_answer_is_split_into_reasoning_text_and_calls(written, reasoning, text, calls, size):
-    reader = ChannelParts(NAMES)
+    reader = ChannelParts(ChannelReader(), NAMES)
     pieces = [written[at : at + size] for at in range(0, len(written), size)]
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == reasoning
@@ -82,7 +82,7 @@ def test_text_is_emitted_as_soon_as_it_is_certain():
 
 
 def test_calls_after_the_last_allowed_one_are_dropped():
-    reader = ChannelParts(NAMES, most=1)
+    reader = ChannelParts(ChannelReader(), NAMES, most=1)
     parts = reader.push(CALL + "<|call|>" + CALL + "<|call|>") + reader.finish()
     assert len(parts) == 1 and isinstance(parts[0], CalledFunction)
 
@@ -93,7 +93,8 @@ class Pending:
 
     body: ChatBody
     tools: None = None
-    has_channels: bool = True
+    has_parts: bool = True
+    answer_reader: object = ChannelReader
     logprobs: object = field(default=lambda _: None)
     token_ids: object = field(default=lambda _: UNSET)
 

@@ -1,0 +1,70 @@
+"""Separates the reasoning of a model's answers from their text.
+
+`tokenizer.channels` and `tokenizer.sections` read the marks that models write for it.
+"""
+
+from typing import Protocol
+
+from parallel_llama.tokenizer.channels import ChannelReader, ChannelText, has_channels
+from parallel_llama.tokenizer.sections import SectionReader, has_sections
+
+
+class AnswerReader(Protocol):
+    """Splits one answer that arrives in pieces, with its special tokens as text."""
+
+    def push(self, piece: str) -> list[ChannelText]:
+        """Adds a piece, and returns the text that is now certain."""
+
+    def finish(self) -> list[ChannelText]:
+        """The text that was held back, at the end of the answer."""
+
+
+def has_marks(template: str) -> bool:
+    """Whether answers to a chat template have marks of reasoning and calls."""
+    return has_channels(template) or has_sections(template)
+
+
+def answer_reader(template: str, prompt: str) -> AnswerReader | None:
+    """A reader of one answer; None if answers to the template have no marks.
+
+    Args:
+        prompt: the text of the last token of the prompt.
+    """
+    if has_channels(template):
+        return ChannelReader()
+    return SectionReader(prompt) if has_sections(template) else None
+
+
+class MessageJoiner:
+    """Puts an empty line between two messages of reasoning, and between two of text."""
+
+    def __init__(self) -> None:
+        self._last: dict[bool, int] = {}  # the last message with reasoning, and with text
+
+    def shown(self, text: ChannelText) -> str:
+        """A text of a message, after an empty line if it begins a further message."""
+        is_new = self._last.setdefault(text.is_reasoning, text.number) != text.number
+        self._last[text.is_reasoning] = text.number
+        return f"\n\n{text.text}" if is_new else text.text
+
+
+class AnswerSplitter:
+    """Separates the reasoning of one answer, in pieces, from its text. Calls are text."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader, self._joiner = reader, MessageJoiner()
+
+    def push(self, piece: str, *, is_last: bool) -> list[tuple[str, bool]]:
+        """Adds a piece, and returns texts that are now certain, and whether each is reasoning."""
+        texts = [*self._reader.push(piece), *(self._reader.finish() if is_last else ())]
+        return [(self._joiner.shown(each), each.is_reasoning) for each in texts]
+
+
+def split_answer(reader: AnswerReader, text: str) -> tuple[str, str]:
+    """The reasoning of a complete answer, and its text."""
+    parts = AnswerSplitter(reader).push(text, is_last=True)
+    reasoning, shown = (
+        "".join(part for part, is_reasoning in parts if is_reasoning == wanted)
+        for wanted in (True, False)
+    )
+    return reasoning, shown
