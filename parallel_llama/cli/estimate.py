@@ -321,7 +321,7 @@ def estimate(asked: PlanRequest) -> Estimate:
         return RankEstimate(
             shard,
             weights,
-            weights - bytes_passed_over(asked.args, asked.batch, precision, shard),
+            weights - bytes_passed_over(asked.args, asked.batch, precision, shard, values),
             asked.batch * held.per_step,
             held,
             asked.working(shard),

@@ -20,6 +20,13 @@ from parallel_llama.cli.estimate import (
     estimate,
     fewest_that_fit,
 )
+from parallel_llama.cli.format_table import (
+    FormatTable,
+    format_lines,
+    format_objects,
+    format_table,
+)
+from parallel_llama.cli.largest import MAX_BATCH, Largest, find_largest
 from parallel_llama.cli.parsers import (
     GB,
     GPU,
@@ -80,7 +87,12 @@ SVG: Flag[Path | None] = Flag(
     "svg", "also draw the plan in a file for browsers: what each rank holds, and its memory",
     output_file, "FILE", subject="output",
 )  # fmt: skip
-BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, 1_000_000), "B", 1)
+FIT: Flag[bool] = Flag(
+    "fit",
+    "compare formats of weights and KV cache: which fit the memory, the fewest ranks of each if "
+    "the number is not given, and the largest context and batch",
+)
+BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, MAX_BATCH), "B", 1)
 
 
 def prepare(flags: Flags) -> Job:
@@ -117,6 +129,10 @@ def prepare(flags: Flags) -> Job:
     finds_fewest = nproc is None and isinstance(memory, int)
     if isinstance(listed := flags[BANDWIDTH], list):
         _check_listed(len(listed), None if last or finds_fewest else first)
+    if flags[FIT]:
+        _check_fit(flags, asked)
+        formats = format_table(asked, finds_fewest=finds_fewest)
+        return Job(lambda: _show_formats(flags, formats))
     if last:
         if flags[SVG] is not None:
             raise UsageError("--svg draws one plan, but --nproc is a range; give --nproc N")
@@ -141,6 +157,26 @@ def _check_listed(n_bandwidths: int, n_ranks: int | None) -> None:
         raise UsageError(
             f"--bandwidth lists {n_bandwidths} ranks, but {planned}; give one bandwidth for all "
             "ranks, or one per rank of --nproc N"
+        )
+
+
+def _check_fit(flags: Flags, asked: PlanRequest) -> None:
+    """Raises: UsageError if --fit has no memory to compare with, or other flags contradict it."""
+    if asked.memory is None:
+        raise UsageError(
+            "--fit needs the memory of the ranks: add --gpus 2x24 or --memory 16,16, or one size "
+            "to find the fewest ranks"
+        )
+    given = {"quant": flags[model.QUANT], "svg": flags[SVG]}
+    if flags[model.KV_CACHE_DTYPE] != model.KV_CACHE_DTYPE.initial:
+        given["kv-cache-dtype"] = flags[model.KV_CACHE_DTYPE]
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"--fit compares all formats; drop --{name} {value}")
+    if len(nproc := flags[NPROC] or []) > 1:
+        raise UsageError(
+            f"--fit plans for one number of ranks, or finds the fewest; drop --nproc "
+            f"{nproc[0]}-{nproc[1]}, or give --nproc N"
         )
 
 
@@ -193,19 +229,33 @@ def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
 
 def _show_one(flags: Flags, found: Estimate) -> int:
     _draw(flags, found)
-    return _show(flags, found.asked, _object(found), _page(found), _remedies(found))
+    largest = find_largest(found.asked)
+    answer = {**_object(found), **_limits(largest)}
+    page = [*_page(found), *_largest(found.asked, largest)]
+    return _show(flags, found.asked, answer, page, _remedies(found))
 
 
 def _show_fewest(flags: Flags, found: Estimate, fewer: Estimate | None) -> int:
     """Shows the plan with the fewest ranks that fit, or with the maximum number of ranks."""
     _draw(flags, found)
+    largest = find_largest(found.asked)
     answer = {
         **_object(found),
+        **_limits(largest),
         "smallest_that_fits": found.plan.tp_size if found.fits else None,
         "next_smaller": fewer and _object(fewer),
     }
-    page = [*_page(found), *_answer(found, fewer)]
+    page = [*_page(found), *_largest(found.asked, largest), *_answer(found, fewer)]
     return _show(flags, found.asked, answer, page, _remedies(found))
+
+
+def _show_formats(flags: Flags, formats: FormatTable) -> int:
+    if flags[JSON]:
+        answer = {"fits": formats.fits, "formats": format_objects(formats)}
+        print(json.dumps({"model": flags[model.MODEL], **answer}))
+    else:
+        print("\n".join([*_title(flags, formats.asked), *_formats_page(formats)]))
+    return 0 if formats.fits else 1
 
 
 def _draw(flags: Flags, found: Estimate) -> None:
@@ -530,6 +580,57 @@ def _window(found: Estimate) -> list[str]:
     )
 
 
+def _formats_page(formats: FormatTable) -> list[str]:
+    """A row for each pair of formats, what its columns mean, and the first that fits."""
+    asked = formats.asked
+    model_context = formats.rows[0].largest.model_context
+    chosen = next((row for row in formats.rows if row.found.fits), None)
+    if chosen is None:
+        most = "; the maximum number of ranks is not enough" if formats.finds_fewest else ""
+        verdict = f"no format fits{most}"
+    else:
+        verdict = f"{chosen.flags} is the most precise that fits"
+    if chosen is not None and formats.finds_fewest:
+        verdict = "each row has the fewest ranks that are enough for its formats"
+    sequences = f"{asked.batch} sequence{'s' * (asked.batch > 1)} of {asked.max_seq_len:,} tokens"
+    return [
+        *format_lines(formats),
+        "",
+        *_line("needs", f"of the fullest rank, for {sequences}"),
+        *_line(
+            "context",
+            f"the longest at batch {asked.batch}; the model's own is {model_context:,} tokens",
+        ),
+        *_line("batch", f"the largest at a context of {asked.max_seq_len:,} tokens"),
+        *(
+            line
+            for name, reason in formats.refused.items()
+            for line in _line("no plan", f"in {name}: {reason}")
+        ),
+        *_line("formats", verdict),
+    ]
+
+
+def _largest(asked: PlanRequest, largest: Largest | None) -> list[str]:
+    """The largest context and batch; empty if memory is not known, or no sequence fits."""
+    if largest is None or not largest.context:
+        return []
+    whole = " (the model's own)" if largest.context == largest.model_context else ""
+    return _line(
+        "largest",
+        f"context of {largest.context:,} tokens{whole} at batch {asked.batch}; batch of "
+        f"{largest.batch:,} at {asked.max_seq_len:,} tokens",
+    )
+
+
+def _limits(largest: Largest | None) -> dict[str, int | None]:
+    """The largest context and batch as JSON keys."""
+    return {
+        "largest_context": None if largest is None else largest.context,
+        "largest_batch": None if largest is None else largest.batch,
+    }
+
+
 def _verdict(found: Estimate) -> list[str]:
     if found.fits is None:
         return []
@@ -687,7 +788,7 @@ VERB = Verb(
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        *(model.MODEL, NPROC, MEMORY, GPUS, BANDWIDTH, model.MAX_SEQ_LEN, BATCH, model.DTYPE),
+        *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, model.MAX_SEQ_LEN, BATCH, model.DTYPE),
         *(model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT, model.DEVICE),
         *(model.DOWNLOAD, SVG, JSON),
     ),
