@@ -83,6 +83,25 @@ def weight_bytes(shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, in
     return sum(form.n_bytes(_n_values(shard, per_unit)) for form, per_unit in values.items())
 
 
+def values_multiplied(
+    args: ModelArgs, shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, int]]
+) -> tuple[int, int]:
+    """Weight values of a rank that one token is multiplied with: those of all layers, and the head.
+
+    Of the experts a token selects `n_active_experts`, spread evenly over the ranks. `values` comes
+    from `values_by_form`.
+    """
+    n_layers = 0
+    for per_unit in values.values():
+        in_layers = {name: n for name, n in per_unit.items() if name != "vocab"}
+        experts = {name: n for name, n in in_layers.items() if name.startswith("expert")}
+        n_experts = _n_values(shard, experts)
+        n_layers += _n_values(shard, in_layers) - n_experts
+        if args.n_experts:
+            n_layers += n_experts * args.n_active_experts // args.n_experts
+    return n_layers, len(shard.vocab) * args.dim
+
+
 def adapter_bytes(adapter: Adapter, shard: Shard, precision: Precision) -> int:
     """Bytes of the A and B that a rank holds of an adapter that is served."""
     n_values = 0

@@ -124,3 +124,102 @@ def test_one_token_or_sequence_more_than_the_largest_does_not_fit(capsys, argv):
 def test_a_plan_without_memory_has_no_largest_context(capsys):
     found = plan(capsys, "--nproc", "2")
     assert found["largest_context"] is found["largest_batch"] is None
+
+
+# How fast it is
+
+
+# Llama 3.1 70B: 80 layers of width 8192, 64 heads of 128, 8 KV heads, 28672 channels.
+LAYER = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
+HEAD = 128256 * 8192
+
+
+def test_a_decode_step_takes_its_bytes_its_exchanges_and_its_launches(capsys):
+    found = plan(capsys, *LARGE, "--gpus", "4xH100")["predicted"]
+    norms = 8192 * (2 * 80 + 1)
+    head = 251 * 128 * 8192  # of 1002 blocks of the vocabulary
+    weights_s = (80 * LAYER // 4 + head + norms) * 2 / (0.94 * 3350e9)
+    kv_s = 16 * 32768 * 80 * 2 * 2 * 128 * 2 / (0.73 * 3350e9)  # 2 KV heads on each rank
+    reduced = 161 * 16 * 8192 * 2  # bytes of 161 all-reduces of 16 rows
+    link_s = 162 * 20e-6 + 2 * 3 / 4 * reduced / 450e9
+    launch_s = 50e-6 + 80 * 31e-6
+    step = found["steps"]["decode"]
+    assert step["memory_s"] == pytest.approx(weights_s + kv_s, rel=1e-9)
+    assert step["link_s"] == pytest.approx(link_s, rel=1e-9)
+    assert step["launch_s"] == pytest.approx(launch_s, rel=1e-9)
+    assert (step["arithmetic_s"], step["limit"]) == (0, "memory bandwidth")
+    assert step["total_s"] == pytest.approx(weights_s + kv_s + link_s + launch_s, rel=1e-9)
+    assert found["decode_tokens_per_s"] == pytest.approx(16 / step["total_s"], rel=1e-9)
+    assert found["steps"]["decode_empty"]["memory_s"] == pytest.approx(weights_s, rel=1e-9)
+
+
+def test_a_prefill_step_takes_its_operations(capsys):
+    found = plan(capsys, *LARGE, "--gpus", "4xH100")["predicted"]
+    values = 80 * LAYER / 4 + 8192 * 2 * 80
+    step = found["steps"]["prefill"]
+    assert step["arithmetic_s"] == pytest.approx(2 * values * 4096 / (0.47 * 989e12), rel=1e-3)
+    assert (step["memory_s"], step["limit"]) == (0, "arithmetic")
+    assert found["prefill_tokens_per_s"] == pytest.approx(4096 / step["total_s"], rel=1e-9)
+
+
+def test_a_large_batch_is_limited_by_arithmetic_and_slow_links_by_the_link(capsys):
+    asked = ["--model", "llama-3.1-8b", "--gpus"]
+    many = plan(capsys, *asked, "1xH100", "--max-seq-len", "64", "--batch", "512")["predicted"]
+    step = many["steps"]["decode"]
+    values = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + HEAD // 2
+    operations = 2 * values * 512
+    assert step["limit"] == "arithmetic"
+    assert step["arithmetic_s"] == pytest.approx(operations / (0.47 * 989e12), rel=1e-3)
+    small = ["--model", "llama-3.2-1b", "--max-seq-len", "512", "--gpus"]
+    assert plan(capsys, *small, "8xRTX4090")["predicted"]["steps"]["decode"]["limit"] == "link"
+    assert "limited by link" in " ".join(page(capsys, *small, "8xRTX4090").split())
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "measured_ms"),
+    [
+        ("llama-3-8b", ["--batch", "1", "--max-seq-len", "512"], 5.81),
+        ("llama-3-8b", ["--batch", "64", "--max-seq-len", "512"], 8.98),
+        ("llama-3-8b", ["--batch", "64", "--max-seq-len", "2048"], 12.3),
+        ("llama-3-8b", ["--batch", "1", "--max-seq-len", "512", "--quant", "int8"], 3.58),
+        ("llama-3-8b", ["--batch", "1", "--max-seq-len", "512", "--quant", "int4"], 2.64),
+        ("llama-3.2-1b", ["--batch", "1", "--max-seq-len", "512"], 1.36),
+    ],
+)
+def test_predictions_for_an_h100_are_near_what_was_measured_on_one(
+    capsys, model, flags, measured_ms
+):
+    """The figures of docs/speed.md; the largest difference is that of 64 short sequences."""
+    found = plan(capsys, "--model", model, "--gpus", "1xH100", *flags)["predicted"]
+    assert 0.83 < found["steps"]["decode"]["total_s"] * 1e3 / measured_ms < 1.12
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--nproc", "2"], "bench --calibrate"),
+        (["--nproc", "2", "--bandwidth", "20"], "bench --calibrate"),
+        (["--gpus", "3x24"], "name the GPUs"),
+        (["--gpus", "2xT4"], "name the GPUs"),
+        (["--gpus", "1xH100", "--quant", "fp8"], "fp8"),
+        (["--gpus", "1xH100", "--quant", "int8", "--batch", "8"], "row by row"),
+        (["--gpus", "1xH100", "--dtype", "float32"], "only 16 bits"),
+        (["--gpus", "4xH100", "--kv-split", "sequence"], "operator by operator"),
+    ],
+)
+def test_nothing_is_predicted_where_it_would_be_a_guess(capsys, argv, reason):
+    found = plan(capsys, *argv)
+    assert found["predicted"] is None and reason in found["unpredicted"]
+    assert "estimate" not in page(capsys, *argv)
+    assert reason in error(capsys, *argv, "--price", "2")
+
+
+def test_the_cost_is_that_of_all_gpus_for_the_time_of_a_million_tokens(capsys):
+    found = plan(capsys, *LARGE, "--gpus", "4xH100", "--price", "2.5")["predicted"]
+    hours = 1e6 / found["decode_tokens_per_s"] / 3600
+    assert found["price_per_million_tokens"] == pytest.approx(4 * 2.5 * hours, rel=1e-9)
+    shown = page(capsys, *LARGE, "--gpus", "4xH100", "--price", "2.5")
+    assert f"cost       {found['price_per_million_tokens']:.3g} for a million" in shown
+    asked = [*LARGE, "--gpus", "H100", "--nproc", "4-5", "--price", "2.5"]
+    assert f"{found['price_per_million_tokens']:.3g}" in page(capsys, *asked)
+    assert "not a number from 0" in error(capsys, "--gpus", "1xH100", "--price", "-1")
