@@ -93,8 +93,8 @@ def values_multiplied(
     """
     n_layers = 0
     for per_unit in values.values():
-        in_layers = {name: n for name, n in per_unit.items() if name != "vocab"}
-        experts = {name: n for name, n in in_layers.items() if name.startswith("expert")}
+        in_layers: dict[Counted, int] = {n: v for n, v in per_unit.items() if n != "vocab"}
+        experts: dict[Counted, int] = {n: v for n, v in in_layers.items() if n.startswith("expert")}
         n_experts = _n_values(shard, experts)
         n_layers += _n_values(shard, in_layers) - n_experts
         if args.n_experts:

@@ -11,6 +11,7 @@ from typing import Any
 
 from parallel_llama.cli import model
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
+from parallel_llama.cli.calibration import read_calibration
 from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
@@ -34,6 +35,7 @@ from parallel_llama.cli.parsers import (
     bandwidths,
     count_or_range,
     gpu_list,
+    input_file,
     memory_sizes,
     number,
     output_file,
@@ -87,6 +89,10 @@ BANDWIDTH: Flag[int | list[int] | None] = Flag(
     "then prints an upper bound of the decoding speed",
     bandwidths, "RATES", default_text="that of the GPUs that --gpus names",
 )  # fmt: skip
+CALIBRATION: Flag[str | None] = Flag(
+    "calibration", "file of bench --calibrate: predict the speed on its machine, on CPU ranks",
+    input_file, "FILE",
+)  # fmt: skip
 PRICE: Flag[float | None] = Flag(
     "price", "price of a GPU (or rank) per hour, in any currency: print the cost of a million new "
     "tokens at this batch and context",
@@ -136,6 +142,8 @@ def prepare(flags: Flags) -> Job:
         _bandwidth(flags, gpus),
         _hardware(flags, gpus),
     )
+    if (path := flags[CALIBRATION]) is not None:
+        asked = _calibrated(asked, path)
     finds_fewest = nproc is None and isinstance(memory, int)
     if isinstance(listed := flags[BANDWIDTH], list):
         _check_listed(len(listed), None if last or finds_fewest else first)
@@ -196,6 +204,7 @@ def _check_fit(flags: Flags, asked: PlanRequest) -> None:
         "quant": flags[model.QUANT],
         "svg": flags[SVG],
         "price": flags[PRICE],
+        "calibration": flags[CALIBRATION],
     }
     if flags[model.KV_CACHE_DTYPE] != model.KV_CACHE_DTYPE.initial:
         given["kv-cache-dtype"] = flags[model.KV_CACHE_DTYPE]
@@ -255,6 +264,21 @@ def _hardware(flags: Flags, gpus: GPU | list[GPU] | None) -> Hardware | None:
     """The rates of the GPUs; None if they are not known, or --bandwidth lists one per rank."""
     given = flags[BANDWIDTH]
     return None if isinstance(given, list) else gpu_hardware(gpus, given)
+
+
+def _calibrated(asked: PlanRequest, path: str) -> PlanRequest:
+    """A request with the rates of a file. Raises: UsageError if they are of something else."""
+    found, own = read_calibration(path), asked.precision
+    if asked.device != "cpu":
+        raise UsageError(
+            f"--calibration {path} has rates of CPU ranks; drop --gpus or add --device cpu"
+        )
+    if (found.dtype, found.quant) != (own.dtype, own.quant):
+        raise UsageError(
+            f"--calibration {path} is for --dtype {found.dtype} --quant {found.quant}, and the "
+            f"plan has --dtype {own.dtype} --quant {own.quant}; use the same, or calibrate again"
+        )
+    return replace(asked, hardware=found.hardware())
 
 
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
@@ -617,6 +641,8 @@ def _predicted_speed(found: Estimate, predicted: Prediction, each: str) -> list[
 
 
 def _basis(found: Estimate) -> str:
+    if found.asked.device == "cpu":
+        return "from the calibration"
     slowest = found.slowest
     at = "" if slowest.bandwidth is None else f", at {slowest.bandwidth / GB:,.0f} GB/s"
     return f"from data sheets and one measured H100{at}"
@@ -913,7 +939,8 @@ VERB = Verb(
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, PRICE, model.MAX_SEQ_LEN, BATCH),
+        *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, CALIBRATION, PRICE),
+        *(model.MAX_SEQ_LEN, BATCH),
         *(model.DTYPE, model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT),
         *(model.DEVICE, model.DOWNLOAD, SVG, JSON),
     ),

@@ -1,9 +1,12 @@
 """`plan` for somebody who chooses hardware: what fits in which format, and how fast it runs."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_command
+from tiny_models import TINY_MODELS, write_hf
 
 from parallel_llama.cli import main as command_line
 
@@ -223,3 +226,104 @@ def test_the_cost_is_that_of_all_gpus_for_the_time_of_a_million_tokens(capsys):
     asked = [*LARGE, "--gpus", "H100", "--nproc", "4-5", "--price", "2.5"]
     assert f"{found['price_per_million_tokens']:.3g}" in page(capsys, *asked)
     assert "not a number from 0" in error(capsys, "--gpus", "1xH100", "--price", "-1")
+
+
+# What a machine reaches
+
+
+RATES = {"read_bytes_per_s": 4e9, "operations_per_s": 3e10}
+WAITS = {"exchange_s": 1e-5, "link_bytes_per_s": 2e9}
+SMOLLM2 = {"version": 1, "dtype": "float32", "quant": "none"}
+
+
+def written(folder: Path, content: object) -> list[str]:
+    """The flag of a plan for a calibration file with this content."""
+    path = folder / "rates.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return ["--device", "cpu", "--calibration", str(path)]
+
+
+def test_a_calibrated_step_takes_its_bytes_and_its_exchanges(capsys, tmp_path):
+    fast = RATES | WAITS | {"read_bytes_per_s": 8e9}
+    argv = written(tmp_path, SMOLLM2 | {"ranks": [fast, RATES | WAITS]})
+    found = plan(capsys, *argv, "--nproc", "2", "--max-seq-len", "512")
+    read = [rank["step_read_bytes"] for rank in found["ranks"]]
+    # 30 layers: inputs and outputs of wo and w2; then the embedding and the head. Half of the
+    # values come from the other rank.
+    n_bytes = (30 * (576 + 576 + 1536 + 576) + 2 * 576) * 4 / 2
+    link_s = (30 * 4 + 2) * 1e-5 + n_bytes / 2e9
+    step = found["predicted"]["steps"]["decode"]
+    assert step["memory_s"] == pytest.approx(max(read[0] / 8e9, read[1] / 4e9), rel=1e-9)
+    assert step["link_s"] == pytest.approx(link_s, rel=1e-9) and step["launch_s"] == 0
+    one = plan(capsys, *argv, "--nproc", "1", "--max-seq-len", "512")
+    step = one["predicted"]["steps"]["decode"]
+    assert step["total_s"] == pytest.approx(one["ranks"][0]["step_read_bytes"] / 12e9, rel=1e-9)
+    prefill = one["predicted"]["steps"]["prefill"]
+    layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536)
+    assert prefill["total_s"] == pytest.approx(2 * 30 * layer * 512 / 6e10, rel=1e-3)
+    shown = " ".join(page(capsys, *argv, "--nproc", "2").split())
+    assert "(an estimate from the calibration)" in shown
+
+
+def test_without_an_exchange_between_ranks_only_one_rank_is_predicted(capsys, tmp_path):
+    argv = written(tmp_path, SMOLLM2 | {"ranks": [RATES]})
+    assert plan(capsys, *argv)["predicted"] is not None
+    found = plan(capsys, *argv, "--nproc", "2")
+    assert found["predicted"] is None and "--nproc 2" in found["unpredicted"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "not JSON"),
+        ([], "not an object"),
+        (SMOLLM2, "ranks is not a list"),
+        (SMOLLM2 | {"ranks": []}, "ranks is not a list"),
+        (SMOLLM2 | {"ranks": [1]}, "not an object"),
+        (SMOLLM2 | {"ranks": [RATES], "speed": 1}, "unknown key 'speed'"),
+        (SMOLLM2 | {"ranks": [RATES | {"exchanges": 1}]}, "unknown key 'exchanges'"),
+        (SMOLLM2 | {"ranks": [RATES | {"read_bytes_per_s": -1}]}, "read_bytes_per_s=-1"),
+        (SMOLLM2 | {"ranks": [{"read_bytes_per_s": 1}]}, "operations_per_s is missing"),
+        (SMOLLM2 | {"ranks": [RATES], "version": 2}, "version=2"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_not_a_calibration_is_refused(capsys, tmp_path, content, said):
+    argv = written(tmp_path, content)
+    shown = error(capsys, *argv)
+    assert said in shown and "bench --calibrate FILE" in shown and argv[-1] in shown
+
+
+def test_a_calibration_of_other_ranks_is_refused(capsys, tmp_path):
+    argv = written(tmp_path, SMOLLM2 | {"ranks": [RATES]})
+    assert "--quant int8" in error(capsys, *argv, "--quant", "int8")
+    assert "rates of CPU ranks" in error(capsys, *argv[2:], "--gpus", "1xH100")
+    assert "no such file" in error(capsys, "--calibration", str(tmp_path / "missing.json"))
+
+
+def test_what_bench_writes_plan_reads(capsys, tmp_path):
+    model = ["--model", str(tmp_path / "model"), "--dtype", "float32", "--device", "cpu"]
+    (tmp_path / "model").mkdir()
+    write_hf(next(iter(TINY_MODELS.values())), tmp_path / "model")
+    path = tmp_path / "rates.json"
+    sizes = ["--prompt-tokens", "9", "--max-tokens", "3", "--repeat", "1", "--nproc", "2"]
+    run_command("bench", *model, *sizes, "--calibrate", str(path), check=True)
+    content = json.loads(path.read_text())
+    assert [each.keys() for each in content["ranks"]] == [(RATES | WAITS).keys()] * 2
+    found = plan(capsys, *model, "--nproc", "2", "--calibration", str(path))["predicted"]
+    assert 0 < found["steps"]["decode"]["total_s"] < 1
+    assert found["prefill_tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--slice", "0/8"], "--calibrate and --slice cannot be combined"),
+        (["--device", "cuda"], "measures CPU ranks"),
+        (["--calibrate", "/missing/rates.json"], "there is no folder"),
+    ],
+)
+def test_only_cpu_ranks_are_calibrated(capsys, tmp_path, flags, said):
+    path = [] if flags[0] == "--calibrate" else ["--calibrate", str(tmp_path / "rates.json")]
+    assert command_line.main(["bench", *flags, *path]) == 2
+    assert said in capsys.readouterr().err
