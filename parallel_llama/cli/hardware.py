@@ -64,18 +64,14 @@ class Hardware:
         )
 
 
-def gpu_hardware(gpus: GPU | list[GPU] | None, bandwidth: int | None = None) -> Hardware | None:
-    """The hardware of named GPUs; None if a GPU's data sheet is not known.
-
-    `bandwidth` is used instead of the GPUs' own.
-    """
-    listed = gpus if isinstance(gpus, list) else [gpus]
+def gpu_hardware(gpus: GPU | list[GPU] | None) -> Hardware | None:
+    """The hardware of named GPUs; None if the data sheet of a GPU is not known."""
     rates, links = [], []
-    for gpu in listed:
+    for gpu in gpus if isinstance(gpus, list) else [gpus]:
         if gpu is None or gpu.bandwidth is None or gpu.flops is None or gpu.link is None:
             return None
-        own = bandwidth or gpu.bandwidth
-        rates.append(Rates(READ_PART * own, KV_PART * own, PRODUCT_PART * gpu.flops))
+        read = READ_PART * gpu.bandwidth, KV_PART * gpu.bandwidth
+        rates.append(Rates(*read, PRODUCT_PART * gpu.flops))
         links.append(gpu.link)
     ranks = tuple(rates) if isinstance(gpus, list) else rates[0]
     return Hardware(ranks, EXCHANGE_S, min(links), LAYER_S, STEP_S)

@@ -85,8 +85,8 @@ GPUS: Flag[GPU | list[GPU] | None] = Flag(
 )  # fmt: skip
 BANDWIDTH: Flag[int | list[int] | None] = Flag(
     "bandwidth",
-    "memory bandwidth per rank, one for all ranks or one per rank, in GB/s (3350; or 25GiB): plan "
-    "then prints an upper bound of the decoding speed",
+    "memory bandwidth per rank, one for all ranks or one per rank, in GB/s (3350; or 25GiB), for "
+    "the predicted speed of named GPUs, else for an upper bound of the decoding speed",
     bandwidths, "RATES", default_text="that of the GPUs that --gpus names",
 )  # fmt: skip
 CALIBRATION: Flag[str | None] = Flag(
@@ -261,9 +261,19 @@ def _bandwidth(flags: Flags, gpus: GPU | list[GPU] | None) -> int | tuple[int | 
 
 
 def _hardware(flags: Flags, gpus: GPU | list[GPU] | None) -> Hardware | None:
-    """The rates of the GPUs; None if they are not known, or --bandwidth lists one per rank."""
+    """The rates of the GPUs, with the bandwidth of --bandwidth; None if they are not known."""
     given = flags[BANDWIDTH]
-    return None if isinstance(given, list) else gpu_hardware(gpus, given)
+    if given is None or gpus is None:
+        return gpu_hardware(gpus)
+    if isinstance(given, list):
+        listed = gpus if isinstance(gpus, list) else [gpus] * len(given)
+        if len(listed) != len(given):  # an error follows
+            return None
+        both = zip(listed, given, strict=True)
+        return gpu_hardware([gpu._replace(bandwidth=own) for gpu, own in both])
+    if isinstance(gpus, list):
+        return gpu_hardware([gpu._replace(bandwidth=given) for gpu in gpus])
+    return gpu_hardware(gpus._replace(bandwidth=given))
 
 
 def _calibrated(asked: PlanRequest, path: str) -> PlanRequest:

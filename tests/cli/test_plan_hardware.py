@@ -156,6 +156,18 @@ def test_a_decode_step_takes_its_bytes_its_exchanges_and_its_launches(capsys):
     assert found["steps"]["decode_empty"]["memory_s"] == pytest.approx(weights_s, rel=1e-9)
 
 
+def test_a_given_bandwidth_replaces_that_of_the_gpu(capsys):
+    def memory_s(*flags: str) -> float:
+        found = plan(capsys, "--model", "llama-3.1-8b", "--batch", "2", *flags)["predicted"]
+        return float(found["steps"]["decode"]["memory_s"])
+
+    whole = memory_s("--gpus", "2xH100")
+    assert memory_s("--gpus", "2xH100", "--bandwidth", "1675") == pytest.approx(2 * whole)
+    slow_second = memory_s("--gpus", "2xH100", "--bandwidth", "3350,1675")
+    assert slow_second == pytest.approx(2 * whole, rel=1e-3)
+    assert "--bandwidth lists 3 ranks" in error(capsys, "--gpus", "2xH100", "--bandwidth", "1,2,3")
+
+
 def test_a_prefill_step_takes_its_operations(capsys):
     found = plan(capsys, *LARGE, "--gpus", "4xH100")["predicted"]
     values = 80 * LAYER / 4 + 8192 * 2 * 80
