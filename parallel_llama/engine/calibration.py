@@ -2,7 +2,7 @@
 
 Reads are products of one row with every matrix of the model, and exchanges are those of a layer.
 Both are recorded and replayed as a decode step is. Products of many rows run as in a prefill. All
-ranks measure at the same time; the repetition whose slowest rank was the fastest counts.
+ranks measure at the same time, and the median repetition counts, as it does in `bench`.
 """
 
 import time
@@ -19,7 +19,7 @@ from parallel_llama.ops import CPUOps, NotRecorded
 from parallel_llama.ops.formats import QuantWeight, Weight
 from parallel_llama.parallel.collectives import Communicator
 
-_REPEATS = 7
+_REPEATS = 15
 _N_EXCHANGES = 64  # in one measurement
 _N_MATRICES = 8  # multiplied by many rows
 _LEAST_S = 1e-9
@@ -51,19 +51,13 @@ def measure_rates(engine: Engine) -> list[RankRates]:
     comm, model, n_rows = engine.comm, engine.runner.model, engine.step_tokens
     matrices = _matrices(model)
     n_bytes = sum(weight.values.nbytes for weight in matrices.values())
-    read_s = _best_s(comm, _replayed(model, lambda: _multiply(model, matrices, 1)))
+    read_s = _usual_s(comm, _replayed(model, lambda: _multiply(model, matrices, 1)))
     some = dict(list(matrices.items())[:_N_MATRICES])
     operations = 2 * n_rows * sum(each.n_outputs * _n_inputs(each) for each in some.values())
-    multiply_s = _best_s(comm, lambda: _multiply(model, some, n_rows))
-    own = torch.tensor([n_bytes, operations], dtype=torch.float64)
-    amounts = comm.all_gather(own).tolist()  # [size, 2]
+    multiply_s = _usual_s(comm, lambda: _multiply(model, some, n_rows))
+    own = torch.tensor([n_bytes / read_s, operations / multiply_s], dtype=torch.float64)
     waits = _exchange(engine, n_rows) if comm.size > 1 else (None, None)
-    return [
-        RankRates(n_read / rank_read_s, n_operations / rank_multiply_s, *waits)
-        for (n_read, n_operations), rank_read_s, rank_multiply_s in zip(
-            amounts, read_s, multiply_s, strict=True
-        )
-    ]
+    return [RankRates(*rates, *waits) for rates in comm.all_gather(own).tolist()]
 
 
 def _exchange(engine: Engine, n_rows: int) -> tuple[float, float]:
@@ -78,9 +72,9 @@ def _exchange(engine: Engine, n_rows: int) -> tuple[float, float]:
         for _ in range(times):
             cut.complete(x, model.ops, comm)
 
-    few_s = max(_best_s(comm, _replayed(model, lambda: exchange(few, _N_EXCHANGES))))
+    few_s = _usual_s(comm, _replayed(model, lambda: exchange(few, _N_EXCHANGES)))
     few_s /= _N_EXCHANGES
-    many_s = max(_best_s(comm, lambda: exchange(many, 1)))
+    many_s = _usual_s(comm, lambda: exchange(many, 1))
     # A gather receives the rows of the other ranks; an all-reduce twice as much.
     received = dim * few.itemsize * (comm.size - 1) / comm.size * (1 if cut.all_outputs else 2)
     bytes_per_s = (n_rows - 1) * received / max(many_s - few_s, _LEAST_S)
@@ -125,15 +119,14 @@ def _replayed(model: Transformer, calls: Callable[[], None]) -> Callable[[], Non
     return recording.replay
 
 
-def _best_s(comm: Communicator, work: Callable[[], None]) -> list[float]:
-    """Seconds of each rank in the repetition whose slowest rank was the fastest."""
+def _usual_s(comm: Communicator, work: Callable[[], None]) -> float:
+    """The median time in which all ranks together finish, after a warm-up."""
     took_s = []
     for _ in range(1 + _REPEATS):
         comm.all_reduce(torch.zeros(1))  # aligns ranks better than a barrier
         began_s = time.perf_counter()
         work()
+        comm.all_reduce(torch.zeros(1))  # a rank that began late must not look fast
         took_s.append(time.perf_counter() - began_s)
-    # The first repetition is a warm-up.
-    of_ranks = comm.all_gather(torch.tensor(took_s[1:], dtype=torch.float64))  # [size, repeats]
-    best: list[float] = of_ranks[:, of_ranks.amax(0).argmin()].tolist()
-    return best
+    slowest_s = comm.all_gather(torch.tensor(took_s[1:], dtype=torch.float64)).amax(0)
+    return float(slowest_s.median())
