@@ -33,11 +33,16 @@ class RankEntry:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The rates of ranks that ran a model with weights in this dtype and quantisation."""
+    """The rates of ranks that ran a model with weights in this dtype and quantisation.
+
+    Args:
+        layer_s: seconds of a layer in a decode step that are neither reads nor exchanges.
+    """
 
     dtype: str
     quant: str
     ranks: tuple[RankEntry, ...]
+    layer_s: float = 0.0
 
     def hardware(self) -> Hardware:
         """The hardware of a plan on this machine, with any number of ranks."""
@@ -47,15 +52,20 @@ class Calibration:
         )
         waits = [each.exchange_s for each in self.ranks if each.exchange_s is not None]
         links = [each.link_bytes_per_s for each in self.ranks if each.link_bytes_per_s is not None]
-        return Hardware(rates, max(waits, default=None), min(links, default=None), is_shared=True)
+        return Hardware(
+            rates, max(waits, default=None), min(links, default=None), self.layer_s, is_shared=True
+        )
 
 
-def write_calibration(path: Path, dtype: str, quant: str, rates: Sequence["RankRates"]) -> None:
+def write_calibration(
+    path: Path, dtype: str, quant: str, rates: Sequence["RankRates"], layer_s: float
+) -> None:
     """Writes the file. Raises: WriteError if that is not possible."""
     content = {
         "version": _VERSION,
         "dtype": dtype,
         "quant": quant,
+        "layer_s": layer_s,
         "ranks": [
             {name: value for name, value in asdict(each).items() if value is not None}
             for each in rates
@@ -76,14 +86,16 @@ def read_calibration(path: str) -> Calibration:
     """
     try:
         values = Fields(read_json_object(Path(path), _MAX_BYTES))
-        values.require_known(["version", "dtype", "quant", "ranks"])
+        values.require_known(["version", "dtype", "quant", "layer_s", "ranks"])
         if (version := values.integer("version")) != _VERSION:
             raise UsageError(f"version={version} is not supported; only {_VERSION} is")
+        if (layer_s := values.number("layer_s", 0.0)) < 0:
+            raise UsageError(f"layer_s={layer_s:g} is below 0")
         listed = values.values.get("ranks")
         if not isinstance(listed, list) or not listed:
             raise UsageError("ranks is not a list of at least one rank")
         entries = tuple(map(_entry, listed))
-        return Calibration(values.string("dtype"), values.string("quant"), entries)
+        return Calibration(values.string("dtype"), values.string("quant"), entries, layer_s)
     except (UsageError, CheckpointError) as error:
         raise UsageError(
             f"--calibration {path}: {error}; write the file with bench --calibrate FILE"

@@ -9,6 +9,7 @@ from typing import Literal
 from parallel_llama.cli.estimate import Estimate, RankEstimate
 from parallel_llama.cli.hardware import Hardware, Rates
 from parallel_llama.dtypes import ITEM_BYTES
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.plan import why_unrecorded
 
 Limit = Literal["memory bandwidth", "arithmetic", "link", "launches"]
@@ -128,34 +129,34 @@ def why_unpredicted(found: Estimate) -> str | None:
     return None
 
 
-def exchanges(found: Estimate) -> tuple[int, float]:
+def exchanges(
+    args: ModelArgs, n_ranks: int, item_bytes: int, *, is_exact: bool
+) -> tuple[int, float]:
     """Collectives of a step, and the bytes that a rank receives in them for each row.
 
     A ring all-reduce receives 2 (n - 1) / n of its bytes on n ranks, a gather (n - 1) / n. The
     bytes of the exchange after the head are not counted.
     """
-    args, n_ranks = found.asked.args, found.plan.tp_size
     if n_ranks == 1:
         return 0, 0.0
-    others = (n_ranks - 1) / n_ranks
-    item = ITEM_BYTES[found.asked.precision.computed]
+    received = (n_ranks - 1) / n_ranks * item_bytes
     n_sums = 1 if args.parallel_block else 2
     n_norms = args.n_layers if args.qk_norm_across_heads else 0
-    if not found.asked.is_exact:
+    if not is_exact:
         n_reduced = args.n_layers * n_sums + 1
-        return n_reduced + n_norms + 1, 2 * others * item * n_reduced * args.dim
+        return n_reduced + n_norms + 1, 2 * received * n_reduced * args.dim
     channels = args.ffn_dim * (args.n_active_experts or 1) + args.shared_ffn_dim
     n_inputs = 3 if args.shared_ffn_dim else 2
     gathered = args.n_heads * args.head_dim + channels + n_sums * args.dim
     n_gathers = args.n_layers * (n_inputs + n_sums)
-    return (
-        n_gathers + n_norms + 2,
-        others * item * (args.n_layers * gathered + 2 * args.dim),
-    )
+    return n_gathers + n_norms + 2, received * (args.n_layers * gathered + 2 * args.dim)
 
 
 def _link_s(found: Estimate, hardware: Hardware, n_rows: int) -> float:
-    n_exchanges, n_bytes = exchanges(found)
+    item_bytes = ITEM_BYTES[found.asked.precision.computed]
+    n_exchanges, n_bytes = exchanges(
+        found.asked.args, found.plan.tp_size, item_bytes, is_exact=found.asked.is_exact
+    )
     if not n_exchanges:
         return 0.0
     assert hardware.exchange_s is not None and hardware.link is not None

@@ -267,6 +267,10 @@ def test_a_calibrated_step_takes_its_bytes_and_its_exchanges(capsys, tmp_path):
     step = found["predicted"]["steps"]["decode"]
     assert step["memory_s"] == pytest.approx(max(read[0] / 8e9, read[1] / 4e9), rel=1e-9)
     assert step["link_s"] == pytest.approx(link_s, rel=1e-9) and step["launch_s"] == 0
+    slow = written(tmp_path, SMOLLM2 | {"ranks": [fast, RATES | WAITS], "layer_s": 2e-5})
+    found = plan(capsys, *slow, "--nproc", "2")["predicted"]
+    assert found["steps"]["decode"]["launch_s"] == pytest.approx(30 * 2e-5, rel=1e-9)
+    argv = written(tmp_path, SMOLLM2 | {"ranks": [fast, RATES | WAITS]})
     one = plan(capsys, *argv, "--nproc", "1", "--max-seq-len", "512")
     step = one["predicted"]["steps"]["decode"]
     assert step["total_s"] == pytest.approx(one["ranks"][0]["step_read_bytes"] / 12e9, rel=1e-9)
@@ -297,6 +301,7 @@ def test_without_an_exchange_between_ranks_only_one_rank_is_predicted(capsys, tm
         (SMOLLM2 | {"ranks": [RATES | {"read_bytes_per_s": -1}]}, "read_bytes_per_s=-1"),
         (SMOLLM2 | {"ranks": [{"read_bytes_per_s": 1}]}, "operations_per_s is missing"),
         (SMOLLM2 | {"ranks": [RATES], "version": 2}, "version=2"),
+        (SMOLLM2 | {"ranks": [RATES], "layer_s": -1}, "layer_s=-1"),
     ],
     ids=str,
 )
