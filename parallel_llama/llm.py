@@ -19,6 +19,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from parallel_llama.engine import rank_rpc
+from parallel_llama.engine.calibration import RankRates
 from parallel_llama.engine.input_processor import InputProcessor, Prompt, Prompts, as_prompts
 from parallel_llama.engine.llm_config import LLMConfig, Settings, adapter_folders
 from parallel_llama.engine.loop import EngineLoop
@@ -344,6 +345,15 @@ class LLM:
             return measure(self.ranks.comm, self.device)
         with self._whole_step():
             return self.ranks.enduring(lambda: rank_rpc.measure_machine(self.engine))
+
+    def rank_rates(self) -> list[RankRates]:
+        """The rates at which each rank reads, multiplies and exchanges, on the CPU.
+
+        `bench --calibrate` writes them to a file for `plan`.
+        """
+        self._require_open()
+        with self._whole_step():
+            return self.ranks.enduring(lambda: rank_rpc.calibrate(self.engine))
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.

@@ -83,6 +83,25 @@ def weight_bytes(shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, in
     return sum(form.n_bytes(_n_values(shard, per_unit)) for form, per_unit in values.items())
 
 
+def values_multiplied(
+    args: ModelArgs, shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, int]]
+) -> tuple[int, int]:
+    """Weight values of a rank that one token is multiplied with: those of all layers, and the head.
+
+    Of the experts a token selects `n_active_experts`, spread evenly over the ranks. `values` comes
+    from `values_by_form`.
+    """
+    n_layers = 0
+    for per_unit in values.values():
+        in_layers: dict[Counted, int] = {n: v for n, v in per_unit.items() if n != "vocab"}
+        experts: dict[Counted, int] = {n: v for n, v in in_layers.items() if n.startswith("expert")}
+        n_experts = _n_values(shard, experts)
+        n_layers += _n_values(shard, in_layers) - n_experts
+        if args.n_experts:
+            n_layers += n_experts * args.n_active_experts // args.n_experts
+    return n_layers, len(shard.vocab) * args.dim
+
+
 def adapter_bytes(adapter: Adapter, shard: Shard, precision: Precision) -> int:
     """Bytes of the A and B that a rank holds of an adapter that is served."""
     n_values = 0
@@ -95,25 +114,32 @@ def adapter_bytes(adapter: Adapter, shard: Shard, precision: Precision) -> int:
 
 
 def bytes_passed_over(
-    args: ModelArgs, batch: int, precision: Precision, shard: Shard | None = None
+    args: ModelArgs,
+    batch: int,
+    precision: Precision,
+    shard: Shard | None = None,
+    values: Mapping[MatrixFormat, Mapping[Counted, int]] | None = None,
 ) -> int:
     """Bytes of weights that one decode step does not need to read.
 
     These are an untied embedding, which is only looked up, and the experts that a batch of `batch`
     sequences does not select, on average over a uniform choice. With a `shard` the count is for its
-    rank, otherwise for all ranks together.
+    rank, otherwise for all ranks together. `values` is the result of `values_by_form` for this
+    model, if the caller has it.
     """
     n_rows = args.vocab_size if shard is None else len(shard.vocab)
     embedding = 0 if args.tied_embeddings else n_rows * args.dim
     n_bytes = precision.form_of("outer", "tok_embeddings.weight").n_bytes(embedding)
     if args.n_experts:
         unmet = (1 - args.n_active_experts / args.n_experts) ** batch
-        is_exact = shard is not None and shard.exact is not None
-        for form, values in values_by_form(args, precision, exact=is_exact).items():
-            of_experts = values["expert ffn"] * args.ffn_dim * args.n_experts
+        if values is None:
+            is_exact = shard is not None and shard.exact is not None
+            values = values_by_form(args, precision, exact=is_exact)
+        for form, per_unit in values.items():
+            of_experts = per_unit["expert ffn"] * args.ffn_dim * args.n_experts
             if shard is not None:
                 of_experts = _n_values(
-                    shard, {each: values[each] for each in ("expert ffn", "expert outputs")}
+                    shard, {each: per_unit[each] for each in ("expert ffn", "expert outputs")}
                 )
             n_bytes += form.n_bytes(round(of_experts * unmet))
     return n_bytes

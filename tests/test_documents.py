@@ -165,6 +165,7 @@ def test_the_quickstart_prints_what_the_pages_show(clone):
     [
         ("plan --model smollm2", "ranks  balance  cut"),
         ("plan --model llama-3.1-70b --gpus H100", "llama"),
+        ("plan --model llama-3.1-70b --gpus H100 --max-seq-len 32k", "  weights   KV cache"),
         ("plan --model llama-3.1-70b --gpus H200", "ranks  balance  tokens/s"),
     ],
 )

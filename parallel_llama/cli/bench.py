@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
+from parallel_llama.cli.calibration import write_calibration
 from parallel_llama.cli.model import (
+    DEVICE,
     DOWNLOAD,
     EXACT,
     KV_SPLIT,
@@ -27,17 +30,21 @@ from parallel_llama.cli.model import (
     check_model,
     in_dtypes,
 )
-from parallel_llama.cli.parsers import rank_of, token_count, whole
+from parallel_llama.cli.parsers import output_file, rank_of, token_count, whole
+from parallel_llama.cli.prediction import exchanges
 from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import size, table
+from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
 from parallel_llama.memory import kv_bytes_per_token
+from parallel_llama.parallel.device_choice import choose_device, count_gpus
 from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.plan import make_plan
 from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from parallel_llama.engine.calibration import RankRates
     from parallel_llama.llm import LLM
 
 PROMPT_TOKENS: Flag[int] = Flag(
@@ -53,10 +60,16 @@ SLICE: Flag[tuple[int, int] | None] = Flag(
     "seed 0), and model the time of its collectives",
     rank_of, "R/N",
 )  # fmt: skip
+CALIBRATE: Flag[Path | None] = Flag(
+    "calibrate", "also measure how fast these CPU ranks read, multiply and exchange, and write it "
+    "to a file for plan --calibration",
+    output_file, "FILE",
+)  # fmt: skip
 
 # Microseconds per collective of a decode step on GPUs of one host with NVLink: for a fused
 # all-reduce and norm kernel, for an all-reduce kernel, and for NCCL.
 WAITS_US = (5, 7, 20)
+_SHORT_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,9 @@ def prepare(flags: Flags) -> Job:
     if slice_of is not None:
         flags = _alone(flags, "--slice {}/{}".format(*slice_of))
     inputs, n_ranks = check_model(flags)
+    calibrated = flags[CALIBRATE]
+    if calibrated is not None:
+        _check_calibrated(flags, calibrated, n_ranks)
     if slice_of is not None:
         rank, n_shards = slice_of
         make_plan(inputs.args, n_shards, kv_split=flags[KV_SPLIT], exact=bool(flags[EXACT])).alone(
@@ -95,12 +111,50 @@ def prepare(flags: Flags) -> Job:
         if slice_of is not None:
             longest = n_tokens + flags[MAX_TOKENS] - 1
             figures |= _slice_figures(llm, slice_of, figures, batch, longest)
+        if calibrated is not None:
+            rates = llm.rank_rates()
+            write_calibration(calibrated, llm.dtype, llm.quant, rates, _layer_s(llm, rates))
         print(json.dumps(figures) if flags[JSON] else "\n".join(_report(flags[MODEL], figures)))
         return 0
 
     # With draft tokens the number of tokens per step would depend on the random prompts.
     options = {"max_drafts": 0, "slice_of": slice_of}
     return Job(lambda: lead(flags, inputs, work, **options), n_ranks)
+
+
+def _layer_s(llm: "LLM", rates: Sequence["RankRates"]) -> float:
+    """Seconds of a layer in a decode step that are neither reads nor exchanges.
+
+    Measured with one short sequence, whose KV cache is negligible.
+    """
+    n_tokens = min(_SHORT_TOKENS, llm.input_processor.max_seq_len - 1)
+    params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+    requests = llm.input_processor.requests([[0]], params)
+    _, *runs = [_measure(llm, _unseen(requests, run)) for run in range(3)]
+    steps_s = [step_s for run in runs for step_s in run.steps_s]
+    if not steps_s:
+        return 0.0
+    is_exact = llm.engine.runner.shard.exact is not None
+    n_exchanges, n_bytes = exchanges(
+        llm.args, llm.tp_size, ITEM_BYTES[llm.precision.computed], is_exact=is_exact
+    )
+    known_s = llm.weight_bytes_per_step(1) / sum(each.read_bytes_per_s for each in rates)
+    for each in rates[:1]:
+        if each.exchange_s is not None and each.link_bytes_per_s is not None:
+            known_s += n_exchanges * each.exchange_s + n_bytes / each.link_bytes_per_s
+    return max(statistics.median(steps_s) - known_s, 0.0) / llm.args.n_layers
+
+
+def _check_calibrated(flags: Flags, path: Path, n_ranks: int) -> None:
+    """Raises: UsageError if --calibrate is combined with --slice or GPUs."""
+    if flags[SLICE] is not None:
+        raise UsageError("--calibrate and --slice cannot be combined; drop one")
+    asked = flags[DEVICE]
+    if choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks) == "cuda":
+        raise UsageError(
+            f"--calibrate {path} measures CPU ranks, and these run on GPUs; add --device cpu, or "
+            "drop --calibrate"
+        )
 
 
 def _alone(flags: Flags, what: str) -> Flags:
@@ -269,8 +323,8 @@ VERB = Verb(
     "Measures prefill and decode speed, and the memory bandwidth that decode reaches.",
     "[MODEL] [flags]",
     (
-        MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, JSON, *RANKS, RANDOM_WEIGHTS,
-        DOWNLOAD, MEMORY, TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
+        MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, CALIBRATE, JSON, *RANKS,
+        RANDOM_WEIGHTS, DOWNLOAD, MEMORY, TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
     ),
     "parallel-llama bench --nproc 2",
     prepare,

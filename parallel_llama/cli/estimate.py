@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import mul
 
+from parallel_llama.cli.hardware import Hardware
 from parallel_llama.cli.model import BLOCK_SIZE
 from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision, kv_format, make_precision
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
@@ -20,6 +21,7 @@ from parallel_llama.memory import (
     most_blocks,
     pool_sizes,
     values_by_form,
+    values_multiplied,
     weight_bytes,
     working_bytes,
 )
@@ -39,6 +41,7 @@ class PlanRequest:
         stored: formats of the matrices in the model's files.
         memory: bytes, one number for all ranks or one per rank; None if not known.
         bandwidth: bytes per second that a rank can read, given like `memory`.
+        hardware: the rates and costs from which the speed is predicted; None if not known.
     """
 
     args: ModelArgs
@@ -54,6 +57,7 @@ class PlanRequest:
     tp_size: int = 1
     memory: int | tuple[int, ...] | None = None
     bandwidth: int | tuple[int | None, ...] | None = None
+    hardware: Hardware | None = None
 
     @cached_property
     def precision(self) -> Precision:
@@ -148,6 +152,8 @@ class RankEstimate:
         weights: bytes of the weights that the rank holds.
         read_weights: bytes of the weights that a decode step reads.
         read_kv: bytes of the KV cache that a decode step reads at the full context.
+        layer_values: weight values in layers that a token is multiplied with.
+        head_values: weight values of the head.
         memory: bytes that the rank has; None if not known.
         bandwidth: bytes per second that the rank reads; None if not known.
     """
@@ -156,6 +162,8 @@ class RankEstimate:
     weights: int
     read_weights: int
     read_kv: int
+    layer_values: int
+    head_values: int
     kv: KVEstimate
     working: int
     memory: int | None
@@ -321,8 +329,9 @@ def estimate(asked: PlanRequest) -> Estimate:
         return RankEstimate(
             shard,
             weights,
-            weights - bytes_passed_over(asked.args, asked.batch, precision, shard),
+            weights - bytes_passed_over(asked.args, asked.batch, precision, shard, values),
             asked.batch * held.per_step,
+            *values_multiplied(asked.args, shard, values),
             held,
             asked.working(shard),
             _of_rank(memory, shard.rank),

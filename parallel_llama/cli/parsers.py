@@ -35,28 +35,39 @@ _COUNTED = re.compile(r"(?:([0-9]{1,4}) ?[xX] ?)?(.+)")
 
 
 class GPU(NamedTuple):
-    """A GPU: bytes of memory, and bytes per second that it reads, which may not be known."""
+    """A GPU: bytes of memory, and its rates, which may not be known.
+
+    Args:
+        bandwidth: bytes per second that it reads.
+        flops: operations per second of dense bfloat16 products.
+        link: bytes per second that it receives from other GPUs of its host.
+    """
 
     memory: int
     bandwidth: int | None = None
+    flops: int | None = None
+    link: int | None = None
 
 
 # Memory of NVIDIA GPUs in GiB, as CUDA reports it: less than their nominal memory, because of error
-# correction and the driver. Bandwidth in GB/s, from NVIDIA's data sheets (H100: SXM).
-KNOWN_GPUS = {
-    "B200": (178.3, 8000),
-    "H200": (139.7, 4800),
-    "H100": (79.1, 3350),
-    "A100-80": (79.1, 2039),
-    "A100-40": (39.3, 1555),
-    "L40S": (44.3, 864),
-    "A40": (44.3, 696),
-    "A6000": (47.4, 768),
-    "RTX5090": (31.3, 1792),
-    "RTX4090": (23.6, 1008),
-    "RTX3090": (23.6, 936),
-    "L4": (22.0, 300),
-    "T4": (14.5, 320),
+# correction and the driver. The other figures are from NVIDIA's data sheets (H100, H200, A100: SXM)
+# and, for RTX cards, from the white papers of the architectures: bandwidth in GB/s; TFLOP/s of
+# bfloat16 products with float32 sums, without sparsity (a T4 has no bfloat16); GB/s of NVLink or
+# else of PCI Express x16, in one direction.
+KNOWN_GPUS: Mapping[str, tuple[float, int, float | None, float]] = {
+    "B200": (178.3, 8000, 2250, 900),
+    "H200": (139.7, 4800, 989, 450),
+    "H100": (79.1, 3350, 989, 450),
+    "A100-80": (79.1, 2039, 312, 300),
+    "A100-40": (39.3, 1555, 312, 300),
+    "L40S": (44.3, 864, 362, 32),
+    "A40": (44.3, 696, 149.7, 32),
+    "A6000": (47.4, 768, 154.8, 32),
+    "RTX5090": (31.3, 1792, 209.5, 64),
+    "RTX4090": (23.6, 1008, 165.2, 32),
+    "RTX3090": (23.6, 936, 71, 32),
+    "L4": (22.0, 300, 121, 32),
+    "T4": (14.5, 320, None, 16),
 }
 
 # Given instead of a prompt or a file, it means stdin.
@@ -290,9 +301,10 @@ def gpu_list(text: str) -> GPU | list[GPU]:
 
 
 def _gpu(text: str) -> GPU:
-    for name, (gib, gb_per_s) in KNOWN_GPUS.items():
+    for name, (gib, gb_per_s, tflops, link) in KNOWN_GPUS.items():
         if _plain_name(name) == _plain_name(text):
-            return GPU(int(gib * GIB), gb_per_s * GB)
+            flops = None if tflops is None else int(tflops * 10**12)
+            return GPU(int(gib * GIB), gb_per_s * GB, flops, int(link * GB))
     return GPU(byte_size(text, GIB))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from parallel_llama.cli import model
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
+from parallel_llama.cli.calibration import read_calibration
 from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
@@ -20,17 +21,28 @@ from parallel_llama.cli.estimate import (
     estimate,
     fewest_that_fit,
 )
+from parallel_llama.cli.format_table import (
+    FormatTable,
+    format_lines,
+    format_objects,
+    format_table,
+)
+from parallel_llama.cli.hardware import Hardware, gpu_hardware
+from parallel_llama.cli.largest import MAX_BATCH, Largest, find_largest
 from parallel_llama.cli.parsers import (
     GB,
     GPU,
     bandwidths,
     count_or_range,
     gpu_list,
+    input_file,
     memory_sizes,
+    number,
     output_file,
     whole,
 )
 from parallel_llama.cli.plan_picture import picture
+from parallel_llama.cli.prediction import Prediction, StepTime, predict, why_unpredicted
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
@@ -51,7 +63,8 @@ PLACEMENTS = {
     "mixed": "tensor and expert parallel",
 }
 BAR_WIDTH = 18
-_SPEED = "most that the memory bandwidth allows for each sequence, at the full context"
+_SPEED = "predicted for each sequence, at the full context"
+_BOUND = "most that the memory bandwidth allows for each sequence, at the full context"
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
@@ -72,15 +85,29 @@ GPUS: Flag[GPU | list[GPU] | None] = Flag(
 )  # fmt: skip
 BANDWIDTH: Flag[int | list[int] | None] = Flag(
     "bandwidth",
-    "memory bandwidth per rank, one for all ranks or one per rank, in GB/s (3350; or 25GiB): plan "
-    "then prints an upper bound of the decoding speed",
+    "memory bandwidth per rank, one for all ranks or one per rank, in GB/s (3350; or 25GiB), for "
+    "the predicted speed of named GPUs, else for an upper bound of the decoding speed",
     bandwidths, "RATES", default_text="that of the GPUs that --gpus names",
+)  # fmt: skip
+CALIBRATION: Flag[str | None] = Flag(
+    "calibration", "file of bench --calibrate: predict the speed on its machine, on CPU ranks",
+    input_file, "FILE",
+)  # fmt: skip
+PRICE: Flag[float | None] = Flag(
+    "price", "price of a GPU (or rank) per hour, in any currency: print the cost of a million new "
+    "tokens at this batch and context",
+    number(0), "PER_GPU_HOUR",
 )  # fmt: skip
 SVG: Flag[Path | None] = Flag(
     "svg", "also draw the plan in a file for browsers: what each rank holds, and its memory",
     output_file, "FILE", subject="output",
 )  # fmt: skip
-BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, 1_000_000), "B", 1)
+FIT: Flag[bool] = Flag(
+    "fit",
+    "compare formats of weights and KV cache: which fit the memory, the fewest ranks of each if "
+    "the number is not given, and the largest context and batch",
+)
+BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, MAX_BATCH), "B", 1)
 
 
 def prepare(flags: Flags) -> Job:
@@ -113,10 +140,17 @@ def prepare(flags: Flags) -> Job:
         first,
         memory,
         _bandwidth(flags, gpus),
+        _hardware(flags, gpus),
     )
+    if (path := flags[CALIBRATION]) is not None:
+        asked = _calibrated(asked, path)
     finds_fewest = nproc is None and isinstance(memory, int)
     if isinstance(listed := flags[BANDWIDTH], list):
         _check_listed(len(listed), None if last or finds_fewest else first)
+    if flags[FIT]:
+        _check_fit(flags, asked)
+        formats = format_table(asked, finds_fewest=finds_fewest)
+        return Job(lambda: _show_formats(flags, formats))
     if last:
         if flags[SVG] is not None:
             raise UsageError("--svg draws one plan, but --nproc is a range; give --nproc N")
@@ -126,11 +160,14 @@ def prepare(flags: Flags) -> Job:
                 "is a range; give --nproc N, or one size for all ranks"
             )
         comparison = compare(asked, range(first, last[0] + 1), memory)
+        _check_price(flags, comparison.allowed)
         return Job(lambda: _show_range(flags, comparison))
     if finds_fewest:
         found, fewer = fewest_that_fit(asked)
+        _check_price(flags, [found])
         return Job(lambda: _show_fewest(flags, found, fewer))
     one = estimate(asked)
+    _check_price(flags, [one])
     return Job(lambda: _show_one(flags, one))
 
 
@@ -141,6 +178,43 @@ def _check_listed(n_bandwidths: int, n_ranks: int | None) -> None:
         raise UsageError(
             f"--bandwidth lists {n_bandwidths} ranks, but {planned}; give one bandwidth for all "
             "ranks, or one per rank of --nproc N"
+        )
+
+
+def _check_price(flags: Flags, planned: Sequence[Estimate]) -> None:
+    """Raises: UsageError if --price is given and the speed of a plan is not predicted."""
+    if (price := flags[PRICE]) is None:
+        return
+    for found in planned:
+        if reason := why_unpredicted(found):
+            raise UsageError(
+                f"--price {price:g} needs a predicted speed, which tp_size={found.plan.tp_size} "
+                f"does not have ({reason}); else drop --price"
+            )
+
+
+def _check_fit(flags: Flags, asked: PlanRequest) -> None:
+    """Raises: UsageError if --fit has no memory to compare with, or other flags contradict it."""
+    if asked.memory is None:
+        raise UsageError(
+            "--fit needs the memory of the ranks: add --gpus 2x24 or --memory 16,16, or one size "
+            "to find the fewest ranks"
+        )
+    given: dict[str, object] = {
+        "quant": flags[model.QUANT],
+        "svg": flags[SVG],
+        "price": flags[PRICE],
+        "calibration": flags[CALIBRATION],
+    }
+    if flags[model.KV_CACHE_DTYPE] != model.KV_CACHE_DTYPE.initial:
+        given["kv-cache-dtype"] = flags[model.KV_CACHE_DTYPE]
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"--fit compares the formats of one model; drop --{name} {value}")
+    if len(nproc := flags[NPROC] or []) > 1:
+        raise UsageError(
+            f"--fit plans for one number of ranks, or finds the fewest; drop --nproc "
+            f"{nproc[0]}-{nproc[1]}, or give --nproc N"
         )
 
 
@@ -186,6 +260,37 @@ def _bandwidth(flags: Flags, gpus: GPU | list[GPU] | None) -> int | tuple[int | 
     return tuple(given) if isinstance(given, list) else given
 
 
+def _hardware(flags: Flags, gpus: GPU | list[GPU] | None) -> Hardware | None:
+    """The rates of the GPUs, with the bandwidth of --bandwidth; None if they are not known."""
+    given = flags[BANDWIDTH]
+    if given is None or gpus is None:
+        return gpu_hardware(gpus)
+    if isinstance(given, list):
+        listed = gpus if isinstance(gpus, list) else [gpus] * len(given)
+        if len(listed) != len(given):  # an error follows
+            return None
+        both = zip(listed, given, strict=True)
+        return gpu_hardware([gpu._replace(bandwidth=own) for gpu, own in both])
+    if isinstance(gpus, list):
+        return gpu_hardware([gpu._replace(bandwidth=given) for gpu in gpus])
+    return gpu_hardware(gpus._replace(bandwidth=given))
+
+
+def _calibrated(asked: PlanRequest, path: str) -> PlanRequest:
+    """A request with the rates of a file. Raises: UsageError if they are of something else."""
+    found, own = read_calibration(path), asked.precision
+    if asked.device != "cpu":
+        raise UsageError(
+            f"--calibration {path} has rates of CPU ranks; drop --gpus or add --device cpu"
+        )
+    if (found.dtype, found.quant) != (own.dtype, own.quant):
+        raise UsageError(
+            f"--calibration {path} is for --dtype {found.dtype} --quant {found.quant}, and the "
+            f"plan has --dtype {own.dtype} --quant {own.quant}; use the same, or calibrate again"
+        )
+    return replace(asked, hardware=found.hardware())
+
+
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
     """The device to plan for; an explicit --device need not exist on this machine."""
     return choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks)
@@ -193,19 +298,37 @@ def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
 
 def _show_one(flags: Flags, found: Estimate) -> int:
     _draw(flags, found)
-    return _show(flags, found.asked, _object(found), _page(found), _remedies(found))
+    largest = find_largest(found.asked)
+    answer = {**_object(found, flags[PRICE]), **_limits(largest)}
+    page = [*_page(found, flags[PRICE]), *_largest(found.asked, largest)]
+    return _show(flags, found.asked, answer, page, _remedies(found))
 
 
 def _show_fewest(flags: Flags, found: Estimate, fewer: Estimate | None) -> int:
     """Shows the plan with the fewest ranks that fit, or with the maximum number of ranks."""
     _draw(flags, found)
+    largest = find_largest(found.asked)
     answer = {
-        **_object(found),
+        **_object(found, flags[PRICE]),
+        **_limits(largest),
         "smallest_that_fits": found.plan.tp_size if found.fits else None,
-        "next_smaller": fewer and _object(fewer),
+        "next_smaller": fewer and _object(fewer, flags[PRICE]),
     }
-    page = [*_page(found), *_answer(found, fewer)]
+    page = [
+        *_page(found, flags[PRICE]),
+        *_largest(found.asked, largest),
+        *_answer(found, fewer),
+    ]
     return _show(flags, found.asked, answer, page, _remedies(found))
+
+
+def _show_formats(flags: Flags, formats: FormatTable) -> int:
+    if flags[JSON]:
+        answer = {"fits": formats.fits, "formats": format_objects(formats)}
+        print(json.dumps({"model": flags[model.MODEL], **answer}))
+    else:
+        print("\n".join([*_title(flags, formats.asked), *_formats_page(formats)]))
+    return 0 if formats.fits else 1
 
 
 def _draw(flags: Flags, found: Estimate) -> None:
@@ -243,11 +366,11 @@ def _show_range(flags: Flags, comparison: Comparison) -> int:
         remedies = find_remedies(largest)
     errors = [{"tp_size": n, "error": reason} for n, reason in comparison.refused.items()]
     answer = {
-        "plans": [*map(_object, comparison.allowed), *errors],
+        "plans": [*(_object(each, flags[PRICE]) for each in comparison.allowed), *errors],
         "fits": comparison.fits,
         "smallest_that_fits": comparison.smallest_that_fits,
     }
-    return _show(flags, comparison.asked, answer, _overview(comparison), remedies)
+    return _show(flags, comparison.asked, answer, _overview(comparison, flags[PRICE]), remedies)
 
 
 def _remedies(found: Estimate) -> list[Remedy]:
@@ -280,7 +403,7 @@ def _remedy_object(remedy: Remedy) -> dict[str, Any]:
     }
 
 
-def _object(found: Estimate) -> dict[str, Any]:
+def _object(found: Estimate, price: float | None) -> dict[str, Any]:
     """A plan as a JSON object; ranges are half-open [start, stop]."""
     return {
         "tp_size": found.plan.tp_size,
@@ -322,9 +445,39 @@ def _object(found: Estimate) -> dict[str, Any]:
         "batch": found.asked.batch,
         "decode_limit_tokens_per_s": found.tokens_per_s(is_full=True),
         "decode_limit_tokens_per_s_empty": found.tokens_per_s(is_full=False),
+        **_predicted(found, price),
         "sliding_window": found.asked.args.sliding_window,
         "unrecorded_decode": _unrecorded(found),
         "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
+    }
+
+
+def _predicted(found: Estimate, price: float | None) -> dict[str, Any]:
+    """The predicted speed as JSON keys; `price` is that of a rank per hour."""
+    predicted = predict(found)
+    if predicted is None:
+        return {"predicted": None, "unpredicted": why_unpredicted(found)}
+    steps = {"decode": predicted.full, "decode_empty": predicted.empty}
+    if predicted.prefill is not None:
+        steps["prefill"] = predicted.prefill
+    answer: dict[str, Any] = {
+        "decode_tokens_per_s": predicted.tokens_per_s,
+        "prefill_tokens_per_s": predicted.prefill_tokens_per_s,
+        "steps": {name: _step_object(step) for name, step in steps.items()},
+    }
+    if price is not None:
+        answer["price_per_million_tokens"] = predicted.cost(price * found.plan.tp_size)
+    return {"predicted": answer, "unpredicted": None}
+
+
+def _step_object(step: StepTime) -> dict[str, Any]:
+    return {
+        "total_s": step.total_s,
+        "memory_s": step.memory_s,
+        "arithmetic_s": step.arithmetic_s,
+        "link_s": step.link_s,
+        "launch_s": step.launch_s,
+        "limit": step.limit,
     }
 
 
@@ -374,7 +527,7 @@ def _line(label: str, text: str) -> list[str]:
     return [f"{label:<{LABEL_WIDTH}}{wrapped[0]}", *(" " * LABEL_WIDTH + w for w in wrapped[1:])]
 
 
-def _page(found: Estimate) -> list[str]:
+def _page(found: Estimate, price: float | None) -> list[str]:
     """One plan as text: what each rank holds and needs, and a summary."""
     plan, asked = found.plan, found.asked
     sequences = f"{asked.max_seq_len:,} tokens" + (f" x {asked.batch}" if asked.batch > 1 else "")
@@ -410,6 +563,7 @@ def _page(found: Estimate) -> list[str]:
         *_experts(plan),
         *_decode(found),
         *_speed(found),
+        *_cost(found, price),
         *_verdict(found),
         *_cache_flag(found),
     ]
@@ -461,19 +615,61 @@ def _decode(found: Estimate) -> list[str]:
 
 
 def _speed(found: Estimate) -> list[str]:
-    """The most tokens per second that memory allows; empty if no bandwidth is known."""
+    """The predicted speed, else the most that memory allows; empty if no rate is known."""
+    asked, slowest = found.asked, found.slowest
+    each = f" for each of {asked.batch} sequences" if asked.batch > 1 else ""
+    if (predicted := predict(found)) is not None:
+        return _predicted_speed(found, predicted, each)
     full, empty = found.tokens_per_s(is_full=True), found.tokens_per_s(is_full=False)
-    slowest = found.slowest
     if full is None or empty is None or slowest.bandwidth is None:
         return []
-    asked, rank = found.asked, slowest.shard.rank
-    each = f" for each of {asked.batch} sequences" if asked.batch > 1 else ""
     return _line(
         "speed",
         f"memory bandwidth limits decoding to {_rate(empty)} tokens/s{each}, and to {_rate(full)} "
-        f"after {asked.max_seq_len:,} tokens: a step of rank {rank} then reads "
+        f"after {asked.max_seq_len:,} tokens: a step of rank {slowest.shard.rank} then reads "
         f"{size(slowest.read_weights)} of weights and {size(slowest.read_kv)} of KV cache, at "
         f"{slowest.bandwidth / GB:,.0f} GB/s",
+    )
+
+
+def _predicted_speed(found: Estimate, predicted: Prediction, each: str) -> list[str]:
+    """The predicted speed, what limits it, and where its figures are from."""
+    full, empty = predicted.full, predicted.empty
+    limits = f", limited by {full.limit}"
+    if empty.limit != full.limit:
+        limits = f"; {empty.limit} limits the former, {full.limit} the latter"
+    text = (
+        f"about {_rate(1 / empty.total_s)} new tokens/s{each}, and {_rate(1 / full.total_s)} after "
+        f"{found.asked.max_seq_len:,} tokens{limits}"
+    )
+    if predicted.prefill is not None and predicted.prefill_tokens_per_s is not None:
+        text += (
+            f"; prompts at about {_rate(predicted.prefill_tokens_per_s)} tokens/s, limited by "
+            f"{predicted.prefill.limit}"
+        )
+    return _line("speed", f"{text} (an estimate {_basis(found)})")
+
+
+def _basis(found: Estimate) -> str:
+    if found.asked.device == "cpu":
+        return "from the calibration"
+    slowest = found.slowest
+    at = "" if slowest.bandwidth is None else f", at {slowest.bandwidth / GB:,.0f} GB/s"
+    return f"from data sheets and one measured H100{at}"
+
+
+def _cost(found: Estimate, price: float | None) -> list[str]:
+    """The price of a million new tokens; empty without --price."""
+    predicted = predict(found)
+    if price is None or predicted is None:
+        return []
+    asked, n_ranks = found.asked, found.plan.tp_size
+    cost = predicted.cost(price * n_ranks)
+    return _line(
+        "cost",
+        f"{cost:,.3g} for a million new tokens of {asked.batch} sequences at "
+        f"{asked.max_seq_len:,} tokens: {n_ranks} x {price:g} per hour at "
+        f"{_rate(predicted.tokens_per_s)} tokens/s",
     )
 
 
@@ -528,6 +724,57 @@ def _window(found: Estimate) -> list[str]:
         f"of {args.sliding_window:,} tokens in {n_layers} of {args.n_layers} layers: "
         f"{most} on all ranks for a sequence of {found.asked.max_seq_len:,} tokens",
     )
+
+
+def _formats_page(formats: FormatTable) -> list[str]:
+    """A row for each pair of formats, what its columns mean, and the first that fits."""
+    asked = formats.asked
+    model_context = formats.rows[0].largest.model_context
+    chosen = next((row for row in formats.rows if row.found.fits), None)
+    if chosen is None:
+        most = "; the maximum number of ranks is not enough" if formats.finds_fewest else ""
+        verdict = f"no format fits{most}"
+    else:
+        verdict = f"{chosen.flags} is the most precise that fits"
+    if chosen is not None and formats.finds_fewest:
+        verdict = "each row has the fewest ranks that are enough for its formats"
+    sequences = f"{asked.batch} sequence{'s' * (asked.batch > 1)} of {asked.max_seq_len:,} tokens"
+    return [
+        *format_lines(formats),
+        "",
+        *_line("needs", f"of the fullest rank, for {sequences}"),
+        *_line(
+            "context",
+            f"the longest at batch {asked.batch}; the model's own is {model_context:,} tokens",
+        ),
+        *_line("batch", f"the largest at a context of {asked.max_seq_len:,} tokens"),
+        *(
+            line
+            for name, reason in formats.refused.items()
+            for line in _line("no plan", f"in {name}: {reason}")
+        ),
+        *_line("formats", verdict),
+    ]
+
+
+def _largest(asked: PlanRequest, largest: Largest | None) -> list[str]:
+    """The largest context and batch; empty if memory is not known, or no sequence fits."""
+    if largest is None or not largest.context:
+        return []
+    whole = " (the model's own)" if largest.context == largest.model_context else ""
+    return _line(
+        "largest",
+        f"context of {largest.context:,} tokens{whole} at batch {asked.batch}; batch of "
+        f"{largest.batch:,} at {asked.max_seq_len:,} tokens",
+    )
+
+
+def _limits(largest: Largest | None) -> dict[str, int | None]:
+    """The largest context and batch as JSON keys."""
+    return {
+        "largest_context": None if largest is None else largest.context,
+        "largest_batch": None if largest is None else largest.batch,
+    }
 
 
 def _verdict(found: Estimate) -> list[str]:
@@ -610,13 +857,17 @@ def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
     return _line("fewest", text)
 
 
-def _overview(comparison: Comparison) -> list[str]:
+def _overview(comparison: Comparison, price: float | None) -> list[str]:
     """A range of numbers of ranks as text: one row each, and a summary."""
-    has_speed = comparison.asked.bandwidth is not None
+    is_predicted = all(predict(found) is not None for found in comparison.allowed)
+    has_speed = is_predicted or comparison.asked.bandwidth is not None
     header = ["ranks", "balance", "tokens/s" if has_speed else "cut between"]
-    header += ["weights", "KV/token", "extra KV"]
+    header += ["weights", "KV/token", "extra KV" if price is None else "cost/1M"]
     header += ["works"] if comparison.memory is None else ["KV tokens", "fits"]
-    rows = [_size_row(found) for found in comparison.allowed]
+    rows = [
+        _size_row(found, price, is_predicted=is_predicted, has_speed=has_speed)
+        for found in comparison.allowed
+    ]
     refused = []
     if comparison.refused:
         (first, reason), *others = comparison.refused.items()
@@ -627,23 +878,34 @@ def _overview(comparison: Comparison) -> list[str]:
         *table(header, rows, sys.stdout),
         "",
         "balance    maximum work of a rank / its fair share",
-        *(_line("tokens/s", _SPEED) if has_speed else []),
+        *(_line("tokens/s", _SPEED if is_predicted else _BOUND) if has_speed else []),
         "weights    maximum of any rank; likewise KV/token",
-        "extra KV   additional copies of KV heads",
+        "extra KV   additional copies of KV heads"
+        if price is None
+        else f"cost/1M    of a million new tokens, at {price:g} per rank and hour",
         *refused,
         *_conclusion(comparison),
     ]
 
 
-def _size_row(found: Estimate) -> list[str]:
+def _size_row(
+    found: Estimate, price: float | None, *, is_predicted: bool, has_speed: bool
+) -> list[str]:
+    predicted = predict(found) if is_predicted else None
     tokens_per_s = found.tokens_per_s(is_full=True)
+    if predicted is not None:
+        tokens_per_s = 1 / predicted.full.total_s
+    speed = "-" if tokens_per_s is None else _rate(tokens_per_s)
+    extra = f"{found.kv_overhead:.0%}"
+    if price is not None and predicted is not None:
+        extra = f"{predicted.cost(price * found.plan.tp_size):,.3g}"
     cells = [
         str(found.plan.tp_size),
         f"{found.plan.balance:.3f}",
-        CUTS[found.plan.cut] if tokens_per_s is None else _rate(tokens_per_s),
+        speed if has_speed else CUTS[found.plan.cut],
         size(max(rank.weights for rank in found.ranks)),
         size(max(rank.kv_per_token for rank in found.ranks)),
-        f"{found.kv_overhead:.0%}",
+        extra,
     ]
     if found.fits is None:
         return [*cells, "yes"]
@@ -687,9 +949,10 @@ VERB = Verb(
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        *(model.MODEL, NPROC, MEMORY, GPUS, BANDWIDTH, model.MAX_SEQ_LEN, BATCH, model.DTYPE),
-        *(model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT, model.DEVICE),
-        *(model.DOWNLOAD, SVG, JSON),
+        *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, CALIBRATION, PRICE),
+        *(model.MAX_SEQ_LEN, BATCH),
+        *(model.DTYPE, model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT),
+        *(model.DEVICE, model.DOWNLOAD, SVG, JSON),
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,

@@ -43,12 +43,12 @@ def find_remedies(asked: PlanRequest) -> list[Remedy]:
     The order is: lossless changes, more ranks, fewer bits, fewer tokens. Only the most precise
     fitting format of each kind is suggested; formats are combined if none fits alone.
     """
-    lossless = _that_fit(asked, _lossless(asked))
-    ladders = [_weights(asked), _keys_and_values(asked)]
+    lossless = _that_fit(asked, lossless_changes(asked))
+    ladders = [narrower_weights(asked), narrower_caches(asked)]
     narrower = [remedy for changes in ladders for remedy in _that_fit(asked, changes)[:1]]
     if not lossless and not narrower:
         narrower = _combined(asked)
-    more = _more_ranks(asked, [] if lossless else _lossless(asked))
+    more = _more_ranks(asked, [] if lossless else lossless_changes(asked))
     found = [*lossless, *more, *narrower, *_fewer_tokens(asked)]
     if found:
         return found
@@ -86,7 +86,7 @@ def _that_fit(asked: PlanRequest, changes: Sequence[Change]) -> list[Remedy]:
     return [Remedy(change, found) for change, found in planned if found is not None]
 
 
-def _lossless(asked: PlanRequest) -> list[Change]:
+def lossless_changes(asked: PlanRequest) -> list[Change]:
     """Shards the KV cache by tokens, or keeps the format or the dtype of the files."""
     changes = _splits(asked)
     if asked.stored and asked.quant == "none":
@@ -105,7 +105,7 @@ def _is_wider(asked: PlanRequest, dtype: str) -> bool:
     return asked.quant == "none" and ITEM_BYTES[asked.dtype] > ITEM_BYTES[dtype]
 
 
-def _weights(asked: PlanRequest) -> list[Change]:
+def narrower_weights(asked: PlanRequest) -> list[Change]:
     """Formats of weights with fewer bits than the requested ones, the most precise first."""
     changes: list[Change] = []
     if _is_wider(asked, "bfloat16") and ITEM_BYTES[asked.args.dtype] > 2:  # else lossless
@@ -117,7 +117,7 @@ def _weights(asked: PlanRequest) -> list[Change]:
     return changes
 
 
-def _keys_and_values(asked: PlanRequest) -> list[Change]:
+def narrower_caches(asked: PlanRequest) -> list[Change]:
     """Formats of the KV cache with fewer bits than the requested one, the most precise first."""
     head_dim = asked.args.head_dim
     return [
@@ -156,8 +156,8 @@ def _fewest_more(asked: PlanRequest) -> list[Remedy]:
 
 def _combined(asked: PlanRequest) -> list[Remedy]:
     """The first fitting combination of the formats of weights and KV cache, and its sharding."""
-    weights = [change for change in _lossless(asked) if "kv_split" not in change]
-    kinds = ([*weights, *_weights(asked)], _keys_and_values(asked), _splits(asked))
+    weights = [change for change in lossless_changes(asked) if "kv_split" not in change]
+    kinds = ([*weights, *narrower_weights(asked)], narrower_caches(asked), _splits(asked))
     for parts in product(*([{}, *changes] for changes in kinds)):
         change = _joined(parts)
         if (found := _planned(asked, change)) is not None:
@@ -169,11 +169,11 @@ def _fewer_tokens(asked: PlanRequest) -> list[Remedy]:
     """The largest batch that fits, and the longest sequences."""
     remedies: list[Remedy] = []
     for name in ("batch", "max_seq_len"):
-        most = _most_that_fit(asked, name, range(1, getattr(asked, name)))
+        most = most_that_fit(asked, name, range(1, getattr(asked, name)))
         remedies += _that_fit(asked, [{name: most}] if most else [])
     return remedies
 
 
-def _most_that_fit(asked: PlanRequest, name: str, counts: range) -> int:
+def most_that_fit(asked: PlanRequest, name: str, counts: range) -> int:
     """The largest count with which the request fits; 0 if none does."""
     return bisect_left(counts, True, key=lambda n: not _planned(asked, {name: n}))

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from parallel_llama.config.adapter import adapter_digest, load_served_adapter
+from parallel_llama.engine.calibration import RankRates, measure_rates
 from parallel_llama.engine.engine import SCORE_ROWS, Engine
 from parallel_llama.engine.kv_blocks import BlockTable
 from parallel_llama.engine.kv_capacity import MemoryFor
@@ -20,7 +21,7 @@ from parallel_llama.errors import CheckpointError, NumericalError, OutOfMemory, 
 from parallel_llama.files.bounded_files import expanded
 from parallel_llama.sampling.scoring import score
 
-_SCORE, _MEASURE, _CLOSE, _LOAD, _UNLOAD = b"s", b"m", b"c", b"l", b"u"
+_SCORE, _MEASURE, _RATES, _CLOSE, _LOAD, _UNLOAD = b"s", b"m", b"r", b"c", b"l", b"u"
 _DIGEST_BYTES = 32  # of `adapter_digest`
 
 
@@ -34,6 +35,8 @@ def serve_rank(engine: Engine) -> None:
                 return
             if call == _MEASURE:
                 measure(engine.comm, engine.runner.device)
+            elif call == _RATES:
+                measure_rates(engine)
             elif call == _SCORE:
                 _score(engine, msgspec.msgpack.decode(body, type=list[int]))
             elif call == _LOAD:
@@ -69,6 +72,12 @@ def measure_machine(engine: Engine) -> Machine:
     """The memory bandwidth of all ranks, and their peak memory."""
     engine.send_rpc(_MEASURE)
     return measure(engine.comm, engine.runner.device)
+
+
+def calibrate(engine: Engine) -> list[RankRates]:
+    """The rates of every rank, on the CPU."""
+    engine.send_rpc(_RATES)
+    return measure_rates(engine)
 
 
 def load_adapter(engine: Engine, name: str, folder: str) -> None:

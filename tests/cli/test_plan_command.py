@@ -57,11 +57,12 @@ def test_gpus_of_another_machine_are_planned_in_bfloat16(capsys, monkeypatch):
 
 @pytest.mark.parametrize("text", ["rtx 4090", "RTX-4090", "4090", "NVIDIA GeForce RTX 4090"])
 def test_a_gpu_is_known_by_the_names_that_people_use(text):
-    assert gpu_list(text) == GPU(int(23.6 * GIB), 1008 * GB)
+    assert gpu_list(text) == GPU(int(23.6 * GIB), 1008 * GB, 1652 * 10**11, 32 * GB)
 
 
 def test_counts_sizes_and_names_of_gpus_may_be_mixed():
-    h100, a100 = GPU(int(79.1 * GIB), 3350 * GB), GPU(int(79.1 * GIB), 2039 * GB)
+    h100 = GPU(int(79.1 * GIB), 3350 * GB, 989 * 10**12, 450 * GB)
+    a100 = GPU(int(79.1 * GIB), 2039 * GB, 312 * 10**12, 300 * GB)
     assert gpu_list("8xH100") == [h100] * 8
     assert gpu_list("1xH100") == [h100]
     assert gpu_list("h100") == h100
@@ -74,7 +75,7 @@ def test_every_gpu_has_less_memory_than_its_name_says():
     said |= {"A40": 48, "A6000": 48, "RTX5090": 32, "RTX4090": 24, "RTX3090": 24, "L4": 24}
     said |= {"T4": 16}
     assert KNOWN_GPUS.keys() == said.keys()
-    for name, (gib, _) in KNOWN_GPUS.items():
+    for name, (gib, *_) in KNOWN_GPUS.items():
         assert 0.9 * said[name] < gib < said[name]
 
 

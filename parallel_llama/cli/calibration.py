@@ -1,0 +1,118 @@
+"""A file with the rates of CPU ranks: `bench --calibrate` writes it, `plan` predicts from it.
+
+No torch.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel_llama.cli.hardware import Hardware, Rates
+from parallel_llama.errors import CheckpointError, UsageError, WriteError
+from parallel_llama.files.fields import Fields, read_json_object
+from parallel_llama.files.partial_output import growing_file, replace_file
+
+if TYPE_CHECKING:
+    from parallel_llama.engine.calibration import RankRates
+
+_MAX_BYTES = 1 << 20
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RankEntry:
+    """The rates of one rank, as in `RankRates`."""
+
+    read_bytes_per_s: float
+    operations_per_s: float
+    exchange_s: float | None = None
+    link_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The rates of ranks that ran a model with weights in this dtype and quantisation.
+
+    Args:
+        layer_s: seconds of a layer in a decode step that are neither reads nor exchanges.
+    """
+
+    dtype: str
+    quant: str
+    ranks: tuple[RankEntry, ...]
+    layer_s: float = 0.0
+
+    def hardware(self) -> Hardware:
+        """The hardware of a plan on this machine, with any number of ranks."""
+        rates = tuple(
+            Rates(each.read_bytes_per_s, each.read_bytes_per_s, each.operations_per_s)
+            for each in self.ranks
+        )
+        waits = [each.exchange_s for each in self.ranks if each.exchange_s is not None]
+        links = [each.link_bytes_per_s for each in self.ranks if each.link_bytes_per_s is not None]
+        return Hardware(
+            rates, max(waits, default=None), min(links, default=None), self.layer_s, is_shared=True
+        )
+
+
+def write_calibration(
+    path: Path, dtype: str, quant: str, rates: Sequence["RankRates"], layer_s: float
+) -> None:
+    """Writes the file. Raises: WriteError if that is not possible."""
+    content = {
+        "version": _VERSION,
+        "dtype": dtype,
+        "quant": quant,
+        "layer_s": layer_s,
+        "ranks": [
+            {name: value for name, value in asdict(each).items() if value is not None}
+            for each in rates
+        ],
+    }
+    try:
+        replace_file(path, growing_file(path), json.dumps(content, indent=1).encode() + b"\n")
+    except OSError as error:
+        raise WriteError(
+            f"--calibrate {path}: {error.strerror or error}; give another file"
+        ) from error
+
+
+def read_calibration(path: str) -> Calibration:
+    """The content of a file of `write_calibration`.
+
+    Raises: UsageError if the file cannot be read, or has other keys or values.
+    """
+    try:
+        values = Fields(read_json_object(Path(path), _MAX_BYTES))
+        values.require_known(["version", "dtype", "quant", "layer_s", "ranks"])
+        if (version := values.integer("version")) != _VERSION:
+            raise UsageError(f"version={version} is not supported; only {_VERSION} is")
+        if (layer_s := values.number("layer_s", 0.0)) < 0:
+            raise UsageError(f"layer_s={layer_s:g} is below 0")
+        listed = values.values.get("ranks")
+        if not isinstance(listed, list) or not listed:
+            raise UsageError("ranks is not a list of at least one rank")
+        entries = tuple(map(_entry, listed))
+        return Calibration(values.string("dtype"), values.string("quant"), entries, layer_s)
+    except (UsageError, CheckpointError) as error:
+        raise UsageError(
+            f"--calibration {path}: {error}; write the file with bench --calibrate FILE"
+        ) from None
+
+
+def _entry(content: Any) -> RankEntry:
+    """Raises: UsageError unless it is an object of positive numbers."""
+    if not isinstance(content, dict):
+        raise UsageError("ranks has an item that is not an object")
+    names = [field.name for field in fields(RankEntry)]
+    values = Fields(content)
+    values.require_known(names)
+    rates = {name: values.optional_number(name) for name in names}
+    for name, rate in rates.items():
+        if rate is None and name in names[:2]:
+            raise UsageError(f"{name} is missing")
+        if rate is not None and rate <= 0:
+            raise UsageError(f"{name}={rate:g} is not above 0")
+    return RankEntry(**rates)  # type: ignore[arg-type]

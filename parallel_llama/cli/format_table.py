@@ -1,0 +1,147 @@
+"""Which formats of weights and KV cache fit the given hardware, the most precise first. No torch.
+
+Formats that take the same bytes share a row: fp8 and int8.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from parallel_llama.cli.estimate import Estimate, PlanRequest, estimate, fewest_that_fit
+from parallel_llama.cli.largest import Largest, find_largest
+from parallel_llama.cli.model import in_dtype
+from parallel_llama.cli.remedies import (
+    Change,
+    lossless_changes,
+    narrower_caches,
+    narrower_weights,
+)
+from parallel_llama.cli.terminal import GREEN, RED, painted, size, table
+from parallel_llama.errors import UsageError
+
+# Formats that take as many bytes as the key and are less precise.
+_SAME_BYTES: Mapping[str, tuple[str, ...]] = {"int8": ("fp8",)}
+
+
+@dataclass(frozen=True)
+class FormatRow:
+    """A format of the weights and a format of the KV cache.
+
+    Args:
+        found: the plan with these formats: the fewest ranks that fit, or the given number.
+        largest: the limits of that plan.
+    """
+
+    found: Estimate
+    largest: Largest
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The format of the weights, and formats of the same size."""
+        precision = self.found.asked.precision
+        name = (
+            "stored" if precision.quant == "stored" else in_dtype(precision.dtype, precision.quant)
+        )
+        return (name, *_SAME_BYTES.get(precision.quant, ()))
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The format of the KV cache, and formats of the same size."""
+        name = self.found.asked.kv.dtype
+        return (name, *_SAME_BYTES.get(name, ()))
+
+    @property
+    def flags(self) -> str:
+        """The flags that select the most precise formats of this row."""
+        asked = self.found.asked
+        given = {"dtype": asked.dtype} if asked.quant == "none" else {"quant": asked.quant}
+        given |= {} if asked.kv_cache_dtype == "auto" else {"kv-cache-dtype": asked.kv_cache_dtype}
+        return " ".join(f"--{name} {value}" for name, value in given.items())
+
+
+@dataclass(frozen=True)
+class FormatTable:
+    """The formats of a model on the given hardware, the most precise weights first.
+
+    Args:
+        finds_fewest: whether each row has the fewest ranks that fit.
+        refused: formats of weights that the model does not support, and why.
+    """
+
+    asked: PlanRequest
+    finds_fewest: bool
+    rows: tuple[FormatRow, ...]
+    refused: dict[str, str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any format fits."""
+        return any(row.found.fits for row in self.rows)
+
+
+def format_table(asked: PlanRequest, *, finds_fewest: bool) -> FormatTable:
+    """Plans a request in each format; `finds_fewest` looks for the fewest ranks of each.
+
+    Raises: UsageError if there is no plan for the request's number of ranks.
+    """
+    asked = replace(asked, quant="none")
+    stored = [change for change in lossless_changes(asked) if "kv_split" not in change]
+    caches: list[Change] = [{}, *narrower_caches(asked)]
+    rows: list[FormatRow] = []
+    refused: dict[str, str] = {}
+    for weights, cache in product(({}, *stored, *narrower_weights(asked)), caches):
+        changed = replace(asked, **weights, **cache)
+        try:
+            rows.append(_row(changed, finds_fewest=finds_fewest))
+        except UsageError as error:
+            if not weights:
+                raise
+            refused[", ".join(map(str, weights.values()))] = str(error)
+    return FormatTable(asked, finds_fewest, tuple(rows), refused)
+
+
+def _row(asked: PlanRequest, *, finds_fewest: bool) -> FormatRow:
+    found = fewest_that_fit(asked)[0] if finds_fewest else estimate(asked)
+    largest = find_largest(found.asked)
+    assert largest is not None, "the caller knows the memory"
+    return FormatRow(found, largest)
+
+
+def format_objects(formats: FormatTable) -> list[dict[str, Any]]:
+    """A JSON object for each pair of formats."""
+    return [
+        {
+            "weights": weights,
+            "kv_cache_dtype": cache,
+            "tp_size": row.found.plan.tp_size,
+            "fits": row.found.fits,
+            "weight_bytes": row.found.weights,
+            "needed_bytes": row.found.tightest.needed,
+            "memory_bytes": row.found.tightest.memory,
+            "largest_context": row.largest.context,
+            "largest_batch": row.largest.batch,
+        }
+        for row in formats.rows
+        for weights, cache in product(row.weights, row.caches)
+    ]
+
+
+def format_lines(formats: FormatTable) -> list[str]:
+    """The table as text, without the lines that explain its columns."""
+    header = ["weights", "KV cache", "ranks", "needs", "context", "batch", "fits"]
+    return table(header, [_cells(row) for row in formats.rows], sys.stdout)
+
+
+def _cells(row: FormatRow) -> Sequence[str]:
+    fits = bool(row.found.fits)
+    return [
+        ", ".join(row.weights),
+        ", ".join(row.caches),
+        str(row.found.plan.tp_size),
+        size(row.found.tightest.needed),
+        f"{row.largest.context:,}",
+        f"{row.largest.batch:,}",
+        painted("yes", GREEN, sys.stdout) if fits else painted("no", RED, sys.stdout),
+    ]

@@ -1,0 +1,77 @@
+"""The rates and costs of the ranks of a plan, from which its speed is predicted. No torch."""
+
+from dataclasses import dataclass
+
+from parallel_llama.cli.parsers import GPU
+
+# Measured on one H100 (docs/speed.md), and assumed for all GPUs. As fractions of the data sheet:
+# the rate of reading, that of decode attention over the KV cache, and that of a prefill of 8B.
+READ_PART, KV_PART, PRODUCT_PART = 0.94, 0.73, 0.47
+# Also measured there: the launches and gaps of the 14 kernels of a layer in a CUDA graph, and the
+# time between two graphs. They explain the steps of 8B, of 1B and of one rank of 8 alike.
+LAYER_S, STEP_S = 31e-6, 50e-6
+# An all-reduce of NCCL of a few kilobytes. It has not been measured with these kernels.
+EXCHANGE_S = 20e-6
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates that a rank reaches.
+
+    Args:
+        weights: bytes of weights per second.
+        kv: bytes of KV cache per second.
+        products: operations per second in products of many rows; None if not known.
+    """
+
+    weights: float
+    kv: float
+    products: float | None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the ranks of a plan run on.
+
+    Args:
+        ranks: the rates of each rank, or one for all ranks.
+        exchange_s: seconds of one exchange between ranks, without its bytes; None if not known.
+        link: bytes per second that a rank receives from others; None if not known.
+        layer_s: seconds of each layer in each step for launching kernels.
+        step_s: seconds between two steps.
+        is_shared: whether the ranks share one memory and its cores; another number of ranks than
+            `ranks` lists then gets equal parts of the sums.
+    """
+
+    ranks: Rates | tuple[Rates, ...]
+    exchange_s: float | None
+    link: float | None
+    layer_s: float = 0.0
+    step_s: float = 0.0
+    is_shared: bool = False
+
+    def rates(self, rank: int, n_ranks: int) -> Rates:
+        """The rates of one of `n_ranks` ranks."""
+        if isinstance(self.ranks, Rates):
+            return self.ranks
+        if not self.is_shared or len(self.ranks) == n_ranks:
+            return self.ranks[rank]
+        products = [each.products for each in self.ranks]
+        return Rates(
+            sum(each.weights for each in self.ranks) / n_ranks,
+            sum(each.kv for each in self.ranks) / n_ranks,
+            sum(filter(None, products)) / n_ranks if all(products) else None,
+        )
+
+
+def gpu_hardware(gpus: GPU | list[GPU] | None) -> Hardware | None:
+    """The hardware of named GPUs; None if the data sheet of a GPU is not known."""
+    rates, links = [], []
+    for gpu in gpus if isinstance(gpus, list) else [gpus]:
+        if gpu is None or gpu.bandwidth is None or gpu.flops is None or gpu.link is None:
+            return None
+        read = READ_PART * gpu.bandwidth, KV_PART * gpu.bandwidth
+        rates.append(Rates(*read, PRODUCT_PART * gpu.flops))
+        links.append(gpu.link)
+    ranks = tuple(rates) if isinstance(gpus, list) else rates[0]
+    return Hardware(ranks, EXCHANGE_S, min(links), LAYER_S, STEP_S)

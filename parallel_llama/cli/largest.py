@@ -1,0 +1,36 @@
+"""The largest context and the largest batch for which a plan fits. No torch."""
+
+from dataclasses import dataclass
+
+from parallel_llama.cli.estimate import PlanRequest
+from parallel_llama.cli.remedies import most_that_fit
+from parallel_llama.families.model_args import context_length
+
+MAX_BATCH = 1_000_000
+
+
+@dataclass(frozen=True)
+class Largest:
+    """Limits of a request on its hardware.
+
+    Args:
+        context: most tokens of a sequence at the request's batch; 0 if the weights do not fit.
+        model_context: the model's own context, the upper bound of `context`.
+        batch: most sequences of the request's length; 0 if one does not fit.
+    """
+
+    context: int
+    model_context: int
+    batch: int
+
+
+def find_largest(asked: PlanRequest) -> Largest | None:
+    """The limits of a request; None if its memory is not known."""
+    if asked.memory is None:
+        return None
+    longest = context_length(asked.args)
+    return Largest(
+        most_that_fit(asked, "max_seq_len", range(1, longest + 1)),
+        longest,
+        most_that_fit(asked, "batch", range(1, MAX_BATCH + 1)),
+    )

@@ -1,0 +1,179 @@
+"""Predicts the time of decode and prefill steps from bytes, operations and exchanges. No torch.
+
+docs/plan.md has the formulas. All ranks wait for the slowest in each step.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from parallel_llama.cli.estimate import Estimate, RankEstimate
+from parallel_llama.cli.hardware import Hardware, Rates
+from parallel_llama.dtypes import ITEM_BYTES
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.plan import why_unrecorded
+
+Limit = Literal["memory bandwidth", "arithmetic", "link", "launches"]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted time of a step, in seconds.
+
+    Args:
+        memory_s: reading weights and KV cache, unless the products take longer than the weights.
+        arithmetic_s: products, if they take longer than reading their weights.
+        link_s: exchanges between ranks.
+        launch_s: launching kernels.
+    """
+
+    memory_s: float
+    arithmetic_s: float
+    link_s: float
+    launch_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.memory_s + self.arithmetic_s + self.link_s + self.launch_s
+
+    @property
+    def limit(self) -> Limit:
+        """What takes the largest part of the step."""
+        parts: dict[Limit, float] = {
+            "memory bandwidth": self.memory_s,
+            "arithmetic": self.arithmetic_s,
+            "link": self.link_s,
+            "launches": self.launch_s,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted steps of a plan.
+
+    Args:
+        full: a decode step at the full context.
+        empty: a decode step at the start of the sequences.
+        prefill: a prefill step of `step_tokens` tokens, without attention; None if not known.
+    """
+
+    full: StepTime
+    empty: StepTime
+    prefill: StepTime | None
+    batch: int
+    step_tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second of all sequences, at the full context."""
+        return self.batch / self.full.total_s
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        return None if self.prefill is None else self.step_tokens / self.prefill.total_s
+
+    def cost(self, per_hour: float) -> float:
+        """The price of a million new tokens at the full context, if all ranks cost `per_hour`."""
+        return per_hour / 3600 / self.tokens_per_s * 1e6
+
+
+def predict(found: Estimate) -> Prediction | None:
+    """The predicted steps of a plan; None where `why_unpredicted` has a reason."""
+    hardware = found.asked.hardware
+    if hardware is None or why_unpredicted(found) is not None:
+        return None
+    n_ranks, batch, n_tokens = found.plan.tp_size, found.asked.batch, found.asked.step_tokens
+    rates = [hardware.rates(rank.shard.rank, n_ranks) for rank in found.ranks]
+
+    def step(n_rows: int, *, is_prefill: bool, is_full: bool) -> StepTime:
+        times = (
+            _rank_time(rank, own, n_rows, is_prefill=is_prefill, is_full=is_full)
+            for rank, own in zip(found.ranks, rates, strict=True)
+        )
+        memory_s, arithmetic_s = max(times, key=sum)
+        launch_s = hardware.step_s + found.asked.args.n_layers * hardware.layer_s
+        return StepTime(memory_s, arithmetic_s, _link_s(found, hardware, n_rows), launch_s)
+
+    is_known = all(own.products is not None for own in rates)
+    return Prediction(
+        step(batch, is_prefill=False, is_full=True),
+        step(batch, is_prefill=False, is_full=False),
+        step(n_tokens, is_prefill=True, is_full=False) if is_known else None,
+        batch,
+        n_tokens,
+    )
+
+
+def why_unpredicted(found: Estimate) -> str | None:
+    """Why the speed of a plan is not predicted; None if it is."""
+    asked = found.asked
+    hardware, precision = asked.hardware, asked.precision
+    if hardware is None:
+        if asked.device == "cpu":
+            return "bench --calibrate FILE measures a machine; pass FILE to --calibration"
+        return "name the GPUs, as in --gpus 4xH100; a T4 has no bfloat16"
+    if found.plan.tp_size > 1 and (hardware.exchange_s is None or hardware.link is None):
+        return "one rank exchanges nothing; calibrate with --nproc 2 or more"
+    if reason := why_unrecorded(asked.args, found.plan.kv_parts, asked.device):
+        return reason
+    if asked.device == "cuda":
+        if precision.quant in ("fp8", "stored"):
+            return f"decode steps in {precision.quant} have not been measured as a part of a model"
+        if precision.quant != "none" and asked.batch > 1:
+            return (
+                f"the kernel for {precision.quant} multiplies row by row, so its speed with "
+                f"{asked.batch} sequences does not follow from bytes"
+            )
+        if ITEM_BYTES[precision.computed] != 2:
+            return f"on GPUs only 16 bits have been measured, not {precision.computed}"
+    return None
+
+
+def exchanges(
+    args: ModelArgs, n_ranks: int, item_bytes: int, *, is_exact: bool
+) -> tuple[int, float]:
+    """Collectives of a step, and the bytes that a rank receives in them for each row.
+
+    A ring all-reduce receives 2 (n - 1) / n of its bytes on n ranks, a gather (n - 1) / n. The
+    bytes of the exchange after the head are not counted.
+    """
+    if n_ranks == 1:
+        return 0, 0.0
+    received = (n_ranks - 1) / n_ranks * item_bytes
+    n_sums = 1 if args.parallel_block else 2
+    n_norms = args.n_layers if args.qk_norm_across_heads else 0
+    if not is_exact:
+        n_reduced = args.n_layers * n_sums + 1
+        return n_reduced + n_norms + 1, 2 * received * n_reduced * args.dim
+    channels = args.ffn_dim * (args.n_active_experts or 1) + args.shared_ffn_dim
+    n_inputs = 3 if args.shared_ffn_dim else 2
+    gathered = args.n_heads * args.head_dim + channels + n_sums * args.dim
+    n_gathers = args.n_layers * (n_inputs + n_sums)
+    return n_gathers + n_norms + 2, received * (args.n_layers * gathered + 2 * args.dim)
+
+
+def _link_s(found: Estimate, hardware: Hardware, n_rows: int) -> float:
+    item_bytes = ITEM_BYTES[found.asked.precision.computed]
+    n_exchanges, n_bytes = exchanges(
+        found.asked.args, found.plan.tp_size, item_bytes, is_exact=found.asked.is_exact
+    )
+    if not n_exchanges:
+        return 0.0
+    assert hardware.exchange_s is not None and hardware.link is not None
+    return n_exchanges * hardware.exchange_s + n_rows * n_bytes / hardware.link
+
+
+def _rank_time(
+    rank: RankEstimate, rates: Rates, n_rows: int, *, is_prefill: bool, is_full: bool
+) -> tuple[float, float]:
+    """Seconds that a rank reads, and seconds of its products if these take longer than reading.
+
+    A prefill multiplies only the last token with the head.
+    """
+    n_values = rank.layer_values + (0 if is_prefill else rank.head_values)
+    kv_s = rank.read_kv / rates.kv if is_full else 0.0
+    weights_s = rank.read_weights / rates.weights
+    products_s = 2 * n_values * n_rows / rates.products if rates.products else 0.0
+    if products_s > weights_s:
+        return kv_s, products_s
+    return weights_s + kv_s, 0.0
