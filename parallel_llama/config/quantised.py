@@ -48,10 +48,16 @@ _INTEGERS: dict[int, QuantFormat] = {4: QuantFormat(4), 8: QuantFormat(8)}
 # 4-bit integers in a 32-bit word.
 PER_WORD = 8
 
-# Formats of a native folder, by the names that native.json gives them.
+# Formats of a native folder, by the names that native.json gives them: all that run as stored.
 NATIVE_QUANTS = {
     form.name: form
-    for form in (*(QuantFormat(n, m) for n in (8, 5, 4) for m in (False, True)), ASKED["fp8"])
+    for form in (
+        *(QuantFormat(8), QuantFormat(8, has_min=True)),
+        *GGUF_QUANTS.values(),
+        *HF_QUANTS.values(),
+        *_INTEGERS.values(),
+        *ASKED.values(),
+    )
 }
 
 # By method: its formats, the default first, and what their files subtract from zero points.
