@@ -300,10 +300,10 @@ def unpacked(bytes_: Tensor, form: QuantFormat) -> Tensor:
     """The inverse of `packed`."""
     n_rows, n_columns = bytes_.shape
     groups = bytes_.view(n_rows, n_columns // _group_bytes(form), _group_bytes(form))
-    planes = planes_of(form.n_bits)
-    sizes = [QUANT_GROUP_SIZE * plane.width // 8 for plane in planes]
+    bit_bytes = QUANT_GROUP_SIZE // 8  # of one bit of all integers of a group
     unsigned = []
-    for plane, own in zip(planes, groups.split(sizes, -1), strict=True):
+    for plane in planes_of(form.n_bits):
+        own = groups[..., plane.first * bit_bytes :][..., : plane.width * bit_bytes]
         bits = [((own >> at) & plane.mask) << plane.first for at in range(0, 8, plane.width)]
         unsigned.append(torch.stack(bits, -1).flatten(2))
     return reduce(torch.bitwise_or, unsigned).flatten(1).view(torch.int8) - form.zero

@@ -124,10 +124,10 @@ def native_folder_formats(files: ModelFiles, args: ModelArgs) -> dict[str, Matri
     """
     values = read_json_object(files.config)
     with naming(files.config, CheckpointError):
-        return native_formats(values, args)
+        return {**native_formats(values, args)}
 
 
-def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, MatrixFormat]:
+def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, QuantFormat]:
     """The formats that native.json states, by Meta's names.
 
     Raises: UsageError for an unknown format, and for a name that is not a matrix of the model.
