@@ -82,7 +82,7 @@ class CanonicalQuant(CanonicalTensor):
         return groups
 
 
-# Some rows of a tensor: their values, or their integers, scales and perhaps minima.
+# Some rows of a tensor: their values, or the tensors of a `QuantMatrix`.
 Piece = tuple[Tensor, ...]
 
 

@@ -7,27 +7,32 @@ columns of unit 1, and so on. The last unit may be short.
     row-major   a0 a1 | b0 b1 | c0        unit-major   a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1
                 a2 a3 | b2 b3 | c1
 
-A quantised matrix is stored as two or three tensors in the same order:
+The tensors of a quantised matrix are those of `QuantMatrix`, in the same order:
 
-    NAME.integers   [out, in] int8, or [out, in / 2] uint8 for 4-bit integers
+    NAME.integers   [out, in] int8, or [out, in / 8 * n_bits] uint8 for less than 8 bits
     NAME.floats     [out, in] e4m3, instead of integers in fp8
-    NAME.scales     [out, in / 32] float16
-    NAME.mins       [out, in / 32] float16, in asymmetric formats
+    NAME.scales     [out, n_blocks] float16
+    NAME.mins       [out, n_blocks] float16, in formats with minima
+    NAME.factors    [out, in / 32 * n_factors] int8, in formats with factors
 
-4-bit integers are packed in pairs, the first in the low half of the byte; symmetric formats add 8,
-so that -8 is stored as 0.
+A unit of columns may be smaller than a block of inputs with one scale. Scales and minima are then
+stored block by block, and ranks that share a block both read it.
+
+Integers of less than 8 bits are packed group by group, in the planes of `ops.quant.planes_of`. In
+each plane, neighbours share a byte, the first in its lowest bits. Symmetric formats add their zero
+point, so that the least integer is stored as 0. Version 1 stores 5-bit integers as int8.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory
 from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded
-from parallel_llama.config.native import native_units
+from parallel_llama.config.native import native_units, native_version
 from parallel_llama.config.quantised import native_formats
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, UsageError
@@ -38,50 +43,114 @@ from parallel_llama.families.weights import Param
 from parallel_llama.files.fields import naming, read_json_object
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import torch_dtype
-from parallel_llama.ops.quant import QuantMatrix
+from parallel_llama.ops.quant import QuantMatrix, planes_of
 from parallel_llama.plan import unit_size
 
 # Bytes of one block of units when writing: large writes, and memory that is reused.
 BLOCK_BYTES = 8 << 20
 
 # Suffixes of the tensors of a quantised weight, and their dtypes by the names in the files.
-_SUFFIXES = ".integers", ".floats", ".scales", ".mins"
-_INTEGERS = {8: "I8", 5: "I8", 4: "U8"}  # 5-bit integers take a byte
-_FLOAT = "F8_E4M3"
-_HALF = "F16"
-BYTE_DTYPES = {"I8": torch.int8, "U8": torch.uint8, _FLOAT: torch.float8_e4m3fn}
+_SUFFIXES = ".integers", ".floats", ".scales", ".mins", ".factors"
+_BYTE, _PACKED, _FLOAT, _HALF = "I8", "U8", "F8_E4M3", "F16"
+BYTE_DTYPES = {_BYTE: torch.int8, _PACKED: torch.uint8, _FLOAT: torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
 class Part:
     """A tensor of a native folder: a plain weight, or one tensor of a quantised weight.
 
-    `param` names the tensor and has its shape, `unit` is its rows or columns per unit, and each
-    value stands for `per` inputs of the weight. Plain weights have any dtype, so `dtype` is None.
+    `param` names the tensor and has its shape, `unit` is its rows or columns per unit, and `n`
+    values stand for every `per` inputs of the weight. Plain weights have any dtype, so `dtype` is
+    None.
     """
 
     param: Param
     unit: int
     per: int = 1
+    n: int = 1
     dtype: str | None = None
 
     @classmethod
-    def of(cls, weight: Param, unit: int, suffix: str, per: int, dtype: str) -> "Part":
-        """The tensor with one value for every `per` inputs of a matrix."""
+    def of(cls, weight: Param, unit: int, suffix: str, per: int, n: int, dtype: str) -> "Part":
+        """The tensor with `n` values for every `per` inputs of a matrix.
+
+        If several units share these inputs, they are a unit of the tensor.
+        """
         n_rows, n_columns = weight.shape
-        param = replace(weight, name=weight.name + suffix, shape=(n_rows, n_columns // per))
-        return cls(param, unit // per if weight.dim == 1 else unit, per, dtype)
+        shape = n_rows, -(-n_columns // per) * n
+        own_unit = max(1, unit // per) * n if weight.dim == 1 else unit
+        return cls(replace(weight, name=weight.name + suffix, shape=shape), own_unit, per, n, dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the file."""
         return stored_shape(self.param, self.unit)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether these are integers of less than 8 bits that share bytes."""
+        return self.dtype == _PACKED
+
     def rows(self, of_weight: range) -> range:
         """Converts rows or columns of the weight, in whole groups, to those of the tensor."""
         if self.param.dim == 0:
             return of_weight
-        return range(of_weight.start // self.per, of_weight.stop // self.per)
+        return range(of_weight.start // self.per * self.n, -(-of_weight.stop // self.per) * self.n)
+
+    def unit_spans(self, held: range) -> list[range]:
+        """The byte range of each unit, in order, of the tensor in the byte range `held`."""
+        size, n_bytes = self.param.shape[self.param.dim], len(held)
+        return [
+            held[start * n_bytes // size : min(start + self.unit, size) * n_bytes // size]
+            for start in range(0, size, self.unit)
+        ]
+
+
+@dataclass(frozen=True)
+class NativeStorage:
+    """How a native folder stores weights.
+
+    Args:
+        units: Rows or columns per unit of each axis.
+        formats: The formats of quantised weights.
+        version: That of native.json.
+    """
+
+    units: Mapping[str, int]
+    formats: Mapping[str, QuantFormat]
+    version: int = 2
+
+    def parts_of(self, param: Param) -> list[Part]:
+        """The tensors of a weight; if quantised, in the order of `QuantMatrix.tensors`."""
+        # A replicated weight is one unit.
+        unit = param.shape[param.dim] if param.axis is None else self.units[param.axis]
+        form = self.formats.get(param.name)
+        if form is None:
+            return [Part(param, unit)]
+        integers, floats, scales, mins, factors = _SUFFIXES
+        parts = [(integers, QUANT_GROUP_SIZE, QUANT_GROUP_SIZE, _BYTE)]
+        if form.is_float:
+            parts = [(floats, 1, 1, _FLOAT)]
+        elif form.n_bits < 8 and (self.version > 1 or form.n_bits != 5):
+            parts = [(integers, QUANT_GROUP_SIZE, _group_bytes(form), _PACKED)]
+        parts += [(half, form.block, 1, _HALF) for half in (scales, mins)[: 1 + form.has_min]]
+        if form.n_factors:
+            parts.append((factors, QUANT_GROUP_SIZE, form.n_factors, _BYTE))
+        return [Part.of(param, unit, *part) for part in parts]
+
+
+def read_storage(files: ModelFiles, args: ModelArgs) -> NativeStorage:
+    """The storage that native.json describes.
+
+    Raises: CheckpointError if native.json is damaged.
+    """
+    values = read_json_object(files.config)
+    with naming(files.config, CheckpointError):
+        units = native_units(values, axis_units(args))
+        formats = native_formats(values, args)
+        if formats:
+            _require_whole_quant_groups(units)
+        return NativeStorage(units, formats, native_version(values))
 
 
 class NativeFolder(TensorFiles):
@@ -93,17 +162,13 @@ class NativeFolder(TensorFiles):
     readable = f"supported: {', '.join(STORED)}, and the quantised weights of native.json"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
-        values = read_json_object(files.config)
-        with naming(files.config, CheckpointError):
-            self._units = native_units(values, axis_units(args))
-            self._formats = native_formats(values, args)
-            if self._formats:
-                _require_whole_quant_groups(self._units)
+        self._storage = read_storage(files, args)
         super().__init__(files, args, empty)
 
     def _slices_of(self, args: ModelArgs) -> Mapping[str, StoredSlice]:
-        self._in_file = {param.name: param for param in parameters(args)}
-        parts = [part for name in self._in_file for part in self._parts(name)]
+        params = parameters(args)
+        self._parts = {param.name: self._storage.parts_of(param) for param in params}
+        parts = [part for parts in self._parts.values() for part in parts]
         self._dtype_of = {part.param.name: part.dtype for part in parts}
         return {part.param.name: whole(part.param.name, part.shape) for part in parts}
 
@@ -111,30 +176,27 @@ class NativeFolder(TensorFiles):
         dtype = self._dtype_of[name]
         return STORED if dtype is None else (dtype,)
 
-    def _parts(self, name: str) -> list[Part]:
-        return parts_of(self._in_file[name], self._units, self._quant_format(name))
-
-    def _quant_format(self, name: str) -> QuantFormat | None:
-        form = self._formats.get(name)
-        return form if isinstance(form, QuantFormat) else None
-
     def _stored(self, param: Param, rows: range) -> Tensor:
-        form = self._quant_format(param.name)
+        form = self._storage.formats.get(param.name)
         if form is None:
-            (part,) = self._parts(param.name)
+            (part,) = self._parts[param.name]
             return self._values(part, rows, param.dim)
         return decoded(param, rows, partial(self._groups, param, form=form))
 
     def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
-        return self._groups(param, rows, form) if self._quant_format(param.name) == form else None
+        is_stored = self._storage.formats.get(param.name) == form
+        return self._groups(param, rows, form) if is_stored else None
 
     def _groups(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix:
         """A slice of a quantised weight; slices of columns must be whole groups."""
-        parts = (self._values(part, rows, param.dim) for part in self._parts(param.name))
-        integers, scales, *mins = parts
-        if form.n_bits == 4:
+        parts = self._parts[param.name]
+        integers, scales, *others = (self._values(part, rows, param.dim) for part in parts)
+        if parts[0].is_packed:
             integers = unpacked(integers, form)
-        return QuantMatrix(form, integers.view(torch.int8), scales, mins[0] if mins else None)
+        mins = others.pop(0) if form.has_min else None
+        factors = others.pop(0) if form.n_factors else None
+        n_before = rows.start % form.block // QUANT_GROUP_SIZE if param.dim else 0
+        return QuantMatrix(form, integers.view(torch.int8), scales, mins, factors, n_before)
 
     def _values(self, part: Part, rows: range, dim: int) -> Tensor:
         """The part of a tensor for these rows (dim 0) or columns (dim 1) of the weight."""
@@ -199,26 +261,6 @@ def axis_units(args: ModelArgs, quant_group_size: int = 1) -> dict[str, int]:
     }
 
 
-def unit_of(param: Param, units: Mapping[str, int]) -> int:
-    """The rows or columns of one unit of a weight; all if the weight is replicated."""
-    return param.shape[param.dim] if param.axis is None else units[param.axis]
-
-
-def parts_of(param: Param, units: Mapping[str, int], form: QuantFormat | None = None) -> list[Part]:
-    """The tensors of a weight; if quantised: integers or floats, scales, and perhaps minima."""
-    unit = unit_of(param, units)
-    if form is None:
-        return [Part(param, unit)]
-    integers, floats, scales, mins = _SUFFIXES
-    per_byte, stored = (2 if form.n_bits == 4 else 1), _INTEGERS[form.n_bits]
-    first = (floats, 1, _FLOAT) if form.is_float else (integers, per_byte, stored)
-    halves = [scales, mins] if form.has_min else [scales]
-    return [
-        Part.of(param, unit, *first),
-        *(Part.of(param, unit, half, QUANT_GROUP_SIZE, _HALF) for half in halves),
-    ]
-
-
 def dtype_of(in_file: str) -> torch.dtype:
     """The torch dtype for a name in the files."""
     return BYTE_DTYPES.get(in_file) or torch_dtype(STORED[in_file])
@@ -231,25 +273,40 @@ def weight_of(tensor: str) -> str:
     return tensor
 
 
+def _group_bytes(form: QuantFormat) -> int:
+    """Bytes of a packed group."""
+    return QUANT_GROUP_SIZE * form.n_bits // 8
+
+
 def packed(integers: Tensor, form: QuantFormat) -> Tensor:
-    """Pack 4-bit integers in pairs. Shapes: [out, in] int8 -> [out, in / 2] uint8."""
-    pairs = (integers + form.zero).view(torch.uint8)
-    pairs = pairs.view(len(pairs), pairs.shape[1] // 2, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    """Packs integers of less than 8 bits. Shapes: [out, in] int8 -> [out, in / 8 * n_bits] uint8.
+
+    >>> packed(torch.arange(-8, 8, dtype=torch.int8).repeat(1, 2), QuantFormat(4))[0, :3].tolist()
+    [16, 50, 84]
+    """
+    n_rows, n_columns = integers.shape
+    unsigned = (integers + form.zero).view(torch.uint8)
+    groups = unsigned.reshape(n_rows, n_columns // QUANT_GROUP_SIZE, QUANT_GROUP_SIZE)
+    planes = []
+    for plane in planes_of(form.n_bits):
+        n_in_byte = 8 // plane.width
+        bits = (groups >> plane.first) & plane.mask
+        columns = (bits[..., n::n_in_byte] << n * plane.width for n in range(n_in_byte))
+        planes.append(reduce(torch.bitwise_or, columns))
+    return torch.cat(planes, -1).flatten(1)
 
 
-def unpacked(pairs: Tensor, form: QuantFormat) -> Tensor:
+def unpacked(bytes_: Tensor, form: QuantFormat) -> Tensor:
     """The inverse of `packed`."""
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1).view(torch.int8) - form.zero
-
-
-def unit_spans(held: range, param: Param, units: Mapping[str, int]) -> list[range]:
-    """The byte range of each unit, in order, of a tensor stored in the byte range `held`."""
-    size, unit, n_bytes = param.shape[param.dim], unit_of(param, units), len(held)
-    return [
-        held[start * n_bytes // size : min(start + unit, size) * n_bytes // size]
-        for start in range(0, size, unit)
-    ]
+    n_rows, n_columns = bytes_.shape
+    groups = bytes_.view(n_rows, n_columns // _group_bytes(form), _group_bytes(form))
+    bit_bytes = QUANT_GROUP_SIZE // 8  # of one bit of all integers of a group
+    unsigned = []
+    for plane in planes_of(form.n_bits):
+        own = groups[..., plane.first * bit_bytes :][..., : plane.width * bit_bytes]
+        bits = [((own >> at) & plane.mask) << plane.first for at in range(0, 8, plane.width)]
+        unsigned.append(torch.stack(bits, -1).flatten(2))
+    return reduce(torch.bitwise_or, unsigned).flatten(1).view(torch.int8) - form.zero
 
 
 def is_unit_major(param: Param) -> bool:

@@ -5,7 +5,7 @@ the file. Nothing is written.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -28,12 +28,12 @@ from parallel_llama.checkpoint.manifest import (
     read_manifest,
 )
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
-from parallel_llama.checkpoint.native_folder import axis_units, unit_spans, weight_of
+from parallel_llama.checkpoint.native_folder import Part, read_storage, weight_of
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.checkpoint.tensor_files import read_header
 from parallel_llama.config.hf import llama3_from_factors
 from parallel_llama.config.layouts import load_model_args
-from parallel_llama.dtypes import ITEM_BYTES, QUANT_GROUP_SIZE
+from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import FAMILIES, family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
@@ -85,13 +85,15 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
 class Damage:
     """The results of checking a folder with damaged files.
 
-    `args` is None if the configuration is unreadable. `wrong` names the tensors that differ from
-    the manifest in canonical form; `reasons` are the errors of reading the folder as a model.
+    `args` is None if the configuration is unreadable. `parts` are the tensors of a native folder by
+    name, empty if native.json is unreadable. `wrong` names the tensors that differ from the
+    manifest in canonical form; `reasons` are the errors of reading the folder as a model.
     """
 
     folder: Path
     manifest: Manifest
     args: ModelArgs | None
+    parts: Mapping[str, Part]
     wrong: Collection[str]
     reasons: list[str]
 
@@ -114,16 +116,15 @@ class Damage:
 
     def _spots(self, name: str) -> list[str]:
         path, layout = self.folder / name, self.manifest.layout
-        params = {param.name: param for param in parameters(self.args)} if self.args else {}
         spots = []
         for tensor, held in locations(path, "hf" if layout == "hf" else None, self.args):
             weight = weight_of(tensor) if layout == "native" else tensor
-            entry, param = self.manifest.tensors.get(weight), params.get(weight)
+            entry, part = self.manifest.tensors.get(weight), self.parts.get(tensor)
             if entry is None:
                 continue  # not a weight, so the manifest has no hash of it
             units = self.manifest.units.get(tensor)
-            if self.args and param and units:
-                spans = unit_spans(held, param, axis_units(self.args, self._quant_group_size))
+            if part and units:
+                spans = part.unit_spans(held)
                 spots += [
                     f"{tensor}, bytes {span.start} to {span.stop} (unit {number})"
                     for number, (span, unit) in enumerate(zip(spans, units, strict=False))
@@ -132,11 +133,6 @@ class Damage:
             elif self._is_damaged(path, weight, held, entry):
                 spots.append(f"{tensor}, bytes {held.start} to {held.stop}")
         return spots
-
-    @property
-    def _quant_group_size(self) -> int:
-        is_quantised = any(weight_of(tensor) != tensor for tensor in self.manifest.units)
-        return QUANT_GROUP_SIZE if is_quantised else 1
 
     def _is_damaged(self, path: Path, tensor: str, held: range, entry: TensorEntry) -> bool:
         n_bytes = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
@@ -227,7 +223,8 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
         report.tensors = len(list(parameters(mine.args)))
     if manifest is not None:
         report.hashed += len(mine.tensors) if mine else 0
-        known = Damage(path, manifest, _args(path), wrong, inner.problems)
+        args = _args(path)
+        known = Damage(path, manifest, args, _native_parts(path, args), wrong, inner.problems)
         for name in damaged:
             report.problems += known.lines(name, is_only_one=len(damaged) == 1)
         if is_whole:
@@ -297,6 +294,17 @@ def _args(path: Path) -> ModelArgs | None:
     with Report().noting(path):
         return load_model_args(find_model(str(path)), meta_vocab_size)
     return None
+
+
+def _native_parts(path: Path, args: ModelArgs | None) -> dict[str, Part]:
+    """The tensors of a native folder by name; empty for other folders and a damaged native.json."""
+    with Report().noting(path):
+        files = find_model(str(path))
+        if args is not None and files.kind == "native":
+            storage = read_storage(files, args)
+            parts = (part for param in parameters(args) for part in storage.parts_of(param))
+            return {part.param.name: part for part in parts}
+    return {}
 
 
 def _compare(mine: Seen, other: Path, report: Report, on_bytes: OnBytes) -> None:

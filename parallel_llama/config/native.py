@@ -7,12 +7,16 @@ from typing import Any
 import msgspec
 
 from parallel_llama.dtypes import QuantFormat
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, listed
 from parallel_llama.families import FAMILIES
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, features_of
 from parallel_llama.files.fields import Fields
 
-NATIVE_FORMAT = "parallel_llama native 1"
+# The versions of native folders, by the names that native.json gives them.
+VERSIONS = {"parallel_llama native 1": 1, "parallel_llama native 2": 2}
+
+# The formats that all versions store alike. Version 2 packs 5-bit integers, and has all others.
+_IN_EVERY_VERSION = {"int8", "int8 with minima", "int4", "int4 with minima", "fp8"}
 
 _KEYS = {"format", "args", "units", "quantised"}
 _ARGS = {field.name: field.default for field in fields(ModelArgs)}
@@ -24,7 +28,8 @@ def native_config(
 ) -> dict[str, Any]:
     """The content of native.json, with rows or columns per unit of each axis.
 
-    `formats` are those of the quantised weights, each one of `quantised.NATIVE_QUANTS`.
+    `formats` are those of the quantised weights, each one of `quantised.NATIVE_QUANTS`. The content
+    states the first version with these formats.
     """
     features = features_of(args)
     common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file
@@ -32,7 +37,9 @@ def native_config(
     own = {name: stated[name] for name in stated if name in common or name in features}
     names = {weight: form.name for weight, form in (formats or {}).items()}
     quantised = {"quantised": names} if names else {}
-    return {"format": NATIVE_FORMAT, "args": own, "units": dict(units), **quantised}
+    first, latest = VERSIONS
+    version = first if _IN_EVERY_VERSION.issuperset(names.values()) else latest
+    return {"format": version, "args": own, "units": dict(units), **quantised}
 
 
 def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
@@ -40,9 +47,8 @@ def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
 
     Raises: UsageError for another format, or a key that is unknown, missing or of a wrong type.
     """
+    native_version(values)
     top = Fields(values)
-    if (version := top.string("format")) != NATIVE_FORMAT:
-        raise UsageError(f"the format {version[:80]!r} is not supported; {NATIVE_FORMAT!r} is")
     top.require_known(_KEYS)
     stated = top.mapping("args")
     Fields(stated).require_known(_ARGS)
@@ -54,6 +60,18 @@ def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
     if args.family not in FAMILIES:
         raise UsageError(f"family={args.family[:80]!r} is not supported; {', '.join(FAMILIES)} are")
     return args
+
+
+def native_version(values: Mapping[str, Any]) -> int:
+    """The version of a native folder.
+
+    Raises: UsageError for a format that is not in `VERSIONS`.
+    """
+    if (name := Fields(values).string("format")) not in VERSIONS:
+        raise UsageError(
+            f"the format {name[:80]!r} is not supported; {listed(map(repr, VERSIONS))} are"
+        )
+    return VERSIONS[name]
 
 
 def native_units(values: Mapping[str, Any], axes: Collection[str]) -> dict[str, int]:

@@ -45,10 +45,16 @@ HF_QUANTS = {
 # Integers without zero points.
 _INTEGERS: dict[int, QuantFormat] = {4: QuantFormat(4), 8: QuantFormat(8)}
 
-# Formats of a native folder, by the names that native.json gives them.
+# Formats of a native folder, by the names that native.json gives them: all that run as stored.
 NATIVE_QUANTS = {
     form.name: form
-    for form in (*(QuantFormat(n, m) for n in (8, 5, 4) for m in (False, True)), ASKED["fp8"])
+    for form in (
+        *(QuantFormat(8), QuantFormat(8, has_min=True)),
+        *GGUF_QUANTS.values(),
+        *HF_QUANTS.values(),
+        *_INTEGERS.values(),
+        *ASKED.values(),
+    )
 }
 
 # By method: the numbers of bits of its integers.
@@ -131,10 +137,10 @@ def native_folder_formats(files: ModelFiles, args: ModelArgs) -> dict[str, Matri
     """
     values = read_json_object(files.config)
     with naming(files.config, CheckpointError):
-        return native_formats(values, args)
+        return {**native_formats(values, args)}
 
 
-def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, MatrixFormat]:
+def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, QuantFormat]:
     """The formats that native.json states, by Meta's names.
 
     Raises: UsageError for an unknown format, and for a name that is not a matrix of the model.

@@ -14,14 +14,13 @@ from parallel_llama.checkpoint.canonical import Piece
 from parallel_llama.checkpoint.checkpoint import is_rotary, reordered
 from parallel_llama.checkpoint.native_folder import (
     BYTE_DTYPES,
+    NativeStorage,
     Part,
     axis_units,
     dtype_of,
     is_unit_major,
     packed,
-    parts_of,
     unit_major_blocks,
-    unit_spans,
 )
 from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf import hf_config
@@ -80,9 +79,9 @@ class SafetensorsLayout(Layout):
         files: list[TargetFile] = []
         self.locations: dict[str, tuple[str, int]] = {}
         for name, dealt in zip(names, _dealt([*self.stored.values()], len(names)), strict=True):
-            # Wide dtypes come first, so that every tensor is aligned to its itemsize.
-            # Dtypes of one byte have even sizes, so they may precede those of two bytes.
-            ordered = sorted(dealt, key=lambda tensor: -max(2, tensor.dtype.itemsize))
+            # Wide dtypes come first, so that every tensor is aligned to its itemsize. Tensors of
+            # single bytes precede those of two bytes, except for tensors of an odd size.
+            ordered = sorted(dealt, key=lambda t: -max(2 - t.n_bytes % 2, t.dtype.itemsize))
             header = _header(ordered)
             offset = len(header)
             for tensor in ordered:
@@ -178,45 +177,42 @@ class NativeLayout(SafetensorsLayout):
         n_parts: int,
         formats: Mapping[str, QuantFormat] | None = None,
     ) -> None:
-        self._formats = formats or {}
-        self._units = axis_units(args, QUANT_GROUP_SIZE if self._formats else 1)
+        units = axis_units(args, QUANT_GROUP_SIZE if formats else 1)
+        self._storage = NativeStorage(units, formats or {})
         names = [f"weights-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         slices: dict[str, StoredSlice] = {}
         held: dict[str, torch.dtype] = {}
         for weight in parameters(args):
-            for part in self._parts_of(weight):
+            for part in self._storage.parts_of(weight):
                 name = part.param.name
                 slices[name] = whole(name, part.shape)
                 held[name] = dtypes[name] if part.dtype is None else dtype_of(part.dtype)
         super().__init__(args, held, names, slices)
 
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
-        first, *others = self._parts_of(param)
-        form = self._formats.get(param.name)
-        left: list[Piece] = []  # scales and minima, small and stored after all integers
+        first, *others = self._storage.parts_of(param)
+        left: list[Piece] = []  # scales, minima and factors, stored after all integers
 
         def values() -> Iterator[Tensor]:
-            for value, *halves in pieces:
-                left.append(tuple(halves))
-                yield packed(value, form) if form is not None and form.n_bits == 4 else value
+            for value, *rest in pieces:
+                left.append(tuple(rest))
+                yield packed(value, self._storage.formats[param.name]) if first.is_packed else value
 
         yield from self._placed(first, values())
-        for part, halves in zip(others, zip(*left, strict=True), strict=True):
-            yield from self._placed(part, halves)
+        for part, rest in zip(others, zip(*left, strict=True), strict=True):
+            yield from self._placed(part, rest)
 
     def metadata(self) -> dict[str, bytes]:
-        return {"native.json": json_text(native_config(self.args, self._units, self._formats))}
+        config = native_config(self.args, self._storage.units, self._storage.formats)
+        return {"native.json": json_text(config)}
 
     def unit_bytes(self, param: Param) -> dict[str, list[int]]:
-        sizes = {}
-        for part in self._parts_of(param):
-            held = range(self.stored[part.param.name].n_bytes)
-            spans = unit_spans(held, param, self._units)
-            sizes[part.param.name] = [len(span) for span in spans]
-        return sizes
-
-    def _parts_of(self, param: Param) -> list[Part]:
-        return parts_of(param, self._units, self._formats.get(param.name))
+        return {
+            part.param.name: [
+                len(span) for span in part.unit_spans(range(self.stored[part.param.name].n_bytes))
+            ]
+            for part in self._storage.parts_of(param)
+        }
 
     def _placed(self, part: Part, values: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
         """The values of one stored tensor, with their locations."""

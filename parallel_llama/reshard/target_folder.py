@@ -18,7 +18,6 @@ from typing import Any, Literal
 from parallel_llama.config.adapter import Adapter
 from parallel_llama.config.gguf_fields import written_form
 from parallel_llama.config.layouts import stored_formats
-from parallel_llama.config.quantised import NATIVE_QUANTS
 from parallel_llama.dtypes import ASKED, QuantFormat, make_precision
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
@@ -90,7 +89,7 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
 def kept_quant(source: ModelFiles, args: ModelArgs) -> str:
     """The default quantisation of a native target: 'stored' for a quantised folder, else 'none'.
 
-    Matrices of a GGUF file are decoded, because native folders cannot hold most of their types.
+    Matrices of a GGUF file are decoded by default, into folders of every layout.
     """
     return "stored" if source.kind != "gguf" and stored_formats(source, args) else "none"
 
@@ -136,12 +135,9 @@ def target_formats(
         quant = found if kind in ("native", "gguf") else "none"
     if quant == "none":
         if found != "none" and dtype is None:
-            can_stay = adapter is None and all(
-                form in NATIVE_QUANTS.values() for form in stored.values()
-            )
             raise UsageError(
                 f"{source.path}: its weights are quantised; choose the dtype of the decoded values "
-                "with --dtype" + (", or keep them with --format native" if can_stay else "")
+                "with --dtype" + (", or keep them with --format native" if adapter is None else "")
             )
         return {}
     if kind not in ("native", "gguf"):
@@ -157,19 +153,17 @@ def target_formats(
             )
         require_blocks(written, quant)
         return {}
-    supported = [*NATIVE_QUANTS.values()] if kind == "native" else [*TYPES_OF_FORMATS]
-    where = "native folders" if kind == "native" else "written GGUF files"
     precision = make_precision(written, "float32", "cpu", quant, stored)
     formats = {}
     for param in parameters(written):
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, QuantFormat):
-            if form not in supported:
-                names = ", ".join(form.name for form in supported)
-                *others, last = [name for name, asked in ASKED.items() if asked in supported]
+            if kind == "gguf" and form not in TYPES_OF_FORMATS:
+                names = ", ".join(each.name for each in TYPES_OF_FORMATS)
+                asked = [name for name, each in ASKED.items() if each in TYPES_OF_FORMATS]
                 raise UsageError(
-                    f"{param.name}: is in {form.name}, and {where} support {names}; use --quant "
-                    f"{', '.join(others)} or {last}, or --quant none with a --dtype"
+                    f"{param.name}: is in {form.name}, and written GGUF files support {names}; "
+                    f"use --quant {' or '.join(asked)}, or --quant none with a --dtype"
                 )
             formats[param.name] = form
     return formats

@@ -317,17 +317,17 @@ def test_resharded_plain_values_are_those_that_are_loaded_to_the_last_bit(kind, 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("hf", r"its weights are quantised; choose the dtype .* with --dtype$"),
+        ("hf", r"its weights are quantised; .* with --dtype, or keep them with --format native$"),
         ("meta --dtype float16 --quant stored", "only native folders and GGUF files support quant"),
         (
-            "native",
-            r"wq\.weight: is in int4 with minima by 128, and native folders support int8,.*; "
-            "use --quant int8, int4 or fp8, or --quant none with a --dtype",
+            "gguf",
+            r"wq\.weight: is in int4 with minima by 128, and written GGUF files support int8, .*; "
+            "use --quant int8 or int4, or --quant none with a --dtype",
         ),
     ],
 )
 def test_a_target_that_cannot_hold_the_groups_is_refused(flags, expected, made, tmp_path, capsys):
-    argv = ["reshard", str(made["gptq"]), str(tmp_path / "x"), "--tp", "1", "--format"]
+    argv = ["reshard", str(made["gptq"]), str(tmp_path / "x.gguf"), "--tp", "1", "--format"]
     assert main([*argv, *flags.split()]) == 2
     assert re.search(expected, capsys.readouterr().err.strip())
     assert not list(tmp_path.iterdir())

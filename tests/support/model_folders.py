@@ -19,7 +19,7 @@ from parallel_llama.checkpoint.manifest import (
     hash_file,
     write_manifest,
 )
-from parallel_llama.checkpoint.native_folder import axis_units, unit_spans
+from parallel_llama.checkpoint.native_folder import NativeStorage, axis_units
 from parallel_llama.checkpoint.verify import locations
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.families import parameters
@@ -70,7 +70,8 @@ def add_manifest(folder: Path) -> Manifest:
         }
         for param in parameters(args):
             path, location = held[param.name]
-            spans = unit_spans(location, param, axis_units(args))
+            (part,) = NativeStorage(axis_units(args), {}).parts_of(param)
+            spans = part.unit_spans(location)
             units[param.name] = [hash_file(path, span=span) for span in spans]
     manifest = Manifest(files.kind, tensors, entries, units)
     checkpoint.close()
