@@ -15,7 +15,7 @@ ranks by their heartbeats.
              rows, used alternately
     cells    per rank, 8 bytes each: descriptors to send to and to receive from, bytes sent and
              received of the current exchange, whether the rank is another one of this host; then
-             the number of finished collectives, and of those that were not broadcasts
+             the number of finished collectives, and of finished collectives except broadcasts
 
 A rank writes its message into its row, sends it, receives messages into the rows of their senders,
 publishes that it has received them, and waits until all ranks of its host have published. Two sets
@@ -74,7 +74,7 @@ ROW_BYTES = VALUES_AT + MAX_BYTES
 _READY, _SIGNATURE, _EXCHANGE = 0, HEADER_AT // 8, HEADER_AT // 8 + 1  # cells of 8 bytes of a row
 CELLS = 5  # of a rank
 SEND_FD, RECEIVE_FD, SENT, RECEIVED, IS_LOCAL = range(CELLS)
-# After the cells of all ranks: finished collectives, and those of them that were not broadcasts.
+# After the cells of all ranks: finished collectives, and finished collectives except broadcasts.
 FINISHED, SHARED = range(2)
 # The sets of rows: two in the memory of the host, and one of this rank for broadcasts.
 _N_SHARED_SETS = _PRIVATE_SET = 2
