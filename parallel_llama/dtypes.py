@@ -214,7 +214,7 @@ class Precision:
         if self.stored is not None and name in self.stored:
             return self.stored[name]
         if kind == "vector":
-            # A router whose bias was rounded to 16 bits could select other experts. Kernels read
+            # With a bias rounded to 16 bits, a router could select other experts. Kernels read
             # sinks in the dtype of the softmax.
             is_wide = name.endswith((".gate.bias", ".sinks")) and self.computed != "float64"
             return DenseFormat("float32" if is_wide else self.computed)

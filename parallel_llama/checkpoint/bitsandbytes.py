@@ -40,8 +40,8 @@ from parallel_llama.config.bitsandbytes import CODES, QUANT_STATE, QuantState
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families.stored_slices import StoredSlice
 
-# Reads a block of the tensor whose name ends with a suffix, viewed as a matrix of bytes. The
-# arguments are the suffix, the bytes of a row, the rows and the columns of the block.
+# Reads a block of one of a matrix's tensors, viewed as a matrix of bytes. The arguments are the
+# suffix of the tensor's name, the bytes of a row, the rows and the columns of the block.
 # Returns: uint8 [rows, columns].
 ReadBytes = Callable[[str, int, range, range], Tensor]
 

@@ -268,7 +268,7 @@ def as_bytes(variants: Mapping[str, Sequence[Tensor]]) -> bytes:
 
 
 def differing_norms(files: ModelFiles) -> dict[str, list[Tensor]]:
-    """The norms whose bytes differ between the files, with the copy of each file."""
+    """The copies of each norm, one per file, if their bytes differ; other norms are left out."""
     states = [open_torch_file(path) for path in files.weights]
     held = sorted(set.intersection(*map(set, states)))
     norms = {

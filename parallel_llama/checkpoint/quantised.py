@@ -85,7 +85,7 @@ class PackedMatrix:
         return -(-self.stored_slice.shape[1] // self.group_size)
 
     def values(self, block: MatrixBlock, read: Read) -> Tensor:
-        """Decodes a block of a GPTQ matrix, whose group may have any size and any inputs.
+        """Decodes a block of a GPTQ matrix. Its groups may have any size and any inputs.
 
         Returns: [rows, columns] float32.
 

@@ -1,4 +1,4 @@
-"""The base class of readers whose files store every tensor unsharded: all but Meta's."""
+"""The base class of readers for layouts with unsharded tensors: all but Meta's."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path

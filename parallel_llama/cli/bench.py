@@ -125,7 +125,7 @@ def prepare(flags: Flags) -> Job:
 def _layer_s(llm: "LLM", rates: Sequence["RankRates"]) -> float:
     """Seconds of a layer in a decode step that are neither reads nor exchanges.
 
-    Measured with one short sequence, whose KV cache is negligible.
+    Measured with one sequence, which is so short that its KV cache takes no measurable time.
     """
     n_tokens = min(_SHORT_TOKENS, llm.input_processor.max_seq_len - 1)
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)

@@ -60,7 +60,7 @@ class LoraConfig:
             for all linear modules of the layers.
         excluded: modules of `targets` without A and B.
         layers: the layers with A and B; None for all.
-        layer_numbers: patterns of module names, whose group `number` is the layer's number.
+        layer_numbers: patterns of module names; the group `number` of a match is the layer.
         saved: ends of the names of modules that were trained whole.
         keeps_tied: whether tied embeddings stay tied if they were trained whole.
     """

@@ -269,7 +269,7 @@ class KernelCalls:
 
 
 class _KernelCallStep:
-    """A recorded step, which replays steps with equally many rows whose keys fit into its buffers.
+    """A recorded step. It replays steps with as many rows, if their keys fit into its buffers.
 
     `kv_groups` and `rotations` are those of the first step. `adapters` is filled before a replay.
 

@@ -194,7 +194,7 @@ class Family:
         multimodal: HF's model_type of models of text and images that have this family as text part.
         text_prefix: The beginning of the names of the text part's tensors in such models.
         other_parts: The beginnings of the names of the other parts' tensors, which are not loaded.
-        params: The publisher whose checkpoints with params.json are read as this family; empty
+        params: The publisher of checkpoints with params.json that are read as this family; empty
             without one. `reshard` writes Meta's layout for every family.
         gguf: The family in GGUF files; None if it is not read from them. Of the families with the
             same architecture and `has_experts`, a file is read as the first in `FAMILIES`.

@@ -171,8 +171,8 @@ class TorchOps:
 
         Args:
             groups: the number of groups of consecutive experts, and the number of groups that a
-                token's experts come from: the groups whose two most preferred experts have the
-                largest sum of these values.
+                token's experts come from. A group is rated by the sum of these values of its two
+                most preferred experts.
 
         Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] -> routing_weights and experts
             [T, n_active].

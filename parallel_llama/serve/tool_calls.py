@@ -51,8 +51,9 @@ SECTIONS = ToolFormat("<|START_ACTION|>", "<|END_ACTION|>", "parameters", is_lis
 # What a template that asks for calls in Python's syntax says.
 _ASKS_FOR_PYTHON = "[func_name1("
 
-# What begins a list of calls in Python's syntax, up to the first parenthesis.
-_PYTHON_HEAD = re.compile(r"\[\s*[\w.]*\s*")
+# What begins a list of calls in Python's syntax, up to the first parenthesis. It is matched again
+# for each character, so its length is bounded.
+_PYTHON_HEAD = re.compile(r"\[\s{0,64}[\w.]{0,256}\s{0,64}")
 
 # Templates with these ask for calls in another syntax.
 _OTHER = ("<function=", "<arg_key>", "[ARGS]", "Action:")

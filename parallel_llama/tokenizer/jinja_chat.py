@@ -81,8 +81,8 @@ class JinjaChat:
 
     The template's input is that of transformers: keys without a value are omitted, and reasoning is
     given as `thinking` and `reasoning_content`. In addition, arguments of tool calls given as JSON
-    text of an object are decoded, and text parts are joined by newlines for roles whose parts the
-    template does not support. For a template with channels, the text and the reasoning of a message
+    text of an object are decoded. Where a template does not support the text parts of a role, they
+    are joined by newlines. For a template with channels, the text and the reasoning of a message
     with calls are joined by an empty line.
 
     A role must be one of ROLES, or a quoted word in the template, as in `role == 'critic'`.

@@ -10,6 +10,7 @@ import pytest
 from commands import run_python
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_output import page, plan
 
 from parallel_llama.cli import main as command_line
 from parallel_llama.cli import terminal
@@ -21,20 +22,6 @@ from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
-
-Capture = pytest.CaptureFixture[str]
-
-
-def plan(capsys: Capture, *argv: str) -> dict[str, Any]:
-    command_line.main(["plan", "--json", *argv])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def page(capsys: Capture, *argv: str) -> str:
-    command_line.main(["plan", *argv])
-    return capsys.readouterr().out
-
 
 # GPUs
 

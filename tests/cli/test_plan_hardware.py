@@ -6,23 +6,12 @@ from typing import Any
 
 import pytest
 from commands import run_command
+from plan_output import Capture, page, plan
 from tiny_models import TINY_MODELS, write_hf
 
 from parallel_llama.cli import main as command_line
 
-Capture = pytest.CaptureFixture[str]
 LARGE = ["--model", "llama-3.1-70b", "--max-seq-len", "32k", "--batch", "16"]
-
-
-def plan(capsys: Capture, *argv: str) -> dict[str, Any]:
-    command_line.main(["plan", "--json", *argv])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def page(capsys: Capture, *argv: str) -> str:
-    command_line.main(["plan", *argv])
-    return capsys.readouterr().out
 
 
 def error(capsys: Capture, *argv: str) -> str:

@@ -141,6 +141,13 @@ def test_text_is_held_back_only_where_it_may_become_a_call():
     assert told == ["a", " ", "", "<b", ">", " ", "", "", "", "", "", "", "<tool_x"]
 
 
+@pytest.mark.parametrize("rest", ["a", " ", "a."])
+def test_what_is_too_long_for_a_name_is_not_held_back(rest):
+    """Each character was matched with all before it: 40,000 took ten seconds of the event loop."""
+    text = "[" + rest * 1000
+    assert "".join(part for part in CallReader(PYTHONIC, NAMES).push(text)) == text
+
+
 def test_a_list_whose_opening_is_not_written_is_read():
     written = '[{"name": "rain", "arguments": {"city": "Oslo"}}]'
     assert read(MISTRAL, written, begins_inside=True) == ("", [("rain", OSLO)])
