@@ -74,7 +74,8 @@ class _ShortRepr:
 
 def whole_number(value: object) -> int | None:
     """An integer of any library as an int; None for anything else."""
-    if isinstance(value, bool):  # an int to Python, but `top_k=True` is a mistake
+    # True is an index to Python and to some versions of numpy, but `top_k=True` is a mistake.
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]

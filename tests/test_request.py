@@ -38,7 +38,7 @@ BAD_PARAMS: dict[str, list[Any]] = {
     "ignore_eos": [1],
     "logprobs": [-1, 21],
     "prompt_logprobs": [-1, 21],
-    "n": [0, 129, np.int64(0), np.bool_(True)],
+    "n": [0, 129, np.int64(0), np.bool_(True), torch.tensor(True)],
     "min_tokens": [-1, 129],  # more than max_tokens
     "repetition_penalty": [0, 1000],
     "presence_penalty": [2.5],

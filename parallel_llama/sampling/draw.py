@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ class History:
     def __init__(self, prompt: Iterable[int]) -> None:
         self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
         self._tokens = np.array(list(self._place), dtype=np.int64)
-        self._n_drawn = np.zeros(len(self._place))
+        self._n_drawn: npt.NDArray[np.float64] = np.zeros(len(self._place))
 
     def append(self, token: int) -> None:
         """Count one more sampled token."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from mixes import OF_FAMILIES
 from parity_steps import (
     assert_equal_bits,
@@ -84,9 +85,10 @@ MODELS: dict[str, TinyModel] = {
         42,
         family="llama4_text",
         own={
-            "attention_chunk_size": None,
+            "attention_chunk_size": 64,
             "floor_scale": 4,
             "intermediate_size_mlp": 33,
+            "layer_types": ["full_attention"] * 2,
             "moe_layers": [],
             "no_rope_layer_interval": 2,
         },
@@ -151,6 +153,9 @@ def test_sequences_in_one_batch_do_not_see_each_other_s_chunks(folders):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, folders, tmp_path):
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if "without" in name and version < (5, 21):
+        pytest.skip("older versions of transformers read no Llama 4 without chunks")
     folder, tokens = through_every_layout(folders[name], tmp_path), MODELS[name].tokens
     logits, expected = loaded_logits(folder, tokens), reference_logits(folders[name], tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)

@@ -255,5 +255,5 @@ async def test_a_change_of_adapters_that_fails_is_not_repeated():
         with pytest.raises(NotReady, match="restarted"):
             await lost
         engine = await ready(client, engines, 1)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(asyncio.TimeoutError):  # TimeoutError itself from Python 3.11 on
             await asyncio.wait_for(engine.hear(), 0.05)
