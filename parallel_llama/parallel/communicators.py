@@ -51,7 +51,7 @@ from parallel_llama.parallel.rank_env import (
 )
 from parallel_llama.parallel.rank_stacks import record_stacks
 from parallel_llama.parallel.sealed_store import SealedStore
-from parallel_llama.parallel.shared_memory import share
+from parallel_llama.parallel.shared_memory import host_id, share
 from parallel_llama.parallel.sockets import Endpoint, connect
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.torch_threads import start_thread
@@ -160,7 +160,8 @@ def join(
             listen = partial(_listen, env, timeouts.start_s, ended, heard)
             start_thread(listen, "listen", ended.set)
             address = _own_address(env)
-            endpoint = None if address is None else Endpoint(address, store.key_for("sockets"))
+            key = store.key_for("sockets")
+            endpoint = None if address is None else Endpoint(address, key, host_id())
             with _gloo_on_interface_to(env):
                 return make_communicator(
                     env.rank, env.size, store, device, timeouts, endpoint=endpoint, dtype=dtype
