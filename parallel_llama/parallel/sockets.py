@@ -88,10 +88,10 @@ _YIELD_S = 0.005  # for ranks of this host, before this rank sleeps
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 
 # A message that names a failed rank has a signature of this kind; its lower bits hold one of the
-# reasons below, and the rank's number.
+# reasons below, the rank that has found the failure, and the failed rank.
 _FAILURE = 7 << 60
 _DIED, _LATE, _MISMATCH = range(3)
-_RANK_BITS = 32
+_RANK_BITS = 16
 
 _MAX_VIEWS = 256
 
@@ -417,7 +417,7 @@ class Sockets(Communicator):
             if waited_s > limit_s:
                 overdue = self._overdue(to_receive, awaited) or sorted(to_send)
                 what = f"{late(overdue, self.size, limit_s)}; {self._group.culprits()}"
-                self._fail(what, overdue[0], _LATE)
+                self._fail(what, overdue[0], _LATE, self.rank)
             if not to_send and not to_receive and waited_s < _YIELD_S:
                 os.sched_yield()
                 continue
@@ -559,25 +559,29 @@ class Sockets(Communicator):
     def _fail_unlike(self, rank: int, signature: int) -> NoReturn:
         """Raises the error for a message of a rank that does not belong to this exchange."""
         if signature & _FAILURE == _FAILURE:
-            self._fail_alike(rank, signature & ((1 << _RANK_BITS) - 1), signature >> _RANK_BITS & 3)
+            mask = (1 << _RANK_BITS) - 1
+            culprit, finder = signature & mask, signature >> _RANK_BITS & mask
+            self._fail_alike(rank, culprit, finder, signature >> 2 * _RANK_BITS & 3)
         self._fail(
             f"rank {rank} is in {described(signature)} and rank {self.rank} in "
             f"{described(self._signature)}: the ranks called different collectives",
             rank,
             _MISMATCH,
+            self.rank,
         )
 
-    def _fail_alike(self, rank: int, culprit: int, reason: int) -> NoReturn:
-        """Raises the error for a failure that another rank has reported."""
+    def _fail_alike(self, rank: int, culprit: int, finder: int, reason: int) -> NoReturn:
+        """Raises the error for a failure that a rank has reported, and the finder has found."""
         if reason == _DIED:
             self._fail_lost(rank if culprit == self.rank else culprit)
         if reason == _LATE:
-            self._fail(late([culprit], self.size, self._timeouts.step_s), culprit, reason)
+            self._fail(late([culprit], self.size, self._timeouts.step_s), culprit, reason, finder)
         self._fail(
-            f"rank {rank} is in another collective than rank {culprit}: "
+            f"rank {finder} is in another collective than rank {culprit}: "
             "the ranks called different collectives",
             culprit,
             _MISMATCH,
+            finder,
         )
 
     def _fail_lost(self, rank: int) -> NoReturn:
@@ -586,11 +590,12 @@ class Sockets(Communicator):
             f"rank {self.rank} was waiting for it",
             rank,
             _DIED,
+            self.rank,
         )
 
-    def _fail(self, message: str, culprit: int, reason: int) -> NoReturn:
+    def _fail(self, message: str, culprit: int, reason: int, finder: int) -> NoReturn:
         """Tells the other ranks, and the one that has failed, why this one leaves; then raises."""
-        failure = _FAILURE | reason << _RANK_BITS | culprit
+        failure = _FAILURE | reason << 2 * _RANK_BITS | finder << _RANK_BITS | culprit
         header = _HEADER.pack(failure, self._n_finished + 1)
         for rank, own in self._sockets.items():
             # Only between messages, or it would be read as values.

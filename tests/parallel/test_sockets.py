@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -140,10 +141,16 @@ def test_a_rank_that_fails_is_named_by_all_others(hosts, fault, message):
 @pytest.mark.parametrize("hosts", ["abc", "aab", "aabb"])
 @pytest.mark.parametrize("fault", ["another size", "broadcast"])
 def test_a_rank_in_another_collective_is_found_before_any_rank_is_late(ranks, hosts, fault):
-    """A rank that waits for a broadcast sends nothing, and the others only waited for it."""
+    """A rank that waits for a broadcast sends nothing, and the others only waited for it.
+
+    Ranks that heard of the difference from a third rank named two ranks in the same collective.
+    """
     outcomes = ranks(len(hosts), shared_memory=False).run(go_wrong, hosts, fault)
     for rank, outcome in enumerate(outcomes):
-        assert "the ranks called different collectives" in outcome
+        cause, _, rest = outcome.partition(":")
+        assert rest.startswith(" the ranks called different collectives")
+        named = re.findall(r"rank (\d)", cause)
+        assert len({*named}) == 2 and "1" in named
         kind = "broadcast" if rank == 1 and fault == "broadcast" else "all_reduce"
         assert f"rank {rank} is in exchange 2, {kind} of" in outcome
 
@@ -154,7 +161,7 @@ def finish_late(group: Communicator, hosts: str) -> str:
     receive, begun_s = comm._receive, time.monotonic()
 
     def receive_late(rank: int, n_bytes: int) -> bool:
-        is_held = rank == 0 and time.monotonic() < begun_s + 0.2
+        is_held = rank == 0 and time.monotonic() < begun_s + 0.5
         return not is_held and receive(rank, n_bytes)
 
     if comm.rank == 2:
@@ -167,7 +174,7 @@ def finish_late(group: Communicator, hosts: str) -> str:
     raise AssertionError("nobody noticed")
 
 
-@pytest.mark.parametrize("hosts", ["abc", "aab", "aabb"])
+@pytest.mark.parametrize("hosts", ["abc", "aabb"])
 def test_a_failure_in_the_next_exchange_does_not_end_the_current_one(ranks, hosts):
     """A rank that waited read the failure, and reported an exchange that all ranks finish."""
     for rank, outcome in enumerate(ranks(len(hosts), shared_memory=False).run(finish_late, hosts)):
