@@ -3,8 +3,9 @@
 A decode step of 16 layers has 33 all-reduces of a few kilobytes. gloo takes 0.5 to 1.6 ms for each
 between two hosts, which is several times the latency of a network. Here every rank sends its values
 to every other rank at once, and adds what it receives in rank order: one message each way, and the
-same bits on all ranks. A process group of torch sets up the connections, carries larger tensors,
-for which gloo sends fewer bytes, and detects lost ranks by their heartbeats.
+same bits on all ranks. Normally a process group of torch sets up the connections, carries larger
+tensors, for which gloo sends fewer bytes, and detects lost ranks by their heartbeats.
+`linked_ranks` needs no group of torch: larger tensors are exchanged in pieces.
 
     message  two numbers of 8 bytes: signature, exchange; then the values
     cells    per rank, 8 bytes each: descriptor, bytes sent and received of the current exchange;
@@ -35,9 +36,11 @@ from parallel_llama.parallel.authenticated_sockets import NotConnected, connect_
 from parallel_llama.parallel.collectives import Communicator, Exchange, put_columns, sum_in_order
 from parallel_llama.parallel.failures import RankError, late
 from parallel_llama.parallel.process_group import ProcessGroup
+from parallel_llama.parallel.rank_stacks import call_site, own_evidence
 from parallel_llama.parallel.signatures import (
     ALL_GATHER,
     ALL_REDUCE,
+    BARRIER,
     BROADCAST,
     DTYPES,
     GATHER_COLUMNS,
@@ -63,14 +66,19 @@ _SPINS, _LOOKS = 150, 2000
 _POLL_S = 0.25
 _LONGEST_GAP_S = 0.5  # the maximum time counted between two polls, since this rank may be stopped
 _CONNECT_S = 20.0
+_KEEPALIVE_S = 1.0
 
 # A message that names a failed rank has a signature of this kind; its lower bits hold one of the
 # reasons below, and the rank's number.
 _FAILURE = 7 << 60
+# A message without values, which a rank that loads sends to those that wait at a barrier.
+_KEEPALIVE = 6 << 60
 _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 32
 
 _MAX_VIEWS = 256
+
+_NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
 
 @dataclass(frozen=True)
@@ -123,9 +131,13 @@ def connect(group: ProcessGroup, own: Endpoint | None, timeouts: Timeouts) -> Co
         for each in connected.values():
             each.close()
         return group
-    n_local = sum(row[0] == address for row in rows)
-    spins = _SPINS if len(os.sched_getaffinity(0)) >= n_local else 0
-    return Sockets(group, connected, timeouts, spins)
+    spins = n_spins(sum(row[0] == address for row in rows))
+    return SocketsBesideGloo(group, connected, timeouts, spins)
+
+
+def n_spins(n_local: int) -> int:
+    """Tries to receive before a rank waits in the system, with `n_local` ranks on its host."""
+    return _SPINS if len(os.sched_getaffinity(0)) >= n_local else 0
 
 
 def _is_endpoint(row: Sequence[int]) -> bool:
@@ -136,22 +148,21 @@ def _is_endpoint(row: Sequence[int]) -> bool:
 class Sockets(Communicator):
     """A group of ranks with one connection for each pair; it sums in rank order.
 
+    A tensor that is larger than a message is exchanged in pieces.
+
     Args:
-        group: carries larger tensors and barriers.
         connected: the socket to each other rank, in non-blocking mode.
         spins: tries to receive before a rank waits in the system.
     """
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        connected: Mapping[int, socket.socket],
-        timeouts: Timeouts,
-        spins: int,
+        self, rank: int, connected: Mapping[int, socket.socket], timeouts: Timeouts, spins: int
     ) -> None:
-        self.rank, self.size = group.rank, group.size
-        self._group, self._timeouts, self._spins = group, timeouts, spins
+        self.rank, self.size = rank, len(connected) + 1
+        self._timeouts, self._spins = timeouts, spins
         self._sockets = dict(connected)
+        # Called again and again while this rank waits for others; it may raise a RankError.
+        self.on_wait: Callable[[], None] = lambda: None
         with torch.inference_mode(False):  # written outside of it too
             self._memory = torch.zeros(self.size, MESSAGE_BYTES, dtype=torch.uint8)
             self._state = torch.zeros(self.size * CELLS + 1, dtype=torch.int64)
@@ -162,64 +173,87 @@ class Sockets(Communicator):
             self._cells[rank * CELLS + FD] = -1 if own is None else own.fileno()
         self._signature, self._n_own = 0, 0  # of the current exchange
         self._busy = False
+        self._keepalive_s, self._n_keepalives = 0.0, 0  # when sent; received
         self._views: dict[tuple[int, torch.dtype, int], Tensor] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if x.dtype not in SUMMED:
+            raise TypeError(f"all_reduce of {x.dtype}; use one of {', '.join(map(str, SUMMED))}")
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        if x.dtype not in SUMMED or not self._takes(x.nbytes):
-            return self._group.all_reduce(x)
-        self._all_to_all(ALL_REDUCE, x, x, [x.numel()] * self.size)
-        sum_in_order(self._parts(x.dtype, [x.numel()] * self.size), x.view(-1))
+        for piece in _pieces(x.view(-1)):
+            counts = [piece.numel()] * self.size
+            self._all_to_all(ALL_REDUCE, piece, piece, counts)
+            sum_in_order(self._parts(x.dtype, counts), piece)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        if not self._takes(x.nbytes):
-            return self._group.all_gather(x)
-        own = x.contiguous().view(-1).view(torch.uint8)
-        self._all_to_all(ALL_GATHER, own, own, [len(own)] * self.size)
-        parts = self._parts(torch.uint8, [len(own)] * self.size)
-        return torch.stack(parts).view(x.dtype).view(self.size, *x.shape)
+        gathered = x.new_empty((self.size, *x.shape))
+        if x.numel() == 0:
+            return gathered
+        rows = gathered.view(self.size, -1).view(torch.uint8)
+        pieces = _pieces(x.contiguous().view(-1).view(torch.uint8))
+        for piece, columns in zip(pieces, torch.split(rows, MAX_BYTES, dim=1), strict=True):
+            counts = [len(piece)] * self.size
+            self._all_to_all(ALL_GATHER, piece, piece, counts)
+            for row, part in zip(columns, self._parts(torch.uint8, counts), strict=True):
+                row.copy_(part)
+        return gathered
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        n_rows, most = len(x), max(widths)
-        if x.dtype not in DTYPES or not self._takes(n_rows * most * x.itemsize):
-            return self._group.gather_columns(x, widths, out)
-        whole = x.new_empty(n_rows, sum(widths)) if out is None else out
-        counts = [n_rows * width for width in widths]
-        self._all_to_all(GATHER_COLUMNS, whole[:, :most], x.contiguous(), counts)
-        put_columns(self._parts(x.dtype, counts), widths, whole)
+        most = max(widths)
+        if x.dtype not in DTYPES or most * x.itemsize > MAX_BYTES:
+            return super().gather_columns(x, widths, out)
+        whole = x.new_empty(len(x), sum(widths)) if out is None else out
+        if not whole.numel():
+            return whole
+        at_once = MAX_BYTES // (most * x.itemsize)  # rows
+        for target, own in zip(torch.split(whole, at_once), torch.split(x, at_once), strict=True):
+            counts = [len(own) * width for width in widths]
+            self._all_to_all(GATHER_COLUMNS, target[:, :most], own.contiguous(), counts)
+            put_columns(self._parts(x.dtype, counts), widths, target)
         return whole
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
-        if not self._takes(x.nbytes):
-            return self._group.broadcast(x, src, no_timeout=no_timeout)
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
-        data = x.view(-1).view(torch.uint8)
         limit_s = math.inf if no_timeout and self.rank != src else self._timeouts.step_s
-        if self.rank == src:
-            self._exchange(BROADCAST, data, data, {}, self._sockets, limit_s)
-        else:
-            self._exchange(BROADCAST, data, None, {src: len(data)}, (), limit_s)
-            data.copy_(self._view(src, torch.uint8, len(data)))
+        for piece in _pieces(x.view(-1).view(torch.uint8)):
+            if self.rank == src:
+                self._exchange(BROADCAST, piece, piece, {}, self._sockets, limit_s)
+            else:
+                self._exchange(BROADCAST, piece, None, {src: len(piece)}, (), limit_s)
+                piece.copy_(self._view(src, torch.uint8, len(piece)))
         return x
 
     def barrier(self) -> None:
-        self._group.barrier()
+        nothing = dict.fromkeys(self._sockets, 0)
+        self._exchange(BARRIER, _NOTHING, None, nothing, self._sockets, self._timeouts.start_s)
 
     def keepalive(self) -> None:
-        self._group.keepalive()
+        now = time.monotonic()
+        if now - self._keepalive_s > _KEEPALIVE_S:
+            self._keepalive_s = now
+            for own in self._sockets.values():
+                with suppress(OSError):  # the next exchange fails
+                    own.send(_HEADER.pack(_KEEPALIVE, self._n_finished))
 
     def require_alive(self) -> None:
-        self._group.require_alive()
+        for rank, own in self._sockets.items():
+            try:
+                has_ended = not own.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                has_ended = False
+            except OSError:
+                has_ended = True
+            if has_ended:
+                raise RankError(f"rank {rank} of {self.size} has died or left early")
 
     def close(self) -> None:
         self._busy = True
         for each in self._sockets.values():
             each.close()
         self._sockets = {}
-        self._group.close()
 
     def sum_exchange(self, x: Tensor) -> Exchange | None:
         """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
@@ -342,8 +376,9 @@ class Sockets(Communicator):
                 n_moved, waited_s = self._n_moved(), 0.0
             if waited_s > limit_s:
                 overdue = sorted(to_receive or to_send)
-                what = f"{late(overdue, self.size, limit_s)}; {self._group.culprits()}"
+                what = late(overdue, self.size, limit_s) + self._why_late()
                 self._fail(what, overdue[0], _LATE)
+            self.on_wait()
             poller = select.poll()
             for rank in {*to_send, *to_receive}:
                 events = select.POLLIN * (rank in to_receive) | select.POLLOUT * (rank in to_send)
@@ -391,8 +426,19 @@ class Sockets(Communicator):
                 self._fail_lost(rank)
             self._cells[cell] += n_new
         if self._cells[cell] >= HEADER_BYTES:
+            self._drop_keepalive(rank)
+        if self._cells[cell] >= HEADER_BYTES:
             self._require_same(rank)
         return self._cells[cell] == n_bytes
+
+    def _drop_keepalive(self, rank: int) -> None:
+        """Removes a keepalive that came before the message of a rank."""
+        message, cell = self._messages[rank], rank * CELLS + RECEIVED
+        if _HEADER.unpack_from(message)[0] == _KEEPALIVE:
+            n_left = self._cells[cell] - HEADER_BYTES
+            message[:n_left] = message[HEADER_BYTES : HEADER_BYTES + n_left]
+            self._cells[cell] = n_left
+            self._n_keepalives += 1
 
     def _require_same(self, rank: int) -> None:
         """Raises: RankError if the message of a rank does not belong to this exchange."""
@@ -440,12 +486,23 @@ class Sockets(Communicator):
                 with suppress(OSError):
                     own.send(header)
         what = f"exchange {self._n_finished + 1}, {described(self._signature)}"
-        raise RankError(message + self._group.evidence(what))
+        raise RankError(message + self._evidence(what, reason))
+
+    def _why_late(self) -> str:
+        """What is appended to the message of a rank that is late."""
+        return ""
+
+    def _evidence(self, what: str, reason: int) -> str:
+        """Lines that are appended to the message of a failure."""
+        if reason == _DIED:
+            return f"\n  rank {self.rank} is in {what}, called at {call_site()}"
+        return own_evidence(self.rank, what)
 
     def _n_moved(self) -> int:
-        """The bytes that this exchange has sent and received."""
+        """The bytes that this exchange has sent and received, and the keepalives until now."""
         starts = (rank * CELLS for rank in self._sockets)
-        return sum(self._cells[start + SENT] + self._cells[start + RECEIVED] for start in starts)
+        n_bytes = sum(self._cells[at + SENT] + self._cells[at + RECEIVED] for at in starts)
+        return n_bytes + self._n_keepalives
 
     @property
     def _n_finished(self) -> int:
@@ -468,3 +525,63 @@ class Sockets(Communicator):
                 view = self._memory[rank, HEADER_BYTES : HEADER_BYTES + n_bytes].view(dtype)
             self._views[key] = view
         return view
+
+
+class SocketsBesideGloo(Sockets):
+    """Sockets for small tensors; the group of torch takes larger ones, and barriers.
+
+    Args:
+        group: its ranks are those of `connected`, and this one.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        connected: Mapping[int, socket.socket],
+        timeouts: Timeouts,
+        spins: int,
+    ) -> None:
+        super().__init__(group.rank, connected, timeouts, spins)
+        self._group = group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        is_small = x.dtype in SUMMED and self._takes(x.nbytes)
+        return super().all_reduce(x) if is_small else self._group.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return super().all_gather(x) if self._takes(x.nbytes) else self._group.all_gather(x)
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        is_small = x.dtype in DTYPES and self._takes(len(x) * max(widths) * x.itemsize)
+        if is_small:
+            return super().gather_columns(x, widths, out)
+        return self._group.gather_columns(x, widths, out)
+
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
+        if self._takes(x.nbytes):
+            return super().broadcast(x, src, no_timeout=no_timeout)
+        return self._group.broadcast(x, src, no_timeout=no_timeout)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def keepalive(self) -> None:
+        self._group.keepalive()
+
+    def require_alive(self) -> None:
+        self._group.require_alive()
+
+    def close(self) -> None:
+        super().close()
+        self._group.close()
+
+    def _why_late(self) -> str:
+        return f"; {self._group.culprits()}"
+
+    def _evidence(self, what: str, reason: int) -> str:  # noqa: ARG002
+        return self._group.evidence(what)
+
+
+def _pieces(flat: Tensor) -> Sequence[Tensor]:
+    """Consecutive pieces that fit into a message."""
+    return torch.split(flat, MAX_BYTES // flat.itemsize) if flat.numel() else ()
