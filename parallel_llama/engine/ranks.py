@@ -273,9 +273,7 @@ class Ranks:
                 except RankError as error:
                     if not isinstance(link, Link) or _are_tokens_wrong(error):
                         raise
-                    order = link.latest(self._timeouts.start_s)
-                    if order is None:
-                        raise
+                    order = link.latest()
 
     def pids(self) -> dict[int, int]:
         """The processes of this rank and of the ranks that it has started, by rank."""

@@ -5,10 +5,10 @@ Each rank above 0 has a connection to rank 0, its link, as long as both run:
     from rank 0   orders to form a new group, one line of JSON each
     to rank 0     why the rank ends, at most one line
 
-The kernel ends a link with either process. It also ends after `_UNREACHABLE_S` seconds in which the
-other host cannot be reached, and not while the other process is stopped. So rank 0 knows which
-ranks are lost, and orders the others to form a group without them; and every rank learns that rank
-0 is lost.
+The kernel ends a link with either process, and after at most `_UNREACHABLE_S` seconds in which the
+other host cannot be reached. A process that is stopped keeps its link. So rank 0 knows which ranks
+are lost, and orders the others to form a group without them; and every rank learns that rank 0 is
+lost.
 
 A group has a number, and a connection for each pair of its ranks. Its connections prove a key that
 is derived from the number, so that a rank never takes a connection of another group. Each rank
@@ -142,8 +142,11 @@ def link_ranks(
     others = {other: other for other in range(size) if other != rank}
     linked = others if rank == 0 else {0: 0}
     connected = meeting.connect("links", rank, linked, lambda: None)
-    links = Links(meeting, connected) if rank == 0 else Link(meeting, connected[0], rank, size)
-    return links, meeting.group(0, rank, range(size), links.require_none)
+    if rank == 0:
+        links = Links(meeting, connected)
+        return links, meeting.group(0, 0, range(size), links.require_alive)
+    link = Link(meeting, connected[0], rank, size)
+    return link, meeting.group(0, rank, range(size), link.require_none)
 
 
 def _address_of(rank: int, store: SealedStore, limit_s: float) -> tuple[str, int]:
@@ -175,10 +178,6 @@ class Links:
     def size(self) -> int:
         """The number of ranks that are left."""
         return 1 + len(self._links)
-
-    def require_none(self) -> None:
-        """Raises: RankError naming a rank that is lost."""
-        self.require_alive()
 
     def require_alive(self, within_s: float = 0.0) -> None:
         """Returns after `within_s` seconds if no rank is lost.
@@ -212,9 +211,9 @@ class Links:
             return Solo()
         for rank, own in enumerate(self._links.values(), 1):
             order = LinkOrder(self._number, rank, members)
-            with suppress(OSError):  # the rank is lost, as `look` finds
+            with suppress(OSError):  # the rank is lost, as `require_alive` finds
                 own.sendall(msgspec.json.encode(order) + b"\n")
-        return self._meeting.group(self._number, 0, members, self.require_none)
+        return self._meeting.group(self._number, 0, members, self.require_alive)
 
     def close(self) -> None:
         """Waits until the other ranks have left, at most _LEAVE_S seconds, and ends the links."""
@@ -257,14 +256,14 @@ class Link:
         if _is_readable(self._own, 0.0):
             raise RankError("rank 0 forms a new group, or is lost")
 
-    def latest(self, limit_s: float) -> LinkOrder | None:
-        """The last order so far, waiting for one at most `limit_s` seconds; None without one.
+    def latest(self) -> LinkOrder:
+        """The last order so far; waits until there is one.
 
         Raises: RankError if rank 0 is lost.
         """
         lines: list[bytes] = []
-        deadline = time.monotonic() + limit_s
-        while _is_readable(self._own, 0.0 if lines else max(0.0, deadline - time.monotonic())):
+        while not lines or _is_readable(self._own, 0.0):
+            _is_readable(self._own, None)
             try:
                 piece = self._own.recv(_MAX_ORDER_BYTES)
             except OSError:
@@ -273,7 +272,7 @@ class Link:
                 self._fail_lost()
             *new, self._held = (self._held + piece).split(b"\n")
             lines += new
-        return self._order(lines[-1]) if lines else None
+        return self._order(lines[-1])
 
     def group(self, order: LinkOrder) -> Sockets:
         """Joins the group of an order.
@@ -312,11 +311,11 @@ class Link:
         )
 
 
-def _is_readable(own: socket.socket, within_s: float) -> bool:
-    """Whether data has arrived, or the connection has ended."""
+def _is_readable(own: socket.socket, within_s: float | None) -> bool:
+    """Whether data has arrived or the connection has ended; waits without a limit for None."""
     poller = select.poll()
     poller.register(own, select.POLLIN)
-    return bool(poller.poll(1e3 * within_s))
+    return bool(poller.poll(None if within_s is None else 1e3 * within_s))
 
 
 def _prepare(own: socket.socket) -> None:
