@@ -344,7 +344,7 @@ class Ranks:
             raise
 
     def _others(self) -> LocalRanks | Links | None:
-        """The other ranks, as rank 0 knows them; None if they cannot go on after a loss."""
+        """The other ranks, on rank 0; None if this process has neither started nor linked them."""
         return self._links if isinstance(self._links, Links) else self._local_ranks
 
     def _look(self) -> None:
