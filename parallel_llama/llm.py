@@ -130,7 +130,7 @@ class LLM:
         )
         self._loop: EngineLoop[tuple[_GenerateCall, int]] = EngineLoop(self.ranks)
         if self.rank > 0:
-            rank_rpc.serve_rank(self.engine)
+            self.ranks.follow()
             self.close()
             raise SystemExit(0)
 

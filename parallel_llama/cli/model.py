@@ -28,7 +28,12 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.hub_cache import HubName
 from parallel_llama.files.model_files import ModelFiles, find_model, missing_from_hub
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, world
+from parallel_llama.parallel.rank_env import (
+    is_started_as_rank,
+    is_watched,
+    launcher_name,
+    world,
+)
 from parallel_llama.parallel.rank_stacks import require_log_dir
 from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S
 from parallel_llama.plan import KVSplit, make_plan
@@ -152,7 +157,7 @@ SECRET_FILE: Flag[str | None] = Flag(
 )  # fmt: skip
 ELASTIC: Flag[bool] = Flag(
     "elastic", "after the loss of a rank above 0, go on with the others, continue all requests, "
-    "and replace the rank; for CPU ranks that this command starts", subject="ranks",
+    "and replace the rank if this command has started it; for CPU ranks", subject="ranks",
 )  # fmt: skip
 SPARES: Flag[int] = Flag(
     "spares", "with --elastic, idle processes that replace lost ranks at once",
@@ -246,10 +251,16 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
 
     require_log_dir(flags[LOG_DIR])
     if flags[ELASTIC]:
-        if is_started_as_rank():
+        if is_started_as_rank() and is_watched():
             raise UsageError(
                 f"--elastic inside {launcher_name()}, which ends all ranks when one is lost; use "
-                "--nproc, or drop --elastic"
+                "--nproc, start each rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or "
+                "drop --elastic"
+            )
+        if is_started_as_rank() and flags[SPARES]:
+            raise UsageError(
+                f"--spares {flags[SPARES]} with ranks that another program has started: only a "
+                "command that starts its ranks itself can replace them; drop --spares"
             )
         require_elastic(flags[DEVICE], flags[KV_SPLIT])
     elif flags[SPARES]:

@@ -32,8 +32,8 @@ def require_elastic(
     for name, is_given in what.items():
         if is_given:
             raise UsageError(
-                f"elastic and {name} cannot be combined: only CPU ranks of one host with a KV "
-                "cache sharded by heads can go on after a loss; drop one"
+                f"elastic and {name} cannot be combined: only CPU ranks with a KV cache "
+                "sharded by heads can go on after a loss; drop one"
             )
 
 
@@ -142,8 +142,8 @@ class LLMConfig:
         log_dir: where a folder with the stacks of the ranks is made after a failure. By default the
             folder of temporary files.
         elastic: after the loss of a rank above 0 the others go on and continue all requests, and a
-            new process takes its place as soon as it has started; for CPU ranks that this program
-            starts.
+            new process takes its place as soon as it has started. CPU ranks that another program
+            has started one by one, on any hosts, also go on, without new processes.
         spares: with `elastic`, idle processes that take the places of lost ranks at once.
         adapters: folders of LoRA adapters, as PEFT saves them, by the names that requests use.
     """

@@ -195,6 +195,13 @@ class HostMemory:
     pids: Mapping[int, int]
 
     @classmethod
+    def alone(cls, size: int, n_bytes: int) -> "HostMemory":
+        """Memory that no rank shares, as if each of `size` ranks were on a host of its own."""
+        with torch.inference_mode(False):  # written outside of it too
+            memory = torch.zeros(n_bytes, dtype=torch.uint8)
+        return cls(tuple((rank,) for rank in range(size)), memory, {})
+
+    @classmethod
     def share(cls, comm: Communicator, host: str, n_bytes: int) -> "HostMemory":
         """New memory for the ranks of each host.
 

@@ -5,9 +5,11 @@ between two hosts, which is several times the latency of a network. Here every r
 over TCP to one rank of every other host at once, which receives them into the shared memory of its
 host, and every rank adds the values of all ranks in rank order: the values of a rank cross the link
 to a host once, and all ranks get the same bits. Ranks that cannot share memory count as ranks of
-different hosts. A broadcast goes from its source to every rank directly. A process group of torch
-sets up the connections, carries larger tensors, for which gloo sends fewer bytes, and detects lost
-ranks by their heartbeats.
+different hosts. A broadcast goes from its source to every rank directly.
+
+Normally a process group of torch sets up the connections, carries larger tensors, for which gloo
+sends fewer bytes, and detects lost ranks by their heartbeats. `linked_ranks` needs no group of
+torch: larger tensors are exchanged in pieces, and no ranks share memory.
 
     message  two numbers of 8 bytes: signature, number of the exchange, from 1; then the values
     rows     per rank, in the memory of the host: the number of the last exchange whose messages
@@ -47,11 +49,12 @@ from parallel_llama.parallel.authenticated_sockets import NotConnected, connect_
 from parallel_llama.parallel.collectives import Communicator, Exchange, put_columns, sum_in_order
 from parallel_llama.parallel.failures import RankError, late
 from parallel_llama.parallel.process_group import ProcessGroup
-from parallel_llama.parallel.rank_stacks import process_state
+from parallel_llama.parallel.rank_stacks import call_site, own_evidence, process_state
 from parallel_llama.parallel.shared_memory import HostMemory
 from parallel_llama.parallel.signatures import (
     ALL_GATHER,
     ALL_REDUCE,
+    BARRIER,
     BROADCAST,
     DTYPES,
     GATHER_COLUMNS,
@@ -86,14 +89,19 @@ _LONGEST_GAP_S = 0.5  # the maximum time counted between two polls, since this r
 _CONNECT_S = 20.0
 _YIELD_S = 0.005  # for ranks of this host, before this rank sleeps
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+_KEEPALIVE_S = 1.0
 
 # A message that names a failed rank has a signature of this kind; its lower bits hold one of the
 # reasons below, the rank that has found the failure, and the failed rank.
 _FAILURE = 7 << 60
+# A message without values, which a rank that loads sends to those that wait at a barrier.
+_KEEPALIVE = 6 << 60
 _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 16
 
 _MAX_VIEWS = 256
+
+_NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
 
 @dataclass(frozen=True)
@@ -148,10 +156,19 @@ def connect(group: ProcessGroup, own: Endpoint | None, timeouts: Timeouts) -> Co
         for each in connected.values():
             each.close()
         return group
-    n_local = sum(row[0] == address for row in rows)
-    spins = _SPINS if len(os.sched_getaffinity(0)) >= n_local else 0
-    memory = HostMemory.share(group, own.host, _N_SHARED_SETS * group.size * ROW_BYTES)
-    return Sockets(group, connected, memory, timeouts, spins)
+    spins = n_spins(sum(row[0] == address for row in rows))
+    memory = HostMemory.share(group, own.host, memory_bytes(group.size))
+    return SocketsBesideGloo(group, connected, memory, timeouts, spins)
+
+
+def n_spins(n_local: int) -> int:
+    """Tries to receive before a rank waits in the system, with `n_local` ranks on its host."""
+    return _SPINS if len(os.sched_getaffinity(0)) >= n_local else 0
+
+
+def memory_bytes(size: int) -> int:
+    """The size of the `HostMemory` of a group of `size` ranks."""
+    return _N_SHARED_SETS * size * ROW_BYTES
 
 
 def receivers_of(rank: int, hosts: Sequence[Sequence[int]]) -> list[int]:
@@ -172,8 +189,9 @@ def _is_endpoint(row: Sequence[int]) -> bool:
 class Sockets(Communicator):
     """A group of ranks with one connection for each pair; it sums in rank order.
 
+    A tensor that is larger than a message is exchanged in pieces.
+
     Args:
-        group: carries larger tensors and barriers.
         connected: the socket to each other rank, in non-blocking mode.
         host: the memory that this rank shares with the other ranks of its host.
         spins: tries to receive before a rank waits in the system.
@@ -181,14 +199,14 @@ class Sockets(Communicator):
 
     def __init__(
         self,
-        group: ProcessGroup,
+        rank: int,
         connected: Mapping[int, socket.socket],
         host: HostMemory,
         timeouts: Timeouts,
         spins: int,
     ) -> None:
-        self.rank, self.size = group.rank, group.size
-        self._group, self._timeouts, self._spins = group, timeouts, spins
+        self.rank, self.size = rank, len(connected) + 1
+        self._timeouts, self._spins = timeouts, spins
         self._sockets = dict(connected)
         self._receivers = receivers_of(self.rank, host.hosts)
         self._senders = [r for r in self._sockets if self.rank in receivers_of(r, host.hosts)]
@@ -199,6 +217,8 @@ class Sockets(Communicator):
             for sender in range(self.size)
             if rank in receivers_of(sender, host.hosts)
         }
+        # Called again and again while this rank waits for others; it may raise a RankError.
+        self.on_wait: Callable[[], None] = lambda: None
         with torch.inference_mode(False):  # written outside of it too
             private = torch.zeros(self.size, ROW_BYTES, dtype=torch.uint8)
             self._memory = host.memory.view(_N_SHARED_SETS, self.size, ROW_BYTES)
@@ -216,65 +236,89 @@ class Sockets(Communicator):
             self._cells[cell + IS_LOCAL] = rank in self._pids
         self._signature, self._n_own = 0, 0  # of the current exchange
         self._busy = False
+        self._keepalive_s, self._n_keepalives = 0.0, 0  # when sent; received
         self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if x.dtype not in SUMMED:
+            raise TypeError(f"all_reduce of {x.dtype}; use one of {', '.join(map(str, SUMMED))}")
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        if x.dtype not in SUMMED or not self._takes(x.nbytes):
-            return self._group.all_reduce(x)
-        self._all_to_all(ALL_REDUCE, x, x, [x.numel()] * self.size)
-        sum_in_order(self._parts(x.dtype, [x.numel()] * self.size), x.view(-1))
+        for piece in _pieces(x.view(-1)):
+            counts = [piece.numel()] * self.size
+            self._all_to_all(ALL_REDUCE, piece, piece, counts)
+            sum_in_order(self._parts(x.dtype, counts), piece)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        if not self._takes(x.nbytes):
-            return self._group.all_gather(x)
-        own = x.contiguous().view(-1).view(torch.uint8)
-        self._all_to_all(ALL_GATHER, own, own, [len(own)] * self.size)
-        parts = self._parts(torch.uint8, [len(own)] * self.size)
-        return torch.stack(parts).view(x.dtype).view(self.size, *x.shape)
+        gathered = x.new_empty((self.size, *x.shape))
+        if x.numel() == 0:
+            return gathered
+        rows = gathered.view(self.size, -1).view(torch.uint8)
+        pieces = _pieces(x.contiguous().view(-1).view(torch.uint8))
+        for piece, columns in zip(pieces, torch.split(rows, MAX_BYTES, dim=1), strict=True):
+            counts = [len(piece)] * self.size
+            self._all_to_all(ALL_GATHER, piece, piece, counts)
+            for row, part in zip(columns, self._parts(torch.uint8, counts), strict=True):
+                row.copy_(part)
+        return gathered
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        n_rows, most = len(x), max(widths)
-        if x.dtype not in DTYPES or not self._takes(n_rows * most * x.itemsize):
-            return self._group.gather_columns(x, widths, out)
-        whole = x.new_empty(n_rows, sum(widths)) if out is None else out
-        counts = [n_rows * width for width in widths]
-        self._all_to_all(GATHER_COLUMNS, whole[:, :most], x.contiguous(), counts)
-        put_columns(self._parts(x.dtype, counts), widths, whole)
+        most = max(widths)
+        if x.dtype not in DTYPES or most * x.itemsize > MAX_BYTES:
+            return super().gather_columns(x, widths, out)
+        whole = x.new_empty(len(x), sum(widths)) if out is None else out
+        if not whole.numel():
+            return whole
+        at_once = MAX_BYTES // (most * x.itemsize)  # rows
+        for target, own in zip(torch.split(whole, at_once), torch.split(x, at_once), strict=True):
+            counts = [len(own) * width for width in widths]
+            self._all_to_all(GATHER_COLUMNS, target[:, :most], own.contiguous(), counts)
+            put_columns(self._parts(x.dtype, counts), widths, target)
         return whole
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
-        if not self._takes(x.nbytes):
-            return self._group.broadcast(x, src, no_timeout=no_timeout)
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
-        data = x.view(-1).view(torch.uint8)
         limit_s = math.inf if no_timeout and self.rank != src else self._timeouts.step_s
-        self._set = _PRIVATE_SET
-        if self.rank == src:
-            self._exchange(BROADCAST, data, data, {}, self._sockets, limit_s)
-        else:
-            self._exchange(BROADCAST, data, None, {src: len(data)}, (), limit_s)
-            data.copy_(self._view(src, torch.uint8, len(data)))
+        for piece in _pieces(x.view(-1).view(torch.uint8)):
+            self._set = _PRIVATE_SET
+            if self.rank == src:
+                self._exchange(BROADCAST, piece, piece, {}, self._sockets, limit_s)
+            else:
+                self._exchange(BROADCAST, piece, None, {src: len(piece)}, (), limit_s)
+                piece.copy_(self._view(src, torch.uint8, len(piece)))
         return x
 
     def barrier(self) -> None:
-        self._group.barrier()
+        nothing = dict.fromkeys(self._sockets, 0)
+        self._set = _PRIVATE_SET
+        self._exchange(BARRIER, _NOTHING, None, nothing, self._sockets, self._timeouts.start_s)
 
     def keepalive(self) -> None:
-        self._group.keepalive()
+        now = time.monotonic()
+        if now - self._keepalive_s > _KEEPALIVE_S:
+            self._keepalive_s = now
+            for own in self._sockets.values():
+                with suppress(OSError):  # the next exchange fails
+                    own.send(_HEADER.pack(_KEEPALIVE, self._n_finished))
 
     def require_alive(self) -> None:
-        self._group.require_alive()
+        for rank, own in self._sockets.items():
+            try:
+                has_ended = not own.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                has_ended = False
+            except OSError:
+                has_ended = True
+            if has_ended:
+                raise RankError(f"rank {rank} of {self.size} has died or left early")
 
     def close(self) -> None:
         self._busy = True
         for each in self._sockets.values():
             each.close()
         self._sockets = {}
-        self._group.close()
 
     def sum_exchange(self, x: Tensor) -> Exchange | None:
         """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
@@ -416,8 +460,9 @@ class Sockets(Communicator):
                 before, waited_s = progress, 0.0
             if waited_s > limit_s:
                 overdue = self._overdue(to_receive, awaited) or sorted(to_send)
-                what = f"{late(overdue, self.size, limit_s)}; {self._group.culprits()}"
+                what = late(overdue, self.size, limit_s) + self._why_late()
                 self._fail(what, overdue[0], _LATE, self.rank)
+            self.on_wait()
             if not to_send and not to_receive and waited_s < _YIELD_S:
                 os.sched_yield()
                 continue
@@ -477,6 +522,8 @@ class Sockets(Communicator):
         if len(header) < HEADER_BYTES:
             return False
         signature, exchange = _HEADER.unpack(header)
+        if signature == _KEEPALIVE:
+            return False
         if exchange <= self._n_finished + 1:
             self._fail_unlike(rank, signature)
         is_failure: bool = signature & _FAILURE == _FAILURE
@@ -546,8 +593,19 @@ class Sockets(Communicator):
                 self._fail_lost(rank)
             self._cells[cell] += n_new
         if self._cells[cell] >= HEADER_BYTES:
+            self._drop_keepalive(rank)
+        if self._cells[cell] >= HEADER_BYTES:
             self._require_same(rank)
         return self._cells[cell] == n_bytes
+
+    def _drop_keepalive(self, rank: int) -> None:
+        """Removes a keepalive that came before the message of a rank."""
+        message, cell = self._rows[self._set][rank][HEADER_AT:], rank * CELLS + RECEIVED
+        if _HEADER.unpack_from(message)[0] == _KEEPALIVE:
+            n_left = self._cells[cell] - HEADER_BYTES
+            message[:n_left] = message[HEADER_BYTES : HEADER_BYTES + n_left]
+            self._cells[cell] = n_left
+            self._n_keepalives += 1
 
     def _require_same(self, rank: int) -> None:
         """Raises: RankError if the message of a rank does not belong to this exchange."""
@@ -604,12 +662,23 @@ class Sockets(Communicator):
                 with suppress(OSError):
                     own.send(header)
         what = f"exchange {self._n_finished + 1}, {described(self._signature)}"
-        raise RankError(message + self._group.evidence(what))
+        raise RankError(message + self._evidence(what, reason))
+
+    def _why_late(self) -> str:
+        """What is appended to the message of a rank that is late."""
+        return ""
+
+    def _evidence(self, what: str, reason: int) -> str:
+        """Lines that are appended to the message of a failure."""
+        if reason == _DIED:
+            return f"\n  rank {self.rank} is in {what}, called at {call_site()}"
+        return own_evidence(self.rank, what)
 
     def _n_moved(self) -> int:
-        """The bytes that this exchange has sent and received."""
+        """The bytes that this exchange has sent and received, and the keepalives until now."""
         starts = (rank * CELLS for rank in self._sockets)
-        return sum(self._cells[start + SENT] + self._cells[start + RECEIVED] for start in starts)
+        n_bytes = sum(self._cells[at + SENT] + self._cells[at + RECEIVED] for at in starts)
+        return n_bytes + self._n_keepalives
 
     @property
     def _n_finished(self) -> int:
@@ -636,3 +705,64 @@ class Sockets(Communicator):
                 view = self._sets[self._set][rank, VALUES_AT : VALUES_AT + n_bytes].view(dtype)
             self._views[key] = view
         return view
+
+
+class SocketsBesideGloo(Sockets):
+    """Sockets for small tensors; the group of torch takes larger ones, and barriers.
+
+    Args:
+        group: its ranks are those of `connected`, and this one.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        connected: Mapping[int, socket.socket],
+        host: HostMemory,
+        timeouts: Timeouts,
+        spins: int,
+    ) -> None:
+        super().__init__(group.rank, connected, host, timeouts, spins)
+        self._group = group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        is_small = x.dtype in SUMMED and self._takes(x.nbytes)
+        return super().all_reduce(x) if is_small else self._group.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return super().all_gather(x) if self._takes(x.nbytes) else self._group.all_gather(x)
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        is_small = x.dtype in DTYPES and self._takes(len(x) * max(widths) * x.itemsize)
+        if is_small:
+            return super().gather_columns(x, widths, out)
+        return self._group.gather_columns(x, widths, out)
+
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
+        if self._takes(x.nbytes):
+            return super().broadcast(x, src, no_timeout=no_timeout)
+        return self._group.broadcast(x, src, no_timeout=no_timeout)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def keepalive(self) -> None:
+        self._group.keepalive()
+
+    def require_alive(self) -> None:
+        self._group.require_alive()
+
+    def close(self) -> None:
+        super().close()
+        self._group.close()
+
+    def _why_late(self) -> str:
+        return f"; {self._group.culprits()}"
+
+    def _evidence(self, what: str, reason: int) -> str:  # noqa: ARG002
+        return self._group.evidence(what)
+
+
+def _pieces(flat: Tensor) -> Sequence[Tensor]:
+    """Consecutive pieces that fit into a message."""
+    return torch.split(flat, MAX_BYTES // flat.itemsize) if flat.numel() else ()
