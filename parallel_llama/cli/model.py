@@ -27,6 +27,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.hub_cache import HubName
 from parallel_llama.files.model_files import ModelFiles, find_model, missing_from_hub
+from parallel_llama.memory import GIB
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, world
 from parallel_llama.parallel.rank_stacks import require_log_dir
@@ -142,8 +143,8 @@ LOG_DIR: Flag[str | None] = Flag(
 )  # fmt: skip
 MEMORY: Flag[list[int] | None] = Flag(
     "memory",
-    "memory of each rank in GiB, such as 32,32,16 or 32x2,16: ranks get shares of the model in "
-    "proportion", rank_sizes, "SIZES", default_text="equal shares", subject="ranks",
+    "memory that each rank may take in GiB, such as 32,32,16 or 32x2,16: ranks get shares of the "
+    "model in proportion", rank_sizes, "SIZES", default_text="equal shares", subject="ranks",
 )  # fmt: skip
 SECRET_FILE: Flag[str | None] = Flag(
     "secret-file",
@@ -304,6 +305,8 @@ def llm_config(flags: Flags, **settings: Any) -> LLMConfig:
     own = {flag.name.replace("-", "_"): flags[flag] for flag in _SETTINGS}
     settings |= {"timeout_s": flags[TIMEOUT], "start_timeout_s": flags[START_TIMEOUT]}
     settings |= {"adapters": adapters_of(flags)}
+    if own["memory"] is not None:
+        own["memory"] = tuple(n_bytes / GIB for n_bytes in own["memory"])
     return LLMConfig(**own, **settings)
 
 

@@ -104,8 +104,9 @@ class LLMConfig:
         model: a model folder, a .gguf file, or the name of a model.
         tp_size: number of ranks. By default as many as torchrun has started or `memory` has
             numbers, else 1.
-        memory: the memory of each rank in any unit: ranks get shares of the model in proportion.
-            By default equal shares.
+        memory: the GiB that each rank may take for weights, KV cache, its process and the tensors
+            of a step. Shares of the model are in proportion. By default equal shares, and no limit
+            but the free memory.
         dtype: float32, bfloat16, float16 or float64. By default bfloat16 on CUDA, and
             on the CPU the dtype that the files state, or float32. The CPU keeps weights in 16 bits
             and computes in float32.
