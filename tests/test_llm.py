@@ -181,6 +181,14 @@ def test_ranks_get_shares_in_proportion_to_their_memory(model, llm):
         LLM(str(model), memory=(1, 0.3))
 
 
+def test_ranks_get_shares_in_proportion_to_their_speed(model, llm):
+    expected = llm.generate(["Hello", [5, 6, 7]], PARAMS)
+    with LLM(str(model), dtype="float64", speeds=(2, 1), memory=(1, 1)) as uneven:
+        assert uneven.ranks.setup.plan == make_plan(uneven.args, 2, (2, 1), exact=True)
+        found = uneven.generate(["Hello", [5, 6, 7]], PARAMS)
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+
+
 @pytest.mark.parametrize(
     ("tp_size", "says"),
     [(0, "from 1 to 1024"), (-1, "from 1 to 1024"), ("2", "from 1 to 1024"), (10, "use 1 to 9")],

@@ -367,6 +367,11 @@ def input_file(text: str) -> str:
     return text
 
 
+def input_files(text: str) -> list[str]:
+    """The paths of regular files, separated by commas."""
+    return [input_file(path) for path in text.split(",")]
+
+
 def path_in_folder(text: str) -> Path:
     """The path of a file in a folder that exists, whether or not the file does."""
     path = Path(text)

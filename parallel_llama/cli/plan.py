@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel_llama.cli import model
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
-from parallel_llama.cli.calibration import read_calibration
+from parallel_llama.cli.calibration import Calibration, read_calibrations
 from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
@@ -35,7 +35,7 @@ from parallel_llama.cli.parsers import (
     bandwidths,
     count_or_range,
     gpu_list,
-    input_file,
+    input_files,
     memory_sizes,
     number,
     output_file,
@@ -89,9 +89,11 @@ BANDWIDTH: Flag[int | list[int] | None] = Flag(
     "the predicted speed of named GPUs, else for an upper bound of the decoding speed",
     bandwidths, "RATES", default_text="that of the GPUs that --gpus names",
 )  # fmt: skip
-CALIBRATION: Flag[str | None] = Flag(
-    "calibration", "file of bench --calibrate: predict the speed on its machine, on CPU ranks",
-    input_file, "FILE",
+CALIBRATION: Flag[list[str] | None] = Flag(
+    "calibration",
+    "file of bench --calibrate: predict the speed on its machine, on CPU ranks; with a file per "
+    "host or rank (a.json,b.json), ranks get work in proportion to their speed",
+    input_files, "FILES",
 )  # fmt: skip
 PRICE: Flag[float | None] = Flag(
     "price", "price of a GPU (or rank) per hour, in any currency: print the cost of a million new "
@@ -121,6 +123,9 @@ def prepare(flags: Flags) -> Job:
     files = model.found_model(flags, flags[model.MODEL])
     args = model.args_of(files)
     nproc = flags[NPROC]
+    calibration = read_calibrations(flags[CALIBRATION])
+    if calibration is not None and calibration.n_files > 1:
+        nproc = _ranks_of(flags, calibration)
     first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
     device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[model.DEVICE], first)
     dtype = flags[model.DTYPE] or default_dtype(files, args, device)
@@ -142,8 +147,8 @@ def prepare(flags: Flags) -> Job:
         _bandwidth(flags, gpus),
         _hardware(flags, gpus),
     )
-    if (path := flags[CALIBRATION]) is not None:
-        asked = _calibrated(asked, path)
+    if calibration is not None:
+        asked = _calibrated(asked, calibration, _named(flags))
     finds_fewest = nproc is None and isinstance(memory, int)
     if isinstance(listed := flags[BANDWIDTH], list):
         _check_listed(len(listed), None if last or finds_fewest else first)
@@ -200,11 +205,12 @@ def _check_fit(flags: Flags, asked: PlanRequest) -> None:
             "--fit needs the memory of the ranks: add --gpus 2x24 or --memory 16,16, or one size "
             "to find the fewest ranks"
         )
+    paths = flags[CALIBRATION]
     given: dict[str, object] = {
         "quant": flags[model.QUANT],
         "svg": flags[SVG],
         "price": flags[PRICE],
-        "calibration": flags[CALIBRATION],
+        "calibration": paths and ",".join(paths),
     }
     if flags[model.KV_CACHE_DTYPE] != model.KV_CACHE_DTYPE.initial:
         given["kv-cache-dtype"] = flags[model.KV_CACHE_DTYPE]
@@ -276,19 +282,32 @@ def _hardware(flags: Flags, gpus: GPU | list[GPU] | None) -> Hardware | None:
     return gpu_hardware(gpus._replace(bandwidth=given))
 
 
-def _calibrated(asked: PlanRequest, path: str) -> PlanRequest:
-    """A request with the rates of a file. Raises: UsageError if they are of something else."""
-    found, own = read_calibration(path), asked.precision
-    if asked.device != "cpu":
+def _named(flags: Flags) -> str:
+    paths = flags[CALIBRATION]
+    return f"--calibration {','.join(paths or [])}"
+
+
+def _ranks_of(flags: Flags, found: Calibration) -> list[int]:
+    """The number of ranks in several files. Raises: UsageError if --nproc is another number."""
+    n_ranks = [len(found.ranks)]
+    if flags[NPROC] not in (None, n_ranks):
         raise UsageError(
-            f"--calibration {path} has rates of CPU ranks; drop --gpus or add --device cpu"
+            f"{_named(flags)} has {n_ranks[0]} ranks; omit --nproc, or give --nproc {n_ranks[0]}"
         )
+    return n_ranks
+
+
+def _calibrated(asked: PlanRequest, found: Calibration, named: str) -> PlanRequest:
+    """A request with the rates of files. Raises: UsageError if they are of something else."""
+    own = asked.precision
+    if asked.device != "cpu":
+        raise UsageError(f"{named} has rates of CPU ranks; drop --gpus or add --device cpu")
     if (found.dtype, found.quant) != (own.dtype, own.quant):
         raise UsageError(
-            f"--calibration {path} is for --dtype {found.dtype} --quant {found.quant}, and the "
-            f"plan has --dtype {own.dtype} --quant {own.quant}; use the same, or calibrate again"
+            f"{named} is for --dtype {found.dtype} --quant {found.quant}, and the plan has --dtype "
+            f"{own.dtype} --quant {own.quant}; use the same, or calibrate again"
         )
-    return replace(asked, hardware=found.hardware())
+    return replace(asked, hardware=found.hardware(), speeds=found.speeds)
 
 
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:

@@ -113,6 +113,8 @@ def why_unpredicted(found: Estimate) -> str | None:
             return "bench --calibrate FILE measures a machine; pass FILE to --calibration"
         return "name the GPUs, as in --gpus 4xH100; a T4 has no bfloat16"
     if found.plan.tp_size > 1 and (hardware.exchange_s is None or hardware.link is None):
+        if not hardware.is_shared:
+            return "the exchanges between the hosts of several files have not been measured"
         return "one rank exchanges nothing; calibrate with --nproc 2 or more"
     if reason := why_unrecorded(asked.args, found.plan.kv_parts, asked.device):
         return reason

@@ -41,6 +41,7 @@ from parallel_llama.parallel.device_choice import (
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world
 from parallel_llama.plan import make_plan, resolve_exact, why_unrecorded
+from parallel_llama.shares import choose_shares
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +113,25 @@ class ModelSetup:
         Raises: UsageError if the model cannot be sharded over that many ranks, or does not fit into
         their memory.
         """
+        config = self.config
+        memory = config.memory and [gib * GIB for gib in config.memory]
+        shares = choose_shares(
+            self.args,
+            n_shards,
+            memory,
+            config.speeds,
+            self.precision,
+            self.kv_format,
+            config.kv_split,
+            exact=self.exact,
+            device=self.kind,
+            max_seq_len=self.inputs.max_seq_len,
+            step_tokens=STEP_TOKENS[self.kind],
+        )
         plan = make_plan(
             self.args,
             n_shards,
-            self.config.memory,
+            shares,
             quant_group_size=self.precision.quant_group_size,
             kv_split=self.config.kv_split,
             exact=self.exact,

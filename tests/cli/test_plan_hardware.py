@@ -270,6 +270,54 @@ def test_a_calibrated_step_takes_its_bytes_and_its_exchanges(capsys, tmp_path):
     assert "(an estimate from the calibration)" in shown
 
 
+def rates_of(folder: Path, name: str, *rates: float, dtype: str = "float32") -> str:
+    """A calibration file of a host with these read rates."""
+    ranks = [RATES | {"read_bytes_per_s": rate} for rate in rates]
+    path = folder / name
+    path.write_text(json.dumps(SMOLLM2 | {"dtype": dtype, "ranks": ranks}))
+    return str(path)
+
+
+def test_ranks_of_several_files_get_work_in_proportion_to_their_read_rates(capsys, tmp_path):
+    two, one = rates_of(tmp_path, "a.json", 4e9, 4e9), rates_of(tmp_path, "b.json", 1e9)
+    asked = ["--device", "cpu", "--max-seq-len", "512"]
+    found = plan(capsys, *asked, "--calibration", f"{two},{one}")
+    assert [rank["heads"] for rank in found["ranks"]] == [[0, 4], [4, 8], [8, 9]]
+    assert [rank["ffn"] for rank in found["ranks"]] == [[0, 704], [704, 1376], [1376, 1536]]
+    assert "exchanges between the hosts" in found["unpredicted"]
+    other_order = plan(capsys, *asked, "--calibration", f"{one},{two}")
+    assert [rank["heads"] for rank in other_order["ranks"]] == [[0, 1], [1, 5], [5, 9]]
+    memory = [*asked, "--memory", "600MiB,600MiB,2"]  # of each, 390 MiB are for the process
+    within = plan(capsys, *memory, "--calibration", f"{two},{one}")
+    assert within["fits"] is True
+    assert found["ranks"][0]["needed_bytes"] > 600 << 20
+    assert within["ranks"][2]["weight_bytes"] > found["ranks"][2]["weight_bytes"]
+
+
+def test_rates_that_differ_by_noise_make_equal_shares(capsys, tmp_path):
+    alike = rates_of(tmp_path, "a.json", 4e9, 4.1e9, 3.95e9)
+    asked = ["--device", "cpu", "--nproc", "3"]
+    equal = plan(capsys, *asked)["ranks"]
+    assert plan(capsys, *asked, "--calibration", alike)["ranks"] == equal
+
+
+def test_files_of_other_ranks_or_formats_are_refused(capsys, tmp_path):
+    two, one = rates_of(tmp_path, "a.json", 4e9, 4e9), rates_of(tmp_path, "b.json", 1e9)
+    narrow = rates_of(tmp_path, "c.json", 1e9, dtype="bfloat16")
+    both = ["--device", "cpu", "--calibration", f"{two},{one}"]
+    assert "has 3 ranks; omit --nproc, or give --nproc 3" in error(capsys, *both, "--nproc", "2")
+    assert "memory has 2 sizes for 3 ranks" in error(capsys, *both, "--memory", "1,1")
+    mixed = f"{two},{narrow}"
+    assert "calibrate all hosts with the same flags" in error(capsys, "--calibration", mixed)
+    generate = ["generate", "--prompt", "a", "--device", "cpu", "--calibration"]
+    assert command_line.main([*generate, f"{two},{one}", "--nproc", "2"]) == 2
+    assert "has 3 ranks, and the command 2; use as many" in capsys.readouterr().err
+    assert command_line.main([*generate, f"{two},{one}", "--elastic"]) == 2
+    assert "--elastic and --calibration" in capsys.readouterr().err
+    assert command_line.main([*generate, f"{two},{tmp_path / 'd.json'}"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
 def test_without_an_exchange_between_ranks_only_one_rank_is_predicted(capsys, tmp_path):
     argv = written(tmp_path, SMOLLM2 | {"ranks": [RATES]})
     assert plan(capsys, *argv)["predicted"] is not None
