@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli.hardware import Hardware, Rates
+from parallel_llama.cli.hardware import Hardware, Rates, are_alike
 from parallel_llama.errors import CheckpointError, UsageError, WriteError
 from parallel_llama.files.fields import Fields, read_json_object
 from parallel_llama.files.partial_output import growing_file, replace_file
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 1 << 20
 _VERSION = 1
-# Read rates of equal ranks differ by up to this factor from one measurement to the next.
-_ALIKE = 1.05
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Calibration:
     def speeds(self) -> tuple[float, ...] | None:
         """The read rate of each rank, None if they differ so little that ranks are alike."""
         rates = tuple(each.read_bytes_per_s for each in self.ranks)
-        return None if max(rates) <= _ALIKE * min(rates) else rates
+        return None if are_alike(rates) else rates
 
     def hardware(self) -> Hardware:
         """The hardware of a plan on this machine, with any number of ranks.

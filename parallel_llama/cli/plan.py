@@ -42,7 +42,14 @@ from parallel_llama.cli.parsers import (
     whole,
 )
 from parallel_llama.cli.plan_picture import picture
-from parallel_llama.cli.prediction import Prediction, StepTime, predict, why_unpredicted
+from parallel_llama.cli.prediction import (
+    Prediction,
+    RankSteps,
+    StepTime,
+    predict,
+    rank_steps,
+    why_unpredicted,
+)
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
@@ -424,6 +431,8 @@ def _remedy_object(remedy: Remedy) -> dict[str, Any]:
 
 def _object(found: Estimate, price: float | None) -> dict[str, Any]:
     """A plan as a JSON object; ranges are half-open [start, stop]."""
+    steps = rank_steps(found)
+    seconds = [None] * len(found.ranks) if steps is None else steps.seconds
     return {
         "tp_size": found.plan.tp_size,
         "ranks": [
@@ -444,9 +453,13 @@ def _object(found: Estimate, price: float | None) -> dict[str, Any]:
                 "memory_bytes": rank.memory,
                 "step_read_bytes": rank.read_weights + rank.read_kv,
                 "bandwidth_bytes_per_s": rank.bandwidth,
+                "step_s": own_s,
             }
-            for rank in found.ranks
+            for rank, own_s in zip(found.ranks, seconds, strict=True)
         ],
+        "slowest_rank": steps and steps.slowest,
+        "balanced_step_s": steps and steps.balanced_s,
+        "loss": steps and steps.loss,
         "exact": found.asked.is_exact,
         "imbalance": found.plan.balance,
         "fits": found.fits,
@@ -558,11 +571,13 @@ def _page(found: Estimate, price: float | None) -> list[str]:
     needs += [f"{fills[0]}weights {fills[1]}KV {fills[2]}rest"]
     scale = max(max(rank.memory or 0, rank.needed) for rank in found.ranks)
     kv_per_token = sum(rank.kv_per_token for rank in found.ranks)
+    steps = rank_steps(found)
     return [
         *table(held, [_held_row(rank, asked.args) for rank in found.ranks], sys.stdout),
         "",
         *table(needs, [_needs_row(rank, scale) for rank in found.ranks], sys.stdout),
         "",
+        *_steps_table(found, steps),
         *_line(
             "balance",
             f"{plan.balance:.3f} (maximum work of a rank / its fair share), cut between "
@@ -581,6 +596,7 @@ def _page(found: Estimate, price: float | None) -> list[str]:
         *_window(found),
         *_experts(plan),
         *_decode(found),
+        *_slowest(steps),
         *_speed(found),
         *_cost(found, price),
         *_verdict(found),
@@ -615,6 +631,38 @@ def _needs_row(rank: RankEstimate, scale: int) -> list[str]:
         return [*cells, drawn]
     color = GREEN if rank.needed <= rank.memory else RED
     return [*cells, size(rank.memory), painted(drawn, color, sys.stdout)]
+
+
+def _steps_table(found: Estimate, steps: RankSteps | None) -> list[str]:
+    """What each rank reads in a decode step and how long it takes; empty for ranks that are alike.
+
+    The times have no exchanges, in which all ranks wait for each other.
+    """
+    if steps is None or not steps.is_unlike:
+        return []
+    header = ["rank", "reads in a step", "at", "takes"]
+    rows = [
+        [
+            str(rank.shard.rank),
+            size(rank.read_weights + rank.read_kv),
+            f"{rate / GB:,.1f} GB/s",
+            f"{seconds * 1e3:,.2f} ms",
+        ]
+        for rank, rate, seconds in zip(found.ranks, steps.rates, steps.seconds, strict=True)
+    ]
+    return [*table(header, rows, sys.stdout), ""]
+
+
+def _slowest(steps: RankSteps | None) -> list[str]:
+    """The rank that limits the step, and the loss; empty for ranks that are alike."""
+    if steps is None or not steps.is_unlike:
+        return []
+    return _line(
+        "slowest",
+        f"rank {steps.slowest} limits a step: {max(steps.seconds) * 1e3:,.2f} ms without "
+        f"exchanges, {steps.loss:.1%} more than {steps.balanced_s * 1e3:,.2f} ms, which the ranks "
+        "would take if each read exactly in proportion to its speed",
+    )
 
 
 def _experts(plan: ShardPlan) -> list[str]:

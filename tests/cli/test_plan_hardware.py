@@ -294,11 +294,35 @@ def test_ranks_of_several_files_get_work_in_proportion_to_their_read_rates(capsy
     assert within["ranks"][2]["weight_bytes"] > found["ranks"][2]["weight_bytes"]
 
 
+def test_the_slowest_of_unlike_ranks_and_its_loss_are_shown(capsys, tmp_path):
+    """The step was shown for all ranks together, and not which of them the others wait for."""
+    files = rates_of(tmp_path, "a.json", 5e9), rates_of(tmp_path, "b.json", 2e9)
+    argv = ["--device", "cpu", "--max-seq-len", "512", "--calibration", ",".join(files)]
+    found = plan(capsys, *argv)
+    read = [rank["step_read_bytes"] for rank in found["ranks"]]
+    assert [rank["step_s"] for rank in found["ranks"]] == pytest.approx(
+        [read[0] / 5e9, read[1] / 2e9], rel=1e-12
+    )
+    slowest = found["slowest_rank"]
+    assert slowest == int(read[1] / 2e9 > read[0] / 5e9)
+    assert found["balanced_step_s"] == pytest.approx(sum(read) / 7e9, rel=1e-12)
+    longest = max(read[0] / 5e9, read[1] / 2e9)
+    assert found["loss"] == pytest.approx(longest / (sum(read) / 7e9) - 1, rel=1e-9)
+    shown = " ".join(page(capsys, *argv).split())
+    assert f"rank {slowest} limits a step: {longest * 1e3:,.2f} ms" in shown
+    assert f"{found['loss']:.1%} more than" in shown and "at 5.0 GB/s" not in shown
+    tight = plan(capsys, *argv, "--memory", "600MiB,2")
+    assert tight["loss"] > 2 * found["loss"] and tight["slowest_rank"] == 1
+    one = plan(capsys, *argv[:-1], files[0], "--nproc", "2")
+    assert one["loss"] < 0.2 and "slowest" not in page(capsys, *argv[:-1], files[0], "--nproc", "2")
+
+
 def test_rates_that_differ_by_noise_make_equal_shares(capsys, tmp_path):
     alike = rates_of(tmp_path, "a.json", 4e9, 4.1e9, 3.95e9)
     asked = ["--device", "cpu", "--nproc", "3"]
-    equal = plan(capsys, *asked)["ranks"]
-    assert plan(capsys, *asked, "--calibration", alike)["ranks"] == equal
+    equal = [rank | {"step_s": None} for rank in plan(capsys, *asked)["ranks"]]
+    found = plan(capsys, *asked, "--calibration", alike)["ranks"]
+    assert [rank | {"step_s": None} for rank in found] == equal
 
 
 def test_files_of_other_ranks_or_formats_are_refused(capsys, tmp_path):
