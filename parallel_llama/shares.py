@@ -124,7 +124,7 @@ def _within(
     total: int,
     needed: Callable[[Sequence[Fraction]], Sequence[int]],
 ) -> list[Fraction] | None:
-    """Shares by speed with which every rank needs no more than its memory; None if there are none.
+    """Shares by speed that fit into the memory of every rank; None if no such shares exist.
 
     Units are whole, so the maximum of a rank is found by lowering it until its units fit.
 

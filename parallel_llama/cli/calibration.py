@@ -101,7 +101,12 @@ def read_calibrations(paths: Sequence[str] | None) -> Calibration | None:
     """
     if paths is None:
         return None
-    first, *others = found = [read_calibration(path) for path in paths]
+    return merged([read_calibration(path) for path in paths], paths)
+
+
+def merged(found: Sequence[Calibration], paths: Sequence[str]) -> Calibration:
+    """The ranks of all files, in order. Raises: UsageError if the files are for other formats."""
+    first, *others = found
     for path, each in zip(paths[1:], others, strict=True):
         if (each.dtype, each.quant) != (first.dtype, first.quant):
             raise UsageError(

@@ -7,6 +7,7 @@ from functools import cached_property
 from operator import mul
 
 from parallel_llama.cli.hardware import Hardware
+from parallel_llama.cli.hosts import Hosts
 from parallel_llama.cli.model import BLOCK_SIZE
 from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision, kv_format, make_precision
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
@@ -44,6 +45,7 @@ class PlanRequest:
         bandwidth: bytes per second that a rank can read, given like `memory`.
         hardware: the rates and costs from which the speed is predicted; None if not known.
         speeds: the measured speeds of the ranks, for a plan of as many ranks; None if not known.
+        hosts: the hosts of the ranks; None if all ranks may be on one host.
     """
 
     args: ModelArgs
@@ -61,6 +63,7 @@ class PlanRequest:
     bandwidth: int | tuple[int | None, ...] | None = None
     hardware: Hardware | None = None
     speeds: tuple[float, ...] | None = None
+    hosts: Hosts | None = None
 
     @cached_property
     def precision(self) -> Precision:

@@ -50,6 +50,8 @@ class Hardware:
         step_s: seconds between two steps.
         is_shared: whether the ranks share one memory and its cores; another number of ranks than
             `ranks` lists then gets equal parts of the sums.
+        messages: messages of a small exchange that the busiest link between hosts carries, if each
+            rank sends to each rank directly; 0 for other exchanges.
     """
 
     ranks: Rates | tuple[Rates, ...]
@@ -58,6 +60,7 @@ class Hardware:
     layer_s: float = 0.0
     step_s: float = 0.0
     is_shared: bool = False
+    messages: int = 0
 
     def rates(self, rank: int, n_ranks: int) -> Rates:
         """The rates of one of `n_ranks` ranks."""

@@ -28,6 +28,7 @@ from parallel_llama.cli.format_table import (
     format_table,
 )
 from parallel_llama.cli.hardware import Hardware, gpu_hardware
+from parallel_llama.cli.hosts import Hosts, read_hosts
 from parallel_llama.cli.largest import MAX_BATCH, Largest, find_largest
 from parallel_llama.cli.parsers import (
     GB,
@@ -35,6 +36,7 @@ from parallel_llama.cli.parsers import (
     bandwidths,
     count_or_range,
     gpu_list,
+    input_file,
     input_files,
     memory_sizes,
     number,
@@ -102,6 +104,11 @@ CALIBRATION: Flag[list[str] | None] = Flag(
     "host or rank (a.json,b.json), ranks get work in proportion to their speed",
     input_files, "FILES",
 )  # fmt: skip
+HOSTS: Flag[str | None] = Flag(
+    "hosts", "JSON file with a list of hosts, each with its ranks or gpus, memory, calibration and "
+    "link: plan for all hosts, and predict the exchanges between hosts",
+    input_file, "FILE",
+)  # fmt: skip
 PRICE: Flag[float | None] = Flag(
     "price", "price of a GPU (or rank) per hour, in any currency: print the cost of a million new "
     "tokens at this batch and context",
@@ -125,16 +132,19 @@ def prepare(flags: Flags) -> Job:
     The number of ranks is --nproc, else the number that --memory or --gpus lists. With one size and
     no number it is the smallest that fits, and with neither flag it is 1.
     """
-    gpus = _gpus(flags)
-    memory = _memory(flags, gpus)
+    hosts = _hosts(flags)
+    gpus = _gpus(flags) if hosts is None else hosts.gpus
+    memory = _memory(flags, gpus) if hosts is None else hosts.memory
     files = model.found_model(flags, flags[model.MODEL])
     args = model.args_of(files)
-    nproc = flags[NPROC]
-    calibration = read_calibrations(flags[CALIBRATION])
-    if calibration is not None and calibration.n_files > 1:
+    nproc = flags[NPROC] if hosts is None else [hosts.n_ranks]
+    calibration = read_calibrations(flags[CALIBRATION]) if hosts is None else hosts.calibration
+    if hosts is None and calibration is not None and calibration.n_files > 1:
         nproc = _ranks_of(flags, calibration)
     first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
-    device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[model.DEVICE], first)
+    device: DeviceKind = "cuda" if gpus else _device_kind(flags[model.DEVICE], first)
+    if hosts is not None and gpus is None:
+        device = "cpu"
     dtype = flags[model.DTYPE] or default_dtype(files, args, device)
     if decoded := why_decoded(files, args, dtype, flags[model.QUANT]):
         warn(decoded)
@@ -146,7 +156,8 @@ def prepare(flags: Flags) -> Job:
         flags[model.QUANT] or default_quant(files, args, dtype),
         flags[model.KV_CACHE_DTYPE],
         flags[model.KV_SPLIT],
-        flags[model.EXACT],
+        # On several hosts exact sums are not the default.
+        bool(flags[model.EXACT]) if hosts and hosts.links else flags[model.EXACT],
         context_length(args, flags[model.MAX_SEQ_LEN]),
         flags[BATCH],
         first,
@@ -156,6 +167,8 @@ def prepare(flags: Flags) -> Job:
     )
     if calibration is not None:
         asked = _calibrated(asked, calibration, _named(flags))
+    if hosts is not None:
+        asked = replace(asked, hardware=hosts.with_links(asked.hardware), hosts=hosts)
     finds_fewest = nproc is None and isinstance(memory, int)
     if isinstance(listed := flags[BANDWIDTH], list):
         _check_listed(len(listed), None if last or finds_fewest else first)
@@ -181,6 +194,20 @@ def prepare(flags: Flags) -> Job:
     one = estimate(asked)
     _check_price(flags, [one])
     return Job(lambda: _show_one(flags, one))
+
+
+def _hosts(flags: Flags) -> Hosts | None:
+    """The hosts of --hosts. Raises: UsageError if other flags list ranks too."""
+    if (path := flags[HOSTS]) is None:
+        return None
+    others = (NPROC, MEMORY, GPUS, BANDWIDTH, CALIBRATION)
+    given = [flag.name for flag in others if flags[flag] is not None]
+    given += ["fit"] * flags[FIT] + ["device"] * (flags[model.DEVICE] != model.DEVICE.initial)
+    if given:
+        raise UsageError(
+            f"--hosts and --{given[0]} cannot be combined: the file has the ranks; drop one"
+        )
+    return read_hosts(path)
 
 
 def _check_listed(n_bandwidths: int, n_ranks: int | None) -> None:
@@ -291,6 +318,8 @@ def _hardware(flags: Flags, gpus: GPU | list[GPU] | None) -> Hardware | None:
 
 def _named(flags: Flags) -> str:
     paths = flags[CALIBRATION]
+    if flags[HOSTS] is not None:
+        return f"the calibration in --hosts {flags[HOSTS]}"
     return f"--calibration {','.join(paths or [])}"
 
 
@@ -457,6 +486,7 @@ def _object(found: Estimate, price: float | None) -> dict[str, Any]:
             }
             for rank, own_s in zip(found.ranks, seconds, strict=True)
         ],
+        "hosts": found.asked.hosts and _host_objects(found.asked.hosts),
         "slowest_rank": steps and steps.slowest,
         "balanced_step_s": steps and steps.balanced_s,
         "loss": steps and steps.loss,
@@ -482,6 +512,12 @@ def _object(found: Estimate, price: float | None) -> dict[str, Any]:
         "unrecorded_decode": _unrecorded(found),
         "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
     }
+
+
+def _host_objects(hosts: Hosts) -> list[dict[str, Any]]:
+    return [
+        {"name": hosts.name(number), "ranks": _pair(own)} for number, own in enumerate(hosts.ranks)
+    ]
 
 
 def _predicted(found: Estimate, price: float | None) -> dict[str, Any]:
@@ -596,6 +632,7 @@ def _page(found: Estimate, price: float | None) -> list[str]:
         *_window(found),
         *_experts(plan),
         *_decode(found),
+        *_links(found),
         *_slowest(steps),
         *_speed(found),
         *_cost(found, price),
@@ -663,6 +700,19 @@ def _slowest(steps: RankSteps | None) -> list[str]:
         f"exchanges, {steps.loss:.1%} more than {steps.balanced_s * 1e3:,.2f} ms, which the ranks "
         "would take if each read exactly in proportion to its speed",
     )
+
+
+def _links(found: Estimate) -> list[str]:
+    """The hosts, and the time of the exchanges between them; empty without --hosts."""
+    if (hosts := found.asked.hosts) is None:
+        return []
+    text = ", ".join(
+        f"{hosts.name(number)}: {'rank' if len(own) == 1 else 'ranks'} {_span(own)}"
+        for number, own in enumerate(hosts.ranks)
+    )
+    if hosts.links and (predicted := predict(found)) is not None:
+        text += f"; exchanges take {predicted.full.link_s * 1e3:,.2f} ms of a step"
+    return _line("hosts", text)
 
 
 def _experts(plan: ShardPlan) -> list[str]:
@@ -1016,7 +1066,7 @@ VERB = Verb(
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, CALIBRATION, PRICE),
+        *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, CALIBRATION, HOSTS, PRICE),
         *(model.MAX_SEQ_LEN, BATCH),
         *(model.DTYPE, model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT),
         *(model.DEVICE, model.DOWNLOAD, SVG, JSON),

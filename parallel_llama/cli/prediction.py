@@ -12,6 +12,9 @@ from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.plan import why_unrecorded
 
+# Larger tensors of CPU ranks on several hosts go through gloo's ring (parallel/sockets.py).
+_MAX_DIRECT_BYTES = 1 << 18
+
 Limit = Literal["memory bandwidth", "arithmetic", "link", "launches"]
 
 
@@ -214,6 +217,11 @@ def _link_s(found: Estimate, hardware: Hardware, n_rows: int) -> float:
     if not n_exchanges:
         return 0.0
     assert hardware.exchange_s is not None and hardware.link is not None
+    n_ranks, args = found.plan.tp_size, found.asked.args
+    if hardware.messages and n_rows * args.dim * item_bytes <= _MAX_DIRECT_BYTES:
+        # A message has a rank's part of a gather, or all values of an all-reduce.
+        of_ring = 1 if found.asked.is_exact else 2 / n_ranks
+        n_bytes *= hardware.messages / (n_ranks - 1) / of_ring
     return n_exchanges * hardware.exchange_s + n_rows * n_bytes / hardware.link
 
 
