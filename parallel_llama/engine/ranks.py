@@ -613,9 +613,11 @@ def _gpu_facts(setup: ModelSetup) -> Mapping[str, str]:
 def gpu_notes(setup: ModelSetup) -> Mapping[str, str]:
     """The values of this rank's GPU that should be the same on all ranks.
 
-    Empty if the user has set the ranks' shares of memory, because GPUs may then differ.
+    Empty if the user has set the ranks' memory or speeds, because GPUs may then differ.
     """
-    return {} if setup.config.memory is not None else describe_gpu(setup.device)
+    config = setup.config
+    is_unlike = config.memory is not None or config.speeds is not None
+    return {} if is_unlike else describe_gpu(setup.device)
 
 
 def _digest(value: object) -> str:
