@@ -50,8 +50,8 @@ class Hardware:
         step_s: seconds between two steps.
         is_shared: whether the ranks share one memory and its cores; another number of ranks than
             `ranks` lists then gets equal parts of the sums.
-        messages: messages of a small exchange that the busiest link between hosts carries, if each
-            rank sends to each rank directly; 0 for other exchanges.
+        messages: messages of a small exchange that the busiest host receives from others, if each
+            rank sends to one rank of every other host; 0 for other exchanges.
     """
 
     ranks: Rates | tuple[Rates, ...]

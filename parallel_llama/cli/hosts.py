@@ -101,7 +101,7 @@ class Hosts:
             hardware,
             exchange_s=max([latency_s, *measured]),
             link=rate,
-            messages=max(len(own) * (self.n_ranks - len(own)) for own in self.ranks),
+            messages=max(self.n_ranks - len(own) for own in self.ranks),
         )
 
 

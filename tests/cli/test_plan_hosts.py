@@ -45,8 +45,8 @@ def test_ranks_of_hosts_get_shares_by_speed_and_exchange_over_the_link(capsys, t
     assert [rank["memory_bytes"] for rank in found["ranks"]] == [2 << 30] * 3
     assert [rank["heads"] for rank in found["ranks"]] == [[0, 4], [4, 7], [7, 9]]
     assert found["exact"] is False  # the default on several hosts
-    # 61 all-reduces and the exchange after the head. Each of 2 ranks gets the values of 1 rank of
-    # the other host, or the other way round: 2 messages of 576 values over a link of 10^9 bytes/s.
+    # 61 all-reduces and the exchange after the head. The host of rank 2 receives 2 messages of 576
+    # values over a link of 10^9 bytes/s.
     step = found["predicted"]["steps"]["decode"]
     assert step["link_s"] == pytest.approx(62 * 80e-6 + 61 * 2 * 576 * 4 / 1e9, rel=1e-9)
     assert step["memory_s"] == pytest.approx(max(rank["step_s"] for rank in found["ranks"]))
@@ -56,6 +56,14 @@ def test_ranks_of_hosts_get_shares_by_speed_and_exchange_over_the_link(capsys, t
     assert prefill["link_s"] == pytest.approx(62 * 80e-6 + ring, rel=1e-9)
     shown = " ".join(page(capsys, *argv).split())
     assert "hosts fast: ranks 0-1, host 1: rank 2; exchanges take" in shown
+
+
+def test_the_values_of_a_rank_reach_another_host_once(capsys, tmp_path):
+    """However many ranks that host has."""
+    own = cpu_hosts(tmp_path)[0]
+    found = plan(capsys, *written(tmp_path, [own, own]))
+    link_s = found["predicted"]["steps"]["decode"]["link_s"]
+    assert link_s == pytest.approx(62 * 50e-6 + 61 * 2 * 576 * 4 / 1e9, rel=1e-9)
 
 
 def test_exact_sums_send_the_part_of_a_rank_to_each_rank(capsys, tmp_path):
