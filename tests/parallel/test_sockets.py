@@ -243,7 +243,8 @@ def heard_by_a_stranger(listener: socket.socket, words: bytes) -> bytes:
     with socket.create_connection(listener.getsockname()) as stranger:
         stranger.settimeout(SOON_S)
         stranger.sendall(words)
-        stranger.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # the listener has closed it already
+            stranger.shutdown(socket.SHUT_WR)
         heard = b""
         with suppress(ConnectionResetError):  # it does not read all words
             while piece := stranger.recv(1000):
