@@ -483,7 +483,7 @@ class Sockets(Communicator):
             for rank, own in self._sockets.items():
                 if rank not in to_receive and rank not in early and own.fileno() in readable:
                     if self._fails_later(rank, awaited):
-                        limit_s = min(limit_s, self._timeouts.step_s)
+                        limit_s, waited_s = min(limit_s, self._timeouts.step_s), 0.0
                     early.add(rank)
             self._require_same_on_host()
 

@@ -155,30 +155,42 @@ def test_a_rank_in_another_collective_is_found_before_any_rank_is_late(ranks, ho
         assert f"rank {rank} is in exchange 2, {kind} of" in outcome
 
 
-def finish_late(group: Communicator, hosts: str) -> str:
-    """Rank 2 is still in the first exchange when rank 1 fails in the second."""
-    comm = over_sockets(group, hosts, SOON_S)
+def finish_late(group: Communicator, hosts: str, idle_s: float) -> str:
+    """Rank 2 is still in the first exchange when rank 1 fails in the second.
+
+    Args:
+        idle_s: how long rank 0 lets the others wait without a limit; if 0, they do not.
+    """
+    comm = over_sockets(group, hosts, 1.5 if idle_s else SOON_S)
     receive, begun_s = comm._receive, time.monotonic()
 
     def receive_late(rank: int, n_bytes: int) -> bool:
-        is_held = rank == 0 and time.monotonic() < begun_s + 0.5
+        is_held = rank == 0 and time.monotonic() < begun_s + idle_s + 0.5
         return not is_held and receive(rank, n_bytes)
 
     if comm.rank == 2:
         comm._receive = receive_late
-    total = comm.all_reduce(torch.ones(4))
+    x = torch.full((4,), 1 + comm.rank)
+    if idle_s:
+        time.sleep(idle_s * (comm.rank == 0))
+        comm.broadcast(x, no_timeout=True)
+    else:
+        comm.all_reduce(x)
     try:
         comm.all_reduce(torch.ones(4 + (comm.rank == 1)))
     except RankError as error:
-        return f"{total.tolist()} {error}"
+        return f"{x.tolist()} {error}"
     raise AssertionError("nobody noticed")
 
 
-@pytest.mark.parametrize("hosts", ["abc", "aabb"])
-def test_a_failure_in_the_next_exchange_does_not_end_the_current_one(ranks, hosts):
+@pytest.mark.parametrize(
+    ("hosts", "idle_s", "total"), [("abc", 0, 6), ("aabb", 0, 10), ("aabb", 1.7, 1)]
+)
+def test_a_failure_in_the_next_exchange_does_not_end_the_current_one(ranks, hosts, idle_s, total):
     """A rank that waited read the failure, and reported an exchange that all ranks finish."""
-    for rank, outcome in enumerate(ranks(len(hosts), shared_memory=False).run(finish_late, hosts)):
-        assert str([float(len(hosts))] * 4) in outcome
+    outcomes = ranks(len(hosts), shared_memory=False).run(finish_late, hosts, idle_s)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.startswith(str([total] * 4))
         assert "the ranks called different collectives" in outcome
         assert f"rank {rank} is in exchange 2, all_reduce of" in outcome
 
