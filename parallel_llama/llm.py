@@ -84,8 +84,8 @@ class LLM:
         on_bytes: called with the number of bytes of weights just read.
         on_wait: called with the ranks that have not joined yet.
         on_graph: called before each CUDA graph is recorded, with its number of rows.
-        settings: the other fields of `LLMConfig`, by name: tp_size, memory, dtype, quant, device,
-            max_seq_len, seed, random_weights, slice_of, verify, download, kv_cache_bytes,
+        settings: the other fields of `LLMConfig`, by name: tp_size, memory, speeds, dtype, quant,
+            device, max_seq_len, seed, random_weights, slice_of, verify, download, kv_cache_bytes,
             kv_cache_dtype, kv_split, exact, attention_sinks, block_size, max_drafts,
             integrity_check, timeout_s, start_timeout_s, log_dir, elastic, spares, adapters.
 
@@ -130,7 +130,7 @@ class LLM:
         )
         self._loop: EngineLoop[tuple[_GenerateCall, int]] = EngineLoop(self.ranks)
         if self.rank > 0:
-            rank_rpc.serve_rank(self.engine)
+            self.ranks.follow()
             self.close()
             raise SystemExit(0)
 
@@ -372,6 +372,14 @@ class LLM:
         one = shards[0] if len(shards) == 1 else None
         passed_over = bytes_passed_over(self.args, batch, self.precision, one)
         return sum(self.statistics.weight_bytes) - passed_over
+
+    def rank_weight_bytes_per_step(self, batch: int) -> list[int]:
+        """Bytes of weights that each rank reads to decode a step of `batch` sequences."""
+        shards = self.engine.runner.plan.shards
+        return [
+            n_bytes - bytes_passed_over(self.args, batch, self.precision, shard)
+            for n_bytes, shard in zip(self.statistics.weight_bytes, shards, strict=True)
+        ]
 
     def close(self) -> None:
         """End the other ranks; may be called twice, and after an error.

@@ -24,6 +24,8 @@ from parallel_llama.families.weights import (
 )
 from parallel_llama.plan import Shard
 
+GIB = 1 << 30
+
 # Sliding-window layers get at least this fraction of the blocks that full-attention layers get.
 MIN_WINDOW_PART = Fraction(1, 4)
 

@@ -178,8 +178,8 @@ class ShardPlan:
     """The shards of all ranks of one tensor-parallel group.
 
     Args:
-        balance: the largest (fraction of query heads) / (fraction of memory) of any rank. 1.0 is
-            perfect; at 1.25 the other ranks are idle for a fifth of each attention.
+        balance: the largest (fraction of query heads) / (its fraction of the shares) of any
+            rank. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of each attention.
         placement: None for a model without experts.
     """
 
@@ -299,7 +299,7 @@ def apportion(n_units: int, weights: Sequence[int], at_least: int = 0) -> list[i
 def make_plan(
     args: ModelArgs,
     tp_size: int,
-    memory: Sequence[float] | None = None,
+    shares: Sequence[float | Fraction] | None = None,
     quant_group_size: int = 1,
     ranks_per_expert: int | None = None,
     kv_split: KVSplit = "heads",
@@ -308,7 +308,8 @@ def make_plan(
     """The shard plan of a model on `tp_size` ranks.
 
     Args:
-        memory: the memory of each rank in any unit; shards are proportional to it.
+        shares: the share of each rank in any unit, such as its memory or its speed; by default
+            equal.
         quant_group_size: number of consecutive ffn channels that must stay on one rank.
         ranks_per_expert: the most ranks that split an expert; by default as MIN_EXPERT_CHANNELS
             requires.
@@ -317,7 +318,7 @@ def make_plan(
         exact: shard wo and w2 by outputs, every expert over all ranks, and the vocabulary between
             tiles, so that no sum is split and results do not depend on the number of ranks.
 
-    Raises: UsageError if tp_size is not 1 to n_heads, `memory` is not one positive number per rank,
+    Raises: UsageError if tp_size is not 1 to n_heads, `shares` is not one positive number per rank,
     or `exact` is combined with a setting that splits sums.
     """
     if not 1 <= tp_size <= args.n_heads:
@@ -332,7 +333,7 @@ def make_plan(
                 "combined: every rank needs a part of every expert; drop one"
             )
         ranks_per_expert = tp_size
-    weights = _weights(tp_size, memory)
+    weights = _weights(tp_size, shares)
     cut, heads, balance = _cut_heads(args, weights)
     expert_ranks = _expert_ranks(args, tp_size, ranks_per_expert)
     experts = _cut_experts(args, expert_ranks, weights)
@@ -448,16 +449,16 @@ def _spread(args: ModelArgs, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
     return tuple(replace(each, kv_heads=every, runs=runs, peers=peers) for each in shards)
 
 
-def _weights(tp_size: int, memory: Sequence[float] | None) -> list[int]:
-    """Integers proportional to the memory of the ranks."""
-    if memory is None:
+def _weights(tp_size: int, shares: Sequence[float | Fraction] | None) -> list[int]:
+    """Integers proportional to the shares of the ranks."""
+    if shares is None:
         return [1] * tp_size
-    if len(memory) != tp_size:
-        raise UsageError(f"memory has {len(memory)} sizes for {tp_size} ranks; give one per rank")
-    for rank, size in enumerate(memory):
-        if not (math.isfinite(size) and size > 0):
-            raise UsageError(f"memory of rank {rank} is {size}; give a number above 0")
-    sizes = [Fraction(size) for size in memory]
+    if len(shares) != tp_size:
+        raise UsageError(f"memory has {len(shares)} sizes for {tp_size} ranks; give one per rank")
+    for rank, share in enumerate(shares):
+        if not (math.isfinite(share) and share > 0):
+            raise UsageError(f"memory of rank {rank} is {share}; give a number above 0")
+    sizes = [Fraction(share) for share in shares]
     common = math.lcm(*(size.denominator for size in sizes))
     return [int(size * common) for size in sizes]
 

@@ -27,7 +27,7 @@ FLOORS = [
     {"families"},
     {"config", "plan", "request"},
     {"tokenizer", "parallel", "memory"},
-    {"ops"},
+    {"ops", "shares"},
     {"structured", "sampling", "checkpoint"},
     {"model", "reshard"},
     {"engine"},
@@ -41,6 +41,7 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Rooms and modules that load without torch.
 TORCH_FREE = {
     "errors", "dtypes", "files", "families", "config", "plan", "memory", "request",
+    "shares",
     "tokenizer", "structured", "serve", "parallel.failures", "reshard.gguf_types",
     "reshard.target_folder",
     "doctor.check", "doctor.local_ranks", "doctor.machine", "engine.available_memory",

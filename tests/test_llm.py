@@ -34,7 +34,7 @@ from parallel_llama.engine.ranks import shared_facts
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.engine_process import EngineProcess
-from parallel_llama.memory import PROCESS_BYTES
+from parallel_llama.memory import GIB, PROCESS_BYTES, kv_bytes_per_token
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.handshake import RankInfo, require_same
 from parallel_llama.plan import make_plan
@@ -162,15 +162,31 @@ def test_an_llm_starts_its_other_ranks_and_ends_them(model, llm, name, tp_size):
 
 def test_ranks_get_shares_in_proportion_to_their_memory(model, llm):
     expected = llm.generate(["Hello", [5, 6, 7]], PARAMS)
-    with LLM(str(model), dtype="float64", memory=(1, 3, 2)) as uneven:
+    memory = (0.4, 1.2, 0.8)
+    with LLM(str(model), dtype="float64", memory=memory) as uneven:
         assert uneven.tp_size == 3
-        assert uneven.ranks.setup.plan == make_plan(uneven.args, 3, (1, 3, 2), exact=True)
-        small, large, middle = uneven.statistics.weight_bytes
+        plan = uneven.ranks.setup.plan
+        assert plan == make_plan(uneven.args, 3, memory, exact=True)
+        small, large, middle = weights = uneven.statistics.weight_bytes
         assert small < middle < large
+        n_tokens = uneven.engine.capacity.n_tokens
+        for shard, own, gib in zip(plan.shards, weights, memory, strict=True):
+            kv_bytes = sum(kv_bytes_per_token(uneven.args, shard, uneven.kv_format))
+            assert own + n_tokens * kv_bytes <= gib * GIB - PROCESS_BYTES
         found = uneven.generate(["Hello", [5, 6, 7]], PARAMS)
     assert [c.tokens for c in found] == [c.tokens for c in expected]
     with pytest.raises(UsageError, match="memory has 3 sizes for 2 ranks"):
         LLM(str(model), tp_size=2, memory=(1, 3, 2))
+    with pytest.raises(UsageError, match=r"rank 1 of 2 needs \d+ bytes, and its entry in memory"):
+        LLM(str(model), memory=(1, 0.3))
+
+
+def test_ranks_get_shares_in_proportion_to_their_speed(model, llm):
+    expected = llm.generate(["Hello", [5, 6, 7]], PARAMS)
+    with LLM(str(model), dtype="float64", speeds=(2, 1), memory=(1, 1)) as uneven:
+        assert uneven.ranks.setup.plan == make_plan(uneven.args, 2, (2, 1), exact=True)
+        found = uneven.generate(["Hello", [5, 6, 7]], PARAMS)
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.calibration import write_calibration
 from parallel_llama.cli.model import (
+    CALIBRATION,
     DEVICE,
     DOWNLOAD,
     EXACT,
@@ -138,7 +139,8 @@ def _layer_s(llm: "LLM", rates: Sequence["RankRates"]) -> float:
     n_exchanges, n_bytes = exchanges(
         llm.args, llm.tp_size, ITEM_BYTES[llm.precision.computed], is_exact=is_exact
     )
-    known_s = llm.weight_bytes_per_step(1) / sum(each.read_bytes_per_s for each in rates)
+    n_bytes_read = llm.rank_weight_bytes_per_step(1)
+    known_s = max(n / each.read_bytes_per_s for n, each in zip(n_bytes_read, rates, strict=True))
     for each in rates[:1]:
         if each.exchange_s is not None and each.link_bytes_per_s is not None:
             known_s += n_exchanges * each.exchange_s + n_bytes / each.link_bytes_per_s
@@ -324,7 +326,8 @@ VERB = Verb(
     "[MODEL] [flags]",
     (
         MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, CALIBRATE, JSON, *RANKS,
-        RANDOM_WEIGHTS, DOWNLOAD, MEMORY, TIMEOUT, START_TIMEOUT, LOG_DIR, SECRET_FILE,
+        RANDOM_WEIGHTS, DOWNLOAD, MEMORY, CALIBRATION, TIMEOUT, START_TIMEOUT, LOG_DIR,
+        SECRET_FILE,
     ),
     "parallel-llama bench --nproc 2",
     prepare,

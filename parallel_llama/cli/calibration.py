@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli.hardware import Hardware, Rates
+from parallel_llama.cli.hardware import Hardware, Rates, are_alike
 from parallel_llama.errors import CheckpointError, UsageError, WriteError
 from parallel_llama.files.fields import Fields, read_json_object
 from parallel_llama.files.partial_output import growing_file, replace_file
@@ -37,15 +37,26 @@ class Calibration:
 
     Args:
         layer_s: seconds of a layer in a decode step that are neither reads nor exchanges.
+        n_files: the number of files that the ranks are from, one per host.
     """
 
     dtype: str
     quant: str
     ranks: tuple[RankEntry, ...]
     layer_s: float = 0.0
+    n_files: int = 1
+
+    @property
+    def speeds(self) -> tuple[float, ...] | None:
+        """The read rate of each rank, None if they differ so little that ranks are alike."""
+        rates = tuple(each.read_bytes_per_s for each in self.ranks)
+        return None if are_alike(rates) else rates
 
     def hardware(self) -> Hardware:
-        """The hardware of a plan on this machine, with any number of ranks."""
+        """The hardware of a plan on this machine, with any number of ranks.
+
+        The ranks of several files share no memory, and the exchanges between them are not known.
+        """
         rates = tuple(
             Rates(each.read_bytes_per_s, each.read_bytes_per_s, each.operations_per_s)
             for each in self.ranks
@@ -53,7 +64,11 @@ class Calibration:
         waits = [each.exchange_s for each in self.ranks if each.exchange_s is not None]
         links = [each.link_bytes_per_s for each in self.ranks if each.link_bytes_per_s is not None]
         return Hardware(
-            rates, max(waits, default=None), min(links, default=None), self.layer_s, is_shared=True
+            rates,
+            max(waits, default=None) if self.n_files == 1 else None,
+            min(links, default=None) if self.n_files == 1 else None,
+            self.layer_s,
+            is_shared=self.n_files == 1,
         )
 
 
@@ -77,6 +92,31 @@ def write_calibration(
         raise WriteError(
             f"--calibrate {path}: {error.strerror or error}; give another file"
         ) from error
+
+
+def read_calibrations(paths: Sequence[str] | None) -> Calibration | None:
+    """The ranks of all files, in the order of the files; None without files.
+
+    Raises: UsageError as `read_calibration`, or if the files are for different formats.
+    """
+    if paths is None:
+        return None
+    return merged([read_calibration(path) for path in paths], paths)
+
+
+def merged(found: Sequence[Calibration], paths: Sequence[str]) -> Calibration:
+    """The ranks of all files, in order. Raises: UsageError if the files are for other formats."""
+    first, *others = found
+    for path, each in zip(paths[1:], others, strict=True):
+        if (each.dtype, each.quant) != (first.dtype, first.quant):
+            raise UsageError(
+                f"--calibration {path} is for --dtype {each.dtype} --quant {each.quant}, and "
+                f"{paths[0]} for --dtype {first.dtype} --quant {first.quant}; calibrate all hosts "
+                "with the same flags"
+            )
+    ranks = tuple(rank for each in found for rank in each.ranks)
+    layer_s = max(each.layer_s for each in found)
+    return Calibration(first.dtype, first.quant, ranks, layer_s, len(found))
 
 
 def read_calibration(path: str) -> Calibration:

@@ -7,6 +7,7 @@ from functools import cached_property
 from operator import mul
 
 from parallel_llama.cli.hardware import Hardware
+from parallel_llama.cli.hosts import Hosts
 from parallel_llama.cli.model import BLOCK_SIZE
 from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision, kv_format, make_precision
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
@@ -28,6 +29,7 @@ from parallel_llama.memory import (
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.plan import KVSplit, Shard, ShardPlan, make_plan, resolve_exact
+from parallel_llama.shares import choose_shares
 
 # The default of --block-size.
 BLOCK_TOKENS: int = BLOCK_SIZE.initial
@@ -42,6 +44,8 @@ class PlanRequest:
         memory: bytes, one number for all ranks or one per rank; None if not known.
         bandwidth: bytes per second that a rank can read, given like `memory`.
         hardware: the rates and costs from which the speed is predicted; None if not known.
+        speeds: the measured speeds of the ranks, for a plan of as many ranks; None if not known.
+        hosts: the hosts of the ranks; None if all ranks may be on one host.
     """
 
     args: ModelArgs
@@ -58,6 +62,8 @@ class PlanRequest:
     memory: int | tuple[int, ...] | None = None
     bandwidth: int | tuple[int | None, ...] | None = None
     hardware: Hardware | None = None
+    speeds: tuple[float, ...] | None = None
+    hosts: Hosts | None = None
 
     @cached_property
     def precision(self) -> Precision:
@@ -310,10 +316,24 @@ def estimate(asked: PlanRequest) -> Estimate:
     each = (memory,) * tp_size if isinstance(memory, int) else memory
     quant_group_size = precision.quant_group_size
     exact = asked.is_exact
-    plan = make_plan(
+    speeds = asked.speeds if asked.speeds is not None and len(asked.speeds) == tp_size else None
+    shares = choose_shares(
         asked.args,
         tp_size,
         each,
+        speeds,
+        precision,
+        asked.kv,
+        asked.kv_split,
+        exact=exact,
+        device=asked.device,
+        max_seq_len=asked.max_seq_len,
+        step_tokens=asked.step_tokens,
+    )
+    plan = make_plan(
+        asked.args,
+        tp_size,
+        shares,
         quant_group_size=quant_group_size,
         kv_split=asked.kv_split,
         exact=exact,

@@ -1,5 +1,6 @@
 """The rates and costs of the ranks of a plan, from which its speed is predicted. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel_llama.cli.parsers import GPU
@@ -12,6 +13,14 @@ READ_PART, KV_PART, PRODUCT_PART = 0.94, 0.73, 0.47
 LAYER_S, STEP_S = 31e-6, 50e-6
 # An all-reduce of NCCL of a few kilobytes. It has not been measured with these kernels.
 EXCHANGE_S = 20e-6
+
+# Read rates of equal ranks differ by up to this factor from one measurement to the next.
+_ALIKE = 1.05
+
+
+def are_alike(rates: Sequence[float]) -> bool:
+    """Whether read rates differ so little that their ranks count as equally fast."""
+    return max(rates) <= _ALIKE * min(rates)
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class Hardware:
         step_s: seconds between two steps.
         is_shared: whether the ranks share one memory and its cores; another number of ranks than
             `ranks` lists then gets equal parts of the sums.
+        messages: messages of a small exchange that the busiest host receives from others, if each
+            rank sends to one rank of every other host; 0 for other exchanges.
     """
 
     ranks: Rates | tuple[Rates, ...]
@@ -49,6 +60,7 @@ class Hardware:
     layer_s: float = 0.0
     step_s: float = 0.0
     is_shared: bool = False
+    messages: int = 0
 
     def rates(self, rank: int, n_ranks: int) -> Rates:
         """The rates of one of `n_ranks` ranks."""

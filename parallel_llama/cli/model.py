@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import Flag, Flags, warn
+from parallel_llama.cli.calibration import Calibration, read_calibrations
 from parallel_llama.cli.parsers import (
     adapter_folder,
     byte_size,
     device_name,
     dtype_name,
     filled_text,
+    input_files,
     kv_dtype_name,
     number,
     one_of,
@@ -27,8 +29,15 @@ from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.hub_cache import HubName
 from parallel_llama.files.model_files import ModelFiles, find_model, missing_from_hub
+from parallel_llama.memory import GIB
+from parallel_llama.parallel.device_choice import choose_device, count_gpus
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, world
+from parallel_llama.parallel.rank_env import (
+    is_started_as_rank,
+    is_watched,
+    launcher_name,
+    world,
+)
 from parallel_llama.parallel.rank_stacks import require_log_dir
 from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S
 from parallel_llama.plan import KVSplit, make_plan
@@ -142,8 +151,14 @@ LOG_DIR: Flag[str | None] = Flag(
 )  # fmt: skip
 MEMORY: Flag[list[int] | None] = Flag(
     "memory",
-    "memory of each rank in GiB, such as 32,32,16 or 32x2,16: ranks get shares of the model in "
-    "proportion", rank_sizes, "SIZES", default_text="equal shares", subject="ranks",
+    "memory that each rank may take in GiB, such as 32,32,16 or 32x2,16: ranks get shares of the "
+    "model in proportion", rank_sizes, "SIZES", default_text="equal shares", subject="ranks",
+)  # fmt: skip
+CALIBRATION: Flag[list[str] | None] = Flag(
+    "calibration",
+    "files of bench --calibrate with the rates of all ranks, in rank order, such as a.json,b.json "
+    "for two hosts: ranks get shares of the model in proportion to their speed, within --memory",
+    input_files, "FILES", default_text="equal shares", subject="ranks",
 )  # fmt: skip
 SECRET_FILE: Flag[str | None] = Flag(
     "secret-file",
@@ -152,7 +167,7 @@ SECRET_FILE: Flag[str | None] = Flag(
 )  # fmt: skip
 ELASTIC: Flag[bool] = Flag(
     "elastic", "after the loss of a rank above 0, go on with the others, continue all requests, "
-    "and replace the rank; for CPU ranks that this command starts", subject="ranks",
+    "and replace the rank if this command has started it; for CPU ranks", subject="ranks",
 )  # fmt: skip
 SPARES: Flag[int] = Flag(
     "spares", "with --elastic, idle processes that replace lost ranks at once",
@@ -163,8 +178,8 @@ RANKS: tuple[Flag[Any], ...] = (
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (
-    RANDOM_WEIGHTS, VERIFY, DOWNLOAD, MEMORY, INTEGRITY_CHECK, TIMEOUT, START_TIMEOUT, LOG_DIR,
-    SECRET_FILE,
+    RANDOM_WEIGHTS, VERIFY, DOWNLOAD, MEMORY, CALIBRATION, INTEGRITY_CHECK, TIMEOUT, START_TIMEOUT,
+    LOG_DIR, SECRET_FILE,
 )  # fmt: skip
 # Flags with the names of LLMConfig's fields.
 _SETTINGS: tuple[Flag[Any], ...] = (
@@ -216,14 +231,18 @@ def in_dtypes(dtype: str, quant: str, kv_cache_dtype: str) -> str:
     return weights if kv_cache_dtype == weights else f"{weights}, KV cache in {kv_cache_dtype}"
 
 
-def rank_count(nproc: int | None, memory: Sequence[int] | None = None) -> int:
+def rank_count(
+    nproc: int | None, memory: Sequence[int] | None = None, calibration: Calibration | None = None
+) -> int:
     """The number of ranks that a command runs on: --nproc, or as many as --memory has sizes.
+
+    Without both, as many as the files of --calibration have ranks, else 1.
 
     Raises: UsageError if --nproc contradicts torchrun, or torchrun's variables are inconsistent.
     """
     _, size = world()
     if not is_started_as_rank():
-        return nproc or len(memory or (1,))
+        return nproc or len(memory or (calibration and calibration.ranks) or (1,))
     if nproc is not None and nproc != size:
         raise UsageError(
             f"--nproc {nproc} inside {launcher_name()}, which started {size} ranks; omit --nproc"
@@ -246,10 +265,16 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
 
     require_log_dir(flags[LOG_DIR])
     if flags[ELASTIC]:
-        if is_started_as_rank():
+        if is_started_as_rank() and is_watched():
             raise UsageError(
                 f"--elastic inside {launcher_name()}, which ends all ranks when one is lost; use "
-                "--nproc, or drop --elastic"
+                "--nproc, start each rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or "
+                "drop --elastic"
+            )
+        if is_started_as_rank() and flags[SPARES]:
+            raise UsageError(
+                f"--spares {flags[SPARES]} with ranks that another program has started: only a "
+                "command that starts its ranks itself can replace them; drop --spares"
             )
         require_elastic(flags[DEVICE], flags[KV_SPLIT])
     elif flags[SPARES]:
@@ -261,7 +286,10 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
         files.require_weights()
     args = load_model_args(files, _count_vocab)
     memory = flags[MEMORY]
-    n_ranks = rank_count(flags[NPROC], memory)
+    calibration = read_calibrations(flags[CALIBRATION])
+    n_ranks = rank_count(flags[NPROC], memory, calibration)
+    if calibration is not None:
+        _check_calibration(flags, calibration, n_ranks)
     require_spares(flags[SPARES], n_ranks)
     load_served_adapters(adapters_of(flags), args)
     make_plan(args, n_ranks, memory, kv_split=flags[KV_SPLIT], exact=bool(flags[EXACT]))
@@ -273,6 +301,21 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
         attention_sinks=flags[ATTENTION_SINKS],
     )
     return inputs, n_ranks
+
+
+def _check_calibration(flags: Flags, found: Calibration, n_ranks: int) -> None:
+    """Raises: UsageError if the files of --calibration have other ranks than the command."""
+    paths, asked = flags[CALIBRATION], flags[DEVICE]
+    named = f"--calibration {','.join(paths or [])}"
+    if len(found.ranks) != n_ranks:
+        raise UsageError(
+            f"{named} has {len(found.ranks)} ranks, and the command {n_ranks}; use as many, or "
+            "calibrate again"
+        )
+    if choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks) == "cuda":
+        raise UsageError(f"{named} has rates of CPU ranks, and these run on GPUs; drop it")
+    if found.speeds is not None and flags[ELASTIC]:
+        raise UsageError(f"--elastic and {named} cannot be combined; drop one")
 
 
 def adapters_of(flags: Flags) -> dict[str, str]:
@@ -304,6 +347,10 @@ def llm_config(flags: Flags, **settings: Any) -> LLMConfig:
     own = {flag.name.replace("-", "_"): flags[flag] for flag in _SETTINGS}
     settings |= {"timeout_s": flags[TIMEOUT], "start_timeout_s": flags[START_TIMEOUT]}
     settings |= {"adapters": adapters_of(flags)}
+    if (calibration := read_calibrations(flags[CALIBRATION])) is not None:
+        own["speeds"] = calibration.speeds
+    if own["memory"] is not None:
+        own["memory"] = tuple(n_bytes / GIB for n_bytes in own["memory"])
     return LLMConfig(**own, **settings)
 
 

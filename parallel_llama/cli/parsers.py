@@ -16,6 +16,7 @@ from parallel_llama.dtypes import DTYPES, KV_DTYPES, QUANTS
 from parallel_llama.files.bounded_files import has_short_name, is_folder, is_input, is_there
 from parallel_llama.files.fields import did_you_mean, parse_json
 from parallel_llama.files.partial_output import growing_file
+from parallel_llama.memory import GIB
 from parallel_llama.parallel.launch import MAX_RANKS
 
 LARGEST = 2**63 - 1
@@ -23,7 +24,7 @@ _ORIGIN = re.compile(
     r"(?!http://.*:80$)(?!https://.*:443$)"
     r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?"
 )
-GIB, GB = 1 << 30, 10**9
+GB = 10**9
 
 # A number, the prefix of its unit, and the rest of the unit.
 _SIZE = re.compile(
@@ -364,6 +365,11 @@ def input_file(text: str) -> str:
     if not is_input(path):
         raise ValueError("not a regular file; give one, or a pipe as <(command)")
     return text
+
+
+def input_files(text: str) -> list[str]:
+    """The paths of regular files, separated by commas."""
+    return [input_file(path) for path in text.split(",")]
 
 
 def path_in_folder(text: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel_llama.cli import model
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
-from parallel_llama.cli.calibration import read_calibration
+from parallel_llama.cli.calibration import Calibration, read_calibrations
 from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
@@ -28,6 +28,7 @@ from parallel_llama.cli.format_table import (
     format_table,
 )
 from parallel_llama.cli.hardware import Hardware, gpu_hardware
+from parallel_llama.cli.hosts import Hosts, read_hosts
 from parallel_llama.cli.largest import MAX_BATCH, Largest, find_largest
 from parallel_llama.cli.parsers import (
     GB,
@@ -36,13 +37,21 @@ from parallel_llama.cli.parsers import (
     count_or_range,
     gpu_list,
     input_file,
+    input_files,
     memory_sizes,
     number,
     output_file,
     whole,
 )
 from parallel_llama.cli.plan_picture import picture
-from parallel_llama.cli.prediction import Prediction, StepTime, predict, why_unpredicted
+from parallel_llama.cli.prediction import (
+    Prediction,
+    RankSteps,
+    StepTime,
+    predict,
+    rank_steps,
+    why_unpredicted,
+)
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
@@ -89,8 +98,15 @@ BANDWIDTH: Flag[int | list[int] | None] = Flag(
     "the predicted speed of named GPUs, else for an upper bound of the decoding speed",
     bandwidths, "RATES", default_text="that of the GPUs that --gpus names",
 )  # fmt: skip
-CALIBRATION: Flag[str | None] = Flag(
-    "calibration", "file of bench --calibrate: predict the speed on its machine, on CPU ranks",
+CALIBRATION: Flag[list[str] | None] = Flag(
+    "calibration",
+    "file of bench --calibrate: predict the speed on its machine, on CPU ranks; with a file per "
+    "host or rank (a.json,b.json), ranks get work in proportion to their speed",
+    input_files, "FILES",
+)  # fmt: skip
+HOSTS: Flag[str | None] = Flag(
+    "hosts", "JSON file with a list of hosts, each with its ranks or gpus, memory, calibration and "
+    "link: plan for all hosts, and predict the exchanges between hosts",
     input_file, "FILE",
 )  # fmt: skip
 PRICE: Flag[float | None] = Flag(
@@ -116,13 +132,19 @@ def prepare(flags: Flags) -> Job:
     The number of ranks is --nproc, else the number that --memory or --gpus lists. With one size and
     no number it is the smallest that fits, and with neither flag it is 1.
     """
-    gpus = _gpus(flags)
-    memory = _memory(flags, gpus)
+    hosts = _hosts(flags)
+    gpus = _gpus(flags) if hosts is None else hosts.gpus
+    memory = _memory(flags, gpus) if hosts is None else hosts.memory
     files = model.found_model(flags, flags[model.MODEL])
     args = model.args_of(files)
-    nproc = flags[NPROC]
+    nproc = flags[NPROC] if hosts is None else [hosts.n_ranks]
+    calibration = read_calibrations(flags[CALIBRATION]) if hosts is None else hosts.calibration
+    if hosts is None and calibration is not None and calibration.n_files > 1:
+        nproc = _ranks_of(flags, calibration)
     first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
-    device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[model.DEVICE], first)
+    device: DeviceKind = "cuda" if gpus else _device_kind(flags[model.DEVICE], first)
+    if hosts is not None and gpus is None:
+        device = "cpu"
     dtype = flags[model.DTYPE] or default_dtype(files, args, device)
     if decoded := why_decoded(files, args, dtype, flags[model.QUANT]):
         warn(decoded)
@@ -134,7 +156,8 @@ def prepare(flags: Flags) -> Job:
         flags[model.QUANT] or default_quant(files, args, dtype),
         flags[model.KV_CACHE_DTYPE],
         flags[model.KV_SPLIT],
-        flags[model.EXACT],
+        # On several hosts exact sums are not the default.
+        bool(flags[model.EXACT]) if hosts and hosts.links else flags[model.EXACT],
         context_length(args, flags[model.MAX_SEQ_LEN]),
         flags[BATCH],
         first,
@@ -142,8 +165,10 @@ def prepare(flags: Flags) -> Job:
         _bandwidth(flags, gpus),
         _hardware(flags, gpus),
     )
-    if (path := flags[CALIBRATION]) is not None:
-        asked = _calibrated(asked, path)
+    if calibration is not None:
+        asked = _calibrated(asked, calibration, _named(flags))
+    if hosts is not None:
+        asked = replace(asked, hardware=hosts.with_links(asked.hardware), hosts=hosts)
     finds_fewest = nproc is None and isinstance(memory, int)
     if isinstance(listed := flags[BANDWIDTH], list):
         _check_listed(len(listed), None if last or finds_fewest else first)
@@ -169,6 +194,20 @@ def prepare(flags: Flags) -> Job:
     one = estimate(asked)
     _check_price(flags, [one])
     return Job(lambda: _show_one(flags, one))
+
+
+def _hosts(flags: Flags) -> Hosts | None:
+    """The hosts of --hosts. Raises: UsageError if other flags list ranks too."""
+    if (path := flags[HOSTS]) is None:
+        return None
+    others = (NPROC, MEMORY, GPUS, BANDWIDTH, CALIBRATION)
+    given = [flag.name for flag in others if flags[flag] is not None]
+    given += ["fit"] * flags[FIT] + ["device"] * (flags[model.DEVICE] != model.DEVICE.initial)
+    if given:
+        raise UsageError(
+            f"--hosts and --{given[0]} cannot be combined: the file has the ranks; drop one"
+        )
+    return read_hosts(path)
 
 
 def _check_listed(n_bandwidths: int, n_ranks: int | None) -> None:
@@ -200,11 +239,12 @@ def _check_fit(flags: Flags, asked: PlanRequest) -> None:
             "--fit needs the memory of the ranks: add --gpus 2x24 or --memory 16,16, or one size "
             "to find the fewest ranks"
         )
+    paths = flags[CALIBRATION]
     given: dict[str, object] = {
         "quant": flags[model.QUANT],
         "svg": flags[SVG],
         "price": flags[PRICE],
-        "calibration": flags[CALIBRATION],
+        "calibration": paths and ",".join(paths),
     }
     if flags[model.KV_CACHE_DTYPE] != model.KV_CACHE_DTYPE.initial:
         given["kv-cache-dtype"] = flags[model.KV_CACHE_DTYPE]
@@ -276,19 +316,34 @@ def _hardware(flags: Flags, gpus: GPU | list[GPU] | None) -> Hardware | None:
     return gpu_hardware(gpus._replace(bandwidth=given))
 
 
-def _calibrated(asked: PlanRequest, path: str) -> PlanRequest:
-    """A request with the rates of a file. Raises: UsageError if they are of something else."""
-    found, own = read_calibration(path), asked.precision
-    if asked.device != "cpu":
+def _named(flags: Flags) -> str:
+    paths = flags[CALIBRATION]
+    if flags[HOSTS] is not None:
+        return f"the calibration in --hosts {flags[HOSTS]}"
+    return f"--calibration {','.join(paths or [])}"
+
+
+def _ranks_of(flags: Flags, found: Calibration) -> list[int]:
+    """The number of ranks in several files. Raises: UsageError if --nproc is another number."""
+    n_ranks = [len(found.ranks)]
+    if flags[NPROC] not in (None, n_ranks):
         raise UsageError(
-            f"--calibration {path} has rates of CPU ranks; drop --gpus or add --device cpu"
+            f"{_named(flags)} has {n_ranks[0]} ranks; omit --nproc, or give --nproc {n_ranks[0]}"
         )
+    return n_ranks
+
+
+def _calibrated(asked: PlanRequest, found: Calibration, named: str) -> PlanRequest:
+    """A request with the rates of files. Raises: UsageError if they are of something else."""
+    own = asked.precision
+    if asked.device != "cpu":
+        raise UsageError(f"{named} has rates of CPU ranks; drop --gpus or add --device cpu")
     if (found.dtype, found.quant) != (own.dtype, own.quant):
         raise UsageError(
-            f"--calibration {path} is for --dtype {found.dtype} --quant {found.quant}, and the "
-            f"plan has --dtype {own.dtype} --quant {own.quant}; use the same, or calibrate again"
+            f"{named} is for --dtype {found.dtype} --quant {found.quant}, and the plan has --dtype "
+            f"{own.dtype} --quant {own.quant}; use the same, or calibrate again"
         )
-    return replace(asked, hardware=found.hardware())
+    return replace(asked, hardware=found.hardware(), speeds=found.speeds)
 
 
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
@@ -405,6 +460,8 @@ def _remedy_object(remedy: Remedy) -> dict[str, Any]:
 
 def _object(found: Estimate, price: float | None) -> dict[str, Any]:
     """A plan as a JSON object; ranges are half-open [start, stop]."""
+    steps = rank_steps(found)
+    seconds = [None] * len(found.ranks) if steps is None else steps.seconds
     return {
         "tp_size": found.plan.tp_size,
         "ranks": [
@@ -425,9 +482,14 @@ def _object(found: Estimate, price: float | None) -> dict[str, Any]:
                 "memory_bytes": rank.memory,
                 "step_read_bytes": rank.read_weights + rank.read_kv,
                 "bandwidth_bytes_per_s": rank.bandwidth,
+                "step_s": own_s,
             }
-            for rank in found.ranks
+            for rank, own_s in zip(found.ranks, seconds, strict=True)
         ],
+        "hosts": found.asked.hosts and _host_objects(found.asked.hosts),
+        "slowest_rank": steps and steps.slowest,
+        "balanced_step_s": steps and steps.balanced_s,
+        "loss": steps and steps.loss,
         "exact": found.asked.is_exact,
         "imbalance": found.plan.balance,
         "fits": found.fits,
@@ -450,6 +512,12 @@ def _object(found: Estimate, price: float | None) -> dict[str, Any]:
         "unrecorded_decode": _unrecorded(found),
         "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
     }
+
+
+def _host_objects(hosts: Hosts) -> list[dict[str, Any]]:
+    return [
+        {"name": hosts.name(number), "ranks": _pair(own)} for number, own in enumerate(hosts.ranks)
+    ]
 
 
 def _predicted(found: Estimate, price: float | None) -> dict[str, Any]:
@@ -539,11 +607,13 @@ def _page(found: Estimate, price: float | None) -> list[str]:
     needs += [f"{fills[0]}weights {fills[1]}KV {fills[2]}rest"]
     scale = max(max(rank.memory or 0, rank.needed) for rank in found.ranks)
     kv_per_token = sum(rank.kv_per_token for rank in found.ranks)
+    steps = rank_steps(found)
     return [
         *table(held, [_held_row(rank, asked.args) for rank in found.ranks], sys.stdout),
         "",
         *table(needs, [_needs_row(rank, scale) for rank in found.ranks], sys.stdout),
         "",
+        *_steps_table(found, steps),
         *_line(
             "balance",
             f"{plan.balance:.3f} (maximum work of a rank / its fair share), cut between "
@@ -562,6 +632,8 @@ def _page(found: Estimate, price: float | None) -> list[str]:
         *_window(found),
         *_experts(plan),
         *_decode(found),
+        *_links(found),
+        *_slowest(steps),
         *_speed(found),
         *_cost(found, price),
         *_verdict(found),
@@ -596,6 +668,51 @@ def _needs_row(rank: RankEstimate, scale: int) -> list[str]:
         return [*cells, drawn]
     color = GREEN if rank.needed <= rank.memory else RED
     return [*cells, size(rank.memory), painted(drawn, color, sys.stdout)]
+
+
+def _steps_table(found: Estimate, steps: RankSteps | None) -> list[str]:
+    """What each rank reads in a decode step and how long it takes; empty for ranks that are alike.
+
+    The times have no exchanges, in which all ranks wait for each other.
+    """
+    if steps is None or not steps.is_unlike:
+        return []
+    header = ["rank", "reads in a step", "at", "takes"]
+    rows = [
+        [
+            str(rank.shard.rank),
+            size(rank.read_weights + rank.read_kv),
+            f"{rate / GB:,.1f} GB/s",
+            f"{seconds * 1e3:,.2f} ms",
+        ]
+        for rank, rate, seconds in zip(found.ranks, steps.rates, steps.seconds, strict=True)
+    ]
+    return [*table(header, rows, sys.stdout), ""]
+
+
+def _slowest(steps: RankSteps | None) -> list[str]:
+    """The rank that limits the step, and the loss; empty for ranks that are alike."""
+    if steps is None or not steps.is_unlike:
+        return []
+    return _line(
+        "slowest",
+        f"rank {steps.slowest} limits a step: {max(steps.seconds) * 1e3:,.2f} ms without "
+        f"exchanges, {steps.loss:.1%} more than {steps.balanced_s * 1e3:,.2f} ms, which the ranks "
+        "would take if each read exactly in proportion to its speed",
+    )
+
+
+def _links(found: Estimate) -> list[str]:
+    """The hosts, and the time of the exchanges between them; empty without --hosts."""
+    if (hosts := found.asked.hosts) is None:
+        return []
+    text = ", ".join(
+        f"{hosts.name(number)}: {'rank' if len(own) == 1 else 'ranks'} {_span(own)}"
+        for number, own in enumerate(hosts.ranks)
+    )
+    if hosts.links and (predicted := predict(found)) is not None:
+        text += f"; exchanges take {predicted.full.link_s * 1e3:,.2f} ms of a step"
+    return _line("hosts", text)
 
 
 def _experts(plan: ShardPlan) -> list[str]:
@@ -949,7 +1066,7 @@ VERB = Verb(
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, CALIBRATION, PRICE),
+        *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, CALIBRATION, HOSTS, PRICE),
         *(model.MAX_SEQ_LEN, BATCH),
         *(model.DTYPE, model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT),
         *(model.DEVICE, model.DOWNLOAD, SVG, JSON),

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from parallel_llama.cli.estimate import Estimate, RankEstimate
-from parallel_llama.cli.hardware import Hardware, Rates
+from parallel_llama.cli.hardware import Hardware, Rates, are_alike
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.plan import why_unrecorded
+
+# Larger tensors of CPU ranks on several hosts go through gloo's ring (parallel/sockets.py).
+_MAX_DIRECT_BYTES = 1 << 18
 
 Limit = Literal["memory bandwidth", "arithmetic", "link", "launches"]
 
@@ -77,6 +80,53 @@ class Prediction:
         return per_hour / 3600 / self.tokens_per_s * 1e6
 
 
+@dataclass(frozen=True)
+class RankSteps:
+    """The predicted work of each rank in a decode step at the full context, without exchanges.
+
+    Args:
+        seconds: of each rank.
+        rates: bytes of weights per second that each rank reads.
+        balanced_s: the step of all ranks if each one read in proportion to its speed, as if units
+            could be cut anywhere and memory had no limit.
+    """
+
+    seconds: tuple[float, ...]
+    rates: tuple[float, ...]
+    balanced_s: float
+
+    @property
+    def slowest(self) -> int:
+        """The rank that the others wait for."""
+        return self.seconds.index(max(self.seconds))
+
+    @property
+    def loss(self) -> float:
+        """How much longer the slowest rank takes than the balanced step, as a fraction."""
+        return max(self.seconds) / self.balanced_s - 1
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether ranks have different speeds."""
+        return not are_alike(self.rates)
+
+
+def rank_steps(found: Estimate) -> RankSteps | None:
+    """The predicted work of each rank; None where `why_unpredicted` has a reason but exchanges."""
+    hardware = found.asked.hardware
+    if hardware is None or _why_unknown_work(found) is not None:
+        return None
+    rates = [hardware.rates(rank.shard.rank, found.plan.tp_size) for rank in found.ranks]
+    batch = found.asked.batch
+    seconds = tuple(
+        sum(_rank_time(rank, own, batch, is_prefill=False, is_full=True))
+        for rank, own in zip(found.ranks, rates, strict=True)
+    )
+    n_bytes = [rank.read_weights + rank.read_kv for rank in found.ranks]
+    speed = sum(n / each for n, each in zip(n_bytes, seconds, strict=True))
+    return RankSteps(seconds, tuple(each.weights for each in rates), sum(n_bytes) / speed)
+
+
 def predict(found: Estimate) -> Prediction | None:
     """The predicted steps of a plan; None where `why_unpredicted` has a reason."""
     hardware = found.asked.hardware
@@ -106,14 +156,21 @@ def predict(found: Estimate) -> Prediction | None:
 
 def why_unpredicted(found: Estimate) -> str | None:
     """Why the speed of a plan is not predicted; None if it is."""
-    asked = found.asked
-    hardware, precision = asked.hardware, asked.precision
+    hardware = found.asked.hardware
     if hardware is None:
-        if asked.device == "cpu":
+        if found.asked.device == "cpu":
             return "bench --calibrate FILE measures a machine; pass FILE to --calibration"
         return "name the GPUs, as in --gpus 4xH100; a T4 has no bfloat16"
     if found.plan.tp_size > 1 and (hardware.exchange_s is None or hardware.link is None):
+        if not hardware.is_shared:
+            return "the exchanges between the hosts of several files have not been measured"
         return "one rank exchanges nothing; calibrate with --nproc 2 or more"
+    return _why_unknown_work(found)
+
+
+def _why_unknown_work(found: Estimate) -> str | None:
+    """Why the work of a rank is not predicted, though its rates are known; None if it is."""
+    asked, precision = found.asked, found.asked.precision
     if reason := why_unrecorded(asked.args, found.plan.kv_parts, asked.device):
         return reason
     if asked.device == "cuda":
@@ -160,6 +217,11 @@ def _link_s(found: Estimate, hardware: Hardware, n_rows: int) -> float:
     if not n_exchanges:
         return 0.0
     assert hardware.exchange_s is not None and hardware.link is not None
+    n_ranks, args = found.plan.tp_size, found.asked.args
+    if hardware.messages and n_rows * args.dim * item_bytes <= _MAX_DIRECT_BYTES:
+        # A message has a rank's part of a gather, or all values of an all-reduce.
+        of_ring = 1 if found.asked.is_exact else 2 / n_ranks
+        n_bytes *= hardware.messages / (n_ranks - 1) / of_ring
     return n_exchanges * hardware.exchange_s + n_rows * n_bytes / hardware.link
 
 

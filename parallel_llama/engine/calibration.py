@@ -2,9 +2,11 @@
 
 Reads are products of one row with every matrix of the model, and exchanges are those of a layer.
 Both are recorded and replayed as a decode step is. Products of many rows run as in a prefill. All
-ranks measure at the same time, and the median repetition counts, as it does in `bench`.
+ranks measure at the same time, and the median repetition counts, as it does in `bench`. The rates
+are each rank's own, so that a slow rank does not make the others look slow.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,10 +53,10 @@ def measure_rates(engine: Engine) -> list[RankRates]:
     comm, model, n_rows = engine.comm, engine.runner.model, engine.step_tokens
     matrices = _matrices(model)
     n_bytes = sum(weight.values.nbytes for weight in matrices.values())
-    read_s = _usual_s(comm, _replayed(model, lambda: _multiply(model, matrices, 1)))
+    read_s = _own_s(comm, _replayed(model, lambda: _multiply(model, matrices, 1)))
     some = dict(list(matrices.items())[:_N_MATRICES])
     operations = 2 * n_rows * sum(each.n_outputs * _n_inputs(each) for each in some.values())
-    multiply_s = _usual_s(comm, lambda: _multiply(model, some, n_rows))
+    multiply_s = _own_s(comm, lambda: _multiply(model, some, n_rows))
     own = torch.tensor([n_bytes / read_s, operations / multiply_s], dtype=torch.float64)
     waits = _exchange(engine, n_rows) if comm.size > 1 else (None, None)
     return [RankRates(*rates, *waits) for rates in comm.all_gather(own).tolist()]
@@ -117,6 +119,17 @@ def _replayed(model: Transformer, calls: Callable[[], None]) -> Callable[[], Non
     except NotRecorded:
         return calls
     return recording.replay
+
+
+def _own_s(comm: Communicator, work: Callable[[], None]) -> float:
+    """The median time of this rank's work while all ranks work, after a warm-up."""
+    took_s = []
+    for _ in range(1 + _REPEATS):
+        comm.all_reduce(torch.zeros(1))  # aligns ranks better than a barrier
+        began_s = time.perf_counter()
+        work()
+        took_s.append(time.perf_counter() - began_s)
+    return statistics.median(took_s[1:])
 
 
 def _usual_s(comm: Communicator, work: Callable[[], None]) -> float:

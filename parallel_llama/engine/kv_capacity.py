@@ -85,13 +85,29 @@ def memory_of(device: torch.device) -> DeviceMemory:
     return DeviceMemory(n_free, 1 + int.from_bytes(digest, "little"))
 
 
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The bytes that a rank may take, and those of its weights and of everything but KV cache."""
+
+    total: int
+    weights: int
+    working: int
+
+    @property
+    def cache(self) -> int:
+        """Bytes that are left for the KV cache; below 0 if the weights do not fit."""
+        return self.total - self.weights - self.working
+
+
 class CacheSize:
     """The wanted size of each rank's KV cache: `n_bytes`, or as much as fits.
 
     `max_seq_len` is the length of the longest sequences, `working` the bytes that each rank's GPU
-    must keep free (empty on the CPU), `step_tokens` the maximum tokens per step.
+    must keep free (empty on the CPU), `step_tokens` the maximum tokens per step, `limits` the
+    memory that the user gives each rank (empty for no limit).
 
-    Raises: UsageError if `n_bytes` is less than one block of each KV group.
+    Raises: UsageError if `n_bytes` is less than one block of each KV group, or a rank's limit is
+    less than its weights, the wanted cache and its working memory together.
     """
 
     def __init__(
@@ -104,6 +120,7 @@ class CacheSize:
         max_seq_len: int,
         working: Sequence[int] = (),
         step_tokens: int = STEP_TOKENS["cpu"],
+        limits: Sequence[MemoryLimit] = (),
     ) -> None:
         if block_size < 1:
             raise UsageError(f"block_size={block_size}: a block holds at least 1 token")
@@ -119,6 +136,27 @@ class CacheSize:
                 f"kv_cache_bytes={n_bytes}, but one block of {block_size} tokens takes {widest} "
                 "bytes on a rank; raise kv_cache_bytes, lower block_size, or use more ranks"
             )
+        self._limits = limits
+        self._require_limits()
+
+    def _require_limits(self) -> None:
+        """Raises: UsageError, naming the first rank that cannot keep to its limit."""
+        n_blocks = 1
+        if self.n_bytes is not None:
+            n_blocks = min(self._n_blocks([self.n_bytes] * len(self._block_bytes)))
+        sizes = self._sizes(n_blocks)
+        for rank, limit in enumerate(self._limits):
+            cache = sum(map(mul, sizes, self._block_bytes[rank]))
+            if cache > limit.cache:
+                lower = ", lower kv_cache_bytes" if self.n_bytes else ""
+                raise UsageError(
+                    f"rank {rank} of {len(self._limits)} needs "
+                    f"{limit.total - limit.cache + cache} bytes, and its entry in memory is "
+                    f"{limit.total} bytes: {limit.weights} for weights, {cache} for the KV cache "
+                    f"of {n_blocks * self.block_size} tokens, {limit.working} for its process and "
+                    f"the tensors of a step; raise its entry{lower}, use --quant int8, a smaller "
+                    "dtype or more ranks"
+                )
 
     def require_room(
         self, comm: Communicator, memory: DeviceMemory, weights: Sequence[int]
@@ -162,10 +200,11 @@ class CacheSize:
             else self.n_bytes
             for (n_free, gpu), work in zip(agreed, self._working, strict=True)
         ]
-        n_blocks = [
-            most_blocks(self._sizes, each, room)
-            for room, each in zip(rooms, self._block_bytes, strict=True)
-        ]
+        if self._limits:
+            rooms = [
+                min(pair) for pair in zip(rooms, [each.cache for each in self._limits], strict=True)
+            ]
+        n_blocks = self._n_blocks(rooms)
         tightest = n_blocks.index(min(n_blocks))
         if n_blocks[tightest] < 1:
             raise UsageError(
@@ -184,6 +223,13 @@ class CacheSize:
         rows = comm.all_gather(torch.tensor([memory.n_free, memory.gpu])).tolist()
         sharing = Counter(gpu for _, gpu in rows if gpu)
         return [(n_free // max(1, sharing[gpu]), gpu) for n_free, gpu in rows]
+
+    def _n_blocks(self, rooms: Sequence[int]) -> list[int]:
+        """The most blocks of the first KV group that each rank can hold in its room."""
+        return [
+            most_blocks(self._sizes, each, room)
+            for room, each in zip(rooms, self._block_bytes, strict=True)
+        ]
 
     def _sizes(self, n_blocks: int) -> tuple[int, ...]:
         longest, tokens = self.max_seq_len, self._step_tokens

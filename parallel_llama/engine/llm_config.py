@@ -32,8 +32,8 @@ def require_elastic(
     for name, is_given in what.items():
         if is_given:
             raise UsageError(
-                f"elastic and {name} cannot be combined: only CPU ranks of one host with a KV "
-                "cache sharded by heads can go on after a loss; drop one"
+                f"elastic and {name} cannot be combined: only CPU ranks with a KV cache "
+                "sharded by heads can go on after a loss; drop one"
             )
 
 
@@ -71,6 +71,7 @@ class Settings(TypedDict, total=False):
 
     tp_size: int | None
     memory: tuple[float, ...] | None
+    speeds: tuple[float, ...] | None
     dtype: str | None
     quant: str | None
     device: str
@@ -102,10 +103,13 @@ class LLMConfig:
 
     Args:
         model: a model folder, a .gguf file, or the name of a model.
-        tp_size: number of ranks. By default as many as torchrun has started or `memory` has
-            numbers, else 1.
-        memory: the memory of each rank in any unit: ranks get shares of the model in proportion.
-            By default equal shares.
+        tp_size: number of ranks. By default as many as torchrun has started, else as many as
+            `memory` or `speeds` has numbers, else 1.
+        memory: the GiB that each rank may take for weights, KV cache, its process and the tensors
+            of a step. Shares of the model are in proportion. By default equal shares, and no limit
+            but the free memory.
+        speeds: the speed of each rank in any unit: shares are in proportion to the speeds, as far
+            as `memory` allows.
         dtype: float32, bfloat16, float16 or float64. By default bfloat16 on CUDA, and
             on the CPU the dtype that the files state, or float32. The CPU keeps weights in 16 bits
             and computes in float32.
@@ -142,8 +146,8 @@ class LLMConfig:
         log_dir: where a folder with the stacks of the ranks is made after a failure. By default the
             folder of temporary files.
         elastic: after the loss of a rank above 0 the others go on and continue all requests, and a
-            new process takes its place as soon as it has started; for CPU ranks that this program
-            starts.
+            new process takes its place as soon as it has started. CPU ranks that another program
+            has started one by one, on any hosts, also go on, without new processes.
         spares: with `elastic`, idle processes that take the places of lost ranks at once.
         adapters: folders of LoRA adapters, as PEFT saves them, by the names that requests use.
     """
@@ -151,6 +155,7 @@ class LLMConfig:
     model: str = "smollm2"
     tp_size: int | None = None
     memory: tuple[float, ...] | None = None
+    speeds: tuple[float, ...] | None = None
     dtype: str | None = None
     quant: str | None = None
     device: str = "auto"
@@ -185,16 +190,18 @@ class LLMConfig:
             require_elastic(self.device, self.kv_split, self.slice_of)
         elif self.spares:
             raise UsageError(f"spares={self.spares!r} without elastic: use both, or drop spares")
-        if self.memory is not None:
+        for name in ("memory", "speeds"):
+            if (listed := getattr(self, name)) is None:
+                continue
             try:
-                object.__setattr__(self, "memory", tuple(map(float, self.memory)))
+                object.__setattr__(self, name, tuple(map(float, listed)))
             except (TypeError, ValueError):
-                raise UsageError(f"memory={self.memory!r}: use one number per rank") from None
+                raise UsageError(f"{name}={listed!r}: use one number per rank") from None
             if self.tp_size is None:
-                object.__setattr__(self, "tp_size", len(self.memory))
+                object.__setattr__(self, "tp_size", len(getattr(self, name)))
             if self.elastic:
                 raise UsageError(
-                    "elastic and memory cannot be combined: after a loss the others get equal "
+                    f"elastic and {name} cannot be combined: after a loss the others get equal "
                     "shares; drop one"
                 )
         # The fields are frozen. Ranks compare their text, so each must have one type.

@@ -42,13 +42,22 @@ from parallel_llama.parallel.collectives import (
     broadcast_bytes,
 )
 from parallel_llama.parallel.communicators import give_up, join, use_device
-from parallel_llama.parallel.failures import RankError, exit_code
+from parallel_llama.parallel.failures import IntegrityError, RankError, exit_code
 from parallel_llama.parallel.gpu import describe_gpu, library_versions
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
-from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, write_in_background
+from parallel_llama.parallel.linked_ranks import Link, Links, link_ranks
+from parallel_llama.parallel.rank_env import (
+    RankEnv,
+    is_started_as_rank,
+    is_watched,
+    launcher_name,
+    write_in_background,
+)
 from parallel_llama.parallel.rank_stacks import record_stacks
 from parallel_llama.parallel.regroup import Orders, RegroupOrder, join_group, lead_group
+from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import SharedMemory
+from parallel_llama.parallel.sockets import Endpoint
 from parallel_llama.parallel.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
@@ -95,12 +104,14 @@ class Ranks:
     them; `start` joins them and loads the model.
 
     With `elastic`, after the loss of a rank the others form a new group and go on. A spare takes
-    the place of the lost rank, at once if a spare is ready, else later between two steps.
+    the place of the lost rank, at once if a spare is ready, else later between two steps. Ranks
+    that another program has started, one by one, also go on, but have no spares.
 
     Args:
         orders: reads the orders of rank 0; only for a rank that another `Ranks` has started.
 
-    Raises: UsageError for `elastic` if another program has started the ranks.
+    Raises: UsageError for `elastic` under torchrun, and for `spares` of ranks that another program
+    has started.
     """
 
     def __init__(self, setup: ModelSetup, orders: Orders | None = None) -> None:
@@ -110,6 +121,7 @@ class Ranks:
         self._runner: ModelRunner | None = None
         self._comm: Communicator | None = None
         self._local_ranks: LocalRanks | None = None
+        self._links: Links | Link | None = None  # to ranks that another program has started
         self._n_threads = torch.get_num_threads()
         self._timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
         self.regroups: list[Regroup] = []
@@ -118,10 +130,7 @@ class Ranks:
         keep_freed_memory()
         if is_started_as_rank():
             if setup.config.elastic and orders is None:
-                raise UsageError(
-                    f"elastic inside {launcher_name()}, which ends all ranks when one is lost; "
-                    "drop elastic, or start the ranks with tp_size"
-                )
+                _require_started_singly(setup.config.spares)
             return
         threads = threads_per_rank(setup.size)
         torch.set_num_threads(self._threads_of(setup.size))
@@ -227,13 +236,15 @@ class Ranks:
         return self._orders.latest(None)
 
     def follow(self, order: RegroupOrder | None = None) -> None:
-        """Serve rank 0 until it closes; requires that the constructor got `orders`.
+        """Serve rank 0 until it closes, on a rank above 0.
 
         Args:
             order: on a spare, the result of `stand_by`.
         """
         orders = self._orders
-        assert orders is not None
+        if orders is None:
+            self._follow_links()
+            return
         if order is None and isinstance(self.comm, SharedMemory):
             self.comm.on_wait = orders.require_none
         while True:
@@ -248,6 +259,21 @@ class Ranks:
                 order = orders.latest(self._timeouts.start_s) if is_elastic else None
                 if order is None:
                     raise
+
+    def _follow_links(self) -> None:
+        """Serve rank 0, on a rank that another program has started."""
+        link, order = self._links, None
+        with self.explaining():
+            while True:
+                try:
+                    if isinstance(link, Link) and order is not None:
+                        self._go_on(link.group(order), torch.get_num_threads())
+                    rank_rpc.serve_rank(self.engine)
+                    return
+                except RankError as error:
+                    if not isinstance(link, Link) or _are_tokens_wrong(error):
+                        raise
+                    order = link.latest()
 
     def pids(self) -> dict[int, int]:
         """The processes of this rank and of the ranks that it has started, by rank."""
@@ -295,6 +321,8 @@ class Ranks:
             self._comm.close()
         if self._local_ranks is not None:
             self._local_ranks.end()
+        if self._links is not None:
+            self._links.close()
         if self.setup.config.elastic:
             self.setup.checkpoint.close()
         torch.set_num_threads(self._n_threads)
@@ -302,17 +330,28 @@ class Ranks:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Replaces a RankError by the message of the rank that has ended, if it left one."""
+        """Replaces a RankError by the message of the rank that has ended, if it left one.
+
+        On a rank with a link to rank 0, any error is sent to rank 0.
+        """
         try:
             yield
-        except RankError:
-            if self._local_ranks is not None:
-                self._local_ranks.require_alive(_LAST_WORDS_S)
+        except Exception as error:
+            if isinstance(self._links, Link):
+                self._links.tell(str(error) or type(error).__name__)
+            elif (others := self._others()) is not None and isinstance(error, RankError):
+                others.require_alive(_LAST_WORDS_S)
             raise
+
+    def _others(self) -> LocalRanks | Links | None:
+        """The other ranks, on rank 0; None if this process has neither started nor linked them."""
+        return self._links if isinstance(self._links, Links) else self._local_ranks
 
     def _look(self) -> None:
         if self._local_ranks is not None and not self.setup.config.elastic:
             self._local_ranks.require_alive()
+        if isinstance(self._links, Links):
+            self._links.require_alive()
         if self._comm is not None:
             self._comm.require_alive()
 
@@ -337,8 +376,8 @@ class Ranks:
         Raises: `error` if no rank has ended, or tokens may be wrong.
         """
         began_s, lost, n_new = time.monotonic(), list[str](), 0
-        ranks = self._local_ranks
-        if ranks is None:
+        ranks = self._others()
+        if ranks is None or _are_tokens_wrong(error):
             assert error is not None
             raise error
         unfinished = self.engine.unfinished()
@@ -346,8 +385,11 @@ class Ranks:
         while True:
             if error is not None:
                 lost.append(self._lost(ranks, error))
-            n_new += ranks.take_spares()
             try:
+                if isinstance(ranks, Links):
+                    self._go_on(ranks.group(), torch.get_num_threads(), unfinished)
+                    break
+                n_new += ranks.take_spares()
                 n_threads = self._threads_of(ranks.env.size)
                 self._go_on(lead_group(ranks, n_threads, self._timeouts), n_threads, unfinished)
                 break
@@ -358,7 +400,7 @@ class Ranks:
         logger.warning("%s", self.regroups[-1])
         self._next_look_s = time.monotonic() + (_RECOMPUTE_S if lost else 0.0)
 
-    def _lost(self, ranks: LocalRanks, error: RankError) -> str:
+    def _lost(self, ranks: LocalRanks | Links, error: RankError) -> str:
         """Forget the ranks that have ended. Returns: why.
 
         Raises: as `_regroup`.
@@ -416,6 +458,7 @@ class Ranks:
             on_wait(missing)
 
         setup, env = self.setup, None if ranks is None else ranks.env
+        is_linked = setup.config.elastic and ranks is None and self._orders is None
         self._comm = join(
             setup.device,
             dtype=torch_dtype(setup.precision.computed),
@@ -425,13 +468,19 @@ class Ranks:
             timeouts=self._timeouts,
             log_dir=setup.config.log_dir,
             look=look,
+            form=self._link if is_linked else None,
         )
         is_shared = isinstance(self._comm, SharedMemory | Solo)
-        if setup.config.elastic and not is_shared:
+        if setup.config.elastic and not (is_shared or is_linked):
             raise UsageError(
                 "elastic needs ranks that share memory, on x86-64, with an anonymous file (memfd); "
                 "drop elastic"
             )
+
+    def _link(self, env: RankEnv, store: SealedStore, endpoint: Endpoint | None) -> Communicator:
+        """The first group of ranks that another program has started, with their links."""
+        self._links, comm = link_ranks(env.rank, env.size, store, endpoint, self._timeouts)
+        return comm
 
     def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
         """Read this rank's weights, then wait for all ranks; a rank that is reading is not late."""
@@ -491,6 +540,26 @@ class Ranks:
             )
 
 
+def _require_started_singly(n_spares: int) -> None:
+    """Raises: UsageError if ranks that another program has started cannot survive each other."""
+    if is_watched():
+        raise UsageError(
+            f"elastic inside {launcher_name()}, which ends all ranks when one is lost; drop "
+            "elastic, start the ranks with tp_size, or start each rank with RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT"
+        )
+    if n_spares:
+        raise UsageError(
+            f"spares={n_spares} with ranks that another program has started: only a program that "
+            "starts its ranks itself can replace them; drop spares"
+        )
+
+
+def _are_tokens_wrong(error: RankError | None) -> bool:
+    """Whether tokens that were given out may be wrong, so that ranks must not go on."""
+    return isinstance(error, IntegrityError) or DISAGREE in str(error)
+
+
 def _clear_frames(error: BaseException | None) -> None:
     """Frees what the frames of an error and of its causes hold, such as the KV cache."""
     while error is not None:
@@ -544,9 +613,11 @@ def _gpu_facts(setup: ModelSetup) -> Mapping[str, str]:
 def gpu_notes(setup: ModelSetup) -> Mapping[str, str]:
     """The values of this rank's GPU that should be the same on all ranks.
 
-    Empty if the user has set the ranks' shares of memory, because GPUs may then differ.
+    Empty if the user has set the ranks' memory or speeds, because GPUs may then differ.
     """
-    return {} if setup.config.memory is not None else describe_gpu(setup.device)
+    config = setup.config
+    is_unlike = config.memory is not None or config.speeds is not None
+    return {} if is_unlike else describe_gpu(setup.device)
 
 
 def _digest(value: object) -> str:

@@ -1,6 +1,7 @@
 """Applies an LLM's settings to a model, before ranks start or weights are read."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,14 +21,14 @@ from parallel_llama.config.layouts import (
 from parallel_llama.dtypes import kv_format, make_precision
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
-from parallel_llama.engine.kv_capacity import CacheSize
+from parallel_llama.engine.kv_capacity import CacheSize, MemoryLimit
 from parallel_llama.engine.llm_config import LLMConfig, require_elastic, require_spares
 from parallel_llama.engine.model_download import require_downloaded
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.memory import adapter_bytes, values_by_form, weight_bytes, working_bytes
+from parallel_llama.memory import GIB, adapter_bytes, values_by_form, weight_bytes, working_bytes
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
 from parallel_llama.ops.triton_toolchain import why_unusable
 from parallel_llama.parallel.communicators import own_device, visible_gpus
@@ -40,6 +41,7 @@ from parallel_llama.parallel.device_choice import (
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world
 from parallel_llama.plan import make_plan, resolve_exact, why_unrecorded
+from parallel_llama.shares import choose_shares
 
 logger = logging.getLogger(__name__)
 
@@ -108,18 +110,46 @@ class ModelSetup:
         Args:
             alone: the only rank that runs, if any.
 
-        Raises: UsageError if the model cannot be sharded over that many ranks.
+        Raises: UsageError if the model cannot be sharded over that many ranks, or does not fit into
+        their memory.
         """
+        config = self.config
+        memory = config.memory and [gib * GIB for gib in config.memory]
+        shares = choose_shares(
+            self.args,
+            n_shards,
+            memory,
+            config.speeds,
+            self.precision,
+            self.kv_format,
+            config.kv_split,
+            exact=self.exact,
+            device=self.kind,
+            max_seq_len=self.inputs.max_seq_len,
+            step_tokens=STEP_TOKENS[self.kind],
+        )
         plan = make_plan(
             self.args,
             n_shards,
-            self.config.memory,
+            shares,
             quant_group_size=self.precision.quant_group_size,
             kv_split=self.config.kv_split,
             exact=self.exact,
         )
         self.plan = plan if alone is None else plan.alone(alone)
+        values = values_by_form(self.args, self.precision, exact=self.exact)
+        self.weight_bytes = tuple(
+            weight_bytes(shard, values)
+            + sum(adapter_bytes(each, shard, self.precision) for each in self.adapters.values())
+            for shard in self.plan.shards
+        )
         step_tokens = STEP_TOKENS[self.kind]
+        # A GPU reserves memory for the largest batch; the CPU allocates what the batch needs.
+        n_drawn = MAX_RUNNING if self.kind == "cuda" else 1
+        working = [
+            working_bytes(self.args, shard, self.precision, step_tokens, n_drawn, self.kind)
+            for shard in self.plan.shards
+        ]
         self.cache_size = CacheSize(
             self.args,
             self.plan,
@@ -127,19 +157,19 @@ class ModelSetup:
             self.plan.shards[0].block_size(self.config.block_size),
             self.config.kv_cache_bytes,
             self.inputs.max_seq_len,
-            [
-                working_bytes(self.args, shard, self.precision, step_tokens, MAX_RUNNING, self.kind)
-                for shard in self.plan.shards
-                if self.kind == "cuda"
-            ],
+            working if self.kind == "cuda" else (),
             step_tokens,
+            self._limits(working),
         )
-        values = values_by_form(self.args, self.precision, exact=self.exact)
-        self.weight_bytes = tuple(
-            weight_bytes(shard, values)
-            + sum(adapter_bytes(each, shard, self.precision) for each in self.adapters.values())
-            for shard in self.plan.shards
-        )
+
+    def _limits(self, working: Sequence[int]) -> list[MemoryLimit]:
+        """The memory of each rank that runs; empty if the user does not limit it."""
+        if (memory := self.config.memory) is None:
+            return []
+        return [
+            MemoryLimit(int(memory[shard.rank] * GIB), *parts)
+            for shard, *parts in zip(self.plan.shards, self.weight_bytes, working, strict=True)
+        ]
 
 
 def resolve_size(wanted: int | None) -> int:

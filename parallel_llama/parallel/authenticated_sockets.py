@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from ipaddress import IPv4Address
 from threading import BoundedSemaphore, Lock, Thread
@@ -29,6 +29,7 @@ _PROOF_BYTES = 32
 _ANSWER_S = 5.0  # for each message of a proof
 _MAX_UNPROVEN = 64  # connections at a time
 _ACCEPT_S = 0.1
+_REDIAL_S = 0.02
 
 # A host that has lost power or its network sends nothing, not even a FIN.
 _KEEPALIVE = {
@@ -56,12 +57,15 @@ def connect_all(
     addresses: Mapping[int, tuple[str, int]],
     key: bytes,
     limit_s: float,
+    look: Callable[[], None] | None = None,
 ) -> dict[int, socket.socket]:
     """Connects this rank with all other ranks; the sockets have no timeout and do not block.
 
     Args:
         addresses: where each other rank listens.
         key: derived from the secret of the run.
+        look: called repeatedly while this waits; it may raise. With it, this rank calls a rank
+            again that does not prove that it has the same key, as long as the limit allows.
 
     Raises: NotConnected naming a rank, after `limit_s` seconds.
     Collective: every rank calls it.
@@ -70,15 +74,33 @@ def connect_all(
     connected: dict[int, socket.socket] = {}
     try:
         for other in sorted(r for r in addresses if r < rank):
-            connected[other] = _dialled(rank, other, addresses[other], key, deadline)
+            connected[other] = _dialled_again(rank, other, addresses[other], key, deadline, look)
         higher = {r for r in addresses if r > rank}
-        connected |= _accepted(rank, higher, listener, key, deadline)
+        connected |= _accepted(rank, higher, listener, key, deadline, look or (lambda: None))
     except BaseException:
         _close(connected.values())
         raise
     for own in connected.values():
         _prepare(own)
     return connected
+
+
+def _dialled_again(
+    rank: int,
+    other: int,
+    address: tuple[str, int],
+    key: bytes,
+    deadline: float,
+    look: Callable[[], None] | None,
+) -> socket.socket:
+    while True:
+        try:
+            return _dialled(rank, other, address, key, deadline)
+        except NotConnected:
+            if look is None or time.monotonic() > deadline:
+                raise
+            look()
+            time.sleep(_REDIAL_S)
 
 
 def _dialled(
@@ -109,7 +131,12 @@ def _dialled(
 
 
 def _accepted(
-    rank: int, wanted: set[int], listener: socket.socket, key: bytes, deadline: float
+    rank: int,
+    wanted: set[int],
+    listener: socket.socket,
+    key: bytes,
+    deadline: float,
+    look: Callable[[], None],
 ) -> dict[int, socket.socket]:
     """The connections of the ranks `wanted`.
 
@@ -131,19 +158,22 @@ def _accepted(
         room.release()
 
     listener.settimeout(_ACCEPT_S)
-    while wanted - set(proven):
-        if time.monotonic() > deadline:
-            with lock:
-                missing = wanted - set(proven)
-                wanted.clear()
-            _close(proven.values())
-            raise NotConnected(f"rank {listed_ranks(missing)}: no connection came")
-        with suppress(TimeoutError):
-            own, _ = listener.accept()
-            if room.acquire(blocking=False):
-                Thread(target=answer, args=(own,), name="prove", daemon=True).start()
-            else:
-                own.close()
+    try:
+        while missing := wanted - set(proven):
+            if time.monotonic() > deadline:
+                raise NotConnected(f"rank {listed_ranks(missing)}: no connection came")
+            look()
+            with suppress(TimeoutError):
+                own, _ = listener.accept()
+                if room.acquire(blocking=False):
+                    Thread(target=answer, args=(own,), name="prove", daemon=True).start()
+                else:
+                    own.close()
+    except BaseException:
+        with lock:
+            wanted.clear()
+        _close(proven.values())
+        raise
     return proven
 
 

@@ -51,7 +51,7 @@ from parallel_llama.parallel.rank_env import (
 )
 from parallel_llama.parallel.rank_stacks import record_stacks
 from parallel_llama.parallel.sealed_store import SealedStore
-from parallel_llama.parallel.shared_memory import share
+from parallel_llama.parallel.shared_memory import host_id, share
 from parallel_llama.parallel.sockets import Endpoint, connect
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.torch_threads import start_thread
@@ -102,6 +102,7 @@ def join(
     timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     log_dir: str | None = None,
     look: Callable[[Sequence[int]], None] = lambda _: None,
+    form: Callable[[RankEnv, SealedStore, Endpoint | None], Communicator] | None = None,
 ) -> Communicator:
     """Joins the group of all ranks; a process that is not started as a rank gets a group of one.
 
@@ -114,6 +115,8 @@ def join(
             difference.
         log_dir: where a folder with the stacks of the ranks is made after a failure.
         look: called with the missing ranks while this waits; it may raise.
+        form: forms the group of the ranks that have met at the store, instead of
+            `make_communicator`.
 
     Raises: UsageError for an incomplete environment; RankError naming ranks that did not join or
     whose facts differ.
@@ -160,7 +163,10 @@ def join(
             listen = partial(_listen, env, timeouts.start_s, ended, heard)
             start_thread(listen, "listen", ended.set)
             address = _own_address(env)
-            endpoint = None if address is None else Endpoint(address, store.key_for("sockets"))
+            key = store.key_for("sockets")
+            endpoint = None if address is None else Endpoint(address, key, host_id())
+            if form is not None:
+                return form(env, store, endpoint)
             with _gloo_on_interface_to(env):
                 return make_communicator(
                     env.rank, env.size, store, device, timeouts, endpoint=endpoint, dtype=dtype

@@ -19,13 +19,7 @@ from torch.distributed import Store
 from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError, first_line, late
-from parallel_llama.parallel.rank_stacks import (
-    call_site,
-    gather_stacks,
-    own_stack_file,
-    record_stacks,
-    site_in,
-)
+from parallel_llama.parallel.rank_stacks import own_evidence, record_stacks
 from parallel_llama.parallel.sealed_store import ForgedValue
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.torch_threads import start_thread
@@ -179,14 +173,8 @@ class ProcessGroup(Communicator):
         Args:
             current: the collective; by default the last one of this group.
         """
-        file = own_stack_file()
-        start = file.n_bytes()
-        stacks = gather_stacks({self.rank: file}, [self.rank])
-        # From the stacks, because the watchdog runs in another thread than the collective.
-        site = site_in(file.text(start)) or call_site()
         current = current or f"collective {self._n_collectives}, {self._last}"
-        own = f"{current}, called at {site}"
-        return f"\n  rank {self.rank} is in {own}{stacks}"
+        return own_evidence(self.rank, current)
 
     def culprits(self) -> str:
         """Which ranks are lost, in words; it listens for heartbeats for `_LISTEN_S` seconds."""

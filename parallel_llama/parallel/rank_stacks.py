@@ -192,6 +192,16 @@ def gather_stacks(
     return "".join(f"\n  {line}" for line in lines)
 
 
+def own_evidence(rank: int, current: str) -> str:
+    """Lines with the current collective of this rank, and the folder of its stacks."""
+    file = own_stack_file()
+    start = file.n_bytes()
+    stacks = gather_stacks({rank: file}, [rank])
+    # From the stacks, because the watchdog runs in another thread than the collective.
+    site = site_in(file.text(start)) or call_site()
+    return f"\n  rank {rank} is in {current}, called at {site}{stacks}"
+
+
 def _await_writing(
     files: Mapping[int, StackFile], before: Mapping[int, int], asked: Collection[int]
 ) -> None:

@@ -111,12 +111,12 @@ def share(comm: Communicator, timeouts: Timeouts) -> Communicator:
 
     Collective: every rank calls it; all get the same kind of communicator.
     """
-    fd = _create(comm.size) if comm.rank == 0 else -1
+    fd = _create(_total_bytes(comm.size)) if comm.rank == 0 else -1
     token = secrets.token_hex(4)
     try:
         if fd >= 0:
             os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
-        hosts = [_Host.decode(row) for row in comm.all_gather(_Host.here(fd, token).encode())]
+        hosts = _Host.here(host_id(), fd, token).gathered(comm)
         opened = _open(hosts, comm)
         ready = comm.all_gather(torch.tensor([opened is not None]))
     finally:
@@ -155,7 +155,7 @@ class Region:
     @classmethod
     def create(cls, size: int) -> "Region":
         """Raises: OSError without memory for it."""
-        fd, token = _create(size), secrets.token_hex(4)
+        fd, token = _create(_total_bytes(size)), secrets.token_hex(4)
         if fd < 0:
             raise OSError(errno.ENOMEM, "no shared memory for the ranks")
         os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
@@ -178,6 +178,63 @@ class Region:
         files[rank] = own_stack_file()
         stacks = {other: file for other, file in files.items() if file is not None}
         return SharedMemory(rank, self.size, memory, peers, spins, timeouts, stacks)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory that a rank shares with the other ranks of its host, in a group of several hosts.
+
+    Args:
+        hosts: the ranks of each host; a rank that cannot share memory is alone.
+        memory: bytes, initially zero except those of the token.
+        pids: the processes of the other ranks of this host, by rank.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    memory: Tensor
+    pids: Mapping[int, int]
+
+    @classmethod
+    def alone(cls, size: int, n_bytes: int) -> "HostMemory":
+        """Memory that no rank shares, as if each of `size` ranks were on a host of its own."""
+        with torch.inference_mode(False):  # written outside of it too
+            memory = torch.zeros(n_bytes, dtype=torch.uint8)
+        return cls(tuple((rank,) for rank in range(size)), memory, {})
+
+    @classmethod
+    def share(cls, comm: Communicator, host: str, n_bytes: int) -> "HostMemory":
+        """New memory for the ranks of each host.
+
+        Args:
+            host: equal on ranks that can share memory; see `host_id`.
+
+        Collective: every rank calls it.
+        """
+        names = [each.host for each in _Host.here(host, -1, "").gathered(comm)]
+        own = [rank for rank, name in enumerate(names) if name == host]
+        is_first = len(own) > 1 and comm.rank == own[0]
+        fd, token = _create(n_bytes) if is_first else -1, secrets.token_hex(4)
+        try:
+            if fd >= 0:
+                os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
+            found = _Host.here(host, fd, token).gathered(comm)
+            first = found[own[0]]
+            is_open = _is_supported() and first.fd >= 0
+            memory = _map(first.pid, first.fd, first.token, n_bytes) if is_open else None
+            ready = comm.all_gather(torch.tensor([memory is not None])).view(-1).tolist()
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        hosts: list[tuple[int, ...]] = []
+        for name in dict.fromkeys(names):
+            ranks = tuple(rank for rank, other in enumerate(names) if other == name)
+            hosts += [ranks] if all(ready[r] for r in ranks) else [(r,) for r in ranks]
+        is_shared = memory is not None and tuple(own) in hosts
+        pids = {r: found[r].pid for r in own if r != comm.rank} if is_shared else {}
+        with torch.inference_mode(False):  # written outside of it too
+            if memory is None or not is_shared:
+                return cls(tuple(hosts), torch.zeros(n_bytes, dtype=torch.uint8), pids)
+            return cls(tuple(hosts), torch.frombuffer(memory, dtype=torch.uint8), pids)
 
 
 class SharedMemory(Communicator):
@@ -543,10 +600,17 @@ class _Host:
     stacks_fd: int
 
     @classmethod
-    def here(cls, fd: int, token: str) -> "_Host":
+    def here(cls, host: str, fd: int, token: str) -> "_Host":
         cores = os.sched_getaffinity(0) if _is_supported() else {0}
         mask = sum(1 << core for core in cores)
-        return cls(_host_id(), os.getpid(), fd, token, f"{mask:x}", record_stacks())
+        return cls(host, os.getpid(), fd, token, f"{mask:x}", record_stacks())
+
+    def gathered(self, comm: Communicator) -> "list[_Host]":
+        """What all ranks send, by rank.
+
+        Collective: every rank calls it.
+        """
+        return [self.decode(row) for row in comm.all_gather(self.encode())]
 
     def encode(self) -> Tensor:
         text = msgspec.json.encode(self).ljust(_HOST_BYTES)
@@ -573,7 +637,7 @@ def _is_supported() -> bool:
     return platform.machine() == "x86_64"
 
 
-def _host_id() -> str:
+def host_id() -> str:
     """Equal for processes of one kernel and one namespace of process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
@@ -583,7 +647,7 @@ def _host_id() -> str:
     return f"{boot} {namespace}"
 
 
-def _create(size: int) -> int:
+def _create(n_bytes: int) -> int:
     """The descriptor of a new anonymous file, or -1 if the host does not support it."""
     if not _is_supported():
         return -1
@@ -591,7 +655,7 @@ def _create(size: int) -> int:
         fd = os.memfd_create(_NAME)
         try:
             # Allocated now: a later write to a full file system would kill the rank.
-            os.posix_fallocate(fd, 0, _total_bytes(size))
+            os.posix_fallocate(fd, 0, n_bytes)
             return fd
         except OSError:
             os.close(fd)

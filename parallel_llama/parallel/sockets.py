@@ -1,16 +1,30 @@
-"""Collectives of small tensors over TCP, between ranks that do not share memory.
+"""Collectives of small tensors between ranks of several hosts.
 
 A decode step of 16 layers has 33 all-reduces of a few kilobytes. gloo takes 0.5 to 1.6 ms for each
 between two hosts, which is several times the latency of a network. Here every rank sends its values
-to every other rank at once, and adds what it receives in rank order: one message each way, and the
-same bits on all ranks. A process group of torch sets up the connections, carries larger tensors,
-for which gloo sends fewer bytes, and detects lost ranks by their heartbeats.
+over TCP to one rank of every other host at once, which receives them into the shared memory of its
+host, and every rank adds the values of all ranks in rank order: the values of a rank cross the link
+to a host once, and all ranks get the same bits. Ranks that cannot share memory count as ranks of
+different hosts. A broadcast goes from its source to every rank directly.
 
-    message  two numbers of 8 bytes: signature, exchange; then the values
-    cells    per rank, 8 bytes each: descriptor, bytes sent and received of the current exchange;
-             then the number of finished exchanges
+Normally a process group of torch sets up the connections, carries larger tensors, for which gloo
+sends fewer bytes, and detects lost ranks by their heartbeats. `linked_ranks` needs no group of
+torch: larger tensors are exchanged in pieces, and no ranks share memory.
 
-A rank that finds a failure tells the other ranks which rank has failed before it leaves them.
+    message  two numbers of 8 bytes: signature, number of the exchange, from 1; then the values
+    rows     per rank, in the memory of the host: the number of the last exchange whose messages
+             the rank has received, aligned to a cache line, and the rank's message; two sets of
+             rows, used alternately
+    cells    per rank, 8 bytes each: descriptors to send to and to receive from, bytes sent and
+             received of the current exchange, whether the rank is another one of this host; then
+             the number of finished collectives, and of finished collectives except broadcasts
+
+A rank writes its message into its row, sends it, receives messages into the rows of their senders,
+publishes that it has received them, and waits until all ranks of its host have published. Two sets
+of rows suffice for the reason that two slots do in `shared_memory`.
+
+Every pair of ranks is connected. A rank that finds a failure tells the other ranks which rank has
+failed before it leaves them, and a rank that waits looks at all its connections.
 
 A kernel may run an exchange of `all_reduce` or `gather_columns`; see `Exchange`.
 """
@@ -35,9 +49,12 @@ from parallel_llama.parallel.authenticated_sockets import NotConnected, connect_
 from parallel_llama.parallel.collectives import Communicator, Exchange, put_columns, sum_in_order
 from parallel_llama.parallel.failures import RankError, late
 from parallel_llama.parallel.process_group import ProcessGroup
+from parallel_llama.parallel.rank_stacks import call_site, own_evidence, process_state
+from parallel_llama.parallel.shared_memory import HostMemory
 from parallel_llama.parallel.signatures import (
     ALL_GATHER,
     ALL_REDUCE,
+    BARRIER,
     BROADCAST,
     DTYPES,
     GATHER_COLUMNS,
@@ -54,23 +71,37 @@ MAX_BYTES = 1 << 18
 
 HEADER_BYTES = 16
 _HEADER = struct.Struct("<qq")
-MESSAGE_BYTES = HEADER_BYTES + MAX_BYTES  # room for the message of a rank
-CELLS = 3  # of a rank
-FD, SENT, RECEIVED = range(CELLS)
+VALUES_AT = 64  # bytes in a row
+HEADER_AT = VALUES_AT - HEADER_BYTES
+ROW_BYTES = VALUES_AT + MAX_BYTES
+_READY, _SIGNATURE, _EXCHANGE = 0, HEADER_AT // 8, HEADER_AT // 8 + 1  # cells of 8 bytes of a row
+CELLS = 5  # of a rank
+SEND_FD, RECEIVE_FD, SENT, RECEIVED, IS_LOCAL = range(CELLS)
+# After the cells of all ranks: finished collectives, and finished collectives except broadcasts.
+FINISHED, SHARED = range(2)
+# The sets of rows: two in the memory of the host, and one of this rank for broadcasts.
+_N_SHARED_SETS = _PRIVATE_SET = 2
 
 # Tries to receive before this rank waits in the system: about 0.5 ms, in Python and in a kernel.
 _SPINS, _LOOKS = 150, 2000
 _POLL_S = 0.25
 _LONGEST_GAP_S = 0.5  # the maximum time counted between two polls, since this rank may be stopped
 _CONNECT_S = 20.0
+_YIELD_S = 0.005  # for ranks of this host, before this rank sleeps
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+_KEEPALIVE_S = 1.0
 
 # A message that names a failed rank has a signature of this kind; its lower bits hold one of the
-# reasons below, and the rank's number.
+# reasons below, the rank that has found the failure, and the failed rank.
 _FAILURE = 7 << 60
+# A message without values, which a rank that loads sends to those that wait at a barrier.
+_KEEPALIVE = 6 << 60
 _DIED, _LATE, _MISMATCH = range(3)
-_RANK_BITS = 32
+_RANK_BITS = 16
 
 _MAX_VIEWS = 256
+
+_NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
 
 @dataclass(frozen=True)
@@ -80,10 +111,12 @@ class Endpoint:
     Args:
         address: the address of this host that the other ranks reach.
         key: derived from the secret of the run.
+        host: equal on ranks that share memory; see `shared_memory.host_id`.
     """
 
     address: IPv4Address
     key: bytes
+    host: str
 
 
 def connect(group: ProcessGroup, own: Endpoint | None, timeouts: Timeouts) -> Communicator:
@@ -123,9 +156,29 @@ def connect(group: ProcessGroup, own: Endpoint | None, timeouts: Timeouts) -> Co
         for each in connected.values():
             each.close()
         return group
-    n_local = sum(row[0] == address for row in rows)
-    spins = _SPINS if len(os.sched_getaffinity(0)) >= n_local else 0
-    return Sockets(group, connected, timeouts, spins)
+    spins = n_spins(sum(row[0] == address for row in rows))
+    memory = HostMemory.share(group, own.host, memory_bytes(group.size))
+    return SocketsBesideGloo(group, connected, memory, timeouts, spins)
+
+
+def n_spins(n_local: int) -> int:
+    """Tries to receive before a rank waits in the system, with `n_local` ranks on its host."""
+    return _SPINS if len(os.sched_getaffinity(0)) >= n_local else 0
+
+
+def memory_bytes(size: int) -> int:
+    """The size of the `HostMemory` of a group of `size` ranks."""
+    return _N_SHARED_SETS * size * ROW_BYTES
+
+
+def receivers_of(rank: int, hosts: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks, one of every other host, to which a rank sends its messages.
+
+    Args:
+        hosts: the ranks of each host.
+    """
+    own = next(host for host in hosts if rank in host)
+    return [host[own.index(rank) % len(host)] for host in hosts if host is not own]
 
 
 def _is_endpoint(row: Sequence[int]) -> bool:
@@ -136,90 +189,136 @@ def _is_endpoint(row: Sequence[int]) -> bool:
 class Sockets(Communicator):
     """A group of ranks with one connection for each pair; it sums in rank order.
 
+    A tensor that is larger than a message is exchanged in pieces.
+
     Args:
-        group: carries larger tensors and barriers.
         connected: the socket to each other rank, in non-blocking mode.
+        host: the memory that this rank shares with the other ranks of its host.
         spins: tries to receive before a rank waits in the system.
     """
 
     def __init__(
         self,
-        group: ProcessGroup,
+        rank: int,
         connected: Mapping[int, socket.socket],
+        host: HostMemory,
         timeouts: Timeouts,
         spins: int,
     ) -> None:
-        self.rank, self.size = group.rank, group.size
-        self._group, self._timeouts, self._spins = group, timeouts, spins
+        self.rank, self.size = rank, len(connected) + 1
+        self._timeouts, self._spins = timeouts, spins
         self._sockets = dict(connected)
+        self._receivers = receivers_of(self.rank, host.hosts)
+        self._senders = [r for r in self._sockets if self.rank in receivers_of(r, host.hosts)]
+        self._pids = host.pids
+        self._received_by = {
+            sender: rank
+            for rank in self._pids
+            for sender in range(self.size)
+            if rank in receivers_of(sender, host.hosts)
+        }
+        # Called again and again while this rank waits for others; it may raise a RankError.
+        self.on_wait: Callable[[], None] = lambda: None
         with torch.inference_mode(False):  # written outside of it too
-            self._memory = torch.zeros(self.size, MESSAGE_BYTES, dtype=torch.uint8)
-            self._state = torch.zeros(self.size * CELLS + 1, dtype=torch.int64)
-        self._messages = [row.numpy().data for row in self._memory]
+            private = torch.zeros(self.size, ROW_BYTES, dtype=torch.uint8)
+            self._memory = host.memory.view(_N_SHARED_SETS, self.size, ROW_BYTES)
+            self._state = torch.zeros(self.size * CELLS + 2, dtype=torch.int64)
+        self._sets = [*self._memory, private]
+        self._rows = [[row.numpy().data for row in each] for each in self._sets]
+        self._heads = [[row[:VALUES_AT].cast("q") for row in rows] for rows in self._rows]
+        self._set = _PRIVATE_SET  # the set of rows of the current exchange
         self._cells = self._state.numpy().data
         for rank in range(self.size):
-            own = self._sockets.get(rank)
-            self._cells[rank * CELLS + FD] = -1 if own is None else own.fileno()
+            fd = self._sockets[rank].fileno() if rank in self._sockets else -1
+            cell = rank * CELLS
+            self._cells[cell + SEND_FD] = fd if rank in self._receivers else -1
+            self._cells[cell + RECEIVE_FD] = fd if rank in self._senders else -1
+            self._cells[cell + IS_LOCAL] = rank in self._pids
         self._signature, self._n_own = 0, 0  # of the current exchange
         self._busy = False
-        self._views: dict[tuple[int, torch.dtype, int], Tensor] = {}
+        self._keepalive_s, self._n_keepalives = 0.0, 0  # when sent; received
+        self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if x.dtype not in SUMMED:
+            raise TypeError(f"all_reduce of {x.dtype}; use one of {', '.join(map(str, SUMMED))}")
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        if x.dtype not in SUMMED or not self._takes(x.nbytes):
-            return self._group.all_reduce(x)
-        self._all_to_all(ALL_REDUCE, x, x, [x.numel()] * self.size)
-        sum_in_order(self._parts(x.dtype, [x.numel()] * self.size), x.view(-1))
+        for piece in _pieces(x.view(-1)):
+            counts = [piece.numel()] * self.size
+            self._all_to_all(ALL_REDUCE, piece, piece, counts)
+            sum_in_order(self._parts(x.dtype, counts), piece)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        if not self._takes(x.nbytes):
-            return self._group.all_gather(x)
-        own = x.contiguous().view(-1).view(torch.uint8)
-        self._all_to_all(ALL_GATHER, own, own, [len(own)] * self.size)
-        parts = self._parts(torch.uint8, [len(own)] * self.size)
-        return torch.stack(parts).view(x.dtype).view(self.size, *x.shape)
+        gathered = x.new_empty((self.size, *x.shape))
+        if x.numel() == 0:
+            return gathered
+        rows = gathered.view(self.size, -1).view(torch.uint8)
+        pieces = _pieces(x.contiguous().view(-1).view(torch.uint8))
+        for piece, columns in zip(pieces, torch.split(rows, MAX_BYTES, dim=1), strict=True):
+            counts = [len(piece)] * self.size
+            self._all_to_all(ALL_GATHER, piece, piece, counts)
+            for row, part in zip(columns, self._parts(torch.uint8, counts), strict=True):
+                row.copy_(part)
+        return gathered
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        n_rows, most = len(x), max(widths)
-        if x.dtype not in DTYPES or not self._takes(n_rows * most * x.itemsize):
-            return self._group.gather_columns(x, widths, out)
-        whole = x.new_empty(n_rows, sum(widths)) if out is None else out
-        counts = [n_rows * width for width in widths]
-        self._all_to_all(GATHER_COLUMNS, whole[:, :most], x.contiguous(), counts)
-        put_columns(self._parts(x.dtype, counts), widths, whole)
+        most = max(widths)
+        if x.dtype not in DTYPES or most * x.itemsize > MAX_BYTES:
+            return super().gather_columns(x, widths, out)
+        whole = x.new_empty(len(x), sum(widths)) if out is None else out
+        if not whole.numel():
+            return whole
+        at_once = MAX_BYTES // (most * x.itemsize)  # rows
+        for target, own in zip(torch.split(whole, at_once), torch.split(x, at_once), strict=True):
+            counts = [len(own) * width for width in widths]
+            self._all_to_all(GATHER_COLUMNS, target[:, :most], own.contiguous(), counts)
+            put_columns(self._parts(x.dtype, counts), widths, target)
         return whole
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
-        if not self._takes(x.nbytes):
-            return self._group.broadcast(x, src, no_timeout=no_timeout)
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
-        data = x.view(-1).view(torch.uint8)
         limit_s = math.inf if no_timeout and self.rank != src else self._timeouts.step_s
-        if self.rank == src:
-            self._exchange(BROADCAST, data, data, {}, self._sockets, limit_s)
-        else:
-            self._exchange(BROADCAST, data, None, {src: len(data)}, (), limit_s)
-            data.copy_(self._view(src, torch.uint8, len(data)))
+        for piece in _pieces(x.view(-1).view(torch.uint8)):
+            self._set = _PRIVATE_SET
+            if self.rank == src:
+                self._exchange(BROADCAST, piece, piece, {}, self._sockets, limit_s)
+            else:
+                self._exchange(BROADCAST, piece, None, {src: len(piece)}, (), limit_s)
+                piece.copy_(self._view(src, torch.uint8, len(piece)))
         return x
 
     def barrier(self) -> None:
-        self._group.barrier()
+        nothing = dict.fromkeys(self._sockets, 0)
+        self._set = _PRIVATE_SET
+        self._exchange(BARRIER, _NOTHING, None, nothing, self._sockets, self._timeouts.start_s)
 
     def keepalive(self) -> None:
-        self._group.keepalive()
+        now = time.monotonic()
+        if now - self._keepalive_s > _KEEPALIVE_S:
+            self._keepalive_s = now
+            for own in self._sockets.values():
+                with suppress(OSError):  # the next exchange fails
+                    own.send(_HEADER.pack(_KEEPALIVE, self._n_finished))
 
     def require_alive(self) -> None:
-        self._group.require_alive()
+        for rank, own in self._sockets.items():
+            try:
+                has_ended = not own.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                has_ended = False
+            except OSError:
+                has_ended = True
+            if has_ended:
+                raise RankError(f"rank {rank} of {self.size} has died or left early")
 
     def close(self) -> None:
         self._busy = True
         for each in self._sockets.values():
             each.close()
         self._sockets = {}
-        self._group.close()
 
     def sum_exchange(self, x: Tensor) -> Exchange | None:
         """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
@@ -255,13 +354,14 @@ class Sockets(Communicator):
         complete: Callable[[Tensor], None],
     ) -> Exchange:
         signature, itemsize = signature_of(kind, like), like.itemsize
-        expected = {rank: counts[rank] * itemsize for rank in self._sockets}
+        expected = {rank: counts[rank] * itemsize for rank in self._senders}
         n_own = HEADER_BYTES + counts[self.rank] * itemsize
 
         def finish(x: Tensor) -> None:
             self._busy = True
             self._signature, self._n_own = signature, n_own
-            self._finish(expected, self._sockets, self._timeouts.step_s, 0)
+            self._set = self._n_shared % _N_SHARED_SETS
+            self._finish(expected, self._receivers, self._timeouts.step_s, 0)
             complete(x)
 
         own = self.rank, self.size, signature, _LOOKS if self._spins else 0
@@ -274,8 +374,9 @@ class Sockets(Communicator):
 
     def _all_to_all(self, kind: int, like: Tensor, own: Tensor, counts: Sequence[int]) -> None:
         """Exchanges `own`; rank r sends counts[r] values."""
-        expected = {rank: counts[rank] * own.itemsize for rank in self._sockets}
-        self._exchange(kind, like, own, expected, self._sockets, self._timeouts.step_s)
+        expected = {rank: counts[rank] * own.itemsize for rank in self._senders}
+        self._set = self._n_shared % _N_SHARED_SETS
+        self._exchange(kind, like, own, expected, self._receivers, self._timeouts.step_s)
 
     def _exchange(
         self,
@@ -304,7 +405,9 @@ class Sockets(Communicator):
         self._signature = signature_of(kind, like)
         if own is not None and own.numel():
             self._view(self.rank, own.dtype, own.numel()).copy_(own.view(-1))
-        _HEADER.pack_into(self._messages[self.rank], 0, self._signature, self._n_finished)
+        head = self._heads[self._set][self.rank]
+        head[_SIGNATURE] = self._signature
+        head[_EXCHANGE] = self._n_finished + 1  # last; see _require_same_on_host
         for rank in self._sockets:
             self._cells[rank * CELLS + SENT] = self._cells[rank * CELLS + RECEIVED] = 0
         self._n_own = HEADER_BYTES + (0 if own is None else own.nbytes)
@@ -320,58 +423,157 @@ class Sockets(Communicator):
         """Sends and receives what is left of the current exchange."""
         to_send = dict.fromkeys(receivers, self._n_own)
         to_receive = {rank: HEADER_BYTES + n for rank, n in expected.items()}
-        while self._advance(to_send, to_receive):
+        is_shared = self._set != _PRIVATE_SET
+        awaited = set(self._pids) if is_shared else set()
+        while self._advance(to_send, to_receive, awaited):
             spins -= 1
             if spins < 0:
-                self._wait(to_send, to_receive, limit_s)
+                self._wait(to_send, to_receive, awaited, limit_s)
                 break
-        self._cells[self.size * CELLS] += 1
+        if is_shared:
+            for rank in self._sockets:
+                if rank not in expected:
+                    self._require_same(rank)
+        self._cells[self.size * CELLS + FINISHED] += 1
+        self._cells[self.size * CELLS + SHARED] += is_shared
         self._busy = False
 
-    def _wait(self, to_send: dict[int, int], to_receive: dict[int, int], limit_s: float) -> None:
-        """Waits in the system until nothing is left to send and to receive.
+    def _wait(
+        self,
+        to_send: dict[int, int],
+        to_receive: dict[int, int],
+        awaited: set[int],
+        limit_s: float,
+    ) -> None:
+        """Waits in the system until nothing is left to send, to receive and to await.
 
-        A rank is late after `limit_s` seconds in which no byte moved.
+        A rank is late after `limit_s` seconds without progress.
         """
-        seen_s, waited_s, n_moved = time.monotonic(), 0.0, self._n_moved()
-        while self._advance(to_send, to_receive):
+        seen_s, waited_s, before = time.monotonic(), 0.0, (0, 0)
+        pause_s, early = _SHORTEST_SLEEP_S, set[int]()
+        while self._advance(to_send, to_receive, awaited):
             now_s = time.monotonic()
             waited_s += min(now_s - seen_s, _LONGEST_GAP_S)
             seen_s = now_s
-            if self._n_moved() != n_moved:
-                n_moved, waited_s = self._n_moved(), 0.0
+            progress = self._n_moved(), len(awaited)
+            if progress != before:
+                before, waited_s = progress, 0.0
             if waited_s > limit_s:
-                overdue = sorted(to_receive or to_send)
-                what = f"{late(overdue, self.size, limit_s)}; {self._group.culprits()}"
-                self._fail(what, overdue[0], _LATE)
+                overdue = self._overdue(to_receive, awaited) or sorted(to_send)
+                what = late(overdue, self.size, limit_s) + self._why_late()
+                self._fail(what, overdue[0], _LATE, self.rank)
+            self.on_wait()
+            if not to_send and not to_receive and waited_s < _YIELD_S:
+                os.sched_yield()
+                continue
             poller = select.poll()
-            for rank in {*to_send, *to_receive}:
-                events = select.POLLIN * (rank in to_receive) | select.POLLOUT * (rank in to_send)
-                poller.register(self._sockets[rank], events)
-            poller.poll(1e3 * min(_POLL_S, max(0.0, limit_s - waited_s) + 1e-3))
+            for rank, own in self._sockets.items():
+                is_heard = rank in to_receive or rank not in early
+                events = select.POLLIN * is_heard | select.POLLOUT * (rank in to_send)
+                if events:
+                    poller.register(own, events)
+            if to_send or to_receive:
+                left_s = max(0.0, limit_s - waited_s)
+                found = poller.poll(1e3 * min(_POLL_S, left_s + 1e-3))
+            else:  # ranks of this host publish in memory, which cannot be polled
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_SLEEP_S)
+                found = poller.poll(0)
+            readable = {fd for fd, _ in found}
+            for rank, own in self._sockets.items():
+                if rank not in to_receive and rank not in early and own.fileno() in readable:
+                    if self._fails_later(rank, awaited):
+                        limit_s, waited_s = min(limit_s, self._timeouts.step_s), 0.0
+                    early.add(rank)
+            self._require_same_on_host()
 
-    def _advance(self, to_send: dict[int, int], to_receive: dict[int, int]) -> bool:
-        """Sends and receives what it can without waiting. Returns: whether anything is left."""
+    def _overdue(self, to_receive: Collection[int], awaited: set[int]) -> list[int]:
+        """The ranks whose messages are missing here or on ranks of this host.
+
+        A rank of this host may wait for a rank of another host, so only the rows show who is late.
+        """
+        stopped = {rank for rank in awaited if process_state(self._pids[rank]) in ("T", "t")}
+        current = self._n_finished + 1
+        heads = enumerate(self._heads[self._set])
+        begun = {rank for rank, head in heads if head[_EXCHANGE] == current}
+        waiting = awaited - stopped
+        remote = {sender for sender, rank in self._received_by.items() if rank in waiting}
+        missing = {*to_receive, *stopped, *((waiting | remote) - begun)}
+        return sorted(missing or awaited)
+
+    def _fails_later(self, rank: int, awaited: Collection[int]) -> bool:
+        """Looks at what has come from a rank that does not send to this rank in this exchange.
+
+        The rank may have begun the next collective, whose message stays in the socket, or have left
+        after the last one. A rank that has failed in the next collective has finished this one, so
+        this rank can finish this one too, and reports the failure in the next.
+
+        Returns: whether the rank has failed in a later collective.
+        Raises: RankError if the rank has failed in this collective, or is in another one.
+        """
+        try:
+            header = self._sockets[rank].recv(HEADER_BYTES, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            header = b""
+        if not header and rank in awaited and not self._is_ready(rank):
+            self._fail_lost(rank)
+        if len(header) < HEADER_BYTES:
+            return False
+        signature, exchange = _HEADER.unpack(header)
+        if signature == _KEEPALIVE:
+            return False
+        if exchange <= self._n_finished + 1:
+            self._fail_unlike(rank, signature)
+        is_failure: bool = signature & _FAILURE == _FAILURE
+        return is_failure
+
+    def _require_same_on_host(self) -> None:
+        """Raises: RankError if a rank of this host has begun another collective than this rank."""
+        for rank in self._pids:
+            for rows in range(_N_SHARED_SETS):
+                head = self._heads[rows][rank]
+                if head[_EXCHANGE] == self._n_finished + 1 and head[_SIGNATURE] != self._signature:
+                    self._fail_unlike(rank, head[_SIGNATURE])
+
+    def _is_ready(self, rank: int) -> bool:
+        """Whether a rank of this host has received all its messages of this exchange."""
+        n_received: int = self._heads[self._set][rank][_READY]
+        return n_received > self._n_shared
+
+    def _advance(
+        self, to_send: dict[int, int], to_receive: dict[int, int], awaited: set[int]
+    ) -> bool:
+        """Sends and receives what it can without waiting, and publishes that all is received.
+
+        Returns: whether anything is left.
+        """
         for rank in tuple(to_receive):
             if self._receive(rank, to_receive[rank]):
                 del to_receive[rank]
         for rank in tuple(to_send):
             if self._send(rank, to_send[rank], is_heard=rank in to_receive):
                 del to_send[rank]
-        return bool(to_send or to_receive)
+        if awaited and not to_receive:
+            self._heads[self._set][self.rank][_READY] = self._n_shared + 1
+            awaited -= {other for other in awaited if self._is_ready(other)}
+        return bool(to_send or to_receive or awaited)
 
     def _send(self, rank: int, n_bytes: int, *, is_heard: bool) -> bool:
         """Sends a part of this rank's message. Returns: whether all of it is sent."""
         cell = rank * CELLS + SENT
         if self._cells[cell] < n_bytes:
             try:
-                message = self._messages[self.rank][self._cells[cell] : n_bytes]
+                row = self._rows[self._set][self.rank]
+                message = row[HEADER_AT + self._cells[cell] : HEADER_AT + n_bytes]
                 self._cells[cell] += self._sockets[rank].send(message)
             except BlockingIOError:
                 return False
             except OSError:
                 if is_heard:  # it may have said why before it left
                     return True
+                self._fails_later(rank, ())
                 self._fail_lost(rank)
         return self._cells[cell] == n_bytes
 
@@ -381,7 +583,7 @@ class Sockets(Communicator):
         before = self._cells[cell]
         if before < n_bytes:
             try:
-                room = self._messages[rank][before:n_bytes]
+                room = self._rows[self._set][rank][HEADER_AT + before : HEADER_AT + n_bytes]
                 n_new = self._sockets[rank].recv_into(room)
             except BlockingIOError:
                 return False
@@ -391,34 +593,53 @@ class Sockets(Communicator):
                 self._fail_lost(rank)
             self._cells[cell] += n_new
         if self._cells[cell] >= HEADER_BYTES:
+            self._drop_keepalive(rank)
+        if self._cells[cell] >= HEADER_BYTES:
             self._require_same(rank)
         return self._cells[cell] == n_bytes
 
+    def _drop_keepalive(self, rank: int) -> None:
+        """Removes a keepalive that came before the message of a rank."""
+        message, cell = self._rows[self._set][rank][HEADER_AT:], rank * CELLS + RECEIVED
+        if _HEADER.unpack_from(message)[0] == _KEEPALIVE:
+            n_left = self._cells[cell] - HEADER_BYTES
+            message[:n_left] = message[HEADER_BYTES : HEADER_BYTES + n_left]
+            self._cells[cell] = n_left
+            self._n_keepalives += 1
+
     def _require_same(self, rank: int) -> None:
         """Raises: RankError if the message of a rank does not belong to this exchange."""
-        signature, exchange = _HEADER.unpack_from(self._messages[rank])
-        if (signature, exchange) == (self._signature, self._n_finished):
-            return
+        head = self._heads[self._set][rank]
+        found = head[_SIGNATURE], head[_EXCHANGE]
+        if found != (self._signature, self._n_finished + 1):
+            self._fail_unlike(rank, head[_SIGNATURE])
+
+    def _fail_unlike(self, rank: int, signature: int) -> NoReturn:
+        """Raises the error for a message of a rank that does not belong to this exchange."""
         if signature & _FAILURE == _FAILURE:
-            self._fail_alike(rank, signature & ((1 << _RANK_BITS) - 1), signature >> _RANK_BITS & 3)
+            mask = (1 << _RANK_BITS) - 1
+            culprit, finder = signature & mask, signature >> _RANK_BITS & mask
+            self._fail_alike(rank, culprit, finder, signature >> 2 * _RANK_BITS & 3)
         self._fail(
             f"rank {rank} is in {described(signature)} and rank {self.rank} in "
             f"{described(self._signature)}: the ranks called different collectives",
             rank,
             _MISMATCH,
+            self.rank,
         )
 
-    def _fail_alike(self, rank: int, culprit: int, reason: int) -> NoReturn:
-        """Raises the error for a failure that another rank has reported."""
+    def _fail_alike(self, rank: int, culprit: int, finder: int, reason: int) -> NoReturn:
+        """Raises the error for a failure that a rank has reported, and the finder has found."""
         if reason == _DIED:
             self._fail_lost(rank if culprit == self.rank else culprit)
         if reason == _LATE:
-            self._fail(late([culprit], self.size, self._timeouts.step_s), culprit, reason)
+            self._fail(late([culprit], self.size, self._timeouts.step_s), culprit, reason, finder)
         self._fail(
-            f"rank {rank} is in another collective than rank {culprit}: "
+            f"rank {finder} is in another collective than rank {culprit}: "
             "the ranks called different collectives",
             culprit,
             _MISMATCH,
+            finder,
         )
 
     def _fail_lost(self, rank: int) -> NoReturn:
@@ -427,12 +648,13 @@ class Sockets(Communicator):
             f"rank {self.rank} was waiting for it",
             rank,
             _DIED,
+            self.rank,
         )
 
-    def _fail(self, message: str, culprit: int, reason: int) -> NoReturn:
+    def _fail(self, message: str, culprit: int, reason: int, finder: int) -> NoReturn:
         """Tells the other ranks, and the one that has failed, why this one leaves; then raises."""
-        failure = _FAILURE | reason << _RANK_BITS | culprit
-        header = _HEADER.pack(failure, self._n_finished)
+        failure = _FAILURE | reason << 2 * _RANK_BITS | finder << _RANK_BITS | culprit
+        header = _HEADER.pack(failure, self._n_finished + 1)
         for rank, own in self._sockets.items():
             # Only between messages, or it would be read as values.
             sent = self._cells[rank * CELLS + SENT]
@@ -440,24 +662,39 @@ class Sockets(Communicator):
                 with suppress(OSError):
                     own.send(header)
         what = f"exchange {self._n_finished + 1}, {described(self._signature)}"
-        raise RankError(message + self._group.evidence(what))
+        raise RankError(message + self._evidence(what, reason))
+
+    def _why_late(self) -> str:
+        """What is appended to the message of a rank that is late."""
+        return ""
+
+    def _evidence(self, what: str, reason: int) -> str:
+        """Lines that are appended to the message of a failure."""
+        if reason == _DIED:
+            return f"\n  rank {self.rank} is in {what}, called at {call_site()}"
+        return own_evidence(self.rank, what)
 
     def _n_moved(self) -> int:
-        """The bytes that this exchange has sent and received."""
+        """The bytes that this exchange has sent and received, and the keepalives until now."""
         starts = (rank * CELLS for rank in self._sockets)
-        return sum(self._cells[start + SENT] + self._cells[start + RECEIVED] for start in starts)
+        n_bytes = sum(self._cells[at + SENT] + self._cells[at + RECEIVED] for at in starts)
+        return n_bytes + self._n_keepalives
 
     @property
     def _n_finished(self) -> int:
-        return self._cells[self.size * CELLS]
+        return self._cells[self.size * CELLS + FINISHED]
+
+    @property
+    def _n_shared(self) -> int:
+        return self._cells[self.size * CELLS + SHARED]
 
     def _parts(self, dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
         """The values of all ranks in the last exchange."""
         return [self._view(rank, dtype, count) for rank, count in enumerate(counts)]
 
     def _view(self, rank: int, dtype: torch.dtype, n_values: int) -> Tensor:
-        """The first values in the message of a rank."""
-        key = rank, dtype, n_values
+        """The first values in the message of a rank, in the current set of rows."""
+        key = self._set, rank, dtype, n_values
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= _MAX_VIEWS:
@@ -465,6 +702,67 @@ class Sockets(Communicator):
             n_bytes = n_values * dtype.itemsize
             # A tensor created in inference mode cannot be written outside of it.
             with torch.inference_mode(False):
-                view = self._memory[rank, HEADER_BYTES : HEADER_BYTES + n_bytes].view(dtype)
+                view = self._sets[self._set][rank, VALUES_AT : VALUES_AT + n_bytes].view(dtype)
             self._views[key] = view
         return view
+
+
+class SocketsBesideGloo(Sockets):
+    """Sockets for small tensors; the group of torch takes larger ones, and barriers.
+
+    Args:
+        group: its ranks are those of `connected`, and this one.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        connected: Mapping[int, socket.socket],
+        host: HostMemory,
+        timeouts: Timeouts,
+        spins: int,
+    ) -> None:
+        super().__init__(group.rank, connected, host, timeouts, spins)
+        self._group = group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        is_small = x.dtype in SUMMED and self._takes(x.nbytes)
+        return super().all_reduce(x) if is_small else self._group.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return super().all_gather(x) if self._takes(x.nbytes) else self._group.all_gather(x)
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        is_small = x.dtype in DTYPES and self._takes(len(x) * max(widths) * x.itemsize)
+        if is_small:
+            return super().gather_columns(x, widths, out)
+        return self._group.gather_columns(x, widths, out)
+
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
+        if self._takes(x.nbytes):
+            return super().broadcast(x, src, no_timeout=no_timeout)
+        return self._group.broadcast(x, src, no_timeout=no_timeout)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def keepalive(self) -> None:
+        self._group.keepalive()
+
+    def require_alive(self) -> None:
+        self._group.require_alive()
+
+    def close(self) -> None:
+        super().close()
+        self._group.close()
+
+    def _why_late(self) -> str:
+        return f"; {self._group.culprits()}"
+
+    def _evidence(self, what: str, reason: int) -> str:  # noqa: ARG002
+        return self._group.evidence(what)
+
+
+def _pieces(flat: Tensor) -> Sequence[Tensor]:
+    """Consecutive pieces that fit into a message."""
+    return torch.split(flat, MAX_BYTES // flat.itemsize) if flat.numel() else ()

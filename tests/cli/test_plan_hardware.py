@@ -270,6 +270,78 @@ def test_a_calibrated_step_takes_its_bytes_and_its_exchanges(capsys, tmp_path):
     assert "(an estimate from the calibration)" in shown
 
 
+def rates_of(folder: Path, name: str, *rates: float, dtype: str = "float32") -> str:
+    """A calibration file of a host with these read rates."""
+    ranks = [RATES | {"read_bytes_per_s": rate} for rate in rates]
+    path = folder / name
+    path.write_text(json.dumps(SMOLLM2 | {"dtype": dtype, "ranks": ranks}))
+    return str(path)
+
+
+def test_ranks_of_several_files_get_work_in_proportion_to_their_read_rates(capsys, tmp_path):
+    two, one = rates_of(tmp_path, "a.json", 4e9, 4e9), rates_of(tmp_path, "b.json", 1e9)
+    asked = ["--device", "cpu", "--max-seq-len", "512"]
+    found = plan(capsys, *asked, "--calibration", f"{two},{one}")
+    assert [rank["heads"] for rank in found["ranks"]] == [[0, 4], [4, 8], [8, 9]]
+    assert [rank["ffn"] for rank in found["ranks"]] == [[0, 704], [704, 1376], [1376, 1536]]
+    assert "exchanges between the hosts" in found["unpredicted"]
+    other_order = plan(capsys, *asked, "--calibration", f"{one},{two}")
+    assert [rank["heads"] for rank in other_order["ranks"]] == [[0, 1], [1, 5], [5, 9]]
+    memory = [*asked, "--memory", "600MiB,600MiB,2"]  # of each, 390 MiB are for the process
+    within = plan(capsys, *memory, "--calibration", f"{two},{one}")
+    assert within["fits"] is True
+    assert found["ranks"][0]["needed_bytes"] > 600 << 20
+    assert within["ranks"][2]["weight_bytes"] > found["ranks"][2]["weight_bytes"]
+
+
+def test_the_slowest_of_unlike_ranks_and_its_loss_are_shown(capsys, tmp_path):
+    """The step was shown for all ranks together, and not which of them the others wait for."""
+    files = rates_of(tmp_path, "a.json", 5e9), rates_of(tmp_path, "b.json", 2e9)
+    argv = ["--device", "cpu", "--max-seq-len", "512", "--calibration", ",".join(files)]
+    found = plan(capsys, *argv)
+    read = [rank["step_read_bytes"] for rank in found["ranks"]]
+    assert [rank["step_s"] for rank in found["ranks"]] == pytest.approx(
+        [read[0] / 5e9, read[1] / 2e9], rel=1e-12
+    )
+    slowest = found["slowest_rank"]
+    assert slowest == int(read[1] / 2e9 > read[0] / 5e9)
+    assert found["balanced_step_s"] == pytest.approx(sum(read) / 7e9, rel=1e-12)
+    longest = max(read[0] / 5e9, read[1] / 2e9)
+    assert found["loss"] == pytest.approx(longest / (sum(read) / 7e9) - 1, rel=1e-9)
+    shown = " ".join(page(capsys, *argv).split())
+    assert f"rank {slowest} limits a step: {longest * 1e3:,.2f} ms" in shown
+    assert f"{found['loss']:.1%} more than" in shown and "at 5.0 GB/s" not in shown
+    tight = plan(capsys, *argv, "--memory", "600MiB,2")
+    assert tight["loss"] > 2 * found["loss"] and tight["slowest_rank"] == 1
+    one = plan(capsys, *argv[:-1], files[0], "--nproc", "2")
+    assert one["loss"] < 0.2 and "slowest" not in page(capsys, *argv[:-1], files[0], "--nproc", "2")
+
+
+def test_rates_that_differ_by_noise_make_equal_shares(capsys, tmp_path):
+    alike = rates_of(tmp_path, "a.json", 4e9, 4.1e9, 3.95e9)
+    asked = ["--device", "cpu", "--nproc", "3"]
+    equal = [rank | {"step_s": None} for rank in plan(capsys, *asked)["ranks"]]
+    found = plan(capsys, *asked, "--calibration", alike)["ranks"]
+    assert [rank | {"step_s": None} for rank in found] == equal
+
+
+def test_files_of_other_ranks_or_formats_are_refused(capsys, tmp_path):
+    two, one = rates_of(tmp_path, "a.json", 4e9, 4e9), rates_of(tmp_path, "b.json", 1e9)
+    narrow = rates_of(tmp_path, "c.json", 1e9, dtype="bfloat16")
+    both = ["--device", "cpu", "--calibration", f"{two},{one}"]
+    assert "has 3 ranks; omit --nproc, or give --nproc 3" in error(capsys, *both, "--nproc", "2")
+    assert "memory has 2 sizes for 3 ranks" in error(capsys, *both, "--memory", "1,1")
+    mixed = f"{two},{narrow}"
+    assert "calibrate all hosts with the same flags" in error(capsys, "--calibration", mixed)
+    generate = ["generate", "--prompt", "a", "--device", "cpu", "--calibration"]
+    assert command_line.main([*generate, f"{two},{one}", "--nproc", "2"]) == 2
+    assert "has 3 ranks, and the command 2; use as many" in capsys.readouterr().err
+    assert command_line.main([*generate, f"{two},{one}", "--elastic"]) == 2
+    assert "--elastic and --calibration" in capsys.readouterr().err
+    assert command_line.main([*generate, f"{two},{tmp_path / 'd.json'}"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
 def test_without_an_exchange_between_ranks_only_one_rank_is_predicted(capsys, tmp_path):
     argv = written(tmp_path, SMOLLM2 | {"ranks": [RATES]})
     assert plan(capsys, *argv)["predicted"] is not None

@@ -23,10 +23,17 @@ from parallel_llama.engine.kv_capacity import (
     Capacity,
     DeviceMemory,
     MemoryFor,
+    MemoryLimit,
     memory_of,
 )
 from parallel_llama.errors import OutOfMemory, UsageError
-from parallel_llama.memory import CPU_FRACTION, CUDA_FRACTION, MAX_CPU_BYTES, blocks_held
+from parallel_llama.memory import (
+    CPU_FRACTION,
+    CUDA_FRACTION,
+    MAX_CPU_BYTES,
+    blocks_held,
+    kv_bytes_per_token,
+)
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.plan import make_plan
@@ -237,6 +244,57 @@ def test_a_limit_is_of_the_caches_of_all_groups(monkeypatch):
 def test_full_requests_are_counted_in_whole_blocks():
     assert Capacity((10,), 16, 0).n_tokens == 160
     assert Capacity((10,), 16, 0).n_full_requests(33) == 3
+
+
+# With --memory.
+
+
+@pytest.mark.parametrize(
+    ("limits", "n_blocks"),
+    [
+        ([3 * GIB, GIB], 40),
+        ([GIB, 3 * GIB], 40),
+        ([5 * GIB, GIB, 2 * GIB, 2 * GIB, 3 * GIB], 7),
+        ([GIB, 2 * GIB, 2 * GIB, 2 * GIB, 2 * GIB], 1),
+    ],
+)
+def test_the_rank_with_the_least_room_in_its_memory_decides_for_all(monkeypatch, limits, n_blocks):
+    """--memory gave shares and limited nothing: every rank took as much as was free."""
+    monkeypatch.setattr(kv_capacity, "available_memory", lambda: 1 << 40)
+    plan, form = make_plan(ARGS, len(limits), limits), KVFormat("float64")
+    block = [16 * sum(kv_bytes_per_token(ARGS, shard, form)) for shard in plan.shards]
+    tightest = limits.index(GIB)  # has room for n_blocks, the others for twice as many
+    rooms = [(1 + (rank != tightest)) * n_blocks * each for rank, each in enumerate(block)]
+    own = [
+        MemoryLimit(total, total - 1000 - room, 1000)
+        for total, room in zip(limits, rooms, strict=True)
+    ]
+    for more, expected in ((0, n_blocks), (1, n_blocks - 1)):
+        tight = replace(own[tightest], weights=own[tightest].weights + more)
+        given = [tight if rank == tightest else each for rank, each in enumerate(own)]
+        if not expected:
+            with pytest.raises(UsageError, match=rf"rank {tightest} of .* needs {GIB + 1} bytes"):
+                CacheSize(ARGS, plan, form, 16, None, 2048, limits=given)
+            continue
+        size = CacheSize(ARGS, plan, form, 16, None, 2048, limits=given)
+        found = run_on_threads(
+            len(limits), lambda comm, size=size: size.agree(comm, memory_of(CPU))
+        )
+        assert {each.n_blocks for each in found} == {(expected,)}
+        for limit, each in zip(given, block, strict=True):
+            assert limit.weights + limit.working + expected * each <= limit.total
+
+
+def test_a_cache_that_exceeds_the_memory_of_a_rank_is_refused_before_ranks_start():
+    plan, form, n_bytes = make_plan(ARGS, 2, [3, 1]), KVFormat("float64"), 40 * BLOCK
+    own = [16 * sum(kv_bytes_per_token(ARGS, shard, form)) for shard in plan.shards]
+    assert own[0] > own[1]  # so the cache of rank 1 takes fewer bytes than asked for
+    n_needed = n_bytes // own[0] * own[1]
+    limits = [MemoryLimit(GIB, 5, 6), MemoryLimit(n_needed + 11, 5, 6)]
+    CacheSize(ARGS, plan, form, 16, n_bytes, 2048, limits=limits)
+    limits[1] = replace(limits[1], total=n_needed + 10)
+    with pytest.raises(UsageError, match=r"rank 1 of 2 needs .* lower kv_cache_bytes"):
+        CacheSize(ARGS, plan, form, 16, n_bytes, 2048, limits=limits)
 
 
 # On GPUs.

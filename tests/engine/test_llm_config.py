@@ -35,6 +35,8 @@ def test_a_slice_is_a_rank_of_its_ranks(slice_of):
         ({"kv_split": "tokens"}, "kv_split='tokens': use heads or sequence"),
         ({"exact": "yes"}, "exact='yes': use True, False or None"),
         ({"memory": "large"}, "memory='large': use one number per rank"),
+        ({"speeds": 2}, "speeds=2: use one number per rank"),
+        ({"speeds": (2, 1), "elastic": True}, "elastic and speeds cannot be combined"),
         ({"max_drafts": -1}, "max_drafts=-1: use a whole number of at least 0"),
         ({"max_drafts": 9}, "max_drafts=9: use at most 8"),
         ({"seed": "one"}, "seed='one': use a whole number of at least 0"),
@@ -59,5 +61,6 @@ def test_keyword_arguments_of_llm_are_the_fields():
 def test_every_setting_with_a_flag_has_its_name():
     """One without would not reach the LLM."""
     without = {"tp_size", "slice_of", "max_drafts", "timeout_s", "start_timeout_s", "adapters"}
+    without |= {"speeds"}  # of --calibration
     named = {flag.name.replace("-", "_") for flag in _SETTINGS}
     assert named == {field.name for field in fields(LLMConfig)} - without

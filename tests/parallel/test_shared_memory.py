@@ -98,7 +98,7 @@ def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
     if comm.rank == spoiled_rank:
         spoils = {
             "processor": ("_is_supported", lambda: False),
-            "host": ("_host_id", lambda: f"host {comm.rank}"),
+            "host": ("host_id", lambda: f"host {comm.rank}"),
             "open": ("_map", lambda *_: None),
             "watch": ("Peers", _refuse),
         }
@@ -148,8 +148,8 @@ def test_ranks_that_can_share_do(ranks):
 
 
 def map_with_another_token(_: Communicator) -> bool:
-    fd = shared_memory._create(2)
-    host = shared_memory._Host.here(fd, "an offer")
+    fd = shared_memory._create(shared_memory._total_bytes(2))
+    host = shared_memory._Host.here("here", fd, "an offer")
     refused = (
         shared_memory._map(host.pid, host.fd, host.token, shared_memory._total_bytes(2)) is None
     )

@@ -1,6 +1,6 @@
 """Kernels for the collectives all_reduce and gather_columns, as a part of recorded steps.
 
-Ranks of one host exchange messages in shared memory, other ranks over sockets;
+Ranks of one host exchange messages in shared memory, and ranks of several hosts also over sockets;
 `parallel.shared_memory` and `parallel.sockets` describe the messages and the protocols. In one
 exchange some ranks may run this kernel and others Python. If messages do not arrive while the
 kernel spins, or belong to another collective, or a socket fails, Python finishes the exchange: it
@@ -260,55 +260,66 @@ def _over_sockets(
     args: _ExchangeArguments[Value],
 ) -> Iterator[Callable[[Value], Value]]:
     """
-    send x to every other rank
-    if the messages of all ranks arrive in time, and belong to this exchange:
+    write x into this rank's row, and send it to its receivers
+    if all messages for this rank arrive in time:
+        publish that they have arrived
+    if all ranks of this host publish in time, and all messages belong to this exchange:
         the code inside
         count the exchange as finished
     else:
         interrupt the replay, so that Python finishes the exchange
     """
+    counts = args.cells + args.size * sockets.CELLS
+    n_before = counts[sockets.SHARED]
+    rows = args.messages + (n_before & 1) * args.size * sockets.ROW_BYTES
 
     def values_of(rank: Value) -> Value:
-        return (_message(args, rank) + sockets.HEADER_BYTES).bits_as(lanes.pointer)
+        row = rows + rank * sockets.ROW_BYTES
+        return (row + sockets.VALUES_AT).bits_as(lanes.pointer)
 
     def n_bytes_of(rank: Value) -> Value:
         return n_sent_by(rank) * lanes.stored.itemsize + sockets.HEADER_BYTES
 
-    b, own, n_bytes = x.b, _message(args, args.rank), n_bytes_of(args.rank)
-    n_finished = args.cells + args.size * sockets.CELLS
+    n_bytes = n_bytes_of(args.rank)
     copy(values_of(args.rank), x, n_bytes - sockets.HEADER_BYTES)
-    header = own.bits_as(I64.as_pointer())
-    header[0], header[1] = args.signature, n_finished[0]
-    _send_to_all(own, n_bytes, args)
-    _receive_from_all(n_bytes_of, args)
-    n_ready = Variable(args.size.like(0))
-    with loop(b, 0, args.size) as other, when(_cells_of(args, other)[sockets.FD] > -1):
-        cells = _cells_of(args, other)
-        found = _message(args, other).bits_as(I64.as_pointer())
-        is_whole = _are_equal(cells[sockets.RECEIVED], n_bytes_of(other))
-        is_sent = _are_equal(cells[sockets.SENT], n_bytes)
-        is_same = _are_equal(found[0], args.signature) & _are_equal(found[1], n_finished[0])
-        n_ready.value += where(is_whole & is_sent & is_same, args.size.like(1), 0)
-    with when(n_ready.value > args.size - 2):
+    header, current = _header_of(rows, args.rank), counts[sockets.FINISHED] + 1
+    header[0] = args.signature
+    (header + 1).release(current)
+    _send(header.bits_as(rows.raw.type), n_bytes, args)
+    _receive(rows, n_bytes_of, args)
+    n_same = Variable(args.size.like(0))
+    with when(_n_incomplete(n_bytes, n_bytes_of, args) < 1):
+        rows_ready = rows.bits_as(I64.as_pointer())
+        (rows_ready + args.rank * (sockets.ROW_BYTES // 8)).release(n_before + 1)
+        with (
+            when(_n_behind(rows_ready, n_before, args) < 1),
+            loop(x.b, 0, args.size) as other,
+        ):
+            found = _header_of(rows, other)
+            is_same = _are_equal(found[0], args.signature) & _are_equal(found[1], current)
+            n_same.value += where(is_same, args.size.like(1), 0)
+    with when(n_same.value > args.size - 1):
         yield values_of
-        n_finished[0] += 1
-    with when(n_ready.value < args.size - 1):
+        counts[sockets.FINISHED] += 1
+        counts[sockets.SHARED] += 1
+    with when(n_same.value < args.size):
         args.exit.take()
 
 
-def _send_to_all(message: Value, n_bytes: Value, args: _ExchangeArguments[Value]) -> None:
+def _send(message: Value, n_bytes: Value, args: _ExchangeArguments[Value]) -> None:
+    """Begins to send a message to its receivers."""
     with loop(message.b, 0, args.size) as other:
         cells = _cells_of(args, other)
-        cells[sockets.RECEIVED] = n_bytes.like(0)
-        with when(cells[sockets.FD] > -1):
+        cells[sockets.SENT] = cells[sockets.RECEIVED] = n_bytes.like(0)
+        with when(cells[sockets.SEND_FD] > -1):
             flags = Value(message.b, I32(_MSG_DONTWAIT | _MSG_NOSIGNAL))
-            fd = cells[sockets.FD].resized(I32)
+            fd = cells[sockets.SEND_FD].resized(I32)
             n_sent = _system("send", fd, message, n_bytes, flags)
             cells[sockets.SENT] = larger(n_sent, n_bytes.like(0))
 
 
-def _receive_from_all(
-    n_bytes_of: Callable[[Value], Value], args: _ExchangeArguments[Value]
+def _receive(
+    rows: Value, n_bytes_of: Callable[[Value], Value], args: _ExchangeArguments[Value]
 ) -> None:
     """Receives until all messages are complete, at most for about `n_looks` attempts per rank."""
     b = args.size.b
@@ -318,9 +329,9 @@ def _receive_from_all(
         with loop(b, 0, args.size) as other:
             cells, n_all = _cells_of(args, other), n_bytes_of(other)
             n_received = cells[sockets.RECEIVED]
-            with when((cells[sockets.FD] > -1) & (n_received < n_all)):
-                room, fd = _message(args, other) + n_received, cells[sockets.FD].resized(I32)
-                flags = Value(b, I32(_MSG_DONTWAIT))
+            with when((cells[sockets.RECEIVE_FD] > -1) & (n_received < n_all)):
+                room = _header_of(rows, other).bits_as(rows.raw.type) + n_received
+                fd, flags = cells[sockets.RECEIVE_FD].resized(I32), Value(b, I32(_MSG_DONTWAIT))
                 n_new = _system("recv", fd, room, n_all - n_received, flags)
                 cells[sockets.RECEIVED] = n_received + larger(n_new, n_new.like(0))
                 n_missing.value += where(cells[sockets.RECEIVED] < n_all, args.size.like(1), 0)
@@ -328,13 +339,41 @@ def _receive_from_all(
         leave_if((n_missing.value < 1) | (n_left.value < 0))
 
 
+def _n_incomplete(
+    n_bytes: Value, n_bytes_of: Callable[[Value], Value], args: _ExchangeArguments[Value]
+) -> Value:
+    """How many messages this rank has not sent or received as a whole."""
+    one, n = args.size.like(1), Variable(args.size.like(0))
+    with loop(n_bytes.b, 0, args.size) as other:
+        cells = _cells_of(args, other)
+        is_unsent = (cells[sockets.SEND_FD] > -1) & (cells[sockets.SENT] < n_bytes)
+        is_due = cells[sockets.RECEIVE_FD] > -1
+        is_partial = is_due & (cells[sockets.RECEIVED] < n_bytes_of(other))
+        n.value += where(is_unsent, one, 0) + where(is_partial, one, 0)
+    return n.value
+
+
+def _n_behind(rows_ready: Value, n_before: Value, args: _ExchangeArguments[Value]) -> Value:
+    """Waits for the other ranks of this host. Returns: how many have not published in time."""
+    b, one = n_before.b, args.size.like(1)
+    n, n_left = Variable(args.size.like(0)), Variable(args.n_looks)
+    with loop(b, 0, args.size) as other, when(_cells_of(args, other)[sockets.IS_LOCAL] > 0):
+        ready = rows_ready + other * (sockets.ROW_BYTES // 8)
+        with repeat(b) as leave_if:
+            leave_if((ready.acquired() > n_before) | (n_left.value < 0))
+            pause(b)
+            n_left.value -= 1
+        n.value += where(ready.acquired() > n_before, args.size.like(0), one)
+    return n.value
+
+
 def _cells_of(args: _ExchangeArguments[Value], rank: Value) -> Value:
     return args.cells + rank * sockets.CELLS
 
 
-def _message(args: _ExchangeArguments[Value], rank: Value) -> Value:
-    """The address of the message of a rank."""
-    return args.messages + rank * sockets.MESSAGE_BYTES
+def _header_of(rows: Value, rank: Value) -> Value:
+    """The address of the message of a rank, which begins with its header."""
+    return (rows + rank * sockets.ROW_BYTES + sockets.HEADER_AT).bits_as(I64.as_pointer())
 
 
 def _are_equal(one: Value, other: Value) -> Value:

@@ -1,0 +1,204 @@
+"""`plan --hosts FILE`: the hosts of a group of ranks, and the network between them. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from parallel_llama.cli.calibration import Calibration, RankEntry, merged, read_calibration
+from parallel_llama.cli.hardware import EXCHANGE_S, Hardware
+from parallel_llama.cli.parsers import GPU, byte_size, gpu_list
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.files.bounded_files import read_bytes
+from parallel_llama.memory import GIB
+from parallel_llama.parallel.launch import MAX_RANKS
+
+_MAX_BYTES = 1 << 20
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The network of a host.
+
+    Args:
+        latency_us: microseconds from sending a small message until another host has it.
+        gbit_per_s: 10^9 bits per second that the host receives from all other hosts together.
+    """
+
+    latency_us: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+    gbit_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+
+class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One host of a file.
+
+    Args:
+        name: for the output; by default its number.
+        ranks: the number of CPU ranks.
+        gpus: instead of `ranks`, its GPUs as in --gpus: 8xH200 or 4x24.
+        memory: of each CPU rank, in GiB or as a text with a unit.
+        calibration: the file of bench --calibrate on this host, relative to the file of the hosts.
+        link: its network; one host needs none.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] | None = None
+    gpus: str | None = None
+    memory: _Positive | str | None = None
+    calibration: str | None = None
+    link: Link | None = None
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a plan, in rank order.
+
+    Args:
+        ranks: the ranks of each host.
+        memory: bytes of each rank; None if not known.
+        gpus: the GPU of each rank; None for CPU ranks.
+        calibration: the rates of all CPU ranks; None if a host has no file.
+    """
+
+    hosts: tuple[Host, ...]
+    ranks: tuple[range, ...]
+    memory: tuple[int, ...] | None
+    gpus: list[GPU] | None
+    calibration: Calibration | None
+
+    @property
+    def n_ranks(self) -> int:
+        return self.ranks[-1].stop
+
+    @property
+    def links(self) -> list[Link]:
+        """The networks of the hosts; empty for one host."""
+        return [each.link for each in self.hosts if each.link is not None and len(self.hosts) > 1]
+
+    def name(self, host: int) -> str:
+        return self.hosts[host].name or f"host {host}"
+
+    def with_links(self, hardware: Hardware | None) -> Hardware | None:
+        """The hardware of the ranks, with exchanges over the links between the hosts.
+
+        docs/plan.md has the formulas.
+        """
+        if hardware is None or not self.links:
+            return hardware
+        latency_s = max(each.latency_us for each in self.links) * 1e-6
+        rate = min(each.gbit_per_s for each in self.links) * 1e9 / 8
+        if self.gpus is not None:  # NCCL's ring passes every link twice
+            exchange_s = EXCHANGE_S + 2 * (len(self.hosts) - 1) * latency_s
+            link = rate if hardware.link is None else min(rate, hardware.link)
+            return replace(hardware, exchange_s=exchange_s, link=link)
+        assert self.calibration is not None
+        measured = [each.exchange_s for each in self.calibration.ranks if each.exchange_s]
+        return replace(
+            hardware,
+            exchange_s=max([latency_s, *measured]),
+            link=rate,
+            messages=max(self.n_ranks - len(own) for own in self.ranks),
+        )
+
+
+def read_hosts(path: str) -> Hosts:
+    """The hosts in a JSON file.
+
+    Raises: UsageError if the file cannot be read, has other keys or values, or its hosts contradict
+    each other.
+    """
+    try:
+        try:
+            hosts = msgspec.json.decode(read_bytes(Path(path), _MAX_BYTES), type=tuple[Host, ...])
+        except msgspec.ValidationError as error:
+            raise UsageError(_plain(str(error))) from None
+        except msgspec.DecodeError as error:
+            raise UsageError(f"not JSON: {error}") from None
+        return _hosts(hosts, Path(path).parent)
+    except (UsageError, CheckpointError) as error:
+        raise UsageError(
+            f"--hosts {path}: {error}; docs/plan.md has an example of the file"
+        ) from None
+
+
+def _plain(error: str) -> str:
+    """An error of msgspec with the host's number instead of a JSON path."""
+    text, _, where = error.partition(" - at `$[")
+    number, _, key = where.removesuffix("`").partition("]")
+    text = text[:1].lower() + text[1:]
+    return f"host {number}: {key.removeprefix('.')}: {text}" if where else text
+
+
+def _hosts(hosts: Sequence[Host], folder: Path) -> Hosts:
+    if not hosts:
+        raise UsageError("the list has no host")
+    are_gpus = {host.gpus is not None for host in hosts}
+    if len(are_gpus) > 1:
+        raise UsageError("some hosts have gpus and others ranks; all ranks run on GPUs, or none")
+    if len({host.memory is None for host in hosts}) > 1:
+        raise UsageError("some hosts have no memory; give it for all hosts, or for none")
+    gpus: list[GPU] = []
+    sizes: list[int] = []
+    counts: list[int] = []
+    entries: list[Calibration] = []
+    for number, host in enumerate(hosts):
+        try:
+            own = _gpus(host)
+            counts.append(len(own) or host.ranks or 0)
+            gpus += own
+            sizes += [each.memory for each in own] or [_bytes(host.memory)] * counts[-1]
+            if len(hosts) > 1 and host.link is None:
+                raise UsageError('link is missing; give {"latency_us": .., "gbit_per_s": ..}')
+        except (UsageError, ValueError) as error:
+            raise UsageError(f"host {number}: {error}") from None
+        if host.calibration is not None:
+            found = read_calibration(str(folder / host.calibration))
+            entries.append(_spread(found, counts[-1]))
+    if sum(counts) > MAX_RANKS:
+        raise UsageError(f"the hosts have {sum(counts)} ranks; the maximum is {MAX_RANKS}")
+    return Hosts(
+        tuple(hosts),
+        tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0))),
+        tuple(sizes) if gpus or hosts[0].memory is not None else None,
+        gpus or None,
+        merged(entries, [host.calibration or "" for host in hosts])
+        if len(entries) == len(hosts)
+        else None,
+    )
+
+
+def _gpus(host: Host) -> list[GPU]:
+    """The GPUs of a host; empty for CPU ranks. Raises: UsageError, ValueError for wrong values."""
+    if (host.gpus is None) == (host.ranks is None):
+        raise UsageError("give either ranks or gpus")
+    if host.gpus is None:
+        return []
+    for name in ("memory", "calibration"):
+        if getattr(host, name) is not None:
+            raise UsageError(f"{name} is for CPU ranks; GPUs have their own, drop {name}")
+    found = gpu_list(host.gpus)
+    if isinstance(found, GPU):
+        raise UsageError(f"gpus={host.gpus!r:.80} has no number; use 8x{host.gpus:.40}")
+    return found
+
+
+def _bytes(memory: float | str | None) -> int:
+    """Raises: ValueError for a text that is not a size."""
+    if isinstance(memory, str):
+        return byte_size(memory, GIB)
+    return int((memory or 0) * GIB)
+
+
+def _spread(found: Calibration, n_ranks: int) -> Calibration:
+    """The rates of a host's ranks: as measured, or with other ranks equal parts of the sums."""
+    if len(found.ranks) == n_ranks:
+        return found
+    read = sum(each.read_bytes_per_s for each in found.ranks) / n_ranks
+    operations = sum(each.operations_per_s for each in found.ranks) / n_ranks
+    first = found.ranks[0]
+    entry = RankEntry(read, operations, first.exchange_s, first.link_bytes_per_s)
+    return replace(found, ranks=(entry,) * n_ranks)

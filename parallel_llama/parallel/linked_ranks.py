@@ -1,0 +1,325 @@
+"""Ranks that other programs have started, on any hosts, and that go on after the loss of a rank.
+
+Each rank above 0 has a connection to rank 0, its link, as long as both run:
+
+    from rank 0   orders to form a new group, one line of JSON each
+    to rank 0     why the rank ends, at most one line
+
+The kernel ends a link with either process, and after at most `_UNREACHABLE_S` seconds in which the
+other host cannot be reached. A process that is stopped keeps its link. So rank 0 knows which ranks
+are lost, and orders the others to form a group without them; and every rank learns that rank 0 is
+lost.
+
+A group has a number, and a connection for each pair of its ranks. Its connections prove a key that
+is derived from the number, so that a rank never takes a connection of another group. Each rank
+listens at the same port as long as it runs.
+"""
+
+import hmac
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+
+from parallel_llama.errors import printable
+from parallel_llama.parallel.authenticated_sockets import NotConnected, connect_all, listen
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.sealed_store import SealedStore
+from parallel_llama.parallel.shared_memory import HostMemory
+from parallel_llama.parallel.sockets import Endpoint, Sockets, memory_bytes, n_spins
+from parallel_llama.parallel.timeouts import Timeouts
+
+_UNREACHABLE_S = 5
+_LINK_OPTIONS = {
+    socket.TCP_KEEPIDLE: 2,  # seconds
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPCNT: _UNREACHABLE_S - 2,
+    socket.TCP_USER_TIMEOUT: 1000 * _UNREACHABLE_S,  # while an order is not acknowledged
+}
+_LEAVE_S = 1.0  # for the other ranks to leave before rank 0 ends the links
+_POLL_S = 0.02
+_MAX_REASON_BYTES = 2000
+_MAX_ADDRESS_BYTES = 100
+_MAX_ORDER_BYTES = 1 << 16  # a line has a number for each rank
+
+
+@dataclass(frozen=True)
+class LinkOrder:
+    """The new group of a process.
+
+    Args:
+        number: of the group.
+        rank: the rank of the process in the group.
+        members: the first ranks of the group's processes, by rank.
+    """
+
+    number: int
+    rank: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the ranks of a run connect to each other, for each new group again.
+
+    Args:
+        addresses: where each rank listens, by first rank.
+        key: derived from the secret of the run.
+    """
+
+    listener: socket.socket
+    addresses: Sequence[tuple[str, int]]
+    key: bytes
+    timeouts: Timeouts
+
+    def connect(
+        self, what: str, rank: int, members: Mapping[int, int], look: Callable[[], None]
+    ) -> dict[int, socket.socket]:
+        """Connects this rank with others, for the purpose `what`.
+
+        Args:
+            members: the first ranks of the others, by rank.
+
+        Raises: RankError naming a rank that cannot be reached.
+        """
+        addresses = {other: self.addresses[first] for other, first in members.items()}
+        key = hmac.digest(self.key, what.encode(), "sha256")
+        try:
+            return connect_all(rank, self.listener, addresses, key, self.timeouts.start_s, look)
+        except NotConnected as error:
+            raise RankError(
+                f"rank {rank} cannot connect to {error}; elastic needs TCP between all ranks, so "
+                "allow it in the firewall"
+            ) from error
+
+    def group(
+        self, number: int, rank: int, members: Sequence[int], look: Callable[[], None]
+    ) -> Sockets:
+        """The group with this number, of the processes `members`.
+
+        Raises: RankError if it cannot be formed.
+        Collective: all members call it.
+        """
+        others = {other: first for other, first in enumerate(members) if other != rank}
+        connected = self.connect(f"group {number}", rank, others, look)
+        own = self.addresses[members[rank]][0]
+        n_local = sum(self.addresses[first][0] == own for first in members)
+        alone = HostMemory.alone(len(members), memory_bytes(len(members)))
+        comm = Sockets(rank, connected, alone, self.timeouts, n_spins(n_local))
+        comm.on_wait = look
+        try:
+            comm.barrier()
+        except BaseException:
+            comm.close()
+            raise
+        return comm
+
+
+def link_ranks(
+    rank: int, size: int, store: SealedStore, endpoint: Endpoint | None, timeouts: Timeouts
+) -> tuple["Links | Link", Sockets]:
+    """The links of this rank, and the first group.
+
+    Raises: RankError naming a rank that has no IPv4 address or cannot be reached.
+    Collective: every rank calls it, with its `endpoint`.
+    """
+    who = f"rank {rank} of {size}"
+    if endpoint is None:
+        raise RankError(f"{who} has no IPv4 address, which elastic needs; drop elastic")
+    try:
+        listener = listen(endpoint.address)
+    except OSError as error:
+        why = error.strerror or error
+        raise RankError(f"{who} cannot listen at {endpoint.address}: {why}") from error
+    store.set(f"listens/{rank}", f"{endpoint.address} {listener.getsockname()[1]}")
+    addresses = [_address_of(other, store, timeouts.start_s) for other in range(size)]
+    meeting = Meeting(listener, addresses, endpoint.key, timeouts)
+    others = {other: other for other in range(size) if other != rank}
+    linked = others if rank == 0 else {0: 0}
+    connected = meeting.connect("links", rank, linked, lambda: None)
+    if rank == 0:
+        links = Links(meeting, connected)
+        return links, meeting.group(0, 0, range(size), links.require_alive)
+    link = Link(meeting, connected[0], rank, size)
+    return link, meeting.group(0, rank, range(size), link.require_none)
+
+
+def _address_of(rank: int, store: SealedStore, limit_s: float) -> tuple[str, int]:
+    """Raises: TimeoutError if the rank has not published its address within `limit_s` seconds."""
+    key, deadline = f"listens/{rank}", time.monotonic() + limit_s
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(_POLL_S)
+    host, _, port = store.get(key)[:_MAX_ADDRESS_BYTES].decode("ascii", "replace").partition(" ")
+    if not port.isdigit():
+        raise RankError(f"rank {rank} has published an invalid address")
+    return host, int(port)
+
+
+class Links:
+    """The links of rank 0, and how it forms a group of the ranks that are left.
+
+    Args:
+        connected: by first rank.
+    """
+
+    def __init__(self, meeting: Meeting, connected: Mapping[int, socket.socket]) -> None:
+        self._meeting, self._links, self._number = meeting, dict(sorted(connected.items())), 0
+        for own in self._links.values():
+            _prepare(own)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that are left."""
+        return 1 + len(self._links)
+
+    def require_alive(self, within_s: float = 0.0) -> None:
+        """Returns after `within_s` seconds if no rank is lost.
+
+        Raises: RankError with the reason that a lost rank has given.
+        """
+        if ended := self._ended(within_s):
+            raise RankError("; ".join(ended.values()))
+
+    def drop_ended(self, within_s: float) -> str | None:
+        """Forgets the ranks that are lost.
+
+        Args:
+            within_s: how long to wait for a rank to be lost, in seconds.
+
+        Returns: why ranks were lost; None if all are alive.
+        """
+        ended = self._ended(within_s)
+        for first in ended:
+            self._links.pop(first).close()
+        return "; ".join(ended.values()) or None
+
+    def group(self) -> Communicator:
+        """Forms a new group of this rank and all that are left.
+
+        Raises: RankError if another rank is lost meanwhile, or cannot be reached.
+        """
+        self._number += 1
+        members = 0, *self._links
+        if len(members) == 1:
+            return Solo()
+        for rank, own in enumerate(self._links.values(), 1):
+            order = LinkOrder(self._number, rank, members)
+            with suppress(OSError):  # the rank is lost, as `require_alive` finds
+                own.sendall(msgspec.json.encode(order) + b"\n")
+        return self._meeting.group(self._number, 0, members, self.require_alive)
+
+    def close(self) -> None:
+        """Waits until the other ranks have left, at most _LEAVE_S seconds, and ends the links."""
+        deadline = time.monotonic() + _LEAVE_S
+        for own in self._links.values():
+            _is_readable(own, max(0.0, deadline - time.monotonic()))
+            own.close()
+        self._links = {}
+        self._meeting.listener.close()
+
+    def _ended(self, within_s: float) -> dict[int, str]:
+        """Why ranks are lost, by first rank, as soon as one is."""
+        poller = select.poll()
+        numbers = {own.fileno(): rank for rank, own in enumerate(self._links.values(), 1)}
+        for number in numbers:
+            poller.register(number, select.POLLIN)
+        lost = [numbers[number] for number, _ in poller.poll(1e3 * within_s)]
+        firsts = list(self._links)
+        return {firsts[rank - 1]: self._why(rank, firsts[rank - 1]) for rank in lost}
+
+    def _why(self, rank: int, first: int) -> str:
+        reason = b""
+        with suppress(OSError):
+            reason = self._links[first].recv(_MAX_REASON_BYTES, socket.MSG_PEEK)
+        text = printable(reason.decode("utf-8", "replace").partition("\n")[0], _MAX_REASON_BYTES)
+        who = f"rank {rank} of {self.size} on {self._meeting.addresses[first][0]}"
+        return f"{who}: {text}" if text else f"{who} has ended or cannot be reached"
+
+
+class Link:
+    """The link of a rank above 0."""
+
+    def __init__(self, meeting: Meeting, own: socket.socket, rank: int, size: int) -> None:
+        self._meeting, self._own, self._first, self._size = meeting, own, rank, size
+        self._held = b""
+        _prepare(own)
+
+    def require_none(self) -> None:
+        """Raises: RankError if rank 0 has sent an order, or is lost; `latest` says which."""
+        if _is_readable(self._own, 0.0):
+            raise RankError("rank 0 forms a new group, or is lost")
+
+    def latest(self) -> LinkOrder:
+        """The last order so far; waits until there is one.
+
+        Raises: RankError if rank 0 is lost.
+        """
+        lines: list[bytes] = []
+        while not lines or _is_readable(self._own, 0.0):
+            _is_readable(self._own, None)
+            try:
+                piece = self._own.recv(_MAX_ORDER_BYTES)
+            except OSError:
+                piece = b""
+            if not piece or len(self._held) > _MAX_ORDER_BYTES:
+                self._fail_lost()
+            *new, self._held = (self._held + piece).split(b"\n")
+            lines += new
+        return self._order(lines[-1])
+
+    def group(self, order: LinkOrder) -> Sockets:
+        """Joins the group of an order.
+
+        Raises: RankError if it cannot be formed, or another order arrives.
+        """
+        # `failures` names this process by its rank.
+        os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(len(order.members)))
+        return self._meeting.group(order.number, order.rank, order.members, self.require_none)
+
+    def tell(self, why: str) -> None:
+        """Tells rank 0 why this rank ends."""
+        line = printable(why.partition("\n")[0], _MAX_REASON_BYTES // 4)
+        with suppress(OSError):
+            self._own.send(line.encode() + b"\n")
+
+    def close(self) -> None:
+        self._own.close()
+        self._meeting.listener.close()
+
+    def _order(self, line: bytes) -> LinkOrder:
+        try:
+            order = msgspec.json.decode(line, type=LinkOrder)
+        except msgspec.MsgspecError as error:
+            raise RankError("rank 0 has sent an invalid order") from error
+        is_known = all(0 <= first < self._size for first in order.members)
+        if not is_known or order.members[order.rank : order.rank + 1] != (self._first,):
+            raise RankError("rank 0 has sent an order for other ranks")
+        return order
+
+    def _fail_lost(self) -> NoReturn:
+        where = self._meeting.addresses[0][0]
+        raise RankError(
+            f"rank 0 of {self._size} on {where} has ended or cannot be reached, so this rank ends; "
+            "start all ranks again"
+        )
+
+
+def _is_readable(own: socket.socket, within_s: float | None) -> bool:
+    """Whether data has arrived or the connection has ended; waits without a limit for None."""
+    poller = select.poll()
+    poller.register(own, select.POLLIN)
+    return bool(poller.poll(None if within_s is None else 1e3 * within_s))
+
+
+def _prepare(own: socket.socket) -> None:
+    for option, value in _LINK_OPTIONS.items():
+        own.setsockopt(socket.IPPROTO_TCP, option, value)

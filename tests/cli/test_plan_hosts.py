@@ -1,0 +1,144 @@
+"""`plan --hosts`: ranks of several hosts, and the network between them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_output import Capture, page, plan
+
+from parallel_llama.cli import main as command_line
+from parallel_llama.cli.hosts import read_hosts
+
+LINK = {"latency_us": 50, "gbit_per_s": 8}
+RATES = {"version": 1, "dtype": "float32", "quant": "none"}
+
+
+def written(folder: Path, hosts: object) -> list[str]:
+    path = folder / "hosts.json"
+    path.write_text(hosts if isinstance(hosts, str) else json.dumps(hosts))
+    return ["--hosts", str(path), "--max-seq-len", "512"]
+
+
+def calibrated(folder: Path, name: str, *rates: float) -> str:
+    """A calibration file, named as in the file of the hosts: relative to it."""
+    ranks = [{"read_bytes_per_s": rate, "operations_per_s": 3e10} for rate in rates]
+    (folder / name).write_text(json.dumps(RATES | {"ranks": ranks}))
+    return name
+
+
+def cpu_hosts(folder: Path, **more: Any) -> list[dict[str, Any]]:
+    fast, slow = calibrated(folder, "fast.json", 4e9, 4e9), calibrated(folder, "slow.json", 2e9)
+    return [
+        {"name": "fast", "ranks": 2, "memory": 2, "calibration": fast, "link": LINK | more},
+        {"ranks": 1, "memory": "2048MiB", "calibration": slow, "link": LINK},
+    ]
+
+
+def test_ranks_of_hosts_get_shares_by_speed_and_exchange_over_the_link(capsys, tmp_path):
+    argv = written(tmp_path, cpu_hosts(tmp_path, latency_us=80, gbit_per_s=16))
+    found = plan(capsys, *argv)
+    assert found["hosts"] == [
+        {"name": "fast", "ranks": [0, 2]},
+        {"name": "host 1", "ranks": [2, 3]},
+    ]
+    assert [rank["memory_bytes"] for rank in found["ranks"]] == [2 << 30] * 3
+    assert [rank["heads"] for rank in found["ranks"]] == [[0, 4], [4, 7], [7, 9]]
+    assert found["exact"] is False  # the default on several hosts
+    # 61 all-reduces and the exchange after the head. The host of rank 2 receives 2 messages of 576
+    # values over a link of 10^9 bytes/s.
+    step = found["predicted"]["steps"]["decode"]
+    assert step["link_s"] == pytest.approx(62 * 80e-6 + 61 * 2 * 576 * 4 / 1e9, rel=1e-9)
+    assert step["memory_s"] == pytest.approx(max(rank["step_s"] for rank in found["ranks"]))
+    # Large tensors go round a ring: 2 (n - 1) / n of the bytes.
+    prefill = found["predicted"]["steps"]["prefill"]
+    ring = 61 * 512 * 576 * 4 * 2 * 2 / 3 / 1e9
+    assert prefill["link_s"] == pytest.approx(62 * 80e-6 + ring, rel=1e-9)
+    shown = " ".join(page(capsys, *argv).split())
+    assert "hosts fast: ranks 0-1, host 1: rank 2; exchanges take" in shown
+
+
+def test_the_values_of_a_rank_reach_another_host_once(capsys, tmp_path):
+    """However many ranks that host has."""
+    own = cpu_hosts(tmp_path)[0]
+    found = plan(capsys, *written(tmp_path, [own, own]))
+    link_s = found["predicted"]["steps"]["decode"]["link_s"]
+    assert link_s == pytest.approx(62 * 50e-6 + 61 * 2 * 576 * 4 / 1e9, rel=1e-9)
+
+
+def test_exact_sums_send_the_part_of_a_rank_to_each_rank(capsys, tmp_path):
+    found = plan(capsys, *written(tmp_path, cpu_hosts(tmp_path)), "--exact")
+    gathered = (30 * (576 + 576 + 1536 + 576) + 2 * 576) * 4  # bytes of all ranks' parts
+    link_s = found["predicted"]["steps"]["decode"]["link_s"]
+    assert link_s == pytest.approx(122 * 50e-6 + 2 * gathered / 3 / 1e9, rel=1e-9)
+
+
+def test_gpus_of_hosts_exchange_in_a_ring(capsys, tmp_path):
+    hosts = [{"gpus": "4xH100", "link": LINK | {"gbit_per_s": 200}}] * 2
+    argv = [*written(tmp_path, hosts), "--model", "llama-3-8b"]
+    found = plan(capsys, *argv)
+    one = plan(capsys, "--model", "llama-3-8b", "--max-seq-len", "512", "--gpus", "8xH100")
+    assert found["device"] == "cuda" and found["tp_size"] == 8
+    steps = found["predicted"]["steps"]["decode"], one["predicted"]["steps"]["decode"]
+    assert steps[0]["memory_s"] == steps[1]["memory_s"]
+    n_bytes = 65 * 4096 * 2 * 2 * 7 / 8
+    link_s = 66 * (20e-6 + 2 * 50e-6) + n_bytes / 25e9
+    assert steps[0]["link_s"] == pytest.approx(link_s, rel=1e-9)
+
+
+def test_one_host_is_what_its_flags_say(capsys, tmp_path):
+    argv = written(tmp_path, [{"ranks": 3, "memory": 2}])
+    flags = ["--memory", "2,2,2", "--max-seq-len", "512", "--device", "cpu"]
+    found = plan(capsys, *argv)
+    assert found.pop("hosts") == [{"name": "host 0", "ranks": [0, 3]}]
+    expected = plan(capsys, *flags)
+    assert expected.pop("hosts") is None and found == expected
+
+
+def test_a_host_with_fewer_ranks_than_its_file_has_them_all_at_once(tmp_path):
+    file = calibrated(tmp_path, "four.json", 1e9, 1e9, 1e9, 1e9)
+    _, path, *_ = written(tmp_path, [{"ranks": 2, "calibration": file}])
+    found = read_hosts(path).calibration
+    assert found is not None and [each.read_bytes_per_s for each in found.ranks] == [2e9, 2e9]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ("[{", "not JSON"),
+        ({"ranks": 2}, "expected `array`, got `object`"),
+        ([], "the list has no host"),
+        ([{"ranks": 0}], "host 0: ranks: expected `int` >= 1"),
+        ([{"ranks": 2, "link": LINK}, {"rank": 2}], "unknown field `rank`"),
+        ([{}], "host 0: give either ranks or gpus"),
+        ([{"ranks": 1, "gpus": "1xH100"}], "host 0: give either ranks or gpus"),
+        ([{"gpus": "H100"}], "gpus='H100' has no number; use 8xH100"),
+        ([{"gpus": "2xH9"}], "host 0: not GPUs such as"),
+        ([{"gpus": "2xH100", "memory": 80}], "memory is for CPU ranks"),
+        ([{"ranks": 1, "link": LINK}, {"gpus": "1xH100", "link": LINK}], "or none"),
+        ([{"ranks": 1, "link": LINK}, {"ranks": 1}], "host 1: link is missing"),
+        ([{"ranks": 1, "memory": 2, "link": LINK}, {"ranks": 1, "link": LINK}], "for all hosts"),
+        ([{"ranks": 1, "memory": "much"}], "host 0: not a size"),
+        ([{"ranks": 1, "link": LINK | {"latency_us": 0}}], "host 0: link.latency_us: expected"),
+        ([{"ranks": 1, "calibration": "none.json"}], "none.json"),
+        ([{"ranks": 1000, "link": LINK}] * 2, "the hosts have 2000 ranks; the maximum is 1024"),
+        ([{"ranks": 10}], "use 1 to 9 ranks"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_not_a_list_of_hosts_is_refused(capsys, tmp_path, hosts, said):
+    assert command_line.main(["plan", *written(tmp_path, hosts)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--nproc 2", "--memory 2", "--gpus 2x24", "--fit"])
+def test_hosts_and_other_lists_of_ranks_are_refused(capsys, tmp_path, flag):
+    argv = written(tmp_path, [{"ranks": 2}])
+    assert command_line.main(["plan", *argv, *flag.split()]) == 2
+    assert "--hosts and --" in capsys.readouterr().err
+
+
+def test_a_calibration_in_another_format_is_refused(capsys: Capture, tmp_path):
+    argv = written(tmp_path, cpu_hosts(tmp_path))
+    assert command_line.main(["plan", *argv, "--quant", "int8"]) == 2
+    assert "the calibration in --hosts" in capsys.readouterr().err
