@@ -129,6 +129,9 @@ def test_a_scale_that_float16_cannot_hold_is_refused_unless_weights_are_decoded(
         ("int channel", 2),
         ("packed 4, group, zeros", 3),
         ("packed 8, channel, zeros", 1),
+        ("packed 4, actorder", 1),
+        ("packed 4, actorder", 3),
+        ("packed 4, actorder", 7),
     ],
 )
 def test_logits_are_those_of_transformers_with_the_dequantised_values(kind, tp_size, made):
@@ -148,6 +151,22 @@ def test_integers_with_float32_scales_are_decoded_and_a_line_says_so(kind, made)
     assert re.search("in int[48] are decoded to bfloat16; only .* integers with 16-bit sc", line)
 
 
+@pytest.mark.parametrize("order", ["weight", "static", "group", "Dynamic", True])
+def test_matrices_without_g_idx_stay_as_stored_whatever_actorder_is(order, grouped, tmp_path):
+    """compressed-tensors writes no weight_g_idx for groups in order, nor for `weight`."""
+    folder = shutil.copytree(grouped["packed 4, group, zeros"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = order
+    (folder / "config.json").write_text(json.dumps(config))
+    assert {*precision_of(folder).stored.values()} == {HF_QUANTS[32]}
+
+
+def test_groups_in_any_order_are_decoded_and_a_line_says_so(made):
+    files = find_model(str(made["packed 4, actorder"]))
+    line = why_decoded(files, load_model_args(files), "bfloat16") or ""
+    assert "matrices in int4 with actorder are decoded to bfloat16" in line
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 def test_logits_of_fp4_are_those_of_transformers_with_the_dequantised_values(kind, made):
@@ -160,19 +179,27 @@ def test_logits_of_fp4_are_those_of_transformers_with_the_dequantised_values(kin
     assert f"in {kind} are decoded to bfloat16" in line
 
 
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
-def test_fp4_has_the_values_that_compressed_tensors_dequantises(kind):
+SAMPLES = {
+    "nvfp4": Scheme(True, 4, (1, 16)),
+    "mxfp4": Scheme(True, 4, (1, 32)),
+    "packed 4, actorder": Scheme(False, 4, (1, 16), is_packed=True, has_zeros=True, any_order=True),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_matrix_has_the_values_that_compressed_tensors_dequantises(kind):
     tensors = sample(kind)
     meant = tensors.pop("values")
-    stored_slice = StoredSlice("weight", tuple(meant.shape), 0, 1, 1)
-    matrix = ScaledMatrix(Scheme(True, 4, (1, 16 if kind == "nvfp4" else 32)), stored_slice)
+    n_rows, n_columns = meant.shape
+    stored_slice = StoredSlice("weight", (n_rows, n_columns), 0, 1, 1)
+    matrix = ScaledMatrix(SAMPLES[kind], stored_slice)
 
     def read(end: str, n_columns: int, rows: range, columns: range) -> torch.Tensor:
         numbers = tensors[end].view(-1, n_columns)[rows.start : rows.stop]
         return numbers[:, columns.start : columns.stop].contiguous()
 
-    for rows in (range(4), range(1, 3), range(2, 2)):
-        for columns in (range(64), range(3, 38), range(4, 5), range(5, 5)):
+    for rows in (range(n_rows), range(1, 3), range(2, 2)):
+        for columns in (range(n_columns), range(3, 38), range(4, 5), range(5, 5)):
             part = matrix.values(MatrixBlock(64, rows, columns), read)
             expected = meant[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(part.to(torch.bfloat16), expected)
@@ -308,6 +335,31 @@ def test_plan_counts_the_decoded_bytes_and_reshard_writes_them(made, tmp_path, c
             {f"{Q_PROJ}.weight_g_idx": torch.arange(160, dtype=torch.int32) % 5},
             r"q_proj\.weight_g_idx' has input 1 in group 1, expected 0",
         ),
+        (
+            "packed 4, actorder",
+            {f"{Q_PROJ}.weight_g_idx": torch.arange(128, dtype=torch.int32) // 32},
+            r"misshapen: .*q_proj\.weight_g_idx is \[128\], expected \[160\]",
+        ),
+        (
+            "packed 4, actorder",
+            {f"{Q_PROJ}.weight_g_idx": torch.arange(160) // 32},
+            r"q_proj\.weight_g_idx' has the dtype I64; .* asks for I32",
+        ),
+        (
+            "packed 4, actorder",
+            {f"{Q_PROJ}.weight_g_idx": (torch.arange(160, dtype=torch.int32) + 1) // 32},
+            r"q_proj\.weight_g_idx' has input 159 in group 5 of 5; the weights are damaged",
+        ),
+        (
+            "packed 4, actorder",
+            {f"{Q_PROJ}.weight_g_idx": torch.full((160,), -1, dtype=torch.int32)},
+            r"q_proj\.weight_g_idx' has input 0 in group -1 of 5",
+        ),
+        (
+            "packed 4, actorder",
+            {f"{Q_PROJ}.weight_g_idx": torch.arange(160, dtype=torch.int32) % 4},
+            r"q_proj\.weight_g_idx' has 40 inputs in group 0, expected 32",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_config_json_are_refused(kind, changed, expected, made, tmp_path):
@@ -373,6 +425,7 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
         ({"weights": {"type": "float"}}, "type='float' and num_bits=4"),
         ({"weights": {"group_size": None}}, "group_size=0; it must be at least 1"),
         ({"weights": {"dynamic": True}}, "dynamic=true"),
+        ({"weights": {"actorder": "column"}}, "actorder='column' is not supported; weight, static"),
         ({"ignore": ["re:(a+)+$"]}, "no repeated groups"),
         ({"ignore": ["re:(a"]}, "is not valid"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size=<list of 1>"),
