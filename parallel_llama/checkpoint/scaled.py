@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
+from parallel_llama.config.quantised import stored_form
 from parallel_llama.config.scaled import Scheme
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.errors import DamagedWeights
@@ -134,7 +135,11 @@ class ScaledMatrix:
             if self.scheme.has_zeros:
                 zeros = self._by_block(block, "weight_zero_point", read)
                 values -= self._spread(block, zeros.float(), groups)
-        return values.mul_(self._spread(block, scales, groups))
+        values.mul_(self._spread(block, scales, groups))
+        # As stored, this is scale * integer - scale * zero point, in which a zero has no sign; the
+        # product has one if the scale is negative.
+        form = stored_form(self.scheme, self.stored_slice.shape[1])
+        return values.add_(0.0) if form is not None and form.has_min else values
 
     def quantised(self, form: QuantFormat, block: MatrixBlock, read: Read) -> QuantMatrix:
         """A block of the matrix with its integers as stored, in the format that `stored_form` gave.

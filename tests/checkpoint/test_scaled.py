@@ -9,6 +9,7 @@ import pytest
 import torch
 from packed_folders import meant_by
 from packed_samples import sample
+from reshard_samples import moved
 from safetensors.torch import load_file
 from scaled_folders import KINDS, quantization_config, write_scaled
 from test_gptq_and_awq import TINY as WITH_HEADS_OF_32
@@ -17,8 +18,10 @@ from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
 from transformers_oracle import reference_logits
 
+from parallel_llama import LLM
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
 from parallel_llama.checkpoint.scaled import ScaledMatrix
+from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.config.layouts import (
     default_quant,
@@ -26,7 +29,7 @@ from parallel_llama.config.layouts import (
     stored_formats,
     why_decoded,
 )
-from parallel_llama.config.quantised import HF_QUANTS, packing_of
+from parallel_llama.config.quantised import HF_QUANTS, packing_of, stored_form
 from parallel_llama.config.scaled import Scheme
 from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
@@ -183,6 +186,8 @@ SAMPLES = {
     "nvfp4": Scheme(True, 4, (1, 16)),
     "mxfp4": Scheme(True, 4, (1, 32)),
     "packed 4, actorder": Scheme(False, 4, (1, 16), is_packed=True, has_zeros=True, any_order=True),
+    "packed 4, negative": Scheme(False, 4, (1, 32), is_packed=True),
+    "int 8, negative": Scheme(False, 8, (1, 0)),
 }
 
 
@@ -203,6 +208,43 @@ def test_a_matrix_has_the_values_that_compressed_tensors_dequantises(kind):
             part = matrix.values(MatrixBlock(64, rows, columns), read)
             expected = meant[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(part.to(torch.bfloat16), expected)
+    form = stored_form(SAMPLES[kind], n_columns)
+    assert (form is not None) == kind.endswith("negative")
+    if form is not None:
+        groups = matrix.quantised(form, MatrixBlock(n_columns, range(n_rows), range(32)), read)
+        assert torch.equal(groups.values().to(torch.bfloat16), meant[:, :32])
+
+
+@pytest.mark.parametrize("kind", ["packed 4, group", "int channel"])
+def test_scores_and_files_with_negative_scales_are_right(kind, grouped, tmp_path):
+    """The format allows them, and compressed-tensors dequantises them as all others.
+
+    `verify` took zeros for other values, because only one of two folders had a sign on them.
+    """
+    folder = shutil.copytree(grouped[kind], tmp_path / "model")
+    shutil.copytree(meant_by(grouped[kind]), meant_by(folder))
+    scales = load_file(folder / "model.safetensors")
+    meant = load_file(meant_by(folder) / "model.safetensors")
+    changed: dict[str, torch.Tensor] = {}
+    for name in scales:
+        if name.endswith("weight_scale"):
+            signs = (1 - 2 * (torch.arange(scales[name].numel()) % 2)).view(scales[name].shape)
+            changed[name] = scales[name] * signs
+            weight = name.removesuffix("_scale")
+            width = meant[weight].shape[1] // signs.shape[1]
+            meant[weight] *= signs.repeat_interleave(width, 1)
+    rewritten(folder, changed)
+    rewritten(meant_by(folder), meant)
+    expected = reference_logits(meant_by(folder), TOKENS)
+    ours = torch.cat(run_on_threads(3, logits_of, folder, "none", "float64"), 1)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+    logprobs = expected.log_softmax(-1)[range(len(TOKENS) - 1), TOKENS[1:]]
+    with LLM(str(folder), tp_size=1) as llm:
+        assert llm.quant == "stored"
+        error = torch.tensor(llm.score([TOKENS])[0]) - logprobs
+    assert error.norm() < 0.02 * logprobs.norm()
+    native = moved(folder, tmp_path / "native", "native", 2, quant="stored")
+    assert verify(str(native), str(folder)).ok
 
 
 def test_groups_name_their_matrices_and_ignored_ones_stay_plain(source, tmp_path):
