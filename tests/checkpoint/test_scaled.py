@@ -28,10 +28,13 @@ from parallel_llama.config.layouts import (
     load_model_args,
     stored_formats,
     why_decoded,
+    why_own_kv_scales,
 )
 from parallel_llama.config.quantised import HF_QUANTS, packing_of, stored_form
 from parallel_llama.config.scaled import Scheme
 from parallel_llama.dtypes import QuantFormat
+from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.stored_slices import StoredSlice
@@ -302,6 +305,21 @@ def test_scales_of_activations_and_of_the_cache_are_passed_over_with_a_line(made
         "in fp8 are decoded to bfloat16; activations and the KV cache are not rounded, although",
         why_decoded(files, load_model_args(files), "bfloat16") or "",
     )
+    assert "kv_cache_scheme and its scales are not applied" in (why_own_kv_scales(files) or "")
+    assert why_own_kv_scales(find_model(str(made["float tensor"]))) is None
+
+
+def test_a_line_says_that_scales_of_the_cache_are_not_applied_to_stored_integers(
+    grouped, tmp_path, caplog
+):
+    """Without decoded matrices, kv_cache_scheme was passed over in silence."""
+    folder = shutil.copytree(grouped["int channel"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    (folder / "config.json").write_text(json.dumps(config))
+    setup = ModelSetup(LLMConfig(str(folder), tp_size=1))
+    assert setup.quant == "stored"
+    assert "kv_cache_scheme and its scales are not applied" in caplog.text
 
 
 def test_plan_counts_the_decoded_bytes_and_reshard_writes_them(made, tmp_path, capsys):
