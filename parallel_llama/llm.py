@@ -30,8 +30,15 @@ from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
 from parallel_llama.memory import bytes_passed_over
 from parallel_llama.parallel.communicators import use_device
-from parallel_llama.request import Completion, Request, SamplingParams, with_outputs
-from parallel_llama.tokenizer import Tokenizer
+from parallel_llama.request import (
+    Completion,
+    Request,
+    SamplingParams,
+    with_outputs,
+    with_special_tokens,
+)
+from parallel_llama.tokenizer import Chat, Tokenizer
+from parallel_llama.tokenizer.answers import split_answer
 
 _Params = SamplingParams | Sequence[SamplingParams] | None
 _Adapter = str | Sequence[str | None] | None
@@ -165,6 +172,17 @@ class LLM:
         given = as_prompts(prompts)
         params = _either(params, sampling_params)
         requests = self.input_processor.requests(given, params, adapter)
+        with_marks = {
+            request.index
+            for prompt, request in zip(given, requests, strict=True)
+            if isinstance(prompt, Chat)
+            and self.input_processor.has_marks
+            and request.params.skip_special_tokens
+        }
+        requests = [
+            with_special_tokens(request) if request.index in with_marks else request
+            for request in requests
+        ]
         choices: list[list[Completion]] = [[] for _ in requests]
         for output in self.run(requests):
             if output.completion is not None:
@@ -172,6 +190,8 @@ class LLM:
         found = []
         for prompt, request, own in zip(given, requests, choices, strict=True):
             own.sort(key=lambda each: each.choice)
+            if request.index in with_marks:
+                own = [self._split(request, each) for each in own]
             found += with_outputs(own, self.input_processor.text_of(prompt, request), request)
         return found
 
@@ -195,7 +215,10 @@ class LLM:
             template_vars: further variables of the template, by name.
             adapter: as in `generate`.
 
-        Returns, Raises: as `generate`.
+        Returns: as `generate`. If the model marks its reasoning, as gpt-oss and Command R7B do, it
+            is in `reasoning` and not in `text`; with skip_special_tokens=False, `text` is what the
+            model wrote, with its marks.
+        Raises: as `generate`.
         """
         chats = self.input_processor.chats(messages, tools, documents, template_vars or {})
         return self.generate(chats, params, sampling_params=sampling_params, adapter=adapter)
@@ -405,6 +428,14 @@ class LLM:
     def _require_open(self) -> None:
         if not self._end.alive:
             raise UsageError("this LLM is closed; create a new one")
+
+    def _split(self, request: Request, completion: Completion) -> Completion:
+        """A completion with the reasoning of its answer apart from the text."""
+        reader = self.input_processor.answer_reader(request.prompt)
+        if reader is None:
+            return completion
+        reasoning, text = split_answer(reader, completion.text)
+        return replace(completion, text=text, reasoning=reasoning or None)
 
     def _abandon(self, call: "_GenerateCall") -> None:
         """End the unfinished requests of a call, if they are still in the engine."""

@@ -364,6 +364,7 @@ class CompletionOutput:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
     stop_reason: str | int | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -376,7 +377,7 @@ class Completion(_ShortRepr):
     request with this `seed` produces the same tokens; greedy decoding has no seed.
     `n_cached_tokens` prompt tokens were in the prefix cache when the request started. `stop_reason`
     is the request's stop string or stop token id that ended the choice, else None. `reasoning` is
-    what the model wrote before its answer, if `generate --chat` has separated the two.
+    what the model wrote before its answer, if `LLM.chat` or `generate --chat` has separated it.
 
     `LLM.generate` and `LLM.chat` add the fields of vLLM's RequestOutput: the text of the prompt
     (None for token ids), its ids, and all choices of the request as `outputs`.
@@ -432,7 +433,13 @@ def with_outputs(
     """The completions of one request, each with the request's prompt and all choices."""
     outputs = tuple(
         CompletionOutput(
-            each.choice, each.text, each.tokens, each.finish_reason, each.logprobs, each.stop_reason
+            each.choice,
+            each.text,
+            each.tokens,
+            each.finish_reason,
+            each.logprobs,
+            each.stop_reason,
+            each.reasoning,
         )
         for each in choices
     )
@@ -440,6 +447,11 @@ def with_outputs(
         replace(each, prompt=prompt, prompt_token_ids=request.prompt, outputs=outputs)
         for each in choices
     ]
+
+
+def with_special_tokens(request: Request) -> Request:
+    """The request, with special tokens in the text of its completions."""
+    return replace(request, params=replace(request.params, skip_special_tokens=False))
 
 
 def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) -> int:

@@ -13,8 +13,9 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise, product, zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
 from parallel_llama.engine.kv_capacity import DeviceMemory
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.ranks import shared_facts
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.engine.step_buffer import Chunk
@@ -38,9 +40,10 @@ from parallel_llama.memory import GIB, PROCESS_BYTES, kv_bytes_per_token
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.handshake import RankInfo, require_same
 from parallel_llama.plan import make_plan
-from parallel_llama.request import Completion
+from parallel_llama.request import Completion, Request
 from parallel_llama.serve.wire import FrameSocket, RankFacts
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
+from parallel_llama.tokenizer.answers import has_marks
 
 pytestmark = pytest.mark.slow
 
@@ -436,6 +439,50 @@ def test_a_conversation_goes_through_the_chat_template(llm):
     for wrong in ([], "Hi!", 5, None):
         with pytest.raises(UsageError, match="conversation"):
             llm.chat(wrong, PARAMS)
+
+
+HARMONY = "<|start|><|channel|><|message|>"
+CHANNELS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi"
+SECTIONS = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hi<|END_RESPONSE|>"
+PLAIN = "<think>Hm.</think>Hi"
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "reasoning", "text"),
+    [
+        (HARMONY, CHANNELS, "Hm.", "Hi"),
+        (HARMONY, "<|channel|>final<|message|>Hi", None, "Hi"),
+        ("<|START_THINKING|>", SECTIONS, "Hm.", "Hi"),
+        ("", PLAIN, None, PLAIN),
+    ],
+)
+def test_chat_returns_the_reasoning_apart_from_the_answer(
+    template, written, reasoning, text, llm, monkeypatch
+):
+    """The reasoning and the names of the channels were a part of the text, without the marks."""
+    asked: list[Request] = []
+
+    def run(requests: list[Request]) -> Iterator[StepOutput]:
+        asked.extend(requests)
+        for request, choice in product(requests, range(2)):
+            done = Completion(request.index, written, (1,), "stop", 3, choice=choice, n_choices=2)
+            yield StepOutput(0, request.index, choice, (1,), written, done, True)
+
+    inputs = llm.input_processor
+    changed = SimpleNamespace(encode=inputs.chat_template.encode, template_text=template)
+    monkeypatch.setattr(llm, "run", run)
+    monkeypatch.setitem(vars(inputs), "chat_template", changed)
+    monkeypatch.setitem(vars(inputs), "has_marks", has_marks(template))
+    messages = [{"role": "user", "content": "Hi!"}]
+    params = SamplingParams(max_tokens=2, n=2)
+    for answer in llm.chat([messages, messages], params):
+        assert (answer.reasoning, answer.text) == (reasoning, text)
+        assert [(each.reasoning, each.text) for each in answer.outputs] == [(reasoning, text)] * 2
+    assert {request.params.skip_special_tokens for request in asked} == {not template}
+    for answer in llm.chat(messages, replace(params, skip_special_tokens=False)):
+        assert (answer.reasoning, answer.text) == (None, written)
+    for answer in llm.generate("Hi!", params):
+        assert (answer.reasoning, answer.text) == (None, written)
 
 
 def test_requests_without_a_seed_are_drawn_anew_in_every_call(model, llm):

@@ -114,7 +114,10 @@ class HFFolder(TensorFiles):
                 self._require_order(matrix, "g_idx", matrix.group_size)
             self._require_no_bias(matrix)
         for scaled in self._scaled.values():
-            self._require_order(scaled, "weight_g_idx", scaled.scheme.block[1])
+            if scaled.scheme.any_order:
+                self._require_groups(scaled)
+            else:
+                self._require_order(scaled, "weight_g_idx", scaled.scheme.block[1])
             self._require_shape(scaled)
         for bits in self._bits.values():
             bits.check(partial(self._bytes, bits.base))
@@ -265,7 +268,29 @@ class HFFolder(TensorFiles):
             raise CheckpointError(
                 f"{self._tensors[name][0]}: {name!r:.200} has input {at} in group "
                 f"{int(groups[at])}, expected {at // size}: the {size} inputs of a group must be "
-                "consecutive, unless config.json states desc_act=true for GPTQ"
+                "consecutive, unless config.json states desc_act=true for GPTQ, or "
+                "actorder='group' for compressed-tensors"
+            )
+
+    def _require_groups(self, matrix: ScaledMatrix) -> None:
+        """Refuse groups that do not exist, or have too many or too few inputs."""
+        name, n_inputs = matrix.base + "weight_g_idx", matrix.stored_slice.shape[1]
+        n_groups, size = matrix.grid[1], matrix.scheme.block[1]
+        groups = self._numbers(matrix, "weight_g_idx", n_inputs, range(1), range(n_inputs))[0]
+        damaged = f"{self._tensors[name][0]}: {name!r:.200} has "
+        if (wrong := ((groups < 0) | (groups >= n_groups)).nonzero()).numel():
+            at = int(wrong[0])
+            raise CheckpointError(
+                f"{damaged}input {at} in group {int(groups[at])} of {n_groups}; the weights are "
+                "damaged, fetch them again"
+            )
+        expected = torch.arange(n_inputs).div(size, rounding_mode="floor").bincount()
+        found = groups.bincount(minlength=n_groups)
+        if (wrong := (found != expected).nonzero()).numel():
+            at = int(wrong[0])
+            raise CheckpointError(
+                f"{damaged}{int(found[at])} inputs in group {at}, expected {int(expected[at])}; "
+                "the weights are damaged, fetch them again"
             )
 
     def _require_no_bias(self, matrix: PackedMatrix) -> None:

@@ -16,7 +16,7 @@ A value is (stored - zero point) * scale, one product in float32, so it does not
 matrix is cut.
 
 Source: compressed-tensors 0.20, its pack_quantized, naive_quantized, nvfp4 and mxfp4 compressors;
-transformers 5.24, Fp8Dequantize.
+weight_g_idx, its 0.12; transformers 5.24, Fp8Dequantize.
 """
 
 from collections.abc import Callable, Collection
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
+from parallel_llama.config.quantised import stored_form
 from parallel_llama.config.scaled import Scheme
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.errors import DamagedWeights
@@ -110,9 +111,10 @@ class ScaledMatrix:
 
     @property
     def optional_tensors(self) -> WantedTensors:
-        """The tensors that it may have: the groups of the inputs, in order."""
-        is_grouped = self.scheme.block[1] and self.scheme.is_packed
-        return {"weight_g_idx": (("I32",), [self.stored_slice.shape[1:]])} if is_grouped else {}
+        """The tensors that it may have: the groups of the inputs."""
+        if not self.scheme.has_groups:
+            return {}
+        return {"weight_g_idx": (("I32",), [self.stored_slice.shape[1:]])}
 
     def values(self, block: MatrixBlock, read: Read) -> Tensor:
         """Decodes a block of the matrix.
@@ -121,19 +123,23 @@ class ScaledMatrix:
 
         Raises: DamagedWeights if a scale is NaN or Inf.
         """
-        scales = self._scales(block, read)
+        scales, groups = self._scales(block, read), self._groups(block, read)
         if self.scheme.is_fp4:
             values = self._fp4(block, read)
         elif self.scheme.is_packed:
             values = self._integers(block, read).float()
-            values -= self._spread(block, self._packed_zeros(block, read).float())
+            values -= self._spread(block, self._packed_zeros(block, read).float(), groups)
         else:
             n_inputs = self.stored_slice.shape[1]
             values = read("weight", n_inputs, block.rows, block.columns).float()
             if self.scheme.has_zeros:
                 zeros = self._by_block(block, "weight_zero_point", read)
-                values -= self._spread(block, zeros.float())
-        return values.mul_(self._spread(block, scales))
+                values -= self._spread(block, zeros.float(), groups)
+        values.mul_(self._spread(block, scales, groups))
+        # As stored, this is scale * integer - scale * zero point, in which a zero has no sign; the
+        # product has one if the scale is negative.
+        form = stored_form(self.scheme, self.stored_slice.shape[1])
+        return values.add_(0.0) if form is not None and form.has_min else values
 
     def quantised(self, form: QuantFormat, block: MatrixBlock, read: Read) -> QuantMatrix:
         """A block of the matrix with its integers as stored, in the format that `stored_form` gave.
@@ -152,7 +158,8 @@ class ScaledMatrix:
             )
         if not form.has_min:
             n_groups = len(block.columns) // QUANT_GROUP_SIZE
-            by_group = self._spread(block, scales)[:, ::QUANT_GROUP_SIZE]
+            by_group = self._spread(block, scales, self._groups(block, read))
+            by_group = by_group[:, ::QUANT_GROUP_SIZE]
             by_group = by_group.expand(len(block.rows), n_groups).contiguous()
             return QuantMatrix(form, self._signed(block, read), by_group)
         n_before = block.columns.start % form.block // QUANT_GROUP_SIZE
@@ -198,21 +205,30 @@ class ScaledMatrix:
             range(part.start // side, -(-part.stop // side)) if side else range(1)
             for part, side in zip((block.rows, block.columns), self.scheme.block, strict=True)
         )
-        return rows, columns
+        return rows, range(self.grid[1]) if self.scheme.any_order else columns
 
-    def _spread(self, block: MatrixBlock, numbers: Tensor) -> Tensor:
+    def _groups(self, block: MatrixBlock, read: Read) -> Tensor | None:
+        """The block with a scale, of those that `_blocks` returns, of each input.
+
+        Returns: [columns] int64; None if all inputs share a scale.
+        """
+        columns, width = block.columns, self.scheme.block[1]
+        if self.scheme.any_order:
+            return read("weight_g_idx", self.stored_slice.shape[1], range(1), columns)[0].long()
+        if not width:
+            return None
+        return torch.arange(columns.start, columns.stop) // width - columns.start // width
+
+    def _spread(self, block: MatrixBlock, numbers: Tensor, groups: Tensor | None) -> Tensor:
         """Repeats scales or zero points for the values of a block of the matrix.
 
         Returns: [rows, columns]; a dimension along which they do not differ has size 1.
         """
-        height, width = self.scheme.block
+        height = self.scheme.block[0]
         if height:
             first = block.rows.start // height
             numbers = numbers[torch.arange(block.rows.start, block.rows.stop) // height - first]
-        if width:
-            first, columns = block.columns.start // width, block.columns
-            numbers = numbers[:, torch.arange(columns.start, columns.stop) // width - first]
-        return numbers
+        return numbers if groups is None else numbers[:, groups]
 
     def _fp4(self, block: MatrixBlock, read: Read) -> Tensor:
         """The floats of a block of the matrix. Shapes: [rows, columns] float32."""

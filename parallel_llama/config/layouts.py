@@ -138,6 +138,19 @@ def why_decoded(
     return None
 
 
+def why_own_kv_scales(files: ModelFiles) -> str | None:
+    """Why the KV cache does not use the scales in a model's files; None without such scales.
+
+    Raises: CheckpointError if a file is damaged.
+    """
+    if "the KV cache" not in LAYOUTS[files.kind].not_applied(files):
+        return None
+    return (
+        f"{files.path.name}: kv_cache_scheme and its scales are not applied: a KV cache in int8 or "
+        "fp8 has a scale for every key and value"
+    )
+
+
 def _json_args(
     read: Callable[[Mapping[str, Any]], ModelArgs], files: ModelFiles, _: CountVocab | None
 ) -> ModelArgs:

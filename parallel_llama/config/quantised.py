@@ -232,6 +232,8 @@ def stored_form(scheme: Scheme, n_inputs: int) -> QuantFormat | None:
     height, width = scheme.block
     if scheme.is_float or n_inputs % QUANT_GROUP_SIZE or width % QUANT_GROUP_SIZE:
         return None
+    if scheme.any_order:
+        return None
     if scheme.is_packed and scheme.n_bits == 4 and height == 1 and width in HF_QUANTS:
         return HF_QUANTS[width]
     # These formats have a scale per group, so a scale of several groups is repeated.

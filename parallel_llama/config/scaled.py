@@ -2,8 +2,8 @@
 
 `config.json` says where the scales are; `checkpoint.scaled` decodes the weights.
 
-Source: compressed-tensors 0.20, its quant_config.py, quant_args.py and match.py; transformers 5.24,
-FineGrainedFP8Config, FbgemmFp8Config and Mxfp4Config.
+Source: compressed-tensors 0.20, its quant_config.py, quant_args.py and match.py, and for actorder
+0.12; transformers 5.24, FineGrainedFP8Config, FbgemmFp8Config and Mxfp4Config.
 """
 
 import re
@@ -47,6 +47,9 @@ _FP4 = {"nvfp4-pack-quantized": ("tensor_group", 16), "mxfp4-pack-quantized": ("
 _MIXED = "mixed-precision"
 _STRATEGIES = "tensor", "channel", "group", "block"
 
+# The order in which a program quantised the inputs, and whether the groups follow that order.
+_ACTORDERS = {"": False, "weight": False, "static": False, "group": True, "dynamic": True}
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -59,6 +62,8 @@ class Scheme:
         is_packed: whether several integers share a 32-bit word, without a sign.
         has_zeros: whether scales have zero points.
         scale: the suffix of the scale's name.
+        any_order: whether weight_g_idx names the group of each input; else the inputs of a group
+            are consecutive.
     """
 
     is_float: bool
@@ -67,6 +72,7 @@ class Scheme:
     is_packed: bool = False
     has_zeros: bool = False
     scale: str = "weight_scale"
+    any_order: bool = False
 
     @property
     def is_fp4(self) -> bool:
@@ -81,7 +87,13 @@ class Scheme:
     def name(self) -> str:
         if self.is_fp4:
             return "nvfp4" if self.has_global_scale else "mxfp4"
-        return "fp8" if self.is_float else f"int{self.n_bits}"
+        order = " with actorder" if self.any_order else ""
+        return ("fp8" if self.is_float else f"int{self.n_bits}") + order
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the inputs of a row are in groups, whose order weight_g_idx may state."""
+        return self.block[0] == 1 and self.block[1] > 0 and not self.is_fp4
 
 
 @dataclass(frozen=True)
@@ -146,7 +158,12 @@ def scaled_weights(
         if schemes.method == "fp8" and base + "weight_scale" in held:
             scheme = replace(scheme, block=(0, 0), scale="weight_scale")  # as AutoFP8 writes
         has_zeros = not scheme.is_packed and base + "weight_zero_point" in held
-        found[param.name] = replace(scheme, has_zeros=scheme.has_zeros or has_zeros)
+        found[param.name] = replace(
+            scheme,
+            has_zeros=scheme.has_zeros or has_zeros,
+            # Matrices that were rounded without an order have no weight_g_idx.
+            any_order=scheme.any_order and base + "weight_g_idx" in held,
+        )
     return found
 
 
@@ -219,7 +236,19 @@ def _scheme(form: str, weights: Fields) -> Scheme:
             f"{str(not has_zeros).lower()} is not supported; 'group' and 'channel' are, and "
             "'tensor' without zero points"
         )
-    return Scheme(kind == "float", n_bits, block, is_packed, has_zeros)
+    scheme = Scheme(kind == "float", n_bits, block, is_packed, has_zeros)
+    return replace(scheme, any_order=_any_order(weights) and scheme.has_groups)
+
+
+def _any_order(weights: Fields) -> bool:
+    """Whether inputs of a group need not be consecutive."""
+    if isinstance(weights.values.get("actorder"), bool):
+        return weights.flag("actorder", False)
+    order = weights.string("actorder", "").lower()
+    if order not in _ACTORDERS:
+        supported = ", ".join(filter(None, _ACTORDERS))
+        raise UsageError(f"actorder={order[:80]!r} is not supported; {supported} are")
+    return _ACTORDERS[order]
 
 
 def _fp4_scheme(form: str, weights: Fields, has_zeros: bool) -> Scheme:

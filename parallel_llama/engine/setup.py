@@ -17,6 +17,7 @@ from parallel_llama.config.layouts import (
     load_model_args,
     stored_formats,
     why_decoded,
+    why_own_kv_scales,
 )
 from parallel_llama.dtypes import kv_format, make_precision
 from parallel_llama.engine.input_processor import InputProcessor
@@ -99,6 +100,7 @@ class ModelSetup:
             slower.append(why_unusable())
         if has_files:
             slower.append(why_decoded(files, self.args, self.dtype, config.quant))
+            slower.append(why_own_kv_scales(files))
         for reason in filter(None, slower if world()[0] == 0 else ()):
             logger.warning(reason)
         drawn_on = torch.device("cpu") if slice_of is None else self.device

@@ -9,6 +9,7 @@ import pytest
 import torch
 from packed_folders import meant_by
 from packed_samples import sample
+from reshard_samples import moved
 from safetensors.torch import load_file
 from scaled_folders import KINDS, quantization_config, write_scaled
 from test_gptq_and_awq import TINY as WITH_HEADS_OF_32
@@ -17,18 +18,23 @@ from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
 from transformers_oracle import reference_logits
 
+from parallel_llama import LLM
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
 from parallel_llama.checkpoint.scaled import ScaledMatrix
+from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.config.layouts import (
     default_quant,
     load_model_args,
     stored_formats,
     why_decoded,
+    why_own_kv_scales,
 )
-from parallel_llama.config.quantised import HF_QUANTS, packing_of
+from parallel_llama.config.quantised import HF_QUANTS, packing_of, stored_form
 from parallel_llama.config.scaled import Scheme
 from parallel_llama.dtypes import QuantFormat
+from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.stored_slices import StoredSlice
@@ -129,6 +135,9 @@ def test_a_scale_that_float16_cannot_hold_is_refused_unless_weights_are_decoded(
         ("int channel", 2),
         ("packed 4, group, zeros", 3),
         ("packed 8, channel, zeros", 1),
+        ("packed 4, actorder", 1),
+        ("packed 4, actorder", 3),
+        ("packed 4, actorder", 7),
     ],
 )
 def test_logits_are_those_of_transformers_with_the_dequantised_values(kind, tp_size, made):
@@ -148,6 +157,22 @@ def test_integers_with_float32_scales_are_decoded_and_a_line_says_so(kind, made)
     assert re.search("in int[48] are decoded to bfloat16; only .* integers with 16-bit sc", line)
 
 
+@pytest.mark.parametrize("order", ["weight", "static", "group", "Dynamic", True])
+def test_matrices_without_g_idx_stay_as_stored_whatever_actorder_is(order, grouped, tmp_path):
+    """compressed-tensors writes no weight_g_idx for groups in order, nor for `weight`."""
+    folder = shutil.copytree(grouped["packed 4, group, zeros"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = order
+    (folder / "config.json").write_text(json.dumps(config))
+    assert {*precision_of(folder).stored.values()} == {HF_QUANTS[32]}
+
+
+def test_groups_in_any_order_are_decoded_and_a_line_says_so(made):
+    files = find_model(str(made["packed 4, actorder"]))
+    line = why_decoded(files, load_model_args(files), "bfloat16") or ""
+    assert "matrices in int4 with actorder are decoded to bfloat16" in line
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 def test_logits_of_fp4_are_those_of_transformers_with_the_dequantised_values(kind, made):
@@ -160,22 +185,69 @@ def test_logits_of_fp4_are_those_of_transformers_with_the_dequantised_values(kin
     assert f"in {kind} are decoded to bfloat16" in line
 
 
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
-def test_fp4_has_the_values_that_compressed_tensors_dequantises(kind):
+SAMPLES = {
+    "nvfp4": Scheme(True, 4, (1, 16)),
+    "mxfp4": Scheme(True, 4, (1, 32)),
+    "packed 4, actorder": Scheme(False, 4, (1, 16), is_packed=True, has_zeros=True, any_order=True),
+    "packed 4, negative": Scheme(False, 4, (1, 32), is_packed=True),
+    "int 8, negative": Scheme(False, 8, (1, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_matrix_has_the_values_that_compressed_tensors_dequantises(kind):
     tensors = sample(kind)
     meant = tensors.pop("values")
-    stored_slice = StoredSlice("weight", tuple(meant.shape), 0, 1, 1)
-    matrix = ScaledMatrix(Scheme(True, 4, (1, 16 if kind == "nvfp4" else 32)), stored_slice)
+    n_rows, n_columns = meant.shape
+    stored_slice = StoredSlice("weight", (n_rows, n_columns), 0, 1, 1)
+    matrix = ScaledMatrix(SAMPLES[kind], stored_slice)
 
     def read(end: str, n_columns: int, rows: range, columns: range) -> torch.Tensor:
         numbers = tensors[end].view(-1, n_columns)[rows.start : rows.stop]
         return numbers[:, columns.start : columns.stop].contiguous()
 
-    for rows in (range(4), range(1, 3), range(2, 2)):
-        for columns in (range(64), range(3, 38), range(4, 5), range(5, 5)):
+    for rows in (range(n_rows), range(1, 3), range(2, 2)):
+        for columns in (range(n_columns), range(3, 38), range(4, 5), range(5, 5)):
             part = matrix.values(MatrixBlock(64, rows, columns), read)
             expected = meant[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(part.to(torch.bfloat16), expected)
+    form = stored_form(SAMPLES[kind], n_columns)
+    assert (form is not None) == kind.endswith("negative")
+    if form is not None:
+        groups = matrix.quantised(form, MatrixBlock(n_columns, range(n_rows), range(32)), read)
+        assert torch.equal(groups.values().to(torch.bfloat16), meant[:, :32])
+
+
+@pytest.mark.parametrize("kind", ["packed 4, group", "int channel"])
+def test_scores_and_files_with_negative_scales_are_right(kind, grouped, tmp_path):
+    """The format allows them, and compressed-tensors dequantises them as all others.
+
+    `verify` took zeros for other values, because only one of two folders had a sign on them.
+    """
+    folder = shutil.copytree(grouped[kind], tmp_path / "model")
+    shutil.copytree(meant_by(grouped[kind]), meant_by(folder))
+    scales = load_file(folder / "model.safetensors")
+    meant = load_file(meant_by(folder) / "model.safetensors")
+    changed: dict[str, torch.Tensor] = {}
+    for name in scales:
+        if name.endswith("weight_scale"):
+            signs = (1 - 2 * (torch.arange(scales[name].numel()) % 2)).view(scales[name].shape)
+            changed[name] = scales[name] * signs
+            weight = name.removesuffix("_scale")
+            width = meant[weight].shape[1] // signs.shape[1]
+            meant[weight] *= signs.repeat_interleave(width, 1)
+    rewritten(folder, changed)
+    rewritten(meant_by(folder), meant)
+    expected = reference_logits(meant_by(folder), TOKENS)
+    ours = torch.cat(run_on_threads(3, logits_of, folder, "none", "float64"), 1)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+    logprobs = expected.log_softmax(-1)[range(len(TOKENS) - 1), TOKENS[1:]]
+    with LLM(str(folder), tp_size=1) as llm:
+        assert llm.quant == "stored"
+        error = torch.tensor(llm.score([TOKENS])[0]) - logprobs
+    assert error.norm() < 0.02 * logprobs.norm()
+    native = moved(folder, tmp_path / "native", "native", 2, quant="stored")
+    assert verify(str(native), str(folder)).ok
 
 
 def test_groups_name_their_matrices_and_ignored_ones_stay_plain(source, tmp_path):
@@ -233,6 +305,21 @@ def test_scales_of_activations_and_of_the_cache_are_passed_over_with_a_line(made
         "in fp8 are decoded to bfloat16; activations and the KV cache are not rounded, although",
         why_decoded(files, load_model_args(files), "bfloat16") or "",
     )
+    assert "kv_cache_scheme and its scales are not applied" in (why_own_kv_scales(files) or "")
+    assert why_own_kv_scales(find_model(str(made["float tensor"]))) is None
+
+
+def test_a_line_says_that_scales_of_the_cache_are_not_applied_to_stored_integers(
+    grouped, tmp_path, caplog
+):
+    """Without decoded matrices, kv_cache_scheme was passed over in silence."""
+    folder = shutil.copytree(grouped["int channel"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    (folder / "config.json").write_text(json.dumps(config))
+    setup = ModelSetup(LLMConfig(str(folder), tp_size=1))
+    assert setup.quant == "stored"
+    assert "kv_cache_scheme and its scales are not applied" in caplog.text
 
 
 def test_plan_counts_the_decoded_bytes_and_reshard_writes_them(made, tmp_path, capsys):
@@ -308,6 +395,31 @@ def test_plan_counts_the_decoded_bytes_and_reshard_writes_them(made, tmp_path, c
             {f"{Q_PROJ}.weight_g_idx": torch.arange(160, dtype=torch.int32) % 5},
             r"q_proj\.weight_g_idx' has input 1 in group 1, expected 0",
         ),
+        (
+            "packed 4, actorder",
+            {f"{Q_PROJ}.weight_g_idx": torch.arange(128, dtype=torch.int32) // 32},
+            r"misshapen: .*q_proj\.weight_g_idx is \[128\], expected \[160\]",
+        ),
+        (
+            "packed 4, actorder",
+            {f"{Q_PROJ}.weight_g_idx": torch.arange(160) // 32},
+            r"q_proj\.weight_g_idx' has the dtype I64; .* asks for I32",
+        ),
+        (
+            "packed 4, actorder",
+            {f"{Q_PROJ}.weight_g_idx": (torch.arange(160, dtype=torch.int32) + 1) // 32},
+            r"q_proj\.weight_g_idx' has input 159 in group 5 of 5; the weights are damaged",
+        ),
+        (
+            "packed 4, actorder",
+            {f"{Q_PROJ}.weight_g_idx": torch.full((160,), -1, dtype=torch.int32)},
+            r"q_proj\.weight_g_idx' has input 0 in group -1 of 5",
+        ),
+        (
+            "packed 4, actorder",
+            {f"{Q_PROJ}.weight_g_idx": torch.arange(160, dtype=torch.int32) % 4},
+            r"q_proj\.weight_g_idx' has 40 inputs in group 0, expected 32",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_config_json_are_refused(kind, changed, expected, made, tmp_path):
@@ -373,6 +485,7 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
         ({"weights": {"type": "float"}}, "type='float' and num_bits=4"),
         ({"weights": {"group_size": None}}, "group_size=0; it must be at least 1"),
         ({"weights": {"dynamic": True}}, "dynamic=true"),
+        ({"weights": {"actorder": "column"}}, "actorder='column' is not supported; weight, static"),
         ({"ignore": ["re:(a+)+$"]}, "no repeated groups"),
         ({"ignore": ["re:(a"]}, "is not valid"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size=<list of 1>"),

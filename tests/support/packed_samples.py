@@ -1,7 +1,8 @@
 """Matrices that bitsandbytes 0.50.2 and compressed-tensors 0.20.0 packed and dequantised on a CPU.
 
 They come from quantize_4bit(compress_statistics=True) and int8_vectorwise_quant, and from the
-schemes NVFP4A16 and MXFP4A16, of normal values.
+schemes NVFP4A16 and MXFP4A16, of normal values. Those with actorder or negative scales come from
+PackedQuantizationCompressor, IntQuantizationCompressor and dequantize of compressed-tensors 0.12.2.
 """
 
 import base64
@@ -176,6 +177,112 @@ _SAMPLES = {
             "AL8AAAA/gL/APwCAAD9AvwCAgL6APoA+QL+APoA/wD+AvgAAAL/APwC/gD6AvgCAgL9AP4C+"
             "AD9AvwC/gD8AP4C+AD+APwAAQL8AQAC/wL9AP0C/AD8AgADAwD9Av4C/gL4Av4A+wD+Av4C+"
             "wD8Av4C+gD6APoA/gL7Av4C+wL8AAAC/gD4=",
+        ),
+    },
+    "packed 4, actorder": {
+        "weight_shape": (torch.int64, (2,), "CAAAAAAAAABAAAAAAAAAAA=="),
+        "weight_packed": (
+            torch.int32,
+            (8, 8),
+            "v1afdptiqUn/WUZqiVl/+kivvw7qZ4VZvezGg8WPya/ku4k3F0lUrVMXiojVq6+JlBpTtacf"
+            "hVhnOqolpfJroIx8yGVkdKj8sYSSZAS4aGXG+RGfgbpwbETJtkRXJGRoTTwctpt4oVepWlbH"
+            "cp8aOneH33lT53g85/o0hWHpuZe2o6dHSHEpRUCBaQcFaVUHBUdlcXmkxmVLVRBAliiPyc7c"
+            "u42LV6d8zN2EZ0iaG5qY2M9n67n3f8VzqXVKq7iol2qeqKC+dJfVl3aBFix8TOU2NucJgbgG"
+            "yXv6SQOemIeYfF/Vo93sXKTYiIZFvY2NT9V+m6a6vF7V+shQYLn8iA==",
+        ),
+        "weight_zero_point": (torch.int32, (1, 4), "alaXZWurpbamZnWIeaW3ug=="),
+        "weight_scale": (
+            torch.bfloat16,
+            (8, 4),
+            "tj6lPr8+bD6YPoc+qj50Pmc+nT6BPrI+uT6BPos+lT6CPps+YD69PsA+qz7JPqE+ej58PpU+"
+            "yT6iPq0+hT6zPg==",
+        ),
+        "weight_g_idx": (
+            torch.int32,
+            (64,),
+            "AQAAAAMAAAABAAAAAAAAAAMAAAAAAAAAAgAAAAEAAAAAAAAAAwAAAAIAAAADAAAAAgAAAAEA"
+            "AAABAAAAAgAAAAAAAAABAAAAAAAAAAMAAAACAAAAAgAAAAAAAAACAAAAAAAAAAIAAAADAAAA"
+            "AQAAAAMAAAACAAAAAwAAAAEAAAADAAAAAgAAAAAAAAABAAAAAwAAAAAAAAABAAAAAgAAAAAA"
+            "AAABAAAAAgAAAAEAAAAAAAAAAwAAAAEAAAAAAAAAAwAAAAMAAAABAAAAAQAAAAIAAAABAAAA"
+            "AgAAAAAAAAAAAAAAAAAAAAAAAAADAAAAAgAAAAMAAAADAAAAAgAAAA==",
+        ),
+        "values": (
+            torch.bfloat16,
+            (8, 64),
+            "pT/sPs6/5L+xP7a+AAClv7Y+AAC/vzG/jz+lviW/P7/kP6U/tr5svwAAP78AAAAAtr4/PwAA"
+            "+L+xP78+bD6lP2y+P7/kP6W+sT+2Png/D8AAAHg/vz7Ov+S/bL4lv+S/bD/sPqU+eD8AAKU+"
+            "j782v+S/Nj/kP2y+jz8xP7E/vz8Hv9Y/qT++P/Q+GD9/v0q/mD63v6q+N7//v4e+7D8AAGS/"
+            "h76YPre/AAAqvxg/Kr+Yvn8/dD+HP/Q/AAD0Pgc/N7+qvpg/qb90v5i+h76qPpg+hz/UP6m/"
+            "mL50Pgc/mL4AAHS+hz9KvwAAhz/Uv5i/mL6YP5i/9D+qPnS+1r8AAJ0+hj+dPmc+hj+tP4G+"
+            "xL/nvrI+Ab8yPwE/nb6dPhFAkL8AAOe+hj+Bv0I/574AAOe+wr+GPwAAhj8AAAAAxL+yPsI/"
+            "LT+dP7K/kL+dP0I/kL9sv4E/AACtvzI/nT4AALK+sr4dv50+AAAAAAG/575nPme+576GvwG/"
+            "sj6GPwAAQj/gvwE/Ob8VP7m/AACBPgtAlb4LP2C/rr8AAEK/i765PwAA5z+6vwAAi745P9A/"
+            "i7+LPro/gb4AAK6/AADiv2C/iz45PwG/uj85QIG+iz45v6G/iz6BP4s/YL8BPzm/YL+VPwAA"
+            "oT8Lv+K/i76LP7m/uT65P5U/UD+VPmC/UD+bPr0/G79DPwAAQz/gPpu+gj6Ov2C/AABgP2i/"
+            "AABgvuS/m77Dv70+YD9gPgAAjL8Cv4y/PT+bPj2/AAAAAMK/Pb+MvwAAm749v4K+m7/gPgI/"
+            "Gz9gvsI/gr7sPwAAgr69P46/AAAAAIy/m7+Mv0O/gr4CP4I+7L8MQL0+PT/EP6s/oT4rP8A/"
+            "AABAPxdAK79AP3K/AADyvwAAAAArPwAAkD8rP8A/IT+Xv8k+QL/JvsC+l7+hvqu+AAAXwKG+"
+            "q75yv0k/wL6AP6E/kD+Av8m+QD+rP0k/qz5Av6E/1j9Av/K/oT4WwIC/ST8AAEm/QL/APvC/"
+            "QD+hvsk+AAByv5c/fD7Jvnw/ej7JP3o/AAB8P5y/AADgP8k+lb98Pnw+lT4AANw/+j7JvhW/"
+            "lb56vwAAej4CwEk/fL9JP5W+ST/8vvu/4D96Pj2/yb/6vnw+4D96P72/AsD8Pjw/yT4AAJy/"
+            "yb5JP54/fD4VPw5AlT56vvq+nL8NQMm+AADJvpe/AACCvzO/rT6iPrM/or5Ivy0/c7+zvqY/"
+            "Mz+FP4I/rT5IvyK/rb4iPzM/AAAAAAAAAACivoW/Mz8AADM/AAAzP4K/sz+Fv6K+LT+GP6I+"
+            "AACFPgAArb4FPwAA8z8AAII/or4GwDM/rb6tPwAArT4FwKK+878AAHM/AACFP7M/hr8AAA==",
+        ),
+    },
+    "packed 4, negative": {
+        "weight_shape": (torch.int64, (2,), "CAAAAAAAAABAAAAAAAAAAA=="),
+        "weight_packed": (
+            torch.int32,
+            (8, 8),
+            "eLZ6h2iHaYR6xXxlOyuoRZuY9qx45ow5l2dGidZ3eFa8olc1l5gVRCqHKimkuGqaqbuHijyX"
+            "t9e5jFiOBI5qZ6OtKpOCYJCSeUhmipyYaNV5Sqepe6V/gylamXakZmrHeKh6hnqImzabdcpJ"
+            "uHioiZ2Ed+m3k5c5uW2WxttZVjhohYynhkm5iIZ7qHpVfYWKldJ9KmjEeZVZvJiFWImXhlWZ"
+            "RH7Eiq3HKpeZaCdnmXlAhkdbY775XKlWSUe4enUFZemmsgStIic0N6acNbxkxZrJeWdaVrZl"
+            "l6m4qpaldYqMpit4RmuHq5pmiofonFmbaKRwaEuXiGlNaItIiJJ6yQ==",
+        ),
+        "weight_scale": (torch.bfloat16, (8, 2), "wL63vpK+gD6Qvra+yj6RPsK+dL6iPpE+T76+vso+sD4="),
+        "values": (
+            torch.bfloat16,
+            (8, 64),
+            "AIDAPkA/kL9Av8A+wD4AgACAQD/APgCAwL5AP8A/AIBAv8A+kD/Av8C/wD6QP0A/kL/wP5C/"
+            "EEAAgEC/kD/AP4m/t74AgLe+Nz8gwLe/N78AgLc+Nz8JwLe/AIC3vuU/tz63vrc+Nz83P7c/"
+            "t74AgDc/5b+3Prc+AIC3Pjc/iT+Sv1u/2z8Sv5I+Wz9bP7Y/kj6SvgCAkr5bPwBAkj+SPxK/"
+            "2z+SPgCAEr/bP5K+2z+SPxK/AIBbvxK/Ej8Sv5K+gD4AP0A/QD+AvgAAAD8AAIA/oL+AvoA+"
+            "gL5AP4C+oD+APkA/gD8AAAAAQL/APwAAgL8AwMA/AAAAPwC/gL4Av7Q/EL+0vxC/EL/YP7Q/"
+            "kL7YPwCAEEAQPxBAkL7YP5C+kL6QPgCAkD8QPxA/EL8AgJC/kL4AgJC+AIAQP1g/tL+2vrY+"
+            "Nr+2P7Y+Nr+2vja/iL+2Pog/Nr8fwLY+5D8AgLa+CEA2v4g/tr62vjY/tj62Pza/Nj82Pza/"
+            "Nj+2Pra/AADKvgAASj9KP8q+Sr8AAEo/yr4AAAAAmD/KPkq//L+YP8o+mL/Kvko/yj/KPsq/"
+            "AACYPwAAyr4AAEo/yj4AALU/kT6RvwAAkb6RvpE+2j+Rvlo/tb+RPpG+kT6RPrW/kT5aP7U/"
+            "Eb8Rv5E+Eb+RP1o/tT+RPlq/Eb9avwAAtb8AgEI/kj8AgMK/AIDCPkK/Qj8AgMK+wj/CvpK/"
+            "AIAAgEI/AICSv8I+AIBCv0K/wj6SP5I/8r/CPpI/AIBCvwCANz90vrc/mL+Yv3Q+9L63PwCA"
+            "9D50P3S/dL50Pjc/dL50vjc/dL83vwCAdL43PwCAAIA3P3S+AIB0PnS+9D4AgHO/c7+iPqI+"
+            "or+iv/M/or6iv6I/Ij8AAMo/Ij+ivqI/Ij/zv6K+oj6iPqI+AAAiv6K+87+iviK/oj6iPqI+"
+            "or4RwJG/Eb8AAJG+kb9aP1q/tb8Rv9o/Wj+RPv4/kT9av5E+ET8Rv1q/kT6Rv5G+kb8AAFo/"
+            "ET+Rvlq/kb5avxHAGz/PPk++m7/PPs++mz8bv08/zz+Bv8++mz+bP08+mz9PP4E/Tz6BP88+"
+            "z75Pv0++Gz+BP0+/G79PP88+Gz9Pvz6/vr6+vr6/vr6+Pr4+Pj8+v44/Pj+OPz4/jr+OPz4/"
+            "vj6+vr6+Pr8AgI6/Pr8+vz4/vr6OPz6/jj++Pj6/AIDKPwAASr9KP5g/GMAAAMq+Sr/Kv5g/"
+            "Sr/KvgAAmD9KP0o/yj5Kv0q/Sj8AAMq+AAAAABhAyj/KPso+mL+YP8o+AAAwv7C/MD8wwLC+"
+            "AAAwv4Q/sL+wvrA+AAAAALA+ML/cP7C/AAAwv4Q/AAAAALC/AAAAAATAsD4wP7C+sD6wPw==",
+        ),
+    },
+    "int 8, negative": {
+        "weight": (
+            torch.int8,
+            (4, 32),
+            "/hLYGBEG7qTM8P4LEAr18cLvG/ftABX22x0y7er4F/rqA/QVJMy62gnNCvceDvRABwbi8w0X"
+            "8fkHDxULD8/zXATYHgcHDCYozgoTCLoQ5NAY7CISFuC09cTQEhj7yjLwFSAzJhr5+eKWCirc"
+            "qdTqJsAf0dQwL/0OvvrCBwA9/U8=",
+        ),
+        "weight_scale": (torch.bfloat16, (4, 1), "7TzwvLa8sTw="),
+        "values": (
+            torch.bfloat16,
+            (4, 32),
+            "bb0FP5S/Mj/8PjI+Bb8qwMG/7b5tvaM+7T6UPqO+3r7mv/y+SD+Fvg2/AAAcP5S+ib9XP7k/"
+            "Db8jv22+Kj8yviU/tL20Ph6/h7/DPwNAjj+Hvr8/lr6HPmG/0r60PvC/Ur40vmE/wz7Dviy/"
+            "4T5SPlK+4b4ev6W+4b64P8M+LMC2vWQ/K78fvh++iL5Yv2S/jj9kvti+Nr7HP7a+Hz+IPwi/"
+            "5D5Bv82++r42P9g/ej6rP4g/zb4Iv+Q9mj+Ov7Y+6D4xP40/Uj8QPxu+G74mvxPAXT5oP0e/"
+            "8b9zv/O+Uj+xvys/gr9zv4U/gj+FvZs+t78Fvqu/Gz4AAKk/hb3aPw==",
         ),
     },
 }

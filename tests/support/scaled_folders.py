@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[tuple[int, int], int, bool, bool, bool, torch.dtype]] = {
     "packed 4, group": ((1, 32), 4, False, True, False, torch.bfloat16),
     "packed 4, group, zeros": ((1, 32), 4, False, True, True, torch.float16),
     "packed 4, group of 64, zeros": ((1, 64), 4, False, True, True, torch.bfloat16),
+    "packed 4, actorder": ((1, 32), 4, False, True, True, torch.bfloat16),
     "packed 4, group, float32": ((1, 32), 4, False, True, False, torch.float32),
     "packed 4, channel": ((1, 0), 4, False, True, False, torch.bfloat16),
     "packed 8, channel": ((1, 0), 8, False, True, False, torch.float16),
@@ -74,6 +75,7 @@ def quantization_config(kind: str) -> dict[str, Any]:
         "strategy": strategy,
         "group_size": block[1] if strategy in ("group", "tensor_group") else None,
         "block_structure": [*block] if strategy == "block" else None,
+        "actorder": "group" if kind.endswith("actorder") else None,
     }
     form = "float-quantized" if is_float else "pack-quantized" if is_packed else "int-quantized"
     form = f"{kind}-pack-quantized" if is_fp4 else form
@@ -96,11 +98,14 @@ def scaled(values: Tensor, kind: str) -> tuple[Mapping[str, Tensor], Tensor]:
     row_of = torch.arange(len(values)) // height
     column_of = torch.arange(values.shape[1]) // width
     generator = torch.Generator().manual_seed(values.numel())
+    any_order = kind.endswith("actorder")
+    if any_order:
+        column_of = column_of[torch.randperm(len(column_of), generator=generator)]
     top = 448.0 if is_float else float((1 << (n_bits - 1)) - 1)
     scales = torch.empty(n_rows, n_columns)
     for row in range(n_rows):
         for column in range(n_columns):
-            part = values[row * height :, column * width :][:height, :width]
+            part = values[row * height :][:height, column_of == column]
             scales[row, column] = part.abs().max() / top
     scales = scales.to(dtype)
     every = scales.float()[row_of][:, column_of]
@@ -126,6 +131,8 @@ def scaled(values: Tensor, kind: str) -> tuple[Mapping[str, Tensor], Tensor]:
     if has_zeros:
         whole = packed(zeros.T, n_bits).T if is_packed else zeros.to(torch.int8).reshape(1)
         tensors["weight_zero_point"] = whole
+    if any_order:
+        tensors["weight_g_idx"] = column_of.int()
     return tensors, meant.double()
 
 
