@@ -105,7 +105,7 @@ def fill(speeds: Sequence[float], most: Sequence[Fraction]) -> list[Fraction] | 
     if sum(most) < 1 or min(most) <= 0:
         return None
     rates = [Fraction(speed) for speed in speeds]
-    # The level is the time that every rank works which is not at its maximum.
+    # Every rank that is not at its maximum works for the time `level`.
     by_level = sorted(range(len(rates)), key=lambda rank: most[rank] / rates[rank])
     left, speed = Fraction(1), sum(rates)
     level = Fraction(0)
