@@ -123,7 +123,7 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, fo
     [
         {"ranks_per_expert": 1},
         {"ranks_per_expert": 2},
-        {"memory": [10, 1, 6]},
+        {"shares": [10, 1, 6]},
         {"kv_split": "sequence"},
         {"kv_split": "sequence", "exact": True},
     ],

@@ -154,7 +154,7 @@ def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
 
 @pytest.mark.parametrize(
     "cut",
-    [{"ranks_per_expert": 1}, {"ranks_per_expert": 2}, {"memory": [10, 1, 6]}],
+    [{"ranks_per_expert": 1}, {"ranks_per_expert": 2}, {"shares": [10, 1, 6]}],
     ids=["expert", "mixed", "uneven"],
 )
 def test_a_shared_expert_is_split_over_all_ranks_wherever_the_others_are(folders, cut):

@@ -79,7 +79,7 @@ def test_logits_equal_transformers_wherever_the_experts_lie(
 def test_logits_equal_transformers_on_ranks_of_uneven_memory(
     folder, expected, memory, ranks_per_expert
 ):
-    cut = {"memory": memory, "ranks_per_expert": ranks_per_expert}
+    cut = {"shares": memory, "ranks_per_expert": ranks_per_expert}
     for _, logits, _ in run_on_threads(3, logits_and_collectives, folder, cut):
         assert_same(logits, expected)
 

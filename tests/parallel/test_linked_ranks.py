@@ -40,6 +40,14 @@ TORCHRUN = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def kept_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that joins a group sets these, here in the process of the tests."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_endless_folder(tmp_path_factory.mktemp("models") / "tiny")

@@ -62,7 +62,7 @@ def test_a_gpu_is_described(monkeypatch, tmp_path: Path, text: str | None, versi
 
 def on(kind: str, n_experts: int = 0, memory: tuple[float, ...] | None = None) -> SimpleNamespace:
     """The attributes of a ModelSetup that facts and notes are read from."""
-    config = SimpleNamespace(random_weights=1, facts=dict, memory=memory)
+    config = SimpleNamespace(random_weights=1, facts=dict, memory=memory, speeds=None)
     device = GPU if kind == "cuda" else torch.device("cpu")
     args = SimpleNamespace(n_experts=n_experts)
     return SimpleNamespace(
