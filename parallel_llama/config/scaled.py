@@ -92,7 +92,7 @@ class Scheme:
 
     @property
     def has_groups(self) -> bool:
-        """Whether the inputs of a row are in groups, whose order weight_g_idx may state."""
+        """Whether the inputs of a row are in groups. Their order may be stated by weight_g_idx."""
         return self.block[0] == 1 and self.block[1] > 0 and not self.is_fp4
 
 

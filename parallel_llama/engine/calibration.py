@@ -123,23 +123,26 @@ def _replayed(model: Transformer, calls: Callable[[], None]) -> Callable[[], Non
 
 def _own_s(comm: Communicator, work: Callable[[], None]) -> float:
     """The median time of this rank's work while all ranks work, after a warm-up."""
-    took_s = []
-    for _ in range(1 + _REPEATS):
-        comm.all_reduce(torch.zeros(1))  # aligns ranks better than a barrier
-        began_s = time.perf_counter()
-        work()
-        took_s.append(time.perf_counter() - began_s)
-    return statistics.median(took_s[1:])
+    return statistics.median(_times_s(comm, work))
 
 
 def _usual_s(comm: Communicator, work: Callable[[], None]) -> float:
     """The median time in which all ranks together finish, after a warm-up."""
+
+    def together() -> None:
+        work()
+        comm.all_reduce(torch.zeros(1))  # a rank that began late must not look fast
+
+    took_s = torch.tensor(_times_s(comm, together), dtype=torch.float64)
+    return float(comm.all_gather(took_s).amax(0).median())
+
+
+def _times_s(comm: Communicator, work: Callable[[], None]) -> list[float]:
+    """The times of this rank's work in _REPEATS repetitions, after a warm-up."""
     took_s = []
     for _ in range(1 + _REPEATS):
         comm.all_reduce(torch.zeros(1))  # aligns ranks better than a barrier
         began_s = time.perf_counter()
         work()
-        comm.all_reduce(torch.zeros(1))  # a rank that began late must not look fast
         took_s.append(time.perf_counter() - began_s)
-    slowest_s = comm.all_gather(torch.tensor(took_s[1:], dtype=torch.float64)).amax(0)
-    return float(slowest_s.median())
+    return took_s[1:]

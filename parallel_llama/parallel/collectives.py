@@ -8,7 +8,7 @@ through NCCL, and small sums on one host through `one_shot`.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,6 +74,23 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Leaves the group. It may be called twice and after an error."""
+
+
+AnyCommunicator = TypeVar("AnyCommunicator", bound=Communicator)
+
+
+def joined(comm: AnyCommunicator) -> AnyCommunicator:
+    """Waits until all ranks have joined a new group; closes the group if a rank does not.
+
+    Raises: RankError naming a rank that does not join.
+    Collective: every rank calls it.
+    """
+    try:
+        comm.barrier()
+    except BaseException:
+        comm.close()
+        raise
+    return comm
 
 
 class Solo(Communicator):

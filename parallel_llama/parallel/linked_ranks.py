@@ -29,7 +29,7 @@ import msgspec
 
 from parallel_llama.errors import printable
 from parallel_llama.parallel.authenticated_sockets import NotConnected, connect_all, listen
-from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.collectives import Communicator, Solo, joined
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import HostMemory
@@ -114,12 +114,7 @@ class Meeting:
         alone = HostMemory.alone(len(members), memory_bytes(len(members)))
         comm = Sockets(rank, connected, alone, self.timeouts, n_spins(n_local))
         comm.on_wait = look
-        try:
-            comm.barrier()
-        except BaseException:
-            comm.close()
-            raise
-        return comm
+        return joined(comm)
 
 
 def link_ranks(

@@ -13,10 +13,10 @@ from typing import Annotated
 
 import msgspec
 
-from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.collectives import Communicator, Solo, joined
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.launch import LocalRanks
-from parallel_llama.parallel.shared_memory import Region, SharedMemory
+from parallel_llama.parallel.shared_memory import Region
 from parallel_llama.parallel.timeouts import Timeouts
 
 # A line has the process ids of at most `launch.MAX_RANKS` ranks.
@@ -99,7 +99,7 @@ def lead_group(ranks: LocalRanks, n_threads: int, timeouts: Timeouts) -> Communi
     try:
         for rank in range(1, len(pids)):
             ranks.order(rank, RegroupOrder(rank, pids, region, n_threads).encode())
-        return _joined(region.group(0, pids, timeouts))
+        return joined(region.group(0, pids, timeouts))
     finally:
         os.close(region.fd)
 
@@ -113,14 +113,4 @@ def join_group(order: RegroupOrder, orders: Orders, timeouts: Timeouts) -> Commu
     comm.on_wait = orders.require_none
     # `failures` and the launcher's messages name this process by its rank.
     os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(comm.size))
-    return _joined(comm)
-
-
-def _joined(comm: SharedMemory) -> SharedMemory:
-    """Waits until all ranks have opened the memory."""
-    try:
-        comm.barrier()
-    except BaseException:
-        comm.close()
-        raise
-    return comm
+    return joined(comm)

@@ -12,9 +12,9 @@ sends fewer bytes, and detects lost ranks by their heartbeats. `linked_ranks` ne
 torch: larger tensors are exchanged in pieces, and no ranks share memory.
 
     message  two numbers of 8 bytes: signature, number of the exchange, from 1; then the values
-    rows     per rank, in the memory of the host: the number of the last exchange whose messages
-             the rank has received, aligned to a cache line, and the rank's message; two sets of
-             rows, used alternately
+    rows     per rank, in the memory of the host: the number of the last exchange that the rank has
+             received completely, aligned to a cache line; and the rank's message. Two sets of
+             rows are used alternately
     cells    per rank, 8 bytes each: descriptors to send to and to receive from, bytes sent and
              received of the current exchange, whether the rank is another one of this host; then
              the number of finished collectives, and of finished collectives except broadcasts
@@ -488,7 +488,7 @@ class Sockets(Communicator):
             self._require_same_on_host()
 
     def _overdue(self, to_receive: Collection[int], awaited: set[int]) -> list[int]:
-        """The ranks whose messages are missing here or on ranks of this host.
+        """The ranks that have not sent a message to this rank or to another rank of this host.
 
         A rank of this host may wait for a rank of another host, so only the rows show who is late.
         """
@@ -504,9 +504,10 @@ class Sockets(Communicator):
     def _fails_later(self, rank: int, awaited: Collection[int]) -> bool:
         """Looks at what has come from a rank that does not send to this rank in this exchange.
 
-        The rank may have begun the next collective, whose message stays in the socket, or have left
-        after the last one. A rank that has failed in the next collective has finished this one, so
-        this rank can finish this one too, and reports the failure in the next.
+        The rank may have left after the last collective. It may also have begun the next one; the
+        message of the next collective stays in the socket. A rank that has failed in the next
+        collective has finished this one, so this rank can finish this one too, and reports the
+        failure in the next.
 
         Returns: whether the rank has failed in a later collective.
         Raises: RankError if the rank has failed in this collective, or is in another one.

@@ -36,7 +36,7 @@ WIDTHS = 5, 0, 3, 2
 
 
 def over_sockets(group: Communicator, hosts: str, step_s: float = LIMIT_S) -> Sockets:
-    """The group of ranks of which rank r is on the host hosts[r]."""
+    """A group of ranks; rank r is on the host hosts[r]."""
     assert isinstance(group, ProcessGroup)
     endpoint = Endpoint(LOOPBACK, KEY, hosts[group.rank])
     comm = connect(group, endpoint, Timeouts(step_s, LIMIT_S))
