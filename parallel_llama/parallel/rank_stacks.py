@@ -219,12 +219,20 @@ def _stack_of(rank: int, file: StackFile, start: int) -> list[str]:
     text = file.text()
     crash = text.find("Fatal Python error")
     written = text[crash:] if crash >= 0 else file.text(start)
-    # The process that gathers the stacks may be one of the ranks.
-    frames = [frame for frame in _innermost(written) if f'"{__file__}"' not in frame]
+    frames = _without_report(_innermost(written))
     if not frames:
         return [f"rank {rank} {file.silence()}, so its stack is unknown"]
     shown = [printable(frame.strip(), _MAX_CHARS) for frame in frames[:_N_FRAMES]]
     return [f"rank {rank}, most recent call first:", *(f"  {frame}" for frame in shown)]
+
+
+def _without_report(frames: list[str]) -> list[str]:
+    """The frames below those of this file, which a rank has called to report the failure itself.
+
+    What this file calls is as deep as `pathlib`, and would hide the frames of the collective.
+    """
+    own = [index for index, frame in enumerate(frames) if f'"{__file__}"' in frame]
+    return frames[own[-1] + 1 :] if own else frames
 
 
 def _innermost(text: str) -> list[str]:
