@@ -18,7 +18,6 @@ from torch import Tensor
 from parallel_llama.ops.cpu.arguments import Doubles, Float64, Integer, Integers, Numbers, T
 from parallel_llama.ops.cpu.ir import (
     F64,
-    I32,
     Lanes,
     Thread,
     Value,
@@ -575,14 +574,9 @@ def _largest(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _LargestArgume
 
 def _first_largest(lanes: Lanes, values: Value, starts: Value) -> tuple[Value, Value]:
     """The largest number of all lanes and its first index."""
-    b = values.b
-
-    def lane(vector: Value, number: int) -> Value:
-        return Value(b, b.extract_element(vector.raw, I32(number)))
-
-    value, index = lane(values, 0), lane(starts, 0)
+    value, index = values.lane(0), starts.lane(0)
     for number in range(1, lanes.width):
-        other, its_index = lane(values, number), lane(starts, number) + number
+        other, its_index = values.lane(number), starts.lane(number) + number
         first = smaller(index, its_index)
         index = where(value < other, its_index, where(other < value, index, first))
         value = where(value < other, other, value)

@@ -183,15 +183,12 @@ def _store_part(
 ) -> None:
     """Writes a row's values of one part of a group; `target` is the address of the group."""
 
-    def of_row(vector: Value) -> Value:
-        return Value(lane.b, lane.b.extract_element(vector.raw, lane.raw))
-
     bytes_, words = ir.VectorType(I8, 4), ir.VectorType(I32, 4)
-    scale = _FOUR.splat(of_row(reader.scale(panel, group, part)))
+    scale = _FOUR.splat(reader.scale(panel, group, part).lane(lane))
     has_min = reader.form.has_min
-    least = _FOUR.splat(of_row(reader.least(panel, group, part))) if has_min else None
+    least = _FOUR.splat(reader.least(panel, group, part).lane(lane)) if has_min else None
     for column, unsigned in reader.unsigned(panel, group, part):
-        stored = of_row(unsigned).bits_as(bytes_)
+        stored = unsigned.lane(lane).bits_as(bytes_)
         if reader.form.is_float:
             values = from_e4m3(stored, _FOUR.vector) * scale
         else:

@@ -34,6 +34,7 @@ from parallel_llama.ops.cpu.ir import (
     in_groups,
     larger,
     loop,
+    reduced,
     smaller,
     when,
 )
@@ -216,8 +217,9 @@ def multiply(
     """Emits the product of n rows of x with a thread's rows of the weight, the first and last + 1.
 
     for tile in this thread's tiles, n_tile rows of weight each:
-        for group in x, _ROWS rows each, then the remaining rows:
-            y[group, tile] = x[group] @ weight[tile].T
+        for inputs, SUMMED_INPUTS at a time:
+            for group in x, _ROWS rows each, then the remaining rows:
+                y[group, tile] += x[group, inputs] @ weight[tile, inputs].T
     """
     b = n.b
     first, last = own
@@ -231,18 +233,32 @@ def multiply(
         n_asking = larger((n + (group_rows - 2)) // group_rows, n.like(1))
         share = (n_asking - 1 + lanes.width) // n_asking
 
-        def multiply_group(first_row: Value, n_rows: int) -> None:
+        def multiply_group(start: Value, first_row: Value, n_rows: int) -> None:
             rows, results = zip(*(row(first_row + i) for i in range(n_rows)), strict=True)
-            start = k + k * share // lanes.width * (first_row // group_rows)
-            prefetched = (start, share) if n_rows > 1 else None
-            products = iter(_products(lanes, of_weight, rows, columns, k, prefetched))
-            for result in results:
-                for number in numbers:
-                    result[number] = next(products)
+            prefetched = k + (k * (first_row // group_rows) + start) // lanes.width * share
+            sums = _products(
+                lanes,
+                of_weight,
+                rows,
+                columns,
+                (start, smaller(start + SUMMED_INPUTS, k)),
+                (prefetched, share) if n_rows > 1 else None,
+            )
+            places = list(product(results, numbers))
+            totals = [Variable(total) for total in sums]
+            with when(start > 0):
+                for total, (result, number) in zip(totals, places, strict=True):
+                    total.value = result[number] + total.value
+            for total, (result, number) in zip(totals, places, strict=True):
+                result[number] = total.value
 
-        in_groups(0, n, group_rows, multiply_group)
+        with loop(b, 0, larger(k, k.like(1)), SUMMED_INPUTS) as start:
+            in_groups(0, n, group_rows, partial(multiply_group, start))
 
-    with loop(b, first, first + stretch) as column:
+    # The product of one row is limited by memory, so its tiles are compiled without other groups.
+    with when(n < 2), loop(b, first, first + stretch) as column:
+        multiply_tile(column, n_tile, 1)
+    with when(n > 1), loop(b, first, first + stretch) as column:
         multiply_tile(column, n_tile, _ROWS)
     with loop(b, first + stretch * n_tile, last) as column:
         multiply_tile(column, 1, 1)
@@ -253,39 +269,53 @@ def _products(
     of_weight: Lanes,
     rows: Sequence[Value],
     columns: Sequence[Value],
-    k: Value,
+    inputs: tuple[Value, Value],
     prefetched: tuple[Value, Value] | None,
 ) -> list[Value]:
-    """row @ column for each pair of a row and a column, of k numbers each.
+    """row @ column for each pair of a row and a column.
 
     Args:
+        inputs: the first input, a multiple of the lanes, and the last + 1.
         prefetched: where prefetching starts, counted from the start of each column, and by how many
             numbers it advances with each vector; None for no prefetching.
     """
-    b, element = k.b, lanes.vector.element
-    totals = [Variable(Value(b, element(-0.0))) for _ in rows for _ in columns]
-    start, share = prefetched or (k, k)
-    ahead = Variable(start)
+    first, stop = inputs
+    b, width = stop.b, lanes.width
+    sums = [Variable(lanes.constant(b, 0)) for _ in product(rows, columns)]
+    ahead, share = prefetched or (stop, stop)
+    next_ahead = Variable(ahead)
 
-    def add_products(sums: list[Variable], i: Value, mask: Value | None = None) -> None:
+    def add_products(i: Value, mask: Value | None = None) -> None:
         of_rows = [lanes.load(row + i, mask) for row in rows]
         of_columns = [of_weight.load(column + i, mask) for column in columns]
         for total, (one, other) in zip(sums, product(of_rows, of_columns), strict=True):
             total.value = fma(one, other, total.value)
 
-    whole = k & -lanes.width
-    mask = lanes.first(k - whole)
-    with loop(b, 0, k, SUMMED_INPUTS) as first:
-        sums = [Variable(lanes.constant(b, 0)) for _ in totals]
-        stop = smaller(first + SUMMED_INPUTS, k)
-        with loop(b, first, smaller(stop, whole), lanes.width) as i:
-            if prefetched is not None:
-                for column in columns:
-                    (column + ahead.value).prefetch(cache=2)
-                ahead.value += share
-            add_products(sums, i)
-        with loop(b, larger(first, whole), stop, lanes.width) as i:
-            add_products(sums, i, mask)
-        for total, own in zip(totals, sums, strict=True):
-            total.value += lanes.reduce(add, own.value)
-    return [total.value for total in totals]
+    def add_vector(i: Value) -> None:
+        if prefetched is not None:
+            for column in columns:
+                (column + next_ahead.value).prefetch(cache=2)
+            next_ahead.value += share
+        add_products(i)
+
+    whole = stop & -width
+    paired = whole - ((whole - first) & width)
+    with loop(b, first, paired, 2 * width) as i:  # LLVM does not unroll this loop
+        add_vector(i)
+        add_vector(i + width)
+    with loop(b, paired, whole, width) as i:
+        add_vector(i)
+    with loop(b, whole, stop, width) as i:
+        add_products(i, lanes.first(stop - whole))
+    return [number for total in _reduced(lanes, sums) for number in total.lanes()]
+
+
+def _reduced(lanes: Lanes, vectors: Sequence[Variable]) -> list[Value]:
+    """The sum of each vector's lanes: a vector of sums for each W vectors, and the others singly.
+
+    W sums at once take a third of the instructions of W calls of `Lanes.reduce`, with its bits.
+    """
+    values, width = [vector.value for vector in vectors], lanes.width
+    n_whole = len(values) // width * width
+    wholes = [reduced(values[start : start + width]) for start in range(0, n_whole, width)]
+    return wholes + [lanes.reduce(add, value) for value in values[n_whole:]]

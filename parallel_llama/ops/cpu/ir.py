@@ -133,6 +133,17 @@ class Value:
         """Shifts an integer right by n bits and keeps its sign."""
         return Value(self.b, self.b.ashr(self.raw, self.like(n).raw))
 
+    def lane(self, number: "int | Value") -> "Value":
+        """One number of a vector."""
+        place = number.raw if isinstance(number, Value) else I32(number)
+        return Value(self.b, self.b.extract_element(self.raw, place))
+
+    def lanes(self) -> "list[Value]":
+        """All numbers of a vector; for a number, the number itself."""
+        if not isinstance(self.raw.type, ir.VectorType):
+            return [self]
+        return [self.lane(number) for number in range(self.raw.type.count)]
+
     def bits_as(self, type_: ir.Type) -> "Value":
         return Value(self.b, self.b.bitcast(self.raw, type_))
 
@@ -221,7 +232,7 @@ class Lanes:
         while half:
             x = combine(x, shuffle(x, [(lane + half) % self.width for lane in range(self.width)]))
             half //= 2
-        return Value(x.b, x.b.extract_element(x.raw, I32(0)))
+        return x.lane(0)
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _RouteArguments[
             number, score = _argmax(own, n_experts)
             (args.experts + row * n_active)[place] = number
             own[number] = score.like(nan)  # comparisons with NaN are false
-            weight = _first(exp(lanes, lanes.splat(score - best))) / total
+            weight = exp(lanes, lanes.splat(score - best)).lane(0) / total
             own_weights[place] = weight
             kept.value += weight
         divisor = where(args.normed > 0, kept.value, kept.value.like(1))
@@ -294,11 +294,6 @@ def _argmax(scores: Value, n: Value) -> tuple[Value, Value]:
         number.value = where(is_better, i, number.value)
         score.value = where(is_better, scores[i], score.value)
     return number.value, score.value
-
-
-def _first(x: Value) -> Value:
-    """The first lane of a vector."""
-    return Value(x.b, x.b.extract_element(x.raw, ir.IntType(32)(0)))
 
 
 def _routes(b: ir.IRBuilder, _: Thread, args: _RoutesArguments[Value]) -> None:
