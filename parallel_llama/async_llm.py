@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Thread
 
 import torch
@@ -130,7 +131,7 @@ class AsyncLLM:
         self._require_open()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         line, self._n_submitted = self._n_submitted, self._n_submitted + 1
-        make = self._llm.input_processor.request
+        make = partial(self._llm.input_processor.request, is_interactive=True)
         request = await asyncio.get_running_loop().run_in_executor(
             self._input_thread, make, line, prompt, params, None, adapter
         )

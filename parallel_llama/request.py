@@ -296,7 +296,8 @@ class Request:
     """A tokenised prompt and its resolved parameters, the same on all ranks.
 
     `bad_ids` are the token ids of each spelling of the bad words; `adapter` is the name of a LoRA
-    adapter, None for the model without one.
+    adapter, None for the model without one. `is_interactive` says that a client waits for the first
+    token: a short request then goes before long prompts, which lowers the throughput.
     """
 
     index: int
@@ -306,6 +307,7 @@ class Request:
     stop_ids: frozenset[int]
     bad_ids: tuple[tuple[int, ...], ...] = ()
     adapter: str | None = None
+    is_interactive: bool = False
 
     def __post_init__(self) -> None:
         if self.index < 0:

@@ -157,9 +157,9 @@ async def test_a_late_answer_ends_with_what_it_has(llm):
 async def test_the_time_in_which_a_prompt_becomes_tokens_counts(llm, monkeypatch):
     original = llm.input_processor.request
 
-    def request(*args: object) -> object:
+    def request(*args: object, **settings: object) -> object:
         time.sleep(0.1)
-        return original(*args)
+        return original(*args, **settings)
 
     monkeypatch.setattr(llm.input_processor, "request", request)
     async with serving(llm) as engine:
@@ -188,7 +188,7 @@ async def test_prompts_become_tokens_outside_the_event_loop(llm, monkeypatch):
     monkeypatch.setattr(
         llm.input_processor,
         "request",
-        lambda *args: seen.append(threading.get_ident()) or original(*args),
+        lambda *args, **more: seen.append(threading.get_ident()) or original(*args, **more),
     )
     async with serving(llm) as engine:
         await engine.generate(["Hello", "you"], PARAMS)

@@ -266,6 +266,8 @@ class InputProcessor:
         params: SamplingParams | None = None,
         run_seed: int | None = None,
         adapter: str | None = None,
+        *,
+        is_interactive: bool = False,
     ) -> Request:
         """The request for one prompt; without a seed, it gets one from `run_seed` and `index`.
 
@@ -301,6 +303,7 @@ class InputProcessor:
             resolve_stop_ids(params, self._eos_ids),
             self._spellings(params.bad_words),
             adapter,
+            is_interactive,
         )
 
     def chats(

@@ -35,8 +35,8 @@ MAX_RUNNING = 256
 # 1.6 times as long for a prompt of 500 tokens.
 SCORED_TOKEN_WORK = 2
 
-# A request of at most this fraction of a step's tokens, prompt and completion together, is short:
-# long prompts wait for it, for at most MAX_HELD_STEPS steps in a row.
+# An interactive request is short if prompt and completion together are at most this fraction of a
+# step's tokens: long prompts wait for it, for at most MAX_HELD_STEPS steps in a row.
 SHORT_FRACTION = 1 / 8
 MAX_HELD_STEPS = 8
 # For this many steps after the last short request, at most SHORT_FRACTION of a step's tokens are
@@ -69,7 +69,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list, repr=False)  # of the full blocks of `tokens`
     # The unfinished sequences of the request, oldest first.
     siblings: list["Sequence"] = field(default_factory=list, repr=False)
-    is_short: bool = False  # by SHORT_FRACTION
+    is_short: bool = False  # by SHORT_FRACTION; only of an interactive request
 
     @property
     def n_prompt(self) -> int:
@@ -207,7 +207,7 @@ class Scheduler:
         if drawn is None:
             drawn = dict.fromkeys(range(request.params.n), ())
         keys = prefix_keys(request.prompt, self.block_size, self._context(request))
-        is_short = _most_tokens(request) <= self.step_tokens * SHORT_FRACTION
+        is_small = _most_tokens(request) <= self.step_tokens * SHORT_FRACTION
         siblings: list[Sequence] = []
         for number, tokens in drawn.items():
             siblings.append(
@@ -218,7 +218,7 @@ class Scheduler:
                     tokens=[*request.prompt, *tokens],
                     keys=keys,
                     siblings=siblings,
-                    is_short=is_short,
+                    is_short=is_small and request.is_interactive,
                 )
             )
         self._n_arrived += len(siblings)

@@ -182,7 +182,8 @@ def _requests(
     requests = []
     for index, prompt in enumerate(prompts):
         try:
-            requests.append(inputs.request(index, prompt, params, adapter=adapter))
+            request = inputs.request(index, prompt, params, adapter=adapter, is_interactive=True)
+            requests.append(request)
         except UsageError as error:
             if len(prompts) == 1:
                 raise

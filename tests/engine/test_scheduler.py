@@ -13,10 +13,11 @@ from parallel_llama.errors import UsageError
 from parallel_llama.request import Request, SamplingParams
 
 
-def make_request(prompt: abc.Sequence[int], index: int = 0, **params: object) -> Request:
-    return Request(
-        index, tuple(prompt), SamplingParams(**{"max_tokens": 8, **params}), 0, frozenset()
-    )
+def make_request(
+    prompt: abc.Sequence[int], index: int = 0, *, is_interactive: bool = True, **params: object
+) -> Request:
+    own = SamplingParams(**{"max_tokens": 8, **params})
+    return Request(index, tuple(prompt), own, 0, frozenset(), is_interactive=is_interactive)
 
 
 def salt(request: Request) -> bytes:
@@ -310,6 +311,15 @@ def test_long_prompts_get_on_however_many_short_requests_come():
         )
     held = [0] * MAX_HELD_STEPS
     assert steps[:10] == [*held, 8 - 4, 0] and len(steps) < 1000
+
+
+def test_a_batch_reads_its_long_prompts_in_full_steps_beside_short_requests():
+    """Of `LLM.generate`: 51 steps instead of 9, and 1.5 times as long."""
+    scheduler, model = make(2048, step_tokens=64)
+    scheduler.add(make_request([1] * 400, is_interactive=False))
+    scheduler.add(make_request([7] * 4, 1, is_interactive=False, max_tokens=5))
+    steps = [sum(len(item.tokens) for item in step(scheduler, model)) for _ in range(6)]
+    assert steps == [64] * 6
 
 
 @pytest.mark.slow
