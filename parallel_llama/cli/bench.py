@@ -31,7 +31,7 @@ from parallel_llama.cli.model import (
     check_model,
     in_dtypes,
 )
-from parallel_llama.cli.parsers import output_file, rank_of, token_count, whole
+from parallel_llama.cli.parsers import one_of_many, output_file, token_count, whole
 from parallel_llama.cli.prediction import exchanges
 from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import size, table
@@ -40,6 +40,7 @@ from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
 from parallel_llama.memory import kv_bytes_per_token
 from parallel_llama.parallel.device_choice import choose_device, count_gpus
+from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.plan import make_plan
 from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
@@ -59,7 +60,7 @@ REPEAT: Flag[int] = Flag("repeat", "measured runs, after one warm-up run", whole
 SLICE: Flag[tuple[int, int] | None] = Flag(
     "slice", "time only rank R's shard of N ranks on this device, with random weights (default "
     "seed 0), and model the time of its collectives",
-    rank_of, "R/N",
+    one_of_many("rank", "R", MAX_RANKS), "R/N",
 )  # fmt: skip
 CALIBRATE: Flag[Path | None] = Flag(
     "calibrate", "also measure how fast these CPU ranks read, multiply and exchange, and write it "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from parallel_llama.cli import model, prompts
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.host_checks import warn_of_host
-from parallel_llama.cli.parsers import filled_text
+from parallel_llama.cli.parsers import filled_text, one_of_many
 from parallel_llama.cli.results import ResultFile, check_path, earlier_seed, run_of
 from parallel_llama.cli.sampling_flags import FLAGS, given_sampling, warn_of_idle_filters
 from parallel_llama.cli.session import Meter, closing_line, lead, leads
@@ -32,6 +32,10 @@ INTERRUPTED = 130
 OUTPUT: Flag[str | None] = Flag(
     "output", "write completions to a file, one JSON object per line", filled_text, "FILE",
     subject="output",
+)  # fmt: skip
+PART: Flag[tuple[int, int] | None] = Flag(
+    "part", "complete only part I of N of the prompts: the prompts I, I + N, I + 2 N, ... from 0",
+    one_of_many("part", "I", prompts.MAX_PROMPTS), "I/N", subject="prompts",
 )  # fmt: skip
 RESUME: Flag[bool] = Flag(
     "resume", "continue an interrupted run: generate what is missing in --output", subject="output"
@@ -59,7 +63,9 @@ def prepare(flags: Flags) -> Job:
             lines = prompts.gather(flags)
             run_seed = earlier_seed(path) if resume and path and flags[model.SEED] is None else None
             run_seed = inputs.run_seed() if run_seed is None else run_seed
-            requests = _requests(lines, inputs, given, run_seed, adapter)
+            part, n_parts = flags[PART] or (0, 1)
+            numbers = range(part, len(lines), n_parts)
+            requests = _requests(lines, numbers, inputs, given, run_seed, adapter)
             file = None
             if path is not None:
                 identity = run_of(
@@ -73,8 +79,9 @@ def prepare(flags: Flags) -> Job:
                 )
                 file = ResultFile(path, requests, identity, resume)
                 requests = file.missing(requests)
-        if file is not None and not requests and world()[1] == 1:  # other ranks wait for this one
-            warn(f"{_count(file)}; nothing to do")
+        if not requests and world()[1] == 1:  # other ranks wait for this one
+            what = f"no prompt is in part {part}/{n_parts}" if file is None else _count(file)
+            warn(f"{what}; nothing to do")
             return 0
 
         def work(llm: "LLM") -> int:
@@ -215,18 +222,22 @@ def write_reasoning(text: str) -> None:
 
 def _requests(
     lines: Sequence[prompts.Line],
+    numbers: range,
     inputs: InputProcessor,
     given: Mapping[str, Any],
     run_seed: int,
     adapter: str | None,
 ) -> list[Request]:
-    """A request per line, with the sampling parameters of the line, else the flags, else the model.
+    """The requests of the lines with these numbers.
+
+    Sampling parameters are those of the line, else the flags, else the model.
 
     Raises: UsageError that names the line.
     """
     shared = inputs.sampling_params(**given)
     requests = []
-    for index, line in enumerate(lines):
+    for index in numbers:
+        line = lines[index]
         try:
             own = inputs.sampling_params(**{**given, **line.settings}) if line.settings else shared
             if _has_marks(line, inputs):
@@ -325,7 +336,7 @@ VERB = Verb(
     "Completes prompts.",
     "--prompt TEXT | --prompts FILE.jsonl [flags]",
     (
-        *(*prompts.PROMPT_FLAGS, model.MODEL, model.ADAPTER, *FLAGS, JSON, OUTPUT, RESUME),
+        *(*prompts.PROMPT_FLAGS, model.MODEL, model.ADAPTER, *FLAGS, JSON, PART, OUTPUT, RESUME),
         *(*model.RANKS, model.ELASTIC, model.SPARES, *model.CACHE, *model.LOADING),
     ),
     "parallel-llama generate --chat --prompt 'What is the capital of France?' --nproc 2",

@@ -342,17 +342,24 @@ def count_or_range(text: str) -> list[int]:
     return bounds
 
 
-def rank_of(text: str) -> tuple[int, int]:
-    """A rank and the number of ranks, as R/N.
+def one_of_many(what: str, letter: str, most: int) -> Callable[[str], tuple[int, int]]:
+    """A parser of a number and a count, such as a rank and the number of ranks.
 
-    >>> rank_of("0/8")
+    >>> one_of_many("rank", "R", MAX_RANKS)("0/8")
     (0, 8)
     """
-    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    rank, size = (int(group) for group in match.groups()) if match else (0, 0)
-    if not rank < size <= MAX_RANKS:
-        raise ValueError(f"not R/N, rank R of N such as 0/8; R is 0 to N-1, N at most {MAX_RANKS}")
-    return rank, size
+
+    def parse(text: str) -> tuple[int, int]:
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+        number, count = (int(group) for group in match.groups()) if match else (0, 0)
+        if not number < count <= most:
+            raise ValueError(
+                f"not {letter}/N, {what} {letter} of N such as 0/8; {letter} is 0 to N-1, N at "
+                f"most {most}"
+            )
+        return number, count
+
+    return parse
 
 
 def input_file(text: str) -> str:

@@ -336,6 +336,25 @@ def test_an_interrupted_run_and_its_resumption_are_one_run(run, tmp_path, prompt
     assert sorted_lines(broken) == sorted_lines(whole)
 
 
+def test_the_parts_of_a_file_are_the_answers_of_one_run(run, tmp_path, prompts):
+    """The seed of a prompt comes from its number in the whole file."""
+    argv = ("--prompts", prompts, *SAMPLED, "--dtype", "float64", "--seed", "5")
+    assert run(*argv, "--output", str(tmp_path / "whole.jsonl"))[0] == 0
+    merged = []
+    for part in range(8):
+        path = tmp_path / f"part-{part}.jsonl"
+        code, out, err = run(*argv, "--output", str(path), "--part", f"{part}/8", "--resume")
+        assert (code, out) == (0, "")
+        if part >= 6:
+            assert not path.exists() and "nothing to do" in err
+        else:
+            merged += path.read_text().splitlines()
+    assert sorted(merged) == sorted_lines(tmp_path / "whole.jsonl")
+    code, out, err = run(*argv, "--part", "7/8")
+    assert (code, out) == (0, "") and "no prompt is in part 7/8; nothing to do" in err
+    assert run(*argv, "--part", "8/8")[0] == 2
+
+
 def test_two_runs_without_a_seed_differ_and_either_can_be_repeated(run):
     """Two command lines gave the same text at temperature 1."""
     argv = ("--prompt", "Hi", "--prompt", "Hi", "--temperature", "1.5", "--max-tokens", "9")

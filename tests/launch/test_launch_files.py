@@ -78,6 +78,26 @@ def test_a_slurm_job_gives_the_answer_of_one_rank(cluster, model):
     assert json.loads(together.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
 
 
+@pytest.mark.slow
+def test_the_parts_of_a_job_array_are_the_answers_of_one_run(cluster, model, tmp_path):
+    lines = [{"prompt": "ab"}, {"prompt": "b"}, {"prompt": "abc"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    argv = ["--model", str(model), "--prompts", str(path), "--max-tokens=8", "--seed=3"]
+    script = ["bash", str(LAUNCH / "slurm_array.sh"), str(tmp_path / "answers"), *argv, "--n=2"]
+    for part in range(2):
+        array = {"SLURM_ARRAY_TASK_ID": str(part), "SLURM_ARRAY_TASK_COUNT": "2"}
+        done = subprocess.run(script, env={**cluster, **array}, timeout=LIMIT_S)
+        assert done.returncode == 0
+    whole = subprocess.run(
+        [sys.executable, "-m", "parallel_llama", "generate", *argv, "--n=2", "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    merged = [(tmp_path / f"answers-{part}.jsonl").read_text() for part in range(2)]
+    assert [text.count("\n") for text in merged] == [4, 2]
+    assert sorted("".join(merged).splitlines()) == sorted(whole.stdout.splitlines())
+
+
 def test_a_slurm_job_fails_as_its_command_does(cluster):
     done = batch(cluster, "generate", "--model", "/no/such/model", "--prompt", "a")
     assert done.returncode == 2 and "/no/such/model" in done.stderr
@@ -229,6 +249,12 @@ def test_every_printed_command_has_known_flags_and_existing_files(tmp_path, monk
             words = ["parallel-llama", *argv]
         if words[:2] == ["docker", "run"]:
             words = words[words.index("parallel-llama:0.1.0") :]
+        if "launch/slurm_array.sh" in words:  # the word after it begins the names of the outputs
+            words = [
+                "parallel-llama",
+                "generate",
+                *words[words.index("launch/slurm_array.sh") + 2 :],
+            ]
         if words[0] in ("parallel-llama", "parallel-llama:0.1.0") or "slurm.sh" in line:
             argv = words[2:] if "slurm.sh" in line else words[1:]
             parsed(argv)

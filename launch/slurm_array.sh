@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=parallel-llama
+#SBATCH --array=0-7
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=16
+#SBATCH --requeue
+# Completes a file of prompts in the parts of a job array, numbered from 0. Each part has ranks of
+# its own on one node, and writes OUTPUT-I.jsonl. A task that is started again continues its part.
+# On nodes with GPUs, ask for them (#SBATCH --gpus-per-node=8).
+#
+#   sbatch launch/slurm_array.sh answers --model PATH --prompts prompts.jsonl --nproc 4
+#   cat answers-*.jsonl > answers.jsonl
+set -euo pipefail
+
+output=$1
+shift
+exec parallel-llama generate "$@" --part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" \
+    --output "$output-$SLURM_ARRAY_TASK_ID.jsonl" --resume
