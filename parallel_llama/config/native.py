@@ -26,6 +26,9 @@ _IN_EVERY_VERSION = {"int8", "int8 with minima", "int4", "int4 with minima", "fp
 _KEYS = {"format", "args", "units", "quantised", "scaled"}
 _SCALED = {field.name for field in fields(ScaledFormat)}
 
+# The largest number of rows or columns that share a scale; far beyond every matrix.
+_MAX_SIDE = 1 << 30
+
 # The dtypes of scales by type of number.
 _SCALES = {
     "e4m3": ("F32", "BF16", "F16"),
@@ -114,8 +117,8 @@ def native_scaled(values: Mapping[str, Any], matrices: Collection[str]) -> dict[
             Fields(stated).require_known(_SCALED)
         except (msgspec.ValidationError, UsageError) as error:
             raise UsageError(f"{where}{error}") from error
-        if min(form.block) < 0:
-            raise UsageError(f"{where}block={[*form.block]}: must be at least 1, or 0 for all")
+        if not all(0 <= side <= _MAX_SIDE for side in form.block):
+            raise UsageError(f"{where}block={[*form.block]}: must be 0 for all to {_MAX_SIDE}")
         is_known = form.numbers != "e2m1" or (form.block[0] == 1 and not form.has_zeros)
         if form.scales not in _SCALES[form.numbers] or not is_known:
             raise UsageError(f"{where}{form.name} is not supported; write the folder again")
