@@ -150,6 +150,49 @@ MatrixFormat = DenseFormat | QuantFormat
 
 
 @dataclass(frozen=True)
+class ScaledFormat:
+    """Numbers and scales that a native folder stores, and that are decoded while they are loaded.
+
+    A value is (number - zero point) * scale; with a divisor, it is number * (scale / divisor).
+
+    Args:
+        numbers: the type of the numbers; two e2m1 floats of 4 bits share a byte.
+        block: the rows and columns of a matrix that share a scale; 0 stands for all.
+        scales: the dtype of scales by its name in safetensors files. U8 stands for exponents of
+            powers of two, plus 127; F8_E4M3 for scales with a divisor.
+        has_zeros: whether every scale has a zero point, in the type of the numbers.
+
+    Source: e2m1 and powers of two, OCP Microscaling Formats (MX) Specification 1.0, section 5.
+    """
+
+    numbers: Literal["e4m3", "e2m1", "int8"]
+    block: tuple[int, int]
+    scales: Literal["F32", "BF16", "F16", "F8_E4M3", "U8"]
+    has_zeros: bool = False
+
+    @property
+    def has_divisor(self) -> bool:
+        return self.scales == "F8_E4M3"
+
+    @property
+    def name(self) -> str:
+        height, width = (side or "all" for side in self.block)
+        zeros = " with zero points" if self.has_zeros else ""
+        return f"{self.numbers}{zeros} by {height} x {width} in {self.scales}"
+
+    @property
+    def kind(self) -> str:
+        """What users call the format."""
+        if self.numbers == "e2m1":
+            return "nvfp4" if self.has_divisor else "mxfp4"
+        return "fp8" if self.numbers == "e4m3" else "int8"
+
+
+# The formats of a native folder's quantised weights.
+StoredFormat = QuantFormat | ScaledFormat
+
+
+@dataclass(frozen=True)
 class Precision:
     """The dtype of activations and vectors, and the format of the matrices of layers.
 

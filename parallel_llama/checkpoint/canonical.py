@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
 from parallel_llama.checkpoint.reading import pieces_of, quantised
-from parallel_llama.dtypes import QuantFormat
+from parallel_llama.dtypes import QuantFormat, ScaledFormat, StoredFormat
 from parallel_llama.errors import DamagedWeights
 from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
@@ -82,7 +82,27 @@ class CanonicalQuant(CanonicalTensor):
         return groups
 
 
-# Some rows of a tensor: their values, or the tensors of a `QuantMatrix`.
+class CanonicalScaled(CanonicalTensor):
+    """A weight with numbers and scales as stored; its canonical form is its values in float32."""
+
+    def __init__(self, param: Param, form: ScaledFormat) -> None:
+        super().__init__(param, torch.float32)
+        self.form = form
+
+    def read_rows(self, checkpoint: Checkpoint, rows: range) -> tuple[Tensor, ...]:
+        """Read and hash the next rows.
+
+        Raises: DamagedWeights if they cannot be read, or a scale is NaN or Inf.
+        """
+        block = checkpoint.scaled(self.param, rows, self.form)
+        assert block is not None  # the format is that of the checkpoint
+        step = max(1, ROW_PIECE_VALUES // self.param.shape[1])
+        for start in range(0, len(block.rows), step):
+            self._hasher.update(tensor_bytes(block.some(start, start + step).values()))
+        return block.tensors
+
+
+# Some rows of a tensor: their values, or the tensors of a `QuantMatrix` or a `ScaledBlock`.
 Piece = tuple[Tensor, ...]
 
 
@@ -90,7 +110,7 @@ def canonical_pieces(
     checkpoint: Checkpoint,
     params: Sequence[Param],
     dtypes: Mapping[str, torch.dtype],
-    formats: Mapping[str, QuantFormat],
+    formats: Mapping[str, StoredFormat],
 ) -> Generator[tuple[CanonicalTensor, Piece], None, None]:
     """Yields the rows of one tensor after another in pieces, in `formats` if quantised.
 
@@ -102,6 +122,10 @@ def canonical_pieces(
             tensor = CanonicalTensor(param, dtypes[param.name])
             for rows in _row_pieces(param):
                 yield tensor, (tensor.update(checkpoint.read(param, rows)),)
+        elif isinstance(form, ScaledFormat):
+            scaled_tensor = CanonicalScaled(param, form)
+            for rows in _row_pieces(param):
+                yield scaled_tensor, scaled_tensor.read_rows(checkpoint, rows)
         else:
             quantised_tensor = CanonicalQuant(param, form)
             for rows in _row_pieces(param):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import sliced_shape
-from parallel_llama.dtypes import QuantFormat
+from parallel_llama.checkpoint.scaled import ScaledBlock
+from parallel_llama.dtypes import QuantFormat, ScaledFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import RotaryOrder
@@ -70,6 +71,21 @@ class Checkpoint(ABC):
             return None
         return whole.each(lambda part: self._reordered(part, heads, rows, order))
 
+    def scaled(self, param: Param, rows: range, form: ScaledFormat) -> ScaledBlock | None:
+        """Reads a slice in half-split order with numbers and scales as they are stored.
+
+        Returns: None if the weight is not stored in this format.
+
+        Raises: as `read`.
+        """
+        if self._stored_order == "half" or not is_rotary(param.name):
+            return self._stored_scaled(param, rows, form)
+        heads = self._whole_heads(rows)
+        whole = self._stored_scaled(param, heads, form)
+        if whole is None:
+            return None
+        return whole.each(rows, lambda part: self._reordered(part, heads, rows, "half"))
+
     def _whole_heads(self, rows: range) -> range:
         size = self.args.head_dim
         return range(rows.start // size * size, -(-rows.stop // size) * size)
@@ -81,6 +97,10 @@ class Checkpoint(ABC):
 
     def _stored_quant(self, _: Param, __: range, ___: QuantFormat) -> QuantMatrix | None:
         """As `groups`, in the stored rotary order."""
+        return None
+
+    def _stored_scaled(self, _: Param, __: range, ___: ScaledFormat) -> ScaledBlock | None:
+        """As `scaled`, in the stored rotary order."""
         return None
 
     @abstractmethod

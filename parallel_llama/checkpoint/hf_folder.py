@@ -10,7 +10,13 @@ from torch import Tensor
 from parallel_llama.checkpoint.bitsandbytes import FourBitMatrix, Int8Matrix
 from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
 from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, read_packed
-from parallel_llama.checkpoint.scaled import TYPES, ScaledMatrix, WantedTensors
+from parallel_llama.checkpoint.scaled import (
+    TYPES,
+    ScaledBlock,
+    ScaledMatrix,
+    WantedTensors,
+    joined_rows,
+)
 from parallel_llama.checkpoint.stacked_experts import MXFP4Matrix, read_stacked
 from parallel_llama.checkpoint.tensor_files import (
     HeldTensors,
@@ -36,7 +42,7 @@ from parallel_llama.config.scaled import (
     mxfp4_weights,
     scaled_weights,
 )
-from parallel_llama.dtypes import STORED, QuantFormat
+from parallel_llama.dtypes import STORED, QuantFormat, ScaledFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families import family_of, stored_slices
 from parallel_llama.families.model_args import ModelArgs
@@ -185,7 +191,7 @@ class HFFolder(TensorFiles):
                 [bits.values(block, partial(self._bytes, bits.base)) for block in blocks]
             )
         if (experts := self._mxfp4.get(param.name)) is not None:
-            return experts.values(param, rows, partial(self._numbers, experts))
+            return experts.stored(param, rows, partial(self._numbers, experts)).values()
         if (stored_slice := self._slices[param.name]).count is not None:
             return read_stacked(param, stored_slice, rows, partial(self._plain, stored_slice))
         return super()._stored(param, rows)
@@ -199,6 +205,16 @@ class HFFolder(TensorFiles):
                 blocks = as_blocks(param, stored_slice, rows)
                 return _joined([scaled.quantised(form, block, read) for block in blocks])
         return None
+
+    def _stored_scaled(self, param: Param, rows: range, form: ScaledFormat) -> ScaledBlock | None:
+        if (experts := self._mxfp4.get(param.name)) is not None:
+            return experts.stored(param, rows, partial(self._numbers, experts))
+        if (matrix := self._scaled.get(param.name)) is None or matrix.scheme.is_packed:
+            return None
+        blocks, read = as_blocks(param, matrix.stored_slice, rows), partial(self._numbers, matrix)
+        parts = [matrix.stored(block, read) for block in blocks]
+        parts = [part if part.block == form.block else part.by_row() for part in parts]
+        return joined_rows(parts, range(param.shape[0]) if param.dim else rows)
 
     def _groups(self, param: Param, form: QuantFormat, rows: range) -> QuantMatrix:
         """A slice of a quantised weight; slices of columns must be whole groups of 32."""

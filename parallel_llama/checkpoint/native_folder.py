@@ -15,6 +15,15 @@ The tensors of a quantised matrix are those of `QuantMatrix`, in the same order:
     NAME.mins       [out, n_blocks] float16, in formats with minima
     NAME.factors    [out, in / 32 * n_factors] int8, in formats with factors
 
+Those of a matrix that is decoded while loading (`ScaledFormat`) are the tensors of `ScaledBlock`:
+
+    NAME.integers   [out, in] int8
+    NAME.floats     [out, in] e4m3; or [out, in / 2] uint8 with two e2m1 floats, the first in the
+                    low bits
+    NAME.scales     [row blocks, column blocks]
+    NAME.zeros      as the scales, in the dtype of the numbers, in formats with zero points
+    NAME.divisor    [1] float32, in formats with a divisor
+
 A unit of columns may be smaller than a block of inputs with one scale. Scales and minima are then
 stored block by block, and ranks that share a block both read it.
 
@@ -31,10 +40,17 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory
+from parallel_llama.checkpoint.scaled import ScaledBlock
 from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded
 from parallel_llama.config.native import native_units, native_version
-from parallel_llama.config.quantised import native_formats
-from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED, QuantFormat
+from parallel_llama.config.quantised import native_formats, scaled_of
+from parallel_llama.dtypes import (
+    QUANT_GROUP_SIZE,
+    STORED,
+    QuantFormat,
+    ScaledFormat,
+    StoredFormat,
+)
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
@@ -50,8 +66,8 @@ from parallel_llama.plan import unit_size
 BLOCK_BYTES = 8 << 20
 
 # Suffixes of the tensors of a quantised weight, and their dtypes by the names in the files.
-_SUFFIXES = ".integers", ".floats", ".scales", ".mins", ".factors"
-_BYTE, _PACKED, _FLOAT, _HALF = "I8", "U8", "F8_E4M3", "F16"
+_SUFFIXES = ".integers", ".floats", ".scales", ".mins", ".factors", ".zeros", ".divisor"
+_BYTE, _PACKED, _FLOAT, _HALF, _WIDE = "I8", "U8", "F8_E4M3", "F16", "F32"
 BYTE_DTYPES = {_BYTE: torch.int8, _PACKED: torch.uint8, _FLOAT: torch.float8_e4m3fn}
 
 
@@ -60,8 +76,9 @@ class Part:
     """A tensor of a native folder: a plain weight, or one tensor of a quantised weight.
 
     `param` names the tensor and has its shape, `unit` is its rows or columns per unit, and `n`
-    values stand for every `per` inputs of the weight. Plain weights have any dtype, so `dtype` is
-    None.
+    values stand for every `per` inputs of `height` outputs of the weight. Plain weights have any
+    dtype, so `dtype` is None. `is_packed` is true for integers of less than 8 bits that share
+    bytes.
     """
 
     param: Param
@@ -69,33 +86,40 @@ class Part:
     per: int = 1
     n: int = 1
     dtype: str | None = None
+    height: int = 1
+    is_packed: bool = False
 
     @classmethod
-    def of(cls, weight: Param, unit: int, suffix: str, per: int, n: int, dtype: str) -> "Part":
-        """The tensor with `n` values for every `per` inputs of a matrix.
+    def of(
+        cls,
+        weight: Param,
+        unit: int,
+        suffix: str,
+        per: int,
+        n: int,
+        dtype: str,
+        height: int = 1,
+        is_packed: bool = False,
+    ) -> "Part":
+        """The tensor with `n` values for every `per` inputs of `height` outputs of a matrix.
 
-        If several units share these inputs, they are a unit of the tensor.
+        If several units share these inputs or outputs, they are a unit of the tensor.
         """
         n_rows, n_columns = weight.shape
-        shape = n_rows, -(-n_columns // per) * n
-        own_unit = max(1, unit // per) * n if weight.dim == 1 else unit
-        return cls(replace(weight, name=weight.name + suffix, shape=shape), own_unit, per, n, dtype)
+        shape = -(-n_rows // height), -(-n_columns // per) * n
+        own_unit = max(1, unit // per) * n if weight.dim == 1 else max(1, unit // height)
+        param = replace(weight, name=weight.name + suffix, shape=shape)
+        return cls(param, own_unit, per, n, dtype, height, is_packed)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the file."""
         return stored_shape(self.param, self.unit)
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether these are integers of less than 8 bits that share bytes."""
-        return self.dtype == _PACKED
-
-    def rows(self, of_weight: range) -> range:
-        """Converts rows or columns of the weight, in whole groups, to those of the tensor."""
-        if self.param.dim == 0:
-            return of_weight
-        return range(of_weight.start // self.per * self.n, -(-of_weight.stop // self.per) * self.n)
+    def rows(self, of_weight: range, dim: int) -> range:
+        """Converts rows (dim 0) or columns (dim 1) of the weight to those of the tensor."""
+        per, n = (self.per, self.n) if dim else (self.height, 1)
+        return range(of_weight.start // per * n, -(-of_weight.stop // per) * n)
 
     def unit_spans(self, held: range) -> list[range]:
         """The byte range of each unit, in order, of the tensor in the byte range `held`."""
@@ -117,26 +141,50 @@ class NativeStorage:
     """
 
     units: Mapping[str, int]
-    formats: Mapping[str, QuantFormat]
-    version: int = 2
+    formats: Mapping[str, StoredFormat]
+    version: int = 3
 
     def parts_of(self, param: Param) -> list[Part]:
-        """The tensors of a weight; if quantised, in the order of `QuantMatrix.tensors`."""
+        """The tensors of a weight, in the order of `tensors` of `QuantMatrix` or `ScaledBlock`."""
         # A replicated weight is one unit.
         unit = param.shape[param.dim] if param.axis is None else self.units[param.axis]
         form = self.formats.get(param.name)
         if form is None:
             return [Part(param, unit)]
-        integers, floats, scales, mins, factors = _SUFFIXES
-        parts = [(integers, QUANT_GROUP_SIZE, QUANT_GROUP_SIZE, _BYTE)]
+        if isinstance(form, ScaledFormat):
+            return _scaled_parts(param, unit, form)
+        integers, floats, scales, mins, factors, *_ = _SUFFIXES
+        first = Part.of(param, unit, integers, QUANT_GROUP_SIZE, QUANT_GROUP_SIZE, _BYTE)
         if form.is_float:
-            parts = [(floats, 1, 1, _FLOAT)]
+            first = Part.of(param, unit, floats, 1, 1, _FLOAT)
         elif form.n_bits < 8 and (self.version > 1 or form.n_bits != 5):
-            parts = [(integers, QUANT_GROUP_SIZE, _group_bytes(form), _PACKED)]
-        parts += [(half, form.block, 1, _HALF) for half in (scales, mins)[: 1 + form.has_min]]
+            n_bytes = _group_bytes(form)
+            first = Part.of(
+                param, unit, integers, QUANT_GROUP_SIZE, n_bytes, _PACKED, is_packed=True
+            )
+        parts = [(half, form.block, 1, _HALF) for half in (scales, mins)[: 1 + form.has_min]]
         if form.n_factors:
             parts.append((factors, QUANT_GROUP_SIZE, form.n_factors, _BYTE))
-        return [Part.of(param, unit, *part) for part in parts]
+        return [first, *(Part.of(param, unit, *part) for part in parts)]
+
+
+def _scaled_parts(param: Param, unit: int, form: ScaledFormat) -> list[Part]:
+    """The tensors of a weight in the order of `ScaledBlock.tensors`."""
+    height, width = (side or size for side, size in zip(form.block, param.shape, strict=True))
+    integers, floats, scales, _, _, zeros, divisor = _SUFFIXES
+    number = _BYTE if form.numbers == "int8" else _FLOAT
+    if form.numbers == "e2m1":
+        parts = [Part.of(param, unit, floats, 2, 1, _PACKED)]
+    else:
+        name = integers if form.numbers == "int8" else floats
+        parts = [Part.of(param, unit, name, 1, 1, number)]
+    parts.append(Part.of(param, unit, scales, width, 1, form.scales, height))
+    if form.has_zeros:
+        parts.append(Part.of(param, unit, zeros, width, 1, number, height))
+    if form.has_divisor:
+        alone = Param(param.name + divisor, (1,))
+        parts.append(Part(alone, 1, dtype=_WIDE))
+    return parts
 
 
 def read_storage(files: ModelFiles, args: ModelArgs) -> NativeStorage:
@@ -147,10 +195,10 @@ def read_storage(files: ModelFiles, args: ModelArgs) -> NativeStorage:
     values = read_json_object(files.config)
     with naming(files.config, CheckpointError):
         units = native_units(values, axis_units(args))
-        formats = native_formats(values, args)
-        if formats:
+        quantised, scaled = native_formats(values, args), scaled_of(values, args)
+        if quantised:
             _require_whole_quant_groups(units)
-        return NativeStorage(units, formats, native_version(values))
+        return NativeStorage(units, {**quantised, **scaled}, native_version(values))
 
 
 class NativeFolder(TensorFiles):
@@ -181,11 +229,28 @@ class NativeFolder(TensorFiles):
         if form is None:
             (part,) = self._parts[param.name]
             return self._values(part, rows, param.dim)
+        if isinstance(form, ScaledFormat):
+            return self._scaled_block(param, rows, form).values()
         return decoded(param, rows, partial(self._groups, param, form=form))
 
     def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
         is_stored = self._storage.formats.get(param.name) == form
         return self._groups(param, rows, form) if is_stored else None
+
+    def _stored_scaled(self, param: Param, rows: range, form: ScaledFormat) -> ScaledBlock | None:
+        is_stored = self._storage.formats.get(param.name) == form
+        return self._scaled_block(param, rows, form) if is_stored else None
+
+    def _scaled_block(self, param: Param, rows: range, form: ScaledFormat) -> ScaledBlock:
+        parts, (n_outputs, n_inputs) = self._parts[param.name], param.shape
+        outputs, inputs = (range(n_outputs), rows) if param.dim else (rows, range(n_inputs))
+        numbers, scales, *others = (
+            self._values(part, rows, param.dim) for part in parts if len(part.param.shape) == 2
+        )
+        divisor = self._values(parts[-1], range(1), 0) if form.has_divisor else None
+        names = parts[1].param.name, parts[-1].param.name
+        zeros = others[0] if others else None
+        return ScaledBlock(form.block, outputs, inputs, numbers, scales, names, zeros, divisor)
 
     def _groups(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix:
         """A slice of a quantised weight; slices of columns must be whole groups."""
@@ -200,8 +265,9 @@ class NativeFolder(TensorFiles):
 
     def _values(self, part: Part, rows: range, dim: int) -> Tensor:
         """The part of a tensor for these rows (dim 0) or columns (dim 1) of the weight."""
+        rows = part.rows(rows, dim)
         if is_unit_major(part.param):
-            return self._rows(part, rows) if dim == 0 else self._columns(part, part.rows(rows))
+            return self._rows(part, rows) if dim == 0 else self._columns(part, rows)
         file, tensor = self._held(part.param)
         stored_slice = self._slices[part.param.name]
         return file.values(tensor.offset, dtype_of(tensor.dtype), part.param, stored_slice, rows)

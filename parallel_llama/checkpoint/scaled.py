@@ -19,8 +19,8 @@ Source: compressed-tensors 0.20, its pack_quantized, naive_quantized, nvfp4 and 
 weight_g_idx, its 0.12; transformers 5.24, Fp8Dequantize.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,165 @@ TYPES = {
 _E2M1 = torch.tensor([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
 # The two values in each byte. Shapes: [256, 2].
 _E2M1_PAIRS = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), 1)
+
+
+@dataclass(frozen=True)
+class ScaledBlock:
+    """A block of a matrix, with numbers, scales and zero points as they are stored.
+
+    Args:
+        block: the rows and columns of the matrix that share a scale; 0 stands for all.
+        rows: the rows of the matrix in this block.
+        columns: its columns.
+        numbers: e4m3 floats or int8, [rows, columns]; or e2m1 floats of 4 bits in uint8, two in a
+            byte, [rows, bytes with these columns].
+        scales: floats, or exponents of powers of two plus 127 in uint8: [row blocks, column
+            blocks] that the block touches.
+        names: those of the tensors with the scales and with the divisor, for errors.
+        zeros: zero points, in the dtype of the numbers; shapes as `scales`.
+        divisor: of all scales, [1] float32.
+    """
+
+    block: tuple[int, int]
+    rows: range
+    columns: range
+    numbers: Tensor
+    scales: Tensor
+    names: tuple[str, str]
+    zeros: Tensor | None = None
+    divisor: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The stored tensors; of the scales, zero points and divisor those that begin here.
+
+        So the tensors of consecutive blocks of rows are those of the matrix, one after another.
+        """
+        height = self.block[0] or len(self.rows) + self.rows.start + 1
+        skipped = -(-self.rows.start // height) - self.rows.start // height
+        parts = [self.numbers, self.scales[skipped:]]
+        parts += [] if self.zeros is None else [self.zeros[skipped:]]
+        parts += [] if self.divisor is None else [self.divisor[self.rows.start :]]
+        return tuple(parts)
+
+    def some(self, start: int, stop: int) -> "ScaledBlock":
+        """The rows from the number `start` to `stop` of this block."""
+        rows, height = self.rows[start:stop], self.block[0]
+        held = slice(None)
+        if height:
+            first = self.rows.start // height
+            held = slice(rows.start // height - first, -(-rows.stop // height) - first)
+        return replace(
+            self,
+            rows=rows,
+            numbers=self.numbers[start:stop],
+            scales=self.scales[held],
+            zeros=None if self.zeros is None else self.zeros[held],
+        )
+
+    def by_row(self) -> "ScaledBlock":
+        """The same values with scales and zero points for each row."""
+        height, width = self.block
+        if height < 2:
+            return self
+        of_rows = self._block_of_rows()
+        scales, zeros = (
+            None if each is None else _selected(each, of_rows) for each in (self.scales, self.zeros)
+        )
+        assert scales is not None
+        return replace(self, block=(1, width), scales=scales, zeros=zeros)
+
+    def each(self, rows: range, change: Callable[[Tensor], Tensor]) -> "ScaledBlock":
+        """The block with other rows, to which a function changes the tensors that have rows."""
+        assert self.block[0] < 2
+        if not self.block[0]:
+            return replace(self, rows=rows, numbers=change(self.numbers))
+        zeros = None if self.zeros is None else change(self.zeros)
+        numbers, scales = change(self.numbers), change(self.scales)
+        return replace(self, rows=rows, numbers=numbers, scales=scales, zeros=zeros)
+
+    def values(self) -> Tensor:
+        """Decodes the block.
+
+        Returns: [rows, columns] float32.
+
+        Raises: DamagedWeights if a scale is NaN or Inf.
+        """
+        if self.numbers.dtype == torch.uint8:
+            values = e2m1_values(self.numbers)
+            values = values[:, self.columns.start % 2 :][:, : len(self.columns)].contiguous()
+        else:
+            values = self.numbers.float()
+        if self.zeros is not None:
+            values -= self._spread(self.zeros.float())
+        scales, width = self._wide_scales(), self.block[1]
+        if self.block[0] == 1 and width and not self.columns.start % width:
+            # Scales are not repeated for the whole blocks of columns, which takes half the time.
+            n_whole = len(self.columns) // width
+            whole = values[:, : n_whole * width]
+            whole.view(len(values), n_whole, width).mul_(scales[:, :n_whole, None])
+            values[:, n_whole * width :].mul_(scales[:, n_whole:])
+            return values
+        return values.mul_(self._spread(scales))
+
+    def _wide_scales(self) -> Tensor:
+        """The scales in float32."""
+        name, of_divisor = self.names
+        scales = (
+            self.scales.float()
+            if self.scales.is_floating_point()
+            else powers_of_two(self.scales, name)
+        )
+        if (divisor := self.divisor) is not None:
+            if not torch.isfinite(1 / divisor).all() or not torch.isfinite(divisor).all():
+                raise DamagedWeights(
+                    f"{of_divisor!r:.200} is {divisor.item():g}, which cannot divide scales; the "
+                    "weights are damaged, fetch them again"
+                )
+            scales = scales / divisor
+        return finite_scales(scales, name)
+
+    def _spread(self, numbers: Tensor) -> Tensor:
+        """Repeats scales or zero points for the values of the block.
+
+        Returns: [rows, columns]; a dimension along which they do not differ has size 1.
+        """
+        height, width = self.block
+        if height:
+            numbers = numbers[self._block_of_rows()]
+        if not width:
+            return numbers
+        columns = torch.arange(self.columns.start, self.columns.stop)
+        return numbers[:, columns // width - self.columns.start // width]
+
+    def _block_of_rows(self) -> Tensor:
+        """The block of rows of each row, counted from the first that the block touches."""
+        height = self.block[0]
+        return torch.arange(self.rows.start, self.rows.stop) // height - self.rows.start // height
+
+
+def joined_rows(parts: Sequence[ScaledBlock], rows: range) -> ScaledBlock:
+    """Concatenates blocks with scales by row or for all rows; `rows` are those of the result."""
+    first = parts[0]
+    if len(parts) == 1:
+        return replace(first, rows=rows) if first.block[0] < 2 else first
+    numbers = torch.cat([part.numbers for part in parts])
+    if not first.block[0]:
+        return replace(first, rows=rows, numbers=numbers)
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return replace(
+        first,
+        rows=rows,
+        numbers=numbers,
+        scales=torch.cat([part.scales for part in parts]),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
+
+
+def _selected(numbers: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a matrix, also in dtypes for which torch has no indexing."""
+    bytes_ = numbers.contiguous().view(torch.uint8)
+    return bytes_[rows].view(numbers.dtype)
 
 
 @dataclass(frozen=True)
@@ -123,10 +282,10 @@ class ScaledMatrix:
 
         Raises: DamagedWeights if a scale is NaN or Inf.
         """
+        if not self.scheme.is_packed and not self.scheme.any_order:
+            return self.stored(block, read).values()
         scales, groups = self._scales(block, read), self._groups(block, read)
-        if self.scheme.is_fp4:
-            values = self._fp4(block, read)
-        elif self.scheme.is_packed:
+        if self.scheme.is_packed:
             values = self._integers(block, read).float()
             values -= self._spread(block, self._packed_zeros(block, read).float(), groups)
         else:
@@ -140,6 +299,29 @@ class ScaledMatrix:
         # product has one if the scale is negative.
         form = stored_form(self.scheme, self.stored_slice.shape[1])
         return values.add_(0.0) if form is not None and form.has_min else values
+
+    def stored(self, block: MatrixBlock, read: Read) -> ScaledBlock:
+        """A block of a matrix with numbers and scales as stored: not packed, groups in order."""
+        scheme, n_inputs, columns = self.scheme, self.stored_slice.shape[1], block.columns
+        if scheme.is_fp4:
+            pairs = range(columns.start // 2, -(-columns.stop // 2))
+            numbers = read("weight_packed", -(-n_inputs // 2), block.rows, pairs)
+        else:
+            numbers = read("weight", n_inputs, block.rows, columns)
+        zeros = self._by_block(block, "weight_zero_point", read) if scheme.has_zeros else None
+        divisor = None
+        if scheme.has_global_scale:
+            divisor = read("weight_global_scale", 1, range(1), range(1))[0]
+        return ScaledBlock(
+            scheme.block,
+            block.rows,
+            columns,
+            numbers,
+            self._by_block(block, scheme.scale, read),
+            (self.base + scheme.scale, self.base + "weight_global_scale"),
+            zeros,
+            divisor,
+        )
 
     def quantised(self, form: QuantFormat, block: MatrixBlock, read: Read) -> QuantMatrix:
         """A block of the matrix with its integers as stored, in the format that `stored_form` gave.
@@ -176,24 +358,8 @@ class ScaledMatrix:
 
     def _scales(self, block: MatrixBlock, read: Read) -> Tensor:
         """The scales of a block of the matrix. Shapes: [row blocks, column blocks] float32."""
-        scales = self._by_block(block, self.scheme.scale, read)
-        name = self.base + self.scheme.scale
-        scales = scales.float() if scales.is_floating_point() else powers_of_two(scales, name)
-        if self.scheme.has_global_scale:
-            scales = scales / self._global_scale(read)
-        if not torch.isfinite(scales).all():
-            raise damaged_scale(name)
-        return scales
-
-    def _global_scale(self, read: Read) -> Tensor:
-        """The divisor of all scales. Shapes: [1, 1] float32."""
-        scale = read("weight_global_scale", 1, range(1), range(1))
-        if not torch.isfinite(1 / scale).all() or not torch.isfinite(scale).all():
-            raise DamagedWeights(
-                f"{self.base + 'weight_global_scale'!r:.200} is {scale.item():g}, which cannot "
-                "divide scales; the weights are damaged, fetch them again"
-            )
-        return scale
+        scales = self._by_block(block, self.scheme.scale, read).float()
+        return finite_scales(scales, self.base + self.scheme.scale)
 
     def _by_block(self, block: MatrixBlock, end: str, read: Read) -> Tensor:
         rows, columns = self._blocks(block)
@@ -229,14 +395,6 @@ class ScaledMatrix:
             first = block.rows.start // height
             numbers = numbers[torch.arange(block.rows.start, block.rows.stop) // height - first]
         return numbers if groups is None else numbers[:, groups]
-
-    def _fp4(self, block: MatrixBlock, read: Read) -> Tensor:
-        """The floats of a block of the matrix. Shapes: [rows, columns] float32."""
-        columns, n_bytes = block.columns, -(-self.stored_slice.shape[1] // 2)
-        held = range(columns.start // 2, -(-columns.stop // 2))
-        pairs = read("weight_packed", n_bytes, block.rows, held)
-        values = e2m1_values(pairs)
-        return values[:, columns.start - 2 * held.start :][:, : len(columns)].contiguous()
 
     def _integers(self, block: MatrixBlock, read: Read) -> Tensor:
         """The packed integers of a block of the matrix, unsigned. Shapes: [rows, columns] uint8."""
@@ -290,6 +448,16 @@ def powers_of_two(exponents: Tensor, name: str) -> Tensor:
     bits = exponents.int() << 23
     bits[exponents == 0] = 1 << 22  # 2 ** -127 is subnormal
     return bits.view(torch.float32)
+
+
+def finite_scales(scales: Tensor, name: str) -> Tensor:
+    """The scales of the tensor with this name.
+
+    Raises: DamagedWeights if one is NaN or Inf.
+    """
+    if not torch.isfinite(scales).all():
+        raise damaged_scale(name)
+    return scales
 
 
 def damaged_scale(name: str) -> DamagedWeights:

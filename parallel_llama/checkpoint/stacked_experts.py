@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel_llama.checkpoint.scaled import Read, WantedTensors, e2m1_values, powers_of_two
+from parallel_llama.checkpoint.scaled import Read, ScaledBlock, WantedTensors
 from parallel_llama.config.scaled import MXFP4_BLOCKS, MXFP4_INPUTS, MXFP4_SCALES
 from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.families.weights import Param
@@ -70,27 +70,19 @@ class MXFP4Matrix:
             MXFP4_SCALES: (("U8", "F8_E8M0"), [scales]),
         }
 
-    def values(self, param: Param, rows: range, read: Read) -> Tensor:
-        """Decodes a slice of the matrix; `rows` along `param.dim`.
-
-        Returns: float32 values.
-
-        Raises: DamagedWeights if a scale is NaN.
-        """
+    def stored(self, param: Param, rows: range, read: Read) -> ScaledBlock:
+        """A slice of the matrix with floats and scales as stored; `rows` along `param.dim`."""
         stored_slice = self.stored_slice
         outputs, inputs = _block(param, rows)
         n_blocks = stored_slice.matrix_shape[-1] // MXFP4_INPUTS
         blocks = range(inputs.start // MXFP4_INPUTS, -(-inputs.stop // MXFP4_INPUTS))
         held, step = _covering(stored_slice, outputs), stored_slice.step
-        half = MXFP4_INPUTS // 2
-        in_bytes = range(blocks.start * half, blocks.stop * half)
-        pairs = read(MXFP4_BLOCKS, n_blocks * half, held, in_bytes)[::step].contiguous()
+        in_bytes = range(inputs.start // 2, -(-inputs.stop // 2))
+        row_bytes = n_blocks * MXFP4_INPUTS // 2
+        pairs = read(MXFP4_BLOCKS, row_bytes, held, in_bytes)[::step].contiguous()
         exponents = read(MXFP4_SCALES, n_blocks, held, blocks)[::step].contiguous()
-        scales = powers_of_two(exponents, self.base + MXFP4_SCALES)
-        values = e2m1_values(pairs).view(len(outputs), len(blocks), MXFP4_INPUTS)
-        values = values.mul_(scales[..., None]).flatten(1)
-        skipped = inputs.start - blocks.start * MXFP4_INPUTS
-        return values[:, skipped:][:, : len(inputs)].contiguous()
+        names = self.base + MXFP4_SCALES, ""
+        return ScaledBlock((1, MXFP4_INPUTS), outputs, inputs, pairs, exponents, names)
 
 
 def _block(param: Param, rows: range) -> tuple[range, range]:

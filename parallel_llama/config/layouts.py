@@ -19,9 +19,12 @@ from parallel_llama.config.quantised import (
     hf_decoded_types,
     hf_formats,
     hf_not_applied,
+    hf_scaled_formats,
+    native_decoded_types,
     native_folder_formats,
+    native_folder_scaled,
 )
-from parallel_llama.dtypes import GGUF_QUANTS, MatrixFormat, why_unquantised
+from parallel_llama.dtypes import GGUF_QUANTS, MatrixFormat, ScaledFormat, why_unquantised
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.fields import naming, read_json_object
@@ -41,6 +44,8 @@ class FileLayout:
         formats: reads the formats of quantised matrices, by Meta's names; none by default.
         decoded_types: reads the types of quantised matrices that can only be decoded; none by
             default.
+        scaled: reads the formats of matrices that are decoded while loading, and that a native
+            folder stores as they are, by Meta's names; none by default.
         not_applied: reads what the files quantise besides weights (activations, the KV cache) and
             the model computes without rounding; nothing by default.
     """
@@ -49,6 +54,7 @@ class FileLayout:
     defaults: Callable[[ModelFiles], GenerationDefaults] = lambda _: GenerationDefaults()
     formats: Callable[[ModelFiles, ModelArgs], dict[str, MatrixFormat]] = lambda *_: {}
     decoded_types: Callable[[ModelFiles, ModelArgs], list[str]] = lambda *_: []
+    scaled: Callable[[ModelFiles, ModelArgs], dict[str, ScaledFormat]] = lambda *_: {}
     not_applied: Callable[[ModelFiles], tuple[str, ...]] = lambda _: ()
 
 
@@ -79,6 +85,16 @@ def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat
     Raises: CheckpointError if a file is damaged.
     """
     return LAYOUTS[files.kind].formats(files, args)
+
+
+def scaled_formats(files: ModelFiles, args: ModelArgs) -> dict[str, ScaledFormat]:
+    """The formats of matrices that are decoded while loading and that a native folder can store.
+
+    Returns: the formats by Meta's names.
+
+    Raises: CheckpointError if a file is damaged.
+    """
+    return LAYOUTS[files.kind].scaled(files, args)
 
 
 def default_dtype(files: ModelFiles, args: ModelArgs, device: str) -> str:
@@ -127,7 +143,9 @@ def why_decoded(
         return f"{files.path.name}: quantised matrices are decoded to {dtype}: {why}"
     if types := LAYOUTS[files.kind].decoded_types(files, args):
         stays = f"only {', '.join(GGUF_QUANTS)} stay as stored"
-        if files.kind == "hf":
+        if files.kind == "native":
+            stays = "native folders store them as they are, and products need the decoded values"
+        elif files.kind == "hf":
             stays = (
                 "only 4-bit GPTQ and AWQ in consecutive groups of 32, 64 or 128, and integers "
                 "with 16-bit scales and no zero points (4-bit groups may have them) stay as stored"
@@ -196,11 +214,16 @@ LAYOUTS = {
         folder_defaults,
         hf_formats,
         hf_decoded_types,
+        hf_scaled_formats,
         hf_not_applied,
     ),
     "meta": FileLayout(_meta_args, folder_defaults),
     "native": FileLayout(
-        partial(_json_args, args_from_native), folder_defaults, native_folder_formats
+        partial(_json_args, args_from_native),
+        folder_defaults,
+        native_folder_formats,
+        native_decoded_types,
+        native_folder_scaled,
     ),
     "gguf": FileLayout(_gguf_args, gguf_defaults, gguf_formats, decoded_types),
     "config": FileLayout(_shape_args),

@@ -6,40 +6,66 @@ from typing import Any
 
 import msgspec
 
-from parallel_llama.dtypes import QuantFormat
+from parallel_llama.dtypes import QuantFormat, ScaledFormat, StoredFormat
 from parallel_llama.errors import UsageError, listed
 from parallel_llama.families import FAMILIES
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, features_of
 from parallel_llama.files.fields import Fields
 
 # The versions of native folders, by the names that native.json gives them.
-VERSIONS = {"parallel_llama native 1": 1, "parallel_llama native 2": 2}
+VERSIONS = {
+    "parallel_llama native 1": 1,
+    "parallel_llama native 2": 2,
+    "parallel_llama native 3": 3,
+}
 
-# The formats that all versions store alike. Version 2 packs 5-bit integers, and has all others.
+# The formats that all versions store alike. Version 2 packs 5-bit integers, and has all others of
+# QuantFormat; version 3 has those of ScaledFormat as well.
 _IN_EVERY_VERSION = {"int8", "int8 with minima", "int4", "int4 with minima", "fp8"}
 
-_KEYS = {"format", "args", "units", "quantised"}
+_KEYS = {"format", "args", "units", "quantised", "scaled"}
+_SCALED = {field.name for field in fields(ScaledFormat)}
+
+# The largest number of rows or columns that share a scale; far beyond every matrix.
+_MAX_SIDE = 1 << 30
+
+# The dtypes of scales by type of number.
+_SCALES = {
+    "e4m3": ("F32", "BF16", "F16"),
+    "int8": ("F32", "BF16", "F16"),
+    "e2m1": ("U8", "F8_E4M3"),
+}
 _ARGS = {field.name: field.default for field in fields(ModelArgs)}
 _SCALING = {field.name for field in fields(RopeScaling)}
 
 
 def native_config(
-    args: ModelArgs, units: Mapping[str, int], formats: Mapping[str, QuantFormat] | None = None
+    args: ModelArgs, units: Mapping[str, int], formats: Mapping[str, StoredFormat] | None = None
 ) -> dict[str, Any]:
     """The content of native.json, with rows or columns per unit of each axis.
 
-    `formats` are those of the quantised weights, each one of `quantised.NATIVE_QUANTS`. The content
-    states the first version with these formats.
+    `formats` are those of the quantised weights, each a `ScaledFormat` or one of
+    `quantised.NATIVE_QUANTS`. The content states the first version with these formats.
     """
     features = features_of(args)
     common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file
     stated = asdict(args)
     own = {name: stated[name] for name in stated if name in common or name in features}
-    names = {weight: form.name for weight, form in (formats or {}).items()}
-    quantised = {"quantised": names} if names else {}
-    first, latest = VERSIONS
-    version = first if _IN_EVERY_VERSION.issuperset(names.values()) else latest
-    return {"format": version, "args": own, "units": dict(units), **quantised}
+    names, scaled = {}, {}
+    for weight, form in (formats or {}).items():
+        if isinstance(form, QuantFormat):
+            names[weight] = form.name
+        else:
+            scaled[weight] = asdict(form)
+    first, second, third = VERSIONS
+    version = first if _IN_EVERY_VERSION.issuperset(names.values()) else second
+    stated_formats = {"quantised": names, "scaled": scaled}
+    return {
+        "format": third if scaled else version,
+        "args": own,
+        "units": dict(units),
+        **{key: each for key, each in stated_formats.items() if each},
+    }
 
 
 def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
@@ -72,6 +98,32 @@ def native_version(values: Mapping[str, Any]) -> int:
             f"the format {name[:80]!r} is not supported; {listed(map(repr, VERSIONS))} are"
         )
     return VERSIONS[name]
+
+
+def native_scaled(values: Mapping[str, Any], matrices: Collection[str]) -> dict[str, ScaledFormat]:
+    """The formats of the scaled weights that native.json states, by Meta's names.
+
+    `matrices` are the names of the model's matrices.
+
+    Raises: UsageError for a name that is not a matrix, or a format that does not exist.
+    """
+    found = {}
+    for name, stated in Fields(values).mapping("scaled").items():
+        where = f"scaled: {name[:80]!r}: "
+        if name not in matrices:
+            raise UsageError(f"{where}not a matrix of the model")
+        try:
+            form = msgspec.convert(stated, ScaledFormat)
+            Fields(stated).require_known(_SCALED)
+        except (msgspec.ValidationError, UsageError) as error:
+            raise UsageError(f"{where}{error}") from error
+        if not all(0 <= side <= _MAX_SIDE for side in form.block):
+            raise UsageError(f"{where}block={[*form.block]}: must be 0 for all to {_MAX_SIDE}")
+        is_known = form.numbers != "e2m1" or (form.block[0] == 1 and not form.has_zeros)
+        if form.scales not in _SCALES[form.numbers] or not is_known:
+            raise UsageError(f"{where}{form.name} is not supported; write the folder again")
+        found[name] = form
+    return found
 
 
 def native_units(values: Mapping[str, Any], axes: Collection[str]) -> dict[str, int]:

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel_llama.config.bitsandbytes import BitsAndBytes, bitsandbytes_of, bitsandbytes_types
+from parallel_llama.config.native import native_scaled
 from parallel_llama.config.scaled import (
     METHODS,
+    MXFP4_INPUTS,
     Scheme,
     Schemes,
     mxfp4_weights,
+    scaled_format,
     scaled_weights,
     schemes_of,
 )
@@ -26,6 +29,7 @@ from parallel_llama.dtypes import (
     STORED,
     MatrixFormat,
     QuantFormat,
+    ScaledFormat,
 )
 from parallel_llama.errors import CheckpointError, UsageError, listed
 from parallel_llama.families import family_of, parameters, stored_slices
@@ -140,6 +144,36 @@ def native_folder_formats(files: ModelFiles, args: ModelArgs) -> dict[str, Matri
         return {**native_formats(values, args)}
 
 
+def native_folder_scaled(files: ModelFiles, args: ModelArgs) -> dict[str, ScaledFormat]:
+    """The formats of a native folder's matrices that are decoded while loading, by Meta's names.
+
+    Raises: CheckpointError if native.json is damaged.
+    """
+    values = read_json_object(files.config)
+    with naming(files.config, CheckpointError):
+        return scaled_of(values, args)
+
+
+def native_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
+    """The types of a native folder's matrices that are decoded while loading, sorted.
+
+    Raises: CheckpointError if native.json is damaged.
+    """
+    return sorted({form.kind for form in native_folder_scaled(files, args).values()})
+
+
+def scaled_of(values: Mapping[str, Any], args: ModelArgs) -> dict[str, ScaledFormat]:
+    """The formats of scaled weights that native.json states, by Meta's names.
+
+    Raises: UsageError as `native_scaled`, and for a matrix that `quantised` has too.
+    """
+    matrices = [p.name for p in parameters(args) if p.kind != "vector" and len(p.shape) == 2]
+    found = native_scaled(values, matrices)
+    if twice := [repr(name) for name in Fields(values).mapping("quantised") if name in found]:
+        raise UsageError(f"quantised and scaled: both have {listed(twice)}; write the folder again")
+    return found
+
+
 def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, QuantFormat]:
     """The formats that native.json states, by Meta's names.
 
@@ -178,6 +212,33 @@ def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
         forms, _ = _scaled_forms(packing, files, args)
         return dict(forms)
     return {}
+
+
+def hf_scaled_formats(files: ModelFiles, args: ModelArgs) -> dict[str, ScaledFormat]:
+    """The formats of an HF folder's matrices that a native folder stores as they are.
+
+    Matrices that run as stored are not among them.
+
+    Returns: the formats by Meta's names.
+
+    Raises: CheckpointError as `hf_packing`, or if a file is damaged.
+    """
+    packing = hf_packing(files)
+    if not isinstance(packing, Schemes):
+        return {}
+    slices, held = stored_slices(args, "hf"), _held(files, args)
+    _, decoded = _scaled_forms(packing, files, args)
+    found = {}
+    for param in parameters(args):
+        if (scheme := decoded.get(param.name)) is not None:
+            stored_slice = slices[param.name]
+            scale = held.get(stored_slice.name.removesuffix("weight") + scheme.scale)
+            if scale and (form := scaled_format(param, scheme, stored_slice, args, scale)):
+                found[param.name] = form
+    if packing.method == "mxfp4":
+        mxfp4 = ScaledFormat("e2m1", (1, MXFP4_INPUTS), "U8")
+        found |= dict.fromkeys(mxfp4_weights(args, held), mxfp4)
+    return found
 
 
 def hf_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:

@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel_llama.config.patterns import compiled_pattern
+from parallel_llama.dtypes import ScaledFormat
 from parallel_llama.errors import CheckpointError, UsageError, listed
-from parallel_llama.families import parameters, stored_slices
+from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.stored_slices import StoredSlice
+from parallel_llama.families.weights import Param
 from parallel_llama.files.fields import Fields, shown
 from parallel_llama.files.safetensors_header import FileTensor
 
@@ -188,6 +191,45 @@ def mxfp4_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
             )
         found.append(param.name)
     return found
+
+
+# The dtypes of scales in HF folders, by the names that `ScaledFormat` has for them.
+_SCALES: dict[str, Any] = {
+    **{name: name for name in ("F32", "BF16", "F16", "F8_E4M3", "U8")},
+    "F8_E8M0": "U8",
+}
+
+
+def scaled_format(
+    param: Param, scheme: Scheme, stored_slice: StoredSlice, args: ModelArgs, scale: FileTensor
+) -> ScaledFormat | None:
+    """The format in which a native folder stores an HF folder's matrix as it is.
+
+    Args:
+        stored_slice: where the HF folder stores the matrix.
+        scale: the tensor with its scales.
+
+    Returns: None if the matrix must be decoded.
+    """
+    if scheme.is_packed or scheme.any_order or scale.dtype not in _SCALES:
+        return None
+    numbers: Any = "e2m1" if scheme.is_fp4 else "e4m3" if scheme.is_float else "int8"
+    height, width = scheme.block
+    if height > 1 and not _has_own_blocks(param, stored_slice, args, height):
+        height = 1
+    return ScaledFormat(numbers, (height, width), _SCALES[scale.dtype], scheme.has_zeros)
+
+
+def _has_own_blocks(param: Param, stored_slice: StoredSlice, args: ModelArgs, height: int) -> bool:
+    """Whether blocks of `height` rows of the stored tensor are blocks of rows of the matrix.
+
+    Rotary orders other than half-split move rows of a head, and a tensor with several weights may
+    have blocks that begin in one weight and end in another.
+    """
+    is_moved = param.axis in ("heads", "kv_heads") and param.dim == 0
+    is_in_order = not is_moved or family_of(args).rotary_order["hf"] == "half"
+    is_one_run = stored_slice.run == param.shape[0]
+    return is_in_order and is_one_run and stored_slice.first % height == 0
 
 
 def _compressed_tensors(stated: Fields) -> Schemes:

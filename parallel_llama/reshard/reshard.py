@@ -32,7 +32,7 @@ from parallel_llama.checkpoint.meta_folder import (
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config.adapter import Adapter, load_adapter
 from parallel_llama.config.layouts import load_generation_defaults, load_model_args
-from parallel_llama.dtypes import STORED, QuantFormat
+from parallel_llama.dtypes import STORED, QuantFormat, ScaledFormat, StoredFormat
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
@@ -107,7 +107,8 @@ def reshard(
     adapter = None if merge_adapter is None else load_adapter(merge_adapter, args)
     check_parts(layout, args, n_parts)
     formats = target_formats(source, args, layout, quant, dtype, adapter)
-    has_dtype = dtype is not None or kept_quant(source, args) == "none"
+    is_scaled = any(isinstance(form, ScaledFormat) for form in formats.values())
+    has_dtype = dtype is not None or (kept_quant(source, args) == "none" and not is_scaled)
     with closing(open_checkpoint(source, args, ReusedMemory().empty)) as base:
         base.check(args)
         dtypes = {p.name: base.read(p, range(0)).dtype for p in parameters(args)}
@@ -122,7 +123,8 @@ def reshard(
             args = replace(args, dtype=_dtype_of_matrices(args, dtypes))
         if layout == "gguf":
             copies = copies_tensors(source, quant, dtype)
-            job = _gguf_job(source, args, checkpoint, target, dtypes, formats, quant, copies)
+            quantised = {n: form for n, form in formats.items() if isinstance(form, QuantFormat)}
+            job = _gguf_job(source, args, checkpoint, target, dtypes, quantised, quant, copies)
         else:
             job = _folder_job(source, args, checkpoint, target, layout, n_parts, dtypes, formats)
         job = replace(job, adapter=adapter)
@@ -138,7 +140,7 @@ def _folder_job(
     layout: TargetKind,
     n_parts: int,
     dtypes: Mapping[str, torch.dtype],
-    formats: Mapping[str, QuantFormat],
+    formats: Mapping[str, StoredFormat],
 ) -> "ReshardJob":
     """The conversion into a folder of `n_parts` files of weights."""
     defaults, variants = load_generation_defaults(source), norm_variants(source)
@@ -203,7 +205,7 @@ class ReshardJob:
     layout: Layout
     target: Path
     dtypes: Mapping[str, torch.dtype]
-    formats: Mapping[str, QuantFormat]
+    formats: Mapping[str, StoredFormat]
     small: Mapping[str, bytes]
     pieces: Callable[[Sequence[Param]], Pieces]
     adapter: Adapter | None = None

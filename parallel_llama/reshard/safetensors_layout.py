@@ -25,7 +25,7 @@ from parallel_llama.checkpoint.native_folder import (
 from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf import hf_config
 from parallel_llama.config.native import native_config
-from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED_NAMES, QuantFormat
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED_NAMES, QuantFormat, StoredFormat
 from parallel_llama.errors import UsageError
 from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
@@ -175,10 +175,12 @@ class NativeLayout(SafetensorsLayout):
         args: ModelArgs,
         dtypes: Mapping[str, torch.dtype],
         n_parts: int,
-        formats: Mapping[str, QuantFormat] | None = None,
+        formats: Mapping[str, StoredFormat] | None = None,
     ) -> None:
-        units = axis_units(args, QUANT_GROUP_SIZE if formats else 1)
-        self._storage = NativeStorage(units, formats or {})
+        formats = formats or {}
+        has_groups = any(isinstance(form, QuantFormat) for form in formats.values())
+        units = axis_units(args, QUANT_GROUP_SIZE if has_groups else 1)
+        self._storage = NativeStorage(units, formats)
         names = [f"weights-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         slices: dict[str, StoredSlice] = {}
         held: dict[str, torch.dtype] = {}
@@ -191,12 +193,16 @@ class NativeLayout(SafetensorsLayout):
 
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         first, *others = self._storage.parts_of(param)
-        left: list[Piece] = []  # scales, minima and factors, stored after all integers
+        left: list[Piece] = []  # scales, minima and so on, stored after all integers
+        form = self._storage.formats.get(param.name)
 
         def values() -> Iterator[Tensor]:
             for value, *rest in pieces:
                 left.append(tuple(rest))
-                yield packed(value, self._storage.formats[param.name]) if first.is_packed else value
+                if first.is_packed and isinstance(form, QuantFormat):
+                    yield packed(value, form)
+                else:
+                    yield value
 
         yield from self._placed(first, values())
         for part, rest in zip(others, zip(*left, strict=True), strict=True):

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from parallel_llama.config.adapter import Adapter
 from parallel_llama.config.gguf_fields import written_form
-from parallel_llama.config.layouts import stored_formats
-from parallel_llama.dtypes import ASKED, QuantFormat, make_precision
+from parallel_llama.config.layouts import scaled_formats, stored_formats
+from parallel_llama.dtypes import ASKED, QuantFormat, StoredFormat, make_precision
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
@@ -114,11 +114,11 @@ def target_formats(
     quant: str | None,
     dtype: str | None,
     adapter: Adapter | None = None,
-) -> dict[str, QuantFormat]:
+) -> dict[str, StoredFormat]:
     """The formats of the weights that are written quantised, by Meta's names.
 
     Without `quant`, a quantised folder stays quantised in a native folder or a GGUF file, unless an
-    adapter is merged into it.
+    adapter is merged into it. Matrices that do not run as stored can stay so in a native folder.
 
     Raises: UsageError for formats that this model or layout does not support, or if quantised
     weights would be decoded without a requested `dtype`.
@@ -131,8 +131,11 @@ def target_formats(
         if copies_tensors(source, quant, dtype):
             return {}
     found, stored = kept_quant(source, args), stored_formats(source, args)
+    scaled = scaled_formats(source, args) if kind == "native" else {}
     if quant is None:
         quant = found if kind in ("native", "gguf") else "none"
+        if scaled:
+            quant = "stored"
     if quant == "none":
         if found != "none" and dtype is None:
             raise UsageError(
@@ -153,8 +156,12 @@ def target_formats(
             )
         require_blocks(written, quant)
         return {}
+    formats: dict[str, StoredFormat] = {}
+    if quant == "stored" and scaled:
+        formats |= scaled
+        if not stored:
+            return formats
     precision = make_precision(written, "float32", "cpu", quant, stored)
-    formats = {}
     for param in parameters(written):
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, QuantFormat):

@@ -152,7 +152,7 @@ def test_the_arguments_come_back_from_the_folder(small):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"format": "parallel_llama native 3"}, "native 1', 'parallel_llama native 2' are"),
+        ({"format": "parallel_llama native 4"}, "native 2', 'parallel_llama native 3' are"),
         ({"more": 1}, "unknown key 'more'"),
         ({"args": {**vars(SMALL), "n_head": 9}}, "did you mean 'n_heads'"),
         ({"args": {**vars(SMALL), "dim": "36"}}, "Expected `int`"),

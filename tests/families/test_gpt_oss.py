@@ -15,6 +15,7 @@ import pytest
 import torch
 from converted_gguf import convert, rounded
 from mixes import OF_FAMILIES
+from mxfp4_folders import MATRICES, write_mxfp4
 from parity_steps import (
     assert_equal_bits,
     assert_parity,
@@ -27,7 +28,6 @@ from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers_oracle import loaded_logits, reference_logits
 
 from parallel_llama.checkpoint.reading import load, open_checkpoint
@@ -242,34 +242,6 @@ def test_a_configuration_as_openai_writes_it_is_read_as_transformers_does(folder
 PACKED = TinyModel(
     7, 1, 8, 64, ffn_dim=96, vocab_size=53, n_layers=2, family="gpt_oss", own=_OWN, rope=_YARN
 )
-MATRICES = "gate_up_proj", "down_proj"
-
-
-def write_mxfp4(home: Path, tiny: TinyModel) -> tuple[Path, Path]:
-    """A folder with experts in MXFP4, and the folder that transformers' dequantisation gives."""
-    meant = write_hf(tiny, home / "meant", seed=5)
-    packed = home / "packed"
-    shutil.copytree(meant, packed)
-    tensors = load_file(meant / "model.safetensors")
-    generator, decoded = torch.Generator().manual_seed(7), dict(tensors)
-    for name in [name for name in tensors if name.endswith(MATRICES)]:
-        n_experts, n_inputs, n_outputs = tensors.pop(name).shape
-        shape = (n_experts, n_outputs, n_inputs // 32)
-        draw = {"generator": generator, "dtype": torch.uint8}
-        blocks = torch.randint(0, 256, (*shape, 16), **draw)
-        scales = torch.randint(121, 126, shape, **draw)
-        scales[:, ::5] = torch.randint(0, 100, scales[:, ::5].shape, **draw)
-        tensors[name + "_blocks"], tensors[name + "_scales"] = blocks, scales
-        decoded[name] = convert_moe_packed_tensors(blocks, scales).double()
-    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
-    save_file(decoded, meant / "model.safetensors", {"format": "pt"})
-    config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
-    }
-    (packed / "config.json").write_text(json.dumps(config))
-    return packed, meant
 
 
 @pytest.fixture(scope="module")
