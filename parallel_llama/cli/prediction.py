@@ -171,6 +171,8 @@ def why_unpredicted(found: Estimate) -> str | None:
 def _why_unknown_work(found: Estimate) -> str | None:
     """Why the work of a rank is not predicted, though its rates are known; None if it is."""
     asked, precision = found.asked, found.asked.precision
+    if asked.pp > 1:
+        return "the speed of a pipeline is not predicted"
     if reason := why_unrecorded(asked.args, found.plan.kv_parts, asked.device):
         return reason
     if asked.device == "cuda":

@@ -107,6 +107,7 @@ class ModelRunner:
         plan: ShardPlan,
         comm: Communicator,
         *,
+        stage_comm: Communicator | None = None,
         precision: Precision,
         device: torch.device,
         kv_format: KVFormat | None = None,
@@ -142,7 +143,7 @@ class ModelRunner:
                 forms,
                 exact=is_exact,
             )
-        model = Transformer(args, shard, Backend(comm, ops, dtype))
+        model = Transformer(args, shard, Backend(comm, ops, dtype, stage_comm))
         held = None if before is None else before.weights
         loader = WeightLoader(model, args, shard, held)
         own = partial(use_device, device)
@@ -202,7 +203,7 @@ class ModelRunner:
             KVCache(
                 self.args,
                 self.shard,
-                len(kv_group.layers),
+                len(self.shard.layers_of(kv_group)),
                 part.n_blocks(n) if part else n + is_paged,
                 block_size,
                 form=self.kv_format,
