@@ -774,8 +774,8 @@ def _speed(found: Estimate) -> list[str]:
         "speed",
         f"memory bandwidth limits decoding to {_rate(empty)} tokens/s{each}, and to {_rate(full)} "
         f"after {asked.max_seq_len:,} tokens: {in_turn}a step of rank {slowest.shard.rank} then "
-        f"reads {size(slowest.read_weights)} of weights and {size(slowest.read_kv)} of KV cache, at "
-        f"{slowest.bandwidth / GB:,.0f} GB/s",
+        f"reads {size(slowest.read_weights)} of weights and {size(slowest.read_kv)} of KV cache, "
+        f"at {slowest.bandwidth / GB:,.0f} GB/s",
     )
 
 

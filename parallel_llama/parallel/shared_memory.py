@@ -144,10 +144,17 @@ def share(
 
 @dataclass(frozen=True)
 class PartOfGroup:
-    """The numbers that the ranks of a group have in a larger one, whose ranks are `size`."""
+    """How a group belongs to a larger one.
+
+    Args:
+        ranks: the numbers that the ranks have in the larger group.
+        size: the number of ranks of the larger group.
+        on_failure: called with the number of a failed rank, and whether it has died.
+    """
 
     ranks: range
     size: int
+    on_failure: Callable[[int, bool], None] = lambda _rank, _has_died: None
 
 
 @dataclass(frozen=True)
@@ -275,6 +282,7 @@ class SharedMemory(Communicator):
         self.rank, self.size = rank, size
         part = part or PartOfGroup(range(size), size)
         self._numbers, self._n_numbers = part.ranks, part.size
+        self._on_failure = part.on_failure
         self._named = f"rank {self._numbers[rank]}"
         self._peers, self._leave = peers, leave
         self._spins, self._timeouts, self._stacks = spins, timeouts, stacks
@@ -568,6 +576,8 @@ class SharedMemory(Communicator):
                 named = f"rank {self._numbers[rank]}"
                 lines.append(f"{named} has finished {count} exchanges{last}")
         self._peers.look()
+        for rank in sorted(culprits - {self.rank}):
+            self._on_failure(self._numbers[rank], rank in self._peers.gone)
         waiting = [r for r in range(self.size) if cells[r * LINE] >= phase]
         if culprits & self._peers.gone and launcher_gathers():
             own_stack_file().ask()  # the launcher gathers them

@@ -1,6 +1,7 @@
 """The group of the ranks of one stage of a pipeline, beside the group of all ranks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.shared_memory import PartOfGroup, SharedMemory, share
+from parallel_llama.parallel.sockets import Sockets
 from parallel_llama.parallel.timeouts import Timeouts
 
 
@@ -22,7 +24,10 @@ def stage_group(comm: Communicator, stages: Sequence[range], timeouts: Timeouts)
     Collective: every rank of `comm` calls it.
     """
     own = next(ranks for ranks in stages if comm.rank in ranks)
-    group = share(_Members(comm, own), timeouts, PartOfGroup(own, comm.size))
+    part = PartOfGroup(own, comm.size)
+    if isinstance(comm, Sockets):  # ranks of other hosts cannot see that a rank of this one fails
+        part = replace(part, on_failure=comm.tell_failure)
+    group = share(_Members(comm, own), timeouts, part)
     is_formed = isinstance(group, SharedMemory) or len(own) == 1
     formed = comm.all_gather(torch.tensor([is_formed])).flatten().tolist()
     for number, ranks in enumerate(stages):

@@ -26,6 +26,7 @@ from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.sockets import MAX_BYTES, Endpoint, Sockets, connect
+from parallel_llama.parallel.stage_group import stage_group
 from parallel_llama.parallel.timeouts import Timeouts
 
 LOOPBACK = IPv4Address("127.0.0.1")
@@ -136,6 +137,31 @@ def test_a_rank_that_fails_is_named_by_all_others(hosts, fault, message):
     for rank in {*range(len(hosts))} - {1}:
         assert message.format(len(hosts)) in outcomes[rank]
         assert f"rank {rank} is in exchange 2, all_reduce of 4 values" in outcomes[rank]
+
+
+def die_in_a_stage(group: Communicator) -> str:
+    """Rank 1 dies in an exchange of its stage with rank 0, whose result rank 2 waits for."""
+    comm = over_sockets(group, "aab")
+    stage = stage_group(comm, [range(2), range(2, 3)], Timeouts(LIMIT_S, LIMIT_S))
+    stage.all_reduce(torch.ones(4))
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if comm.rank == 0:
+            stage.all_reduce(torch.ones(4))
+        comm.broadcast(torch.ones(4))
+    except RankError as error:
+        comm.close()
+        return str(error)
+    raise AssertionError("nobody noticed")
+
+
+def test_a_rank_that_dies_in_its_stage_is_named_on_other_hosts():
+    """Rank 2 named rank 0, which only left because rank 1 had died."""
+    with Ranks(3, False) as pool:
+        here, _, elsewhere = pool.outcomes(die_in_a_stage, lost=[1])
+    assert here.startswith("rank 1 of 3 has died or left early; rank 0 was waiting for it")
+    assert elsewhere.startswith("rank 1 of 3 has died or left early; rank 2 was waiting for it")
 
 
 @pytest.mark.parametrize("hosts", ["abc", "aab", "aabb"])
