@@ -148,6 +148,16 @@ class Transformer:
         """
         return self.blocks(self.embedded(batch.tokens), batch, caches)
 
+    def run_pieces(self, batches: Sequence[Batch], caches: Sequence[KVCache]) -> Tensor:
+        """Runs consecutive pieces of a step, which the stages of a pipeline run at the same time.
+
+        Returns: the results of all pieces, concatenated.
+        Collective: as a call for each piece, but one all_reduce for the embedding of all.
+        """
+        x = self.embedded(torch.cat([batch.tokens for batch in batches]))
+        pieces = x.split([len(batch.tokens) for batch in batches])
+        return torch.cat(self._run_stages(pieces, batches, caches))
+
     def embedded(self, tokens: Tensor) -> Tensor:
         """The residual stream before the first block. Shapes: [T] -> [T, dim] replicated.
 
@@ -158,15 +168,32 @@ class Transformer:
 
     def blocks(self, x: Tensor, batch: Batch, caches: Sequence[KVCache]) -> Tensor:
         """Runs all blocks on the result of `embedded`; may overwrite x."""
-        for stage in self.stages:
-            rows = batch.rows if stage is self.stages[-1] else None
-            if stage == self.stage:
-                x = self._own_blocks(x, batch, caches, rows)
-            elif rows is not None:
-                x = x.new_empty(len(rows), x.shape[1])
-            if len(self.stages) > 1:
-                x = self.ops.broadcast(x, stage.ranks.start, self.comm)  # [T, dim] replicated
-        return x
+        return self._run_stages([x], [batch], caches)[0]
+
+    def _run_stages(
+        self, pieces: Sequence[Tensor], batches: Sequence[Batch], caches: Sequence[KVCache]
+    ) -> list[Tensor]:
+        """Runs all blocks on pieces of a step: in tick t, stage s runs piece t - s.
+
+        At the end of a tick the stages broadcast their results in order, so all ranks call the same
+        collectives. Shapes: each piece [T, dim] replicated, as its result.
+        """
+        results = list(pieces)
+        for tick in range(len(results) + len(self.stages) - 1):
+            running = [
+                (stage, tick - number)
+                for number, stage in enumerate(self.stages)
+                if 0 <= tick - number < len(results)
+            ]
+            for stage, at in running:
+                rows = batches[at].rows if stage is self.stages[-1] else None
+                if stage == self.stage:
+                    results[at] = self._own_blocks(results[at], batches[at], caches, rows)
+                elif rows is not None:
+                    results[at] = results[at].new_empty(len(rows), results[at].shape[1])
+            for stage, at in running if len(self.stages) > 1 else ():
+                results[at] = self.ops.broadcast(results[at], stage.ranks.start, self.comm)
+        return results
 
     def _own_blocks(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None

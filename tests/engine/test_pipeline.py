@@ -3,12 +3,15 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapters import write_adapter
+from hypothesis import given
+from hypothesis import strategies as st
 from parity_steps import cut_logits, load_runner, logits_in_pieces
 from plan_output import Capture, plan
 from thread_ranks import ThreadComm, run_on_threads
@@ -20,9 +23,12 @@ from parallel_llama import LLM, SamplingParams
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.pipeline_pieces import MAX_PER_STAGE, MIN_TOKENS, cut_step
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import kv_bytes_per_token, values_of_stages, weight_bytes
+from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import stored_weights
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
@@ -33,7 +39,7 @@ from parallel_llama.plan import make_plan, stage_sizes
 _WINDOWS = ["full_attention" if layer == 2 else "sliding_attention" for layer in range(5)]
 
 MODELS = {
-    "llama": TinyModel(6, 2, 16, 96, ffn_dim=160, n_layers=5),
+    "llama": TinyModel(6, 2, 32, 96, ffn_dim=160, n_layers=5),
     # On most stages all layers have a window, so one of the two KV groups has no layer there.
     "gemma3": TinyModel(
         6, 3, 8, 48, tied=True, n_layers=5, family="gemma3_text",
@@ -223,3 +229,77 @@ def test_an_llm_of_stages_gives_the_tokens_and_log_probabilities_of_one_rank(fol
             own = llm.generate(prompts, params, adapter=[None, "one", "one"])
         found.append(json.dumps([[one.tokens, one.logprobs] for one in own]))
     assert found[0] == found[1]
+
+
+def forwarded(
+    comm: Communicator, folder: Path, lengths: Sequence[int], cut: Mapping[str, Any]
+) -> list[Tensor]:
+    """All rows of a step of several prompts, and some rows in another order, of a second step."""
+    runner = load_runner(comm, folder, 8, cut)
+    most = -(-2 * max(lengths) // 8)
+    runner.reserve([most * len(lengths)] * len(runner.kv_groups), 8)
+    results = []
+    for step in range(2):
+        chunks = []
+        for number, n in enumerate(lengths):
+            tokens = [(7 * at + number + step) % 200 for at in range(n)]
+            blocks = range(number * most, (number + 1) * most)
+            chunks.append(Chunk(tokens, step * n, [blocks] * len(runner.kv_groups), 2 * n))
+        n_tokens = sum(lengths)
+        results.append(runner.forward(chunks, [n_tokens - 1, 3, 0, 40][: 4 * step] or None))
+    return results
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pieces_of_a_step_have_the_bits_of_the_whole_step(folders, name, monkeypatch):
+    """Stages run different pieces at the same time; a piece sees the keys of the pieces before."""
+    lengths = [37, 3, 50, 1, 12]
+    alone = forwarded(Solo(), folders[name], lengths, {"exact": True})
+    monkeypatch.setattr("parallel_llama.engine.pipeline_pieces.MIN_TOKENS", 16)
+    for size, pp in ((2, 2), (5, 3)):
+        found = run_on_threads(size, forwarded, folders[name], lengths, {"exact": True, "pp": pp})
+        assert all(torch.equal(*pair) for own in found for pair in zip(own, alone, strict=True))
+
+
+def test_stages_run_pieces_of_a_step_at_the_same_time(folders, monkeypatch):
+    """A stage ran a whole step while the others waited."""
+    monkeypatch.setattr("parallel_llama.engine.pipeline_pieces.MIN_TOKENS", 16)
+    began: list[tuple[int, int]] = []
+    run = Transformer._own_blocks
+
+    def note(model: Transformer, x: Tensor, *arguments: Any) -> Tensor:
+        began.append((model.stages.index(model.stage), model.comm.counts["broadcast"]))
+        return run(model, x, *arguments)
+
+    monkeypatch.setattr(Transformer, "_own_blocks", note)
+    run_on_threads(2, counts_of_a_step_of_64, folders["llama"])
+    # After broadcasts 1, 3, 5 of both stages, both run the next piece.
+    assert sorted(began) == [(0, 0), (0, 1), (0, 3), (0, 5), (1, 1), (1, 3), (1, 5), (1, 7)]
+
+
+def counts_of_a_step_of_64(comm: ThreadComm, folder: Path) -> None:
+    runner = load_runner(comm, folder, 64, {"pp": 2})
+    comm.counts.clear()
+    logits_in_pieces(runner, range(64))
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(2, 4), st.data())
+def test_pieces_of_a_step_have_all_its_tokens_in_order(lengths, n_stages, data):
+    """No chunk that is prefilled leaves a part that would be decoded, by another kernel."""
+    chunks = [Chunk(range(n), 100 * at, (), n) for at, n in enumerate(lengths)]
+    n_tokens = sum(lengths)
+    rows = data.draw(st.none() | st.permutations(range(min(n_tokens, 20))))
+    pieces, places = cut_step(chunks, rows, n_stages)
+    parts = [chunk for piece in pieces for chunk in piece.chunks]
+    tokens = [(c.start + at, token) for c in parts for at, token in enumerate(c.tokens)]
+    assert tokens == [(c.start + at, token) for c in chunks for at, token in enumerate(c.tokens)]
+    assert sum(part.is_decoded for part in parts) == sum(chunk.is_decoded for chunk in chunks)
+    n_pieces = min(n_tokens // MIN_TOKENS, MAX_PER_STAGE * n_stages)
+    assert len(pieces) <= max(1, n_pieces)
+    firsts = accumulate((sum(len(c.tokens) for c in p.chunks) for p in pieces), initial=0)
+    given_rows = zip(firsts, pieces, strict=False)
+    results = [first + row for first, piece in given_rows for row in piece.rows or ()]
+    if places is None:
+        assert len(pieces) == 1 or rows is None
+    else:
+        assert [results[place] for place in places] == rows
