@@ -1,6 +1,5 @@
 """Pipeline parallelism: stages of consecutive layers compute what one rank computes."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -227,7 +226,7 @@ def test_an_llm_of_stages_gives_the_tokens_and_log_probabilities_of_one_rank(fol
     for size, pp in ((1, 1), (3, 2)):
         with LLM(str(folder), tp_size=size, pp=pp, **settings) as llm:
             own = llm.generate(prompts, params, adapter=[None, "one", "one"])
-        found.append(json.dumps([[one.tokens, one.logprobs] for one in own]))
+        found.append([(one.tokens, one.logprobs) for one in own])
     assert found[0] == found[1]
 
 
@@ -303,3 +302,22 @@ def test_pieces_of_a_step_have_all_its_tokens_in_order(lengths, n_stages, data):
         assert len(pieces) == 1 or rows is None
     else:
         assert [results[place] for place in places] == rows
+
+
+def compared(comm: Communicator, folder: Path) -> list[str]:
+    """The weights whose products the ranks have compared."""
+    check = load_runner(comm, folder, 4, {"pp": 2, "exact": True}).check_integrity()
+    assert check.products is not None
+    for _ in range(20):
+        check.products.compare(torch.linspace(-1, 1, 96, dtype=torch.float64))
+    assert check.products.n_compared == 20
+    return [name for name, _ in check.products._weights]
+
+
+def test_ranks_of_all_stages_compare_products_of_their_own_layers(folders):
+    """Ranks had no layer in common by name, so only the embedding was compared."""
+    first, same, other = run_on_threads(3, compared, folders["llama"])
+    assert first == same
+    assert len(other) == len(first) > 6
+    assert "layers.1.attention.wo.weight" in first
+    assert "layers.4.attention.wo.weight" in other

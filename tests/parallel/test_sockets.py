@@ -322,8 +322,10 @@ def reach_no_other_rank(group: Communicator) -> str:
     return type(connect(group, Endpoint(LOOPBACK, key, str(group.rank)), Timeouts(2, 2))).__name__
 
 
-def answers(hosts: list[str], layout: list[int], folder: Path) -> tuple[str, int]:
+def answers(hosts: list[str], layout: list[int], folder: Path, *more: str) -> tuple[str, int]:
     """The hash of what ranks on these hosts generate, and the bytes that host 0 has sent so far.
+
+    `more` are further flags.
 
     Each host has its own process ids, or ranks of two hosts would find each other's memory.
     """
@@ -336,7 +338,7 @@ def answers(hosts: list[str], layout: list[int], folder: Path) -> tuple[str, int
         "PARALLEL_LLAMA_SECRET_FILE": str(secret),
     }  # fmt: skip
     env.pop("GLOO_SOCKET_IFNAME", None)
-    flags = "--prompt", "Once upon a time", "--max-tokens", "8", "--seed", "1"
+    flags = "--prompt", "Once upon a time", "--max-tokens", "8", "--seed", "1", *more
     program = sys.executable, "-m", "parallel_llama", "generate", "--exact", "--json", *flags
     enter = "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"
     processes = []
@@ -376,3 +378,7 @@ def test_two_hosts_generate_what_one_host_does_and_send_it_over_the_link(hosts, 
         # tokens. Each value crosses the link once, whatever the number of ranks that need it.
         n_bytes = 30 * 4 * (576 + 1536 + 2 * 576) * layout.count(0) / len(layout)
         assert 8 < (idle - before) / n_bytes < 16
+    found, piped = answers(hosts, [0, 0, 1, 1], tmp_path, "--pp", "2")
+    assert found == alone
+    # The residual stream crosses the link after each of two stages, not twice in every layer.
+    assert (piped - idle) < (idle - before) / 4
