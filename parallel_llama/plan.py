@@ -466,25 +466,14 @@ def _pipeline(
         )
         for stage in stages
     ]
-    shards = [shard for plan in plans for shard in plan.shards]
-    work = [len(shard.heads) * len(own.layers) for own, shard in _by_rank(stages, shards)]
-    cut: Literal["kv_heads", "heads"] = (
-        "kv_heads" if all(plan.cut == "kv_heads" for plan in plans) else "heads"
+    shards = tuple(
+        replace(shard, rank=rank, vocab=vocab[rank], stages=stages)
+        for rank, shard in enumerate(shard for plan in plans for shard in plan.shards)
     )
-    return ShardPlan(
-        tuple(
-            replace(shard, rank=rank, vocab=vocab[rank], stages=stages)
-            for rank, shard in enumerate(shards)
-        ),
-        cut,
-        float(_balance(work, weights)),
-        plans[0].placement,
-    )
-
-
-def _by_rank(stages: Sequence[Stage], shards: Sequence[Shard]) -> list[tuple[Stage, Shard]]:
-    """The stage and the shard of every rank."""
-    return [(stage, shards[rank]) for stage in stages for rank in stage.ranks]
+    work = [len(shard.heads) * len(shard.layers) for shard in shards]
+    is_whole = all(plan.cut == "kv_heads" for plan in plans)
+    cut: Literal["kv_heads", "heads"] = "kv_heads" if is_whole else "heads"
+    return ShardPlan(shards, cut, float(_balance(work, weights)), plans[0].placement)
 
 
 def stage_sizes(tp_size: int, pp: int) -> list[int]:

@@ -48,8 +48,9 @@ def require_pipeline(
     """Raises: UsageError for a `pp` that is not a number of stages, or settings without stages."""
     if not isinstance(pp, Integral) or not 1 <= int(pp) <= MAX_RANKS:
         raise UsageError(f"pp={pp!r}: use a whole number of stages from 1 to {MAX_RANKS}")
+    if device == "cuda" and int(pp) > 1:
+        raise UsageError(f"pp={pp} on GPUs is not supported; use device='cpu', or drop pp")
     what = {
-        "device=cuda": device == "cuda",
         "kv_split='sequence'": kv_split == "sequence",
         "elastic": elastic,
         "slice_of": slice_of is not None,

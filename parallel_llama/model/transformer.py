@@ -155,7 +155,7 @@ class Transformer:
         Collective: as a call for each piece, but one all_reduce for the embedding of all.
         """
         x = self.embedded(torch.cat([batch.tokens for batch in batches]))
-        pieces = x.split([len(batch.tokens) for batch in batches])
+        pieces = torch.split(x, [len(batch.tokens) for batch in batches])
         return torch.cat(self._run_stages(pieces, batches, caches))
 
     def embedded(self, tokens: Tensor) -> Tensor:

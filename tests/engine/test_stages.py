@@ -170,7 +170,7 @@ def test_a_plan_shows_stages_and_the_bytes_of_each_rank(capsys: Capture):
         ({"pp": 0}, "pp=0: use a whole number of stages from 1"),
         ({"pp": 1.5}, r"pp=1\.5: use a whole number"),
         ({"pp": 2, "elastic": True}, "pp=2 and elastic cannot be combined"),
-        ({"pp": 2, "device": "cuda"}, "pp=2 and device=cuda cannot be combined"),
+        ({"pp": 2, "device": "cuda"}, "pp=2 on GPUs is not supported; use device='cpu'"),
         ({"pp": 2, "kv_split": "sequence"}, "pp=2 and kv_split='sequence' cannot be combined"),
         ({"pp": 2, "slice_of": (0, 2)}, "pp=2 and slice_of cannot be combined"),
     ],
