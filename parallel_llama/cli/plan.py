@@ -189,6 +189,11 @@ def prepare(flags: Flags) -> Job:
                 f"{'--gpus' if flags[GPUS] else '--memory'} lists {len(memory)} ranks, but --nproc "
                 "is a range; give --nproc N, or one size for all ranks"
             )
+        if first < asked.pp:
+            raise UsageError(
+                f"--nproc {first}-{last[0]} and --pp {asked.pp}: a stage needs at least one rank; "
+                f"use --nproc {asked.pp}-{max(last[0], asked.pp + 1)}"
+            )
         comparison = compare(asked, range(first, last[0] + 1), memory)
         _check_price(flags, comparison.allowed)
         return Job(lambda: _show_range(flags, comparison))
@@ -739,7 +744,7 @@ def _stages(plan: ShardPlan) -> list[str]:
     if len(plan.stages) == 1:
         return []
     text = "; ".join(
-        f"{_numbered('rank', stage.ranks)} {_numbered('layer', stage.layers)}"
+        f"{_numbered('rank', stage.ranks)}: {_numbered('layer', stage.layers)}"
         for stage in plan.stages
     )
     n_exchanges = len(plan.stages) + 2
