@@ -306,17 +306,21 @@ def test_pieces_of_a_step_have_all_its_tokens_in_order(lengths, n_stages, data):
 
 def compared(comm: Communicator, folder: Path) -> list[str]:
     """The weights whose products the ranks have compared."""
-    check = load_runner(comm, folder, 4, {"pp": 2, "exact": True}).check_integrity()
+    runner = load_runner(comm, folder, 4, {"pp": 2, "exact": True})
+    check = runner.check_integrity()
+    logits_in_pieces(runner, range(4))
+    check.compare_all()
     assert check.products is not None
     for _ in range(20):
-        check.products.compare(torch.linspace(-1, 1, 96, dtype=torch.float64))
+        check.products.compare(torch.linspace(-1, 1, 48, dtype=torch.float64))
     assert check.products.n_compared == 20
     return [name for name, _ in check.products._weights]
 
 
-def test_ranks_of_all_stages_compare_products_of_their_own_layers(folders):
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_ranks_of_all_stages_compare_products_of_their_own_layers(folders, name):
     """Ranks had no layer in common by name, so only the embedding was compared."""
-    first, same, other = run_on_threads(3, compared, folders["llama"])
+    first, same, other = run_on_threads(3, compared, folders[name])
     assert first == same
     assert len(other) == len(first) > 6
     assert "layers.1.attention.wo.weight" in first
