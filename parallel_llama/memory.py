@@ -22,7 +22,7 @@ from parallel_llama.families.weights import (
     layer_parameters,
     outer_parameters,
 )
-from parallel_llama.plan import Shard
+from parallel_llama.plan import Shard, ShardPlan, Stage
 
 GIB = 1 << 30
 
@@ -50,13 +50,19 @@ Counted = Axis | Literal["expert ffn", "expert outputs", "rank"]
 
 
 def values_by_form(
-    args: ModelArgs, precision: Precision, *, exact: bool = False
+    args: ModelArgs, precision: Precision, *, exact: bool = False, layers: range | None = None
 ) -> dict[MatrixFormat, Counter[Counted]]:
-    """Number of weight values per `Counted` unit, for each format; `exact` is that of the plan."""
+    """Number of weight values per `Counted` unit, for each format; `exact` is that of the plan.
+
+    Args:
+        layers: the layers that count, beside the weights outside of layers; by default all.
+    """
     values: defaultdict[MatrixFormat, Counter[Counted]] = defaultdict(Counter)
     in_layers = (
         (layer_parameters(args, layer), times)
-        for layer, times in _kinds_of_layers(args, precision).items()
+        for layer, times in _kinds_of_layers(
+            args, precision, range(args.n_layers) if layers is None else layers
+        ).items()
     )
     for params, times in ((outer_parameters(args), 1), *in_layers):
         for param in map(cut_by_outputs, params) if exact else params:
@@ -67,21 +73,35 @@ def values_by_form(
     return dict(values)
 
 
-def _kinds_of_layers(args: ModelArgs, precision: Precision) -> dict[int, int]:
-    """A layer of each kind, and the number of layers of this kind.
+def values_of_stages(
+    args: ModelArgs, precision: Precision, plan: ShardPlan
+) -> dict[Stage, dict[MatrixFormat, Counter[Counted]]]:
+    """The result of `values_by_form` for the layers of each stage."""
+    exact = plan.shards[0].exact is not None
+    return {
+        stage: values_by_form(args, precision, exact=exact, layers=stage.layers)
+        for stage in plan.stages
+    }
+
+
+def _kinds_of_layers(args: ModelArgs, precision: Precision, own: range) -> dict[int, int]:
+    """A layer of each kind among the layers `own`, and the number of layers of this kind.
 
     All layers with experts are equal, and all without, unless their files store matrices in formats
     of their own.
     """
     if precision.stored is not None:
-        return dict.fromkeys(range(args.n_layers), 1)
-    dense = args.dense_layers
-    others = [layer for layer in range(args.n_layers) if layer not in dense]
+        return dict.fromkeys(own, 1)
+    dense = [layer for layer in own if layer in args.dense_layers]
+    others = [layer for layer in own if layer not in args.dense_layers]
     return {layers[0]: len(layers) for layers in (dense, others) if layers}
 
 
 def weight_bytes(shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
-    """Bytes of the weights that a rank holds; `values` comes from `values_by_form`."""
+    """Bytes of the weights that a rank holds.
+
+    `values` comes from `values_by_form`, for the layers of the rank.
+    """
     return sum(form.n_bytes(_n_values(shard, per_unit)) for form, per_unit in values.items())
 
 
@@ -108,6 +128,8 @@ def adapter_bytes(adapter: Adapter, shard: Shard, precision: Precision) -> int:
     """Bytes of the A and B that a rank holds of an adapter that is served."""
     n_values = 0
     for param, name in served_pairs(adapter):
+        if not shard.holds(param):
+            continue
         cut = shard.cut(param)
         held = list(param.shape)
         held[cut.dim] = len(shard.rows_of(cut))
@@ -136,7 +158,8 @@ def bytes_passed_over(
         unmet = (1 - args.n_active_experts / args.n_experts) ** batch
         if values is None:
             is_exact = shard is not None and shard.exact is not None
-            values = values_by_form(args, precision, exact=is_exact)
+            layers = None if shard is None else shard.layers
+            values = values_by_form(args, precision, exact=is_exact, layers=layers)
         for form, per_unit in values.items():
             of_experts = per_unit["expert ffn"] * args.ffn_dim * args.n_experts
             if shard is not None:
@@ -214,8 +237,8 @@ def kv_bytes_per_token(args: ModelArgs, shard: Shard, form: KVFormat) -> tuple[i
     With a KV cache sharded by token this is the mean over all tokens of a sequence.
     """
     per_layer = 2 * shard.n_local_kv_heads * form.n_bytes(args.head_dim)
-    layers = (len(kv_group.layers) for kv_group in kv_groups(args))
-    return tuple(-(-n * per_layer // shard.kv_parts) for n in layers)
+    layers = (shard.layers_of(kv_group) for kv_group in kv_groups(args))
+    return tuple(-(-len(own) * per_layer // shard.kv_parts) for own in layers)
 
 
 def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) -> int:
@@ -255,11 +278,13 @@ def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], r
     """The most blocks of the first KV group for which the blocks of all groups fit into `room`.
 
     `sizes` maps the number of blocks of the first group to those of every group, and must be
-    non-decreasing; `n_bytes` are the bytes of one block, for each group.
+    non-decreasing; `n_bytes` are the bytes of one block, for each group. They are 0 for a group
+    with no layer in the rank's stage.
     """
-    most = max(room, 0) // n_bytes[0]
-    if len(n_bytes) == 1:
-        return most
+    first, *others = n_bytes
+    if not others:
+        return max(room, 0) // first
+    most = int(max(room, 0) // (first + MIN_WINDOW_PART * sum(others)))
 
     def taken(n_blocks: int) -> int:
         return sum(map(mul, sizes(n_blocks), n_bytes))

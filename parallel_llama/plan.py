@@ -18,6 +18,14 @@ each group of ranks holds some experts, and each rank of the group some of their
     ranks 3-4                    [4 . 6)      experts 4-5, 384 channels of each per rank
 
 The channels of a shared expert, and of layers without experts, are split over all ranks.
+
+With pipeline parallelism, consecutive ranks form a stage, which holds consecutive layers. The
+heads, channels and experts of these layers are cut over the ranks of the stage, and the vocabulary
+is cut over all ranks.
+
+    layers       0   1   2   3   4   5   6        7 layers in 2 stages of 2 ranks
+    ranks 0-1    [0 ......... 4)                  layers 0-3, half of the heads on each rank
+    ranks 2-3                    [4 ..... 7)      layers 4-6, half of the heads on each rank
 """
 
 import math
@@ -28,7 +36,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.model_args import KVGroup, ModelArgs
 from parallel_llama.families.weights import Axis, Param, cut_by_outputs
 
 # Heads are cut between KV heads if the busiest rank does at most this multiple of the mean work.
@@ -63,8 +71,18 @@ class HeadRun:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A stage of the pipeline: consecutive ranks, and the consecutive layers that they hold."""
+
+    ranks: range
+    layers: range
+
+
+@dataclass(frozen=True)
 class ExactCut:
-    """The ranges of all ranks, in rank order, along the axes that are all-gathered for exact sums.
+    """The ranges of all ranks of a stage, along the axes that are all-gathered for exact sums.
+
+    The ranges are in rank order.
 
     Args:
         heads: query heads.
@@ -94,6 +112,7 @@ class Shard:
     shared expert, and `dense_ffn` those of layers without experts. With a KV cache sharded by
     token, `runs` cover all query heads, for the tokens of this rank. With an `exact` cut wo and w2
     are sharded by outputs: every rank gathers their inputs, so that no sum is split over ranks.
+    `stages` are all stages of the pipeline, in order; without a pipeline there is one.
     """
 
     rank: int
@@ -102,11 +121,31 @@ class Shard:
     ffn: range
     vocab: range
     runs: tuple[HeadRun, ...]
+    stages: tuple[Stage, ...]
     experts: range = range(0)
     shared_ffn: range = range(0)
     dense_ffn: range = range(0)
     peers: tuple[range, ...] = ()  # every rank's query heads, if sharded by token
     exact: ExactCut | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of this rank."""
+        return next(stage for stage in self.stages if self.rank in stage.ranks)
+
+    @property
+    def stage_rank(self) -> int:
+        """The number of this rank in its stage, from 0."""
+        return self.rank - self.stage.ranks.start
+
+    @property
+    def layers(self) -> range:
+        """The layers that this rank holds a part of."""
+        return self.stage.layers
+
+    def layers_of(self, kv_group: KVGroup) -> list[int]:
+        """The layers of a KV group that this rank holds a part of; may be empty."""
+        return [layer for layer in kv_group.layers if layer in self.layers]
 
     @property
     def n_local_heads(self) -> int:
@@ -133,7 +172,7 @@ class Shard:
     @property
     def outputs(self) -> range:
         """This rank's outputs of wo and w2, with an exact cut."""
-        return range(0) if self.exact is None else self.exact.outputs[self.rank]
+        return range(0) if self.exact is None else self.exact.outputs[self.stage_rank]
 
     def cut(self, param: Param) -> Param:
         """The weight with the axis along which this plan shards it."""
@@ -145,18 +184,19 @@ class Shard:
         return extent
 
     def holds(self, param: Param) -> bool:
-        """Whether this rank holds the weight; false for experts of other ranks."""
-        return param.expert is None or param.expert in self.experts
+        """Whether this rank holds the weight; false for layers and experts of other ranks."""
+        is_own_layer = param.layer is None or param.layer in self.layers
+        return is_own_layer and (param.expert is None or param.expert in self.experts)
 
     def rows_of(self, param: Param) -> range:
         """The rows (or columns) of a weight on this rank; all if the weight is replicated.
 
         With an exact cut `param` is a result of `cut`.
         """
-        if param.axis is None:
-            return range(param.shape[param.dim])
         if not self.holds(param):
             return range(0)
+        if param.axis is None:
+            return range(param.shape[param.dim])
         extent = self.extent(param.axis)
         return range(extent.start * param.unit, extent.stop * param.unit)
 
@@ -175,11 +215,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The shards of all ranks of one tensor-parallel group.
+    """The shards of all ranks.
 
     Args:
-        balance: the largest (fraction of query heads) / (its fraction of the shares) of any
-            rank. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of each attention.
+        balance: the largest (fraction of query heads of all layers) / (its fraction of the shares)
+            of any rank. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of each
+            attention.
         placement: None for a model without experts.
     """
 
@@ -191,6 +232,11 @@ class ShardPlan:
     @property
     def tp_size(self) -> int:
         return len(self.shards)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of the pipeline; without a pipeline there is one."""
+        return self.shards[0].stages
 
     @property
     def kv_parts(self) -> int:
@@ -304,6 +350,7 @@ def make_plan(
     ranks_per_expert: int | None = None,
     kv_split: KVSplit = "heads",
     exact: bool = False,
+    pp: int = 1,
 ) -> ShardPlan:
     """The shard plan of a model on `tp_size` ranks.
 
@@ -317,10 +364,14 @@ def make_plan(
             heads.
         exact: shard wo and w2 by outputs, every expert over all ranks, and the vocabulary between
             tiles, so that no sum is split and results do not depend on the number of ranks.
+        pp: number of stages of the pipeline. Ranks are cut into stages as evenly as possible, the
+            first stages having one rank more, and layers in proportion to the shares of the stages.
 
     Raises: UsageError if tp_size is not 1 to n_heads, `shares` is not one positive number per rank,
-    or `exact` is combined with a setting that splits sums.
+    `exact` is combined with a setting that splits sums, or `pp` stages cannot be made.
     """
+    if pp != 1:
+        return _pipeline(args, tp_size, shares, quant_group_size, kv_split, pp, exact=exact)
     if not 1 <= tp_size <= args.n_heads:
         raise UsageError(
             f"n_heads={args.n_heads} and tp_size={tp_size}: a rank needs at least one query head; "
@@ -345,8 +396,8 @@ def make_plan(
     ffn = [own for ranks in expert_ranks for own in cut_channels(args.ffn_dim, ranks)]
     shared_ffn = cut_channels(args.shared_ffn_dim, range(tp_size))
     dense_ffn = cut_channels(args.dense_ffn_dim, range(tp_size))
-    vocab_unit = VOCAB_TILE if exact else unit_size(args.vocab_size, args.n_heads)
-    vocab = _cut_units(args.vocab_size, vocab_unit, weights)
+    vocab = _cut_vocab(args, weights, exact=exact)
+    stages = (Stage(range(tp_size), range(args.n_layers)),)
     group_size = args.n_heads // args.n_kv_heads
     shards = tuple(
         Shard(
@@ -356,6 +407,7 @@ def make_plan(
             ffn[rank],
             vocab[rank],
             equal_runs(own, group_size),
+            stages,
             experts[rank],
             shared_ffn[rank],
             dense_ffn[rank],
@@ -373,11 +425,74 @@ def make_plan(
     return ShardPlan(shards, cut, balance, placement)
 
 
+def _pipeline(
+    args: ModelArgs,
+    tp_size: int,
+    shares: Sequence[float | Fraction] | None,
+    quant_group_size: int,
+    kv_split: KVSplit,
+    pp: int,
+    *,
+    exact: bool,
+) -> ShardPlan:
+    """The plan of several stages: that of each stage, with the vocabulary cut over all ranks."""
+    if not 1 <= pp <= min(tp_size, args.n_layers):
+        raise UsageError(
+            f"pp={pp} stages for {tp_size} ranks and {args.n_layers} layers: a stage needs at "
+            f"least one rank and one layer; use pp from 1 to {min(tp_size, args.n_layers)}, or "
+            "more ranks"
+        )
+    if kv_split == "sequence":
+        raise UsageError("pp and kv_split='sequence' cannot be combined; drop one")
+    largest = max(stage_sizes(tp_size, pp))
+    if largest > args.n_heads:
+        raise UsageError(
+            f"n_heads={args.n_heads} and {largest} ranks in a stage: a rank needs at least one "
+            f"query head; use at most {args.n_heads * pp} ranks, or more stages"
+        )
+    weights = _weights(tp_size, shares)
+    ranks = consecutive(stage_sizes(tp_size, pp))
+    totals = [sum(weights[own.start : own.stop]) for own in ranks]
+    layers = consecutive(apportion(args.n_layers, totals, at_least=1))
+    stages = tuple(map(Stage, ranks, layers))
+    vocab = _cut_vocab(args, weights, exact=exact)
+    plans = [
+        make_plan(
+            args,
+            len(stage.ranks),
+            weights[stage.ranks.start : stage.ranks.stop],
+            quant_group_size,
+            exact=exact,
+        )
+        for stage in stages
+    ]
+    shards = tuple(
+        replace(shard, rank=rank, vocab=vocab[rank], stages=stages)
+        for rank, shard in enumerate(shard for plan in plans for shard in plan.shards)
+    )
+    work = [len(shard.heads) * len(shard.layers) for shard in shards]
+    is_whole = all(plan.cut == "kv_heads" for plan in plans)
+    cut: Literal["kv_heads", "heads"] = "kv_heads" if is_whole else "heads"
+    return ShardPlan(shards, cut, float(_balance(work, weights)), plans[0].placement)
+
+
+def stage_sizes(tp_size: int, pp: int) -> list[int]:
+    """The number of ranks in each of `pp` stages.
+
+    >>> stage_sizes(5, 2)
+    [3, 2]
+    """
+    return apportion(tp_size, [1] * pp)
+
+
 def resolve_exact(asked: bool | None, args: ModelArgs, tp_size: int, device: str) -> bool:
     """Whether sums are exact: `asked`, or by default on the CPU; docs/exactness.md has the cost.
 
     The default excludes models with small experts, which the plan would distribute. On several
     hosts the caller passes False instead of None.
+
+    Args:
+        tp_size: the number of ranks that share a layer.
 
     Raises: UsageError for exact sums on a GPU.
     """
@@ -515,6 +630,12 @@ def _placement(args: ModelArgs, expert_ranks: list[range], asked: int | None) ->
 def _balance(counts: list[int], weights: list[int]) -> Fraction:
     pairs = zip(counts, weights, strict=True)
     return max(Fraction(*pair) for pair in pairs) * Fraction(sum(weights), sum(counts))
+
+
+def _cut_vocab(args: ModelArgs, weights: list[int], *, exact: bool) -> list[range]:
+    """The vocabulary rows of each rank."""
+    unit = VOCAB_TILE if exact else unit_size(args.vocab_size, args.n_heads)
+    return _cut_units(args.vocab_size, unit, weights)
 
 
 def _cut_units(size: int, unit: int, weights: list[int]) -> list[range]:

@@ -16,7 +16,7 @@ from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.memory import (
     blocks_held,
     kv_bytes_per_token,
-    values_by_form,
+    values_of_stages,
     weight_bytes,
     working_bytes,
 )
@@ -41,6 +41,7 @@ def choose_shares(
     device: str,
     max_seq_len: int,
     step_tokens: int,
+    pp: int = 1,
 ) -> Shares | None:
     """The shares of all ranks, in any unit, for `make_plan`; None for equal shares.
 
@@ -53,6 +54,7 @@ def choose_shares(
         memory: the bytes of each rank, None for no limit.
         speeds: the speed of each rank in any unit, None if the speeds are not known.
         device: 'cpu' or 'cuda'.
+        pp: the number of stages of the pipeline.
 
     Raises: UsageError if `speeds` is not one positive number per rank, or as `make_plan`.
     """
@@ -65,25 +67,26 @@ def choose_shares(
             raise UsageError(f"the speed of rank {rank} is {speed}; give a number above 0")
     if memory is None:
         return speeds
-    make_plan(args, tp_size, memory)  # raises for a wrong list
-    values = values_by_form(args, precision, exact=exact)
+    make_plan(args, tp_size, memory, pp=pp)  # raises for a wrong list
 
     def needed(n_tokens: int, shares: Shares) -> list[int]:
         """The bytes that each rank needs with these shares."""
-        shards = make_plan(
+        plan = make_plan(
             args,
             len(shares),
             shares,
             quant_group_size=precision.quant_group_size,
             kv_split=kv_split,
             exact=exact,
-        ).shards
+            pp=min(pp, len(shares)),
+        )
+        values = values_of_stages(args, precision, plan)
         held = [blocks_held(n_tokens, 1, each.window, step_tokens) for each in kv_groups(args)]
         return [
-            weight_bytes(shard, values)
+            weight_bytes(shard, values[shard.stage])
             + working_bytes(args, shard, precision, step_tokens, 1, device)
             + sum(map(mul, kv_bytes_per_token(args, shard, form), held))
-            for shard in shards
+            for shard in plan.shards
         ]
 
     for n_tokens in (max_seq_len, 1):

@@ -48,6 +48,8 @@ def load_pairs(
     """
     with closing(_OutputMatrices(adapter)) as file:
         for param, name in served_pairs(adapter):
+            if not shard.holds(param):
+                continue
             pair, cut = adapter.pairs[name], shard.cut(param)
             n_outputs, n_inputs = param.shape
             rows = shard.rows_of(cut)

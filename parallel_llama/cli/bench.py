@@ -23,6 +23,7 @@ from parallel_llama.cli.model import (
     MEMORY,
     MODEL,
     NPROC,
+    PP,
     RANDOM_WEIGHTS,
     RANKS,
     SECRET_FILE,
@@ -152,6 +153,11 @@ def _check_calibrated(flags: Flags, path: Path, n_ranks: int) -> None:
     """Raises: UsageError if --calibrate is combined with --slice or GPUs."""
     if flags[SLICE] is not None:
         raise UsageError("--calibrate and --slice cannot be combined; drop one")
+    if flags[PP] > 1:
+        raise UsageError(
+            f"--calibrate and --pp {flags[PP]} cannot be combined: the exchanges between stages "
+            "are not measured; drop one"
+        )
     asked = flags[DEVICE]
     if choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks) == "cuda":
         raise UsageError(
@@ -167,6 +173,8 @@ def _alone(flags: Flags, what: str) -> Flags:
     """
     if is_started_as_rank():
         raise UsageError(f"{what} runs in one process; start it without torchrun")
+    if flags[PP] > 1:
+        raise UsageError(f"{what} runs in one process; omit --pp {flags[PP]}")
     if (flags[NPROC] or 1) > 1:
         raise UsageError(f"{what} runs in one process; omit --nproc {flags[NPROC]}")
     return flags.with_value(RANDOM_WEIGHTS, flags[RANDOM_WEIGHTS] or 0)

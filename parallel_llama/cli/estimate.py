@@ -21,14 +21,21 @@ from parallel_llama.memory import (
     kv_bytes_per_token,
     most_blocks,
     pool_sizes,
-    values_by_form,
     values_multiplied,
+    values_of_stages,
     weight_bytes,
     working_bytes,
 )
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.plan import KVSplit, Shard, ShardPlan, make_plan, resolve_exact
+from parallel_llama.plan import (
+    KVSplit,
+    Shard,
+    ShardPlan,
+    make_plan,
+    resolve_exact,
+    stage_sizes,
+)
 from parallel_llama.shares import choose_shares
 
 # The default of --block-size.
@@ -46,6 +53,7 @@ class PlanRequest:
         hardware: the rates and costs from which the speed is predicted; None if not known.
         speeds: the measured speeds of the ranks, for a plan of as many ranks; None if not known.
         hosts: the hosts of the ranks; None if all ranks may be on one host.
+        pp: the number of stages of the pipeline.
     """
 
     args: ModelArgs
@@ -64,6 +72,7 @@ class PlanRequest:
     hardware: Hardware | None = None
     speeds: tuple[float, ...] | None = None
     hosts: Hosts | None = None
+    pp: int = 1
 
     @cached_property
     def precision(self) -> Precision:
@@ -77,7 +86,8 @@ class PlanRequest:
     @property
     def is_exact(self) -> bool:
         """Whether the sums over ranks are exact."""
-        return resolve_exact(self.exact, self.args, self.tp_size, self.device)
+        in_stage = max(stage_sizes(self.tp_size, self.pp))
+        return resolve_exact(self.exact, self.args, in_stage, self.device)
 
     @property
     def step_tokens(self) -> int:
@@ -118,9 +128,14 @@ class PlanRequest:
         return n_bytes
 
     @property
+    def most_ranks(self) -> int:
+        """The largest number of ranks that can have a plan."""
+        return min(self.args.n_heads * self.pp, MAX_RANKS)
+
+    @property
     def weights(self) -> int:
         """Bytes of the model's weights, without replication."""
-        return estimate(replace(self, tp_size=1, memory=None)).weights
+        return estimate(replace(self, tp_size=1, pp=1, memory=None)).weights
 
 
 @dataclass(frozen=True)
@@ -205,8 +220,9 @@ class Estimate:
 
     @property
     def n_kv_heads(self) -> int:
-        """KV heads on all ranks, including replicas."""
-        return sum(shard.n_local_kv_heads for shard in self.plan.shards) // self.plan.kv_parts
+        """KV heads of a layer on all ranks, including replicas; the mean over the layers."""
+        held = sum(shard.n_local_kv_heads * len(shard.layers) for shard in self.plan.shards)
+        return round(held / self.asked.args.n_layers) // self.plan.kv_parts
 
     @property
     def kv_overhead(self) -> float:
@@ -265,11 +281,15 @@ class Estimate:
     def tokens_per_s(self, *, is_full: bool) -> float | None:
         """The most tokens per second of each sequence that the memory bandwidth allows.
 
-        All ranks wait for the slowest. None if the bandwidth of a rank is not known.
+        All ranks of a stage wait for the slowest, and the stages run one after another. None if
+        the bandwidth of a rank is not known.
         """
         step_s = [rank.step_s(is_full=is_full) for rank in self.ranks]
         known = [each for each in step_s if each is not None]
-        return 1 / max(known) if len(known) == len(step_s) else None
+        if len(known) < len(step_s):
+            return None
+        stages = (stage.ranks for stage in self.plan.stages)
+        return 1 / sum(max(known[ranks.start : ranks.stop]) for ranks in stages)
 
     @property
     def slowest(self) -> RankEstimate:
@@ -329,6 +349,7 @@ def estimate(asked: PlanRequest) -> Estimate:
         device=asked.device,
         max_seq_len=asked.max_seq_len,
         step_tokens=asked.step_tokens,
+        pp=asked.pp,
     )
     plan = make_plan(
         asked.args,
@@ -337,21 +358,23 @@ def estimate(asked: PlanRequest) -> Estimate:
         quant_group_size=quant_group_size,
         kv_split=asked.kv_split,
         exact=exact,
+        pp=asked.pp,
     )
-    values = values_by_form(asked.args, precision, exact=exact)
-    kv: dict[int, KVEstimate] = {}  # by the number of KV heads
+    values = values_of_stages(asked.args, precision, plan)
+    kv: dict[tuple[int, range], KVEstimate] = {}  # by the number of KV heads, and the layers
 
     def rank(shard: Shard) -> RankEstimate:
-        if shard.n_local_kv_heads not in kv:
-            kv[shard.n_local_kv_heads] = KVEstimate.of(asked, shard)
-        weights = weight_bytes(shard, values)
-        held = kv[shard.n_local_kv_heads]
+        key = shard.n_local_kv_heads, shard.layers
+        if key not in kv:
+            kv[key] = KVEstimate.of(asked, shard)
+        own, held = values[shard.stage], kv[key]
+        weights = weight_bytes(shard, own)
         return RankEstimate(
             shard,
             weights,
-            weights - bytes_passed_over(asked.args, asked.batch, precision, shard, values),
+            weights - bytes_passed_over(asked.args, asked.batch, precision, shard, own),
             asked.batch * held.per_step,
-            *values_multiplied(asked.args, shard, values),
+            *values_multiplied(asked.args, shard, own),
             held,
             asked.working(shard),
             _of_rank(memory, shard.rank),
@@ -387,11 +410,12 @@ def compare(asked: PlanRequest, sizes: range, memory: int | None) -> Comparison:
 def fewest_that_fit(asked: PlanRequest) -> tuple[Estimate, Estimate | None]:
     """The plan with the fewest ranks that fits, or the plan with the most ranks if none fits.
 
-    Returns: that plan, and the plan with one rank fewer, which does not fit.
+    Returns: that plan, and the plan with one rank fewer, which does not fit. A pipeline has at
+        least as many ranks as stages.
     """
-    fewer, found = None, estimate(replace(asked, tp_size=1))
+    fewer, found = None, estimate(replace(asked, tp_size=asked.pp))
     # Not a bisection: with one more rank, a rank may hold one more KV head.
-    for tp_size in range(2, min(asked.args.n_heads, MAX_RANKS) + 1):
+    for tp_size in range(asked.pp + 1, asked.most_ranks + 1):
         if found.fits:
             break
         fewer, found = found, estimate(replace(asked, tp_size=tp_size))

@@ -13,6 +13,7 @@ from parallel_llama.cli.model import (
     KV_CACHE_DTYPE,
     KV_SPLIT,
     MAX_SEQ_LEN,
+    PP,
     QUANT,
 )
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats
@@ -58,6 +59,7 @@ def needs_of(
         context_length(args, flags[MAX_SEQ_LEN]),
         batch=1,
         tp_size=n_ranks,
+        pp=flags[PP],
     )
     first = world()[0] - local_rank
     here = estimate(asked).ranks[first : first + n_local]

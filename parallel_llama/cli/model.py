@@ -23,7 +23,12 @@ from parallel_llama.cli.parsers import (
 )
 from parallel_llama.config.adapter import load_served_adapters
 from parallel_llama.config.layouts import load_model_args
-from parallel_llama.engine.llm_config import LLMConfig, require_elastic, require_spares
+from parallel_llama.engine.llm_config import (
+    LLMConfig,
+    require_elastic,
+    require_pipeline,
+    require_spares,
+)
 from parallel_llama.engine.model_download import require_downloaded
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
@@ -63,6 +68,12 @@ NPROC_ALIASES = "tp", "tensor-parallel-size"
 NPROC: Flag[int | None] = Flag(
     "nproc", "ranks to start on this machine; under torchrun, torchrun sets the number",
     whole(1, MAX_RANKS), "N", default_text="1", aliases=NPROC_ALIASES, subject="ranks",
+)  # fmt: skip
+PP: Flag[int] = Flag(
+    "pp", "stages of a pipeline, for hosts with a slow link: each stage holds consecutive layers, "
+    "on consecutive ranks of one host, and few exchanges cross the link; for CPU ranks",
+    whole(1, MAX_RANKS), "N", default=LLMConfig.pp, aliases=("pipeline-parallel-size",),
+    subject="ranks",
 )  # fmt: skip
 DTYPE: Flag[str | None] = Flag(
     "dtype", "float32, bfloat16, float16 or float64",
@@ -174,7 +185,7 @@ SPARES: Flag[int] = Flag(
     whole(0, MAX_RANKS), "N", default=LLMConfig.spares, subject="ranks",
 )  # fmt: skip
 RANKS: tuple[Flag[Any], ...] = (
-    NPROC, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, EXACT, DEVICE, MAX_SEQ_LEN,
+    NPROC, PP, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, EXACT, DEVICE, MAX_SEQ_LEN,
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (
@@ -183,7 +194,7 @@ LOADING: tuple[Flag[Any], ...] = (
 )  # fmt: skip
 # Flags with the names of LLMConfig's fields.
 _SETTINGS: tuple[Flag[Any], ...] = (
-    MODEL, MEMORY, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, DOWNLOAD,
+    MODEL, PP, MEMORY, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, DOWNLOAD,
     KV_CACHE_BYTES, KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE, INTEGRITY_CHECK,
     LOG_DIR, ELASTIC, SPARES,
 )  # fmt: skip
@@ -264,6 +275,7 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     )  # slow, and `plan` does not need it
 
     require_log_dir(flags[LOG_DIR])
+    require_pipeline(flags[PP], flags[DEVICE], flags[KV_SPLIT], elastic=flags[ELASTIC])
     if flags[ELASTIC]:
         if is_started_as_rank() and is_watched():
             raise UsageError(
@@ -292,7 +304,14 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
         _check_calibration(flags, calibration, n_ranks)
     require_spares(flags[SPARES], n_ranks)
     load_served_adapters(adapters_of(flags), args)
-    make_plan(args, n_ranks, memory, kv_split=flags[KV_SPLIT], exact=bool(flags[EXACT]))
+    make_plan(
+        args,
+        n_ranks,
+        memory,
+        kv_split=flags[KV_SPLIT],
+        exact=bool(flags[EXACT]),
+        pp=flags[PP],
+    )
     inputs = InputProcessor(
         files,
         args,

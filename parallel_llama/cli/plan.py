@@ -55,6 +55,7 @@ from parallel_llama.cli.prediction import (
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
+from parallel_llama.engine.llm_config import require_pipeline
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.families.weights import Axis
@@ -145,6 +146,7 @@ def prepare(flags: Flags) -> Job:
     device: DeviceKind = "cuda" if gpus else _device_kind(flags[model.DEVICE], first)
     if hosts is not None and gpus is None:
         device = "cpu"
+    require_pipeline(flags[model.PP], device, flags[model.KV_SPLIT])
     dtype = flags[model.DTYPE] or default_dtype(files, args, device)
     if decoded := why_decoded(files, args, dtype, flags[model.QUANT]):
         warn(decoded)
@@ -156,14 +158,17 @@ def prepare(flags: Flags) -> Job:
         flags[model.QUANT] or default_quant(files, args, dtype),
         flags[model.KV_CACHE_DTYPE],
         flags[model.KV_SPLIT],
-        # On several hosts exact sums are not the default.
-        bool(flags[model.EXACT]) if hosts and hosts.links else flags[model.EXACT],
+        # On several hosts exact sums are not the default, except in a pipeline.
+        bool(flags[model.EXACT])
+        if hosts and hosts.links and flags[model.PP] == 1
+        else flags[model.EXACT],
         context_length(args, flags[model.MAX_SEQ_LEN]),
         flags[BATCH],
         first,
         memory,
         _bandwidth(flags, gpus),
         _hardware(flags, gpus),
+        pp=flags[model.PP],
     )
     if calibration is not None:
         asked = _calibrated(asked, calibration, _named(flags))
@@ -183,6 +188,11 @@ def prepare(flags: Flags) -> Job:
             raise UsageError(
                 f"{'--gpus' if flags[GPUS] else '--memory'} lists {len(memory)} ranks, but --nproc "
                 "is a range; give --nproc N, or one size for all ranks"
+            )
+        if first < asked.pp:
+            raise UsageError(
+                f"--nproc {first}-{last[0]} and --pp {asked.pp}: a stage needs at least one rank; "
+                f"use --nproc {asked.pp}-{max(last[0], asked.pp + 1)}"
             )
         comparison = compare(asked, range(first, last[0] + 1), memory)
         _check_price(flags, comparison.allowed)
@@ -404,6 +414,8 @@ def _draw(flags: Flags, found: Estimate) -> None:
         names["outputs"] = "outputs"
     shards = found.plan.shards
     axes = {name: [shard.extent(axis) for shard in shards] for name, axis in names.items()}
+    if asked.pp > 1:
+        axes["layers"] = [shard.layers for shard in shards]
     if found.plan.placement:
         axes["experts"] = [shard.experts for shard in shards]
     try:
@@ -464,9 +476,12 @@ def _object(found: Estimate, price: float | None) -> dict[str, Any]:
     seconds = [None] * len(found.ranks) if steps is None else steps.seconds
     return {
         "tp_size": found.plan.tp_size,
+        "pp": len(found.plan.stages),
         "ranks": [
             {
                 "rank": rank.shard.rank,
+                "stage": found.plan.stages.index(rank.shard.stage),
+                "layers": _pair(rank.shard.layers),
                 "heads": _pair(rank.shard.heads),
                 "kv_heads": _pair(rank.shard.kv_heads),
                 "ffn": _pair(rank.shard.ffn),
@@ -599,7 +614,8 @@ def _page(found: Estimate, price: float | None) -> list[str]:
     """One plan as text: what each rank holds and needs, and a summary."""
     plan, asked = found.plan, found.asked
     sequences = f"{asked.max_seq_len:,} tokens" + (f" x {asked.batch}" if asked.batch > 1 else "")
-    held = ["rank", "heads", "KV heads", *(["experts"] if plan.placement else [])]
+    held = ["rank", *(["layers"] if asked.pp > 1 else []), "heads", "KV heads"]
+    held += ["experts"] if plan.placement else []
     held += ["channels", *_more_channels(asked.args), "vocabulary", "KV/token"]
     needs = ["rank", "weights", "KV cache", "rest", "needs"]
     needs += [] if found.fits is None else ["has"]
@@ -629,6 +645,7 @@ def _page(found: Estimate, price: float | None) -> list[str]:
             f"for {sequences}, {size(kv_per_token)} per token on all ranks, {_copies(found)}",
         ),
         *_line("rest", _rest(found)),
+        *_stages(plan),
         *_window(found),
         *_experts(plan),
         *_decode(found),
@@ -656,7 +673,8 @@ def _held_row(rank: RankEstimate, args: ModelArgs) -> list[str]:
     experts = [_span(shard.experts)] if shard.experts else []
     spans = [_span(shard.heads), _span(shard.kv_heads), *experts, _span(shard.ffn)]
     spans += [_span(shard.extent(axis)) for axis in _more_channels(args).values()]
-    return [str(shard.rank), *spans, _span(shard.vocab), size(rank.kv_per_token)]
+    layers = [_span(shard.layers)] if len(shard.stages) > 1 else []
+    return [str(shard.rank), *layers, *spans, _span(shard.vocab), size(rank.kv_per_token)]
 
 
 def _needs_row(rank: RankEstimate, scale: int) -> list[str]:
@@ -721,6 +739,22 @@ def _experts(plan: ShardPlan) -> list[str]:
     return _line("experts", f"{PLACEMENTS[plan.placement.kind]}: {plan.placement.reason}")
 
 
+def _stages(plan: ShardPlan) -> list[str]:
+    """The stages of the pipeline, and the exchanges of all ranks; empty without a pipeline."""
+    if len(plan.stages) == 1:
+        return []
+    text = "; ".join(
+        f"{_numbered('rank', stage.ranks)}: {_numbered('layer', stage.layers)}"
+        for stage in plan.stages
+    )
+    n_exchanges = len(plan.stages) + 2
+    return _line("stages", f"{text}; {n_exchanges} exchanges of all ranks in a step")
+
+
+def _numbered(what: str, numbers: range) -> str:
+    return f"{what}{'s' * (len(numbers) > 1)} {_span(numbers)}"
+
+
 def _unrecorded(found: Estimate) -> str | None:
     return why_unrecorded(found.asked.args, found.plan.kv_parts, found.asked.device)
 
@@ -740,12 +774,13 @@ def _speed(found: Estimate) -> list[str]:
     full, empty = found.tokens_per_s(is_full=True), found.tokens_per_s(is_full=False)
     if full is None or empty is None or slowest.bandwidth is None:
         return []
+    in_turn = "the stages run one after another, and " if asked.pp > 1 else ""
     return _line(
         "speed",
         f"memory bandwidth limits decoding to {_rate(empty)} tokens/s{each}, and to {_rate(full)} "
-        f"after {asked.max_seq_len:,} tokens: a step of rank {slowest.shard.rank} then reads "
-        f"{size(slowest.read_weights)} of weights and {size(slowest.read_kv)} of KV cache, at "
-        f"{slowest.bandwidth / GB:,.0f} GB/s",
+        f"after {asked.max_seq_len:,} tokens: {in_turn}a step of rank {slowest.shard.rank} then "
+        f"reads {size(slowest.read_weights)} of weights and {size(slowest.read_kv)} of KV cache, "
+        f"at {slowest.bandwidth / GB:,.0f} GB/s",
     )
 
 
@@ -802,6 +837,8 @@ def _copies(found: Estimate) -> str:
     if found.n_kv_heads == own:
         return "each KV head stored once"
     copies = f"{found.n_kv_heads} KV heads stored instead of {own} ({found.kv_overhead:+.0%})"
+    if found.asked.pp > 1:
+        return copies
     spread = estimate(replace(found.asked, kv_split="sequence"))
     if found.room_for_tokens is not None and spread.room_for_tokens is not None:
         if spread.room_for_tokens <= found.room_for_tokens:
@@ -1068,8 +1105,8 @@ VERB = Verb(
     (
         *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, CALIBRATION, HOSTS, PRICE),
         *(model.MAX_SEQ_LEN, BATCH),
-        *(model.DTYPE, model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT, model.EXACT),
-        *(model.DEVICE, model.DOWNLOAD, SVG, JSON),
+        *(model.PP, model.DTYPE, model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT),
+        *(model.EXACT, model.DEVICE, model.DOWNLOAD, SVG, JSON),
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,

@@ -114,7 +114,7 @@ class RankSteps:
 def rank_steps(found: Estimate) -> RankSteps | None:
     """The predicted work of each rank; None where `why_unpredicted` has a reason but exchanges."""
     hardware = found.asked.hardware
-    if hardware is None or _why_unknown_work(found) is not None:
+    if hardware is None or found.asked.pp > 1 or _why_unknown_work(found) is not None:
         return None
     rates = [hardware.rates(rank.shard.rank, found.plan.tp_size) for rank in found.ranks]
     batch = found.asked.batch
@@ -157,6 +157,8 @@ def predict(found: Estimate) -> Prediction | None:
 def why_unpredicted(found: Estimate) -> str | None:
     """Why the speed of a plan is not predicted; None if it is."""
     hardware = found.asked.hardware
+    if found.asked.pp > 1:
+        return "stages run one after another, which has not been measured"
     if hardware is None:
         if found.asked.device == "cpu":
             return "bench --calibrate FILE measures a machine; pass FILE to --calibration"

@@ -11,7 +11,6 @@ from parallel_llama.cli.estimate import Estimate, PlanRequest, estimate
 from parallel_llama.cli.terminal import size
 from parallel_llama.dtypes import ITEM_BYTES, KVFormat
 from parallel_llama.errors import UsageError
-from parallel_llama.parallel.launch import MAX_RANKS
 
 # Changed fields of a request, and the flags of fields that are named differently.
 Change = dict[str, Any]
@@ -97,7 +96,7 @@ def lossless_changes(asked: PlanRequest) -> list[Change]:
 
 
 def _splits(asked: PlanRequest) -> list[Change]:
-    return [{"kv_split": "sequence"}] if asked.kv_split == "heads" else []
+    return [{"kv_split": "sequence"}] if asked.kv_split == "heads" and asked.pp == 1 else []
 
 
 def _is_wider(asked: PlanRequest, dtype: str) -> bool:
@@ -143,8 +142,7 @@ def _more_ranks(asked: PlanRequest, lossless: Sequence[Change]) -> list[Remedy]:
 
 def _fewest_more(asked: PlanRequest) -> list[Remedy]:
     """The fewest additional ranks that fit with the request's formats."""
-    most = min(asked.args.n_heads, MAX_RANKS)
-    for tp_size in range(asked.tp_size + 1, most + 1):
+    for tp_size in range(asked.tp_size + 1, asked.most_ranks + 1):
         change: Change = {"tp_size": tp_size}
         if isinstance(asked.memory, tuple):
             added = (max(asked.memory),) * (tp_size - len(asked.memory))

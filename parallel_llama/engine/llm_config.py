@@ -37,6 +37,29 @@ def require_elastic(
             )
 
 
+def require_pipeline(
+    pp: object,
+    device: str,
+    kv_split: KVSplit,
+    *,
+    elastic: bool = False,
+    slice_of: tuple[int, int] | None = None,
+) -> None:
+    """Raises: UsageError for a `pp` that is not a number of stages, or settings without stages."""
+    if not isinstance(pp, Integral) or not 1 <= int(pp) <= MAX_RANKS:
+        raise UsageError(f"pp={pp!r}: use a whole number of stages from 1 to {MAX_RANKS}")
+    if device == "cuda" and int(pp) > 1:
+        raise UsageError(f"pp={pp} on GPUs is not supported; use device='cpu', or drop pp")
+    what = {
+        "kv_split='sequence'": kv_split == "sequence",
+        "elastic": elastic,
+        "slice_of": slice_of is not None,
+    }
+    for name, is_given in what.items():
+        if is_given and int(pp) > 1:
+            raise UsageError(f"pp={pp} and {name} cannot be combined; drop one")
+
+
 def require_spares(n_spares: int, size: int) -> None:
     """Raises: UsageError for spares that no rank needs, or that are too many."""
     if n_spares and size == 1:
@@ -70,6 +93,7 @@ class Settings(TypedDict, total=False):
     """The fields of `LLMConfig` without `model`: the keyword arguments of LLM, typed."""
 
     tp_size: int | None
+    pp: int
     memory: tuple[float, ...] | None
     speeds: tuple[float, ...] | None
     dtype: str | None
@@ -105,6 +129,9 @@ class LLMConfig:
         model: a model folder, a .gguf file, or the name of a model.
         tp_size: number of ranks. By default as many as torchrun has started, else as many as
             `memory` or `speeds` has numbers, else 1.
+        pp: number of stages of the pipeline, for hosts with a slow link between them. A stage holds
+            consecutive layers, on consecutive ranks of one host; ranks exchange within their stage,
+            and a step has pp + 2 exchanges of all ranks. For CPU ranks.
         memory: the GiB that each rank may take for weights, KV cache, its process and the tensors
             of a step. Shares of the model are in proportion. By default equal shares, and no limit
             but the free memory.
@@ -154,6 +181,7 @@ class LLMConfig:
 
     model: str = "smollm2"
     tp_size: int | None = None
+    pp: int = 1
     memory: tuple[float, ...] | None = None
     speeds: tuple[float, ...] | None = None
     dtype: str | None = None
@@ -186,6 +214,10 @@ class LLMConfig:
             raise UsageError(f"kv_split={self.kv_split!r}: use heads or sequence")
         if self.exact not in (None, False, True):
             raise UsageError(f"exact={self.exact!r}: use True, False or None")
+        require_pipeline(
+            self.pp, self.device, self.kv_split, elastic=self.elastic, slice_of=self.slice_of
+        )
+        object.__setattr__(self, "pp", int(self.pp))
         if self.elastic:
             require_elastic(self.device, self.kv_split, self.slice_of)
         elif self.spares:

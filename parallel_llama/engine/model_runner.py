@@ -24,6 +24,7 @@ from parallel_llama.engine.adapter_rows import adapter_rows
 from parallel_llama.engine.integrity import IntegrityCheck
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.kv_layout import CachePart, KVLayout
+from parallel_llama.engine.pipeline_pieces import cut_step
 from parallel_llama.engine.recorded_steps import (
     CUDAGraphs,
     KernelCalls,
@@ -107,6 +108,7 @@ class ModelRunner:
         plan: ShardPlan,
         comm: Communicator,
         *,
+        stage_comm: Communicator | None = None,
         precision: Precision,
         device: torch.device,
         kv_format: KVFormat | None = None,
@@ -142,7 +144,7 @@ class ModelRunner:
                 forms,
                 exact=is_exact,
             )
-        model = Transformer(args, shard, Backend(comm, ops, dtype))
+        model = Transformer(args, shard, Backend(comm, ops, dtype, stage_comm))
         held = None if before is None else before.weights
         loader = WeightLoader(model, args, shard, held)
         own = partial(use_device, device)
@@ -202,7 +204,7 @@ class ModelRunner:
             KVCache(
                 self.args,
                 self.shard,
-                len(kv_group.layers),
+                len(self.shard.layers_of(kv_group)),
                 part.n_blocks(n) if part else n + is_paged,
                 block_size,
                 form=self.kv_format,
@@ -267,7 +269,7 @@ class ModelRunner:
             hidden = self._calls.hidden(chunks, rows)
             if hidden is None:
                 with torch.inference_mode():
-                    hidden = self.model(self.batch(chunks, rows), self.caches)
+                    hidden = self._hidden(chunks, rows)
             self._check(chunks, hidden)
             return hidden
 
@@ -332,10 +334,23 @@ class ModelRunner:
                 self.integrity.forwarded(self._calls.slots, self._calls.residual)
             return logits
         with torch.inference_mode():
+            if len(self.plan.stages) > 1:
+                hidden = self._hidden(chunks, rows)
+                self._check(chunks, hidden)
+                return Logits(self.model.logits(hidden))
             batch = self.batch(chunks, rows, sampling_keys)
             hidden = self.model(batch, self.caches)
             self._check(chunks, hidden)
             return self._drawn(hidden, batch)
+
+    def _hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Tensor:
+        """The residual stream of these rows, operator by operator."""
+        pieces, places = cut_step(chunks, rows, len(self.plan.stages))
+        if len(pieces) == 1:
+            return self.model(self.batch(chunks, rows), self.caches)
+        batches = [self.batch(piece.chunks, piece.rows) for piece in pieces]
+        hidden = self.model.run_pieces(batches, self.caches)
+        return hidden if places is None else hidden[self._int64(places)]
 
     def _check(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
         """Report a forward pass to the integrity check, if there is one."""

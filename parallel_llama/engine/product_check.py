@@ -10,6 +10,9 @@ This tests processors and kernels, not the steps: a recorded step overwrites its
 A processor that repeatedly computes wrong products is found; a single wrong product is not.
 Attention and products of more than one row are not tested. A bit that has flipped in a weight is
 sent with its panel, so only the sums of `integrity` find it.
+
+In a pipeline the ranks of different stages compare products of different layers: the first layers
+of all stages, the second ones, and so on.
 """
 
 import zlib
@@ -38,6 +41,7 @@ class ProductCheck:
     def __init__(self, model: Transformer, comm: Communicator) -> None:
         self._ops, self._comm, self.n_compared = model.ops, comm, 0
         self._weights = [(name, w) for name, w in stored_weights(model).items() if _panel_rows(w)]
+        self._first_layer = min(model.layers)
         self._is_agreed = False
 
     @torch.inference_mode()
@@ -74,12 +78,26 @@ class ProductCheck:
 
         Collective: two all_gathers.
         """
-        kinds = {_kind(*each): each for each in sorted(self._weights, key=lambda each: each[0])}
+        of_stage = {_name_in_stage(each[0], self._first_layer): each for each in self._weights}
+        kinds = {_kind(name, of_stage[name][1]): of_stage[name] for name in sorted(of_stage)}
         most = int(self._comm.all_gather(torch.tensor([len(kinds)])).max())
         own = torch.tensor([*kinds, *[-1] * (most - len(kinds))], dtype=torch.int64)
         common = set.intersection(*(set(each.tolist()) for each in self._comm.all_gather(own)))
         self._weights = [each for kind, each in kinds.items() if kind in common]
         self._is_agreed = True
+
+
+def _name_in_stage(name: str, first_layer: int) -> str:
+    """The name of a weight with its layer counted from the first layer of the stage.
+
+    >>> _name_in_stage("layers.5.attention.wo.weight", 4), _name_in_stage("output.weight", 4)
+    ('layers.1.attention.wo.weight', 'output.weight')
+    """
+    head, _, rest = name.partition(".")
+    if head != "layers":
+        return name
+    layer, _, leaf = rest.partition(".")
+    return f"layers.{int(layer) - first_layer}.{leaf}"
 
 
 def _kind(name: str, weight: Weight) -> int:

@@ -58,6 +58,7 @@ from parallel_llama.parallel.regroup import Orders, RegroupOrder, join_group, le
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import SharedMemory
 from parallel_llama.parallel.sockets import Endpoint
+from parallel_llama.parallel.stage_group import stage_group
 from parallel_llama.parallel.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class Ranks:
         self._engine: Engine | None = None
         self._runner: ModelRunner | None = None
         self._comm: Communicator | None = None
+        self._stage_comm: Communicator | None = None  # None without a pipeline
         self._local_ranks: LocalRanks | None = None
         self._links: Links | Link | None = None  # to ranks that another program has started
         self._n_threads = torch.get_num_threads()
@@ -162,6 +164,9 @@ class Ranks:
         setup = self.setup
         with self.explaining():
             self._join({**(facts or {}), **self._facts}, on_wait)
+            if setup.config.pp > 1:
+                stages = [stage.ranks for stage in setup.plan.stages]
+                self._stage_comm = stage_group(self.comm, stages, self._timeouts)
             if setup.kind == "cuda":
                 memory = memory_of(setup.device)
                 setup.cache_size.require_room(self.comm, memory, setup.weight_bytes)
@@ -317,6 +322,8 @@ class Ranks:
         if self._engine is not None:
             self._engine.runner.close()
         self._engine = self._runner = None
+        if self._stage_comm is not None:
+            self._stage_comm.close()
         if self._comm is not None:
             self._comm.close()
         if self._local_ranks is not None:
@@ -505,6 +512,7 @@ class Ranks:
                     setup.checkpoint,
                     setup.plan,
                     comm,
+                    stage_comm=self._stage_comm,
                     precision=setup.precision,
                     device=setup.device,
                     kv_format=setup.kv_format,

@@ -23,13 +23,24 @@ from parallel_llama.dtypes import kv_format, make_precision
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import CacheSize, MemoryLimit
-from parallel_llama.engine.llm_config import LLMConfig, require_elastic, require_spares
+from parallel_llama.engine.llm_config import (
+    LLMConfig,
+    require_elastic,
+    require_pipeline,
+    require_spares,
+)
 from parallel_llama.engine.model_download import require_downloaded
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.memory import GIB, adapter_bytes, values_by_form, weight_bytes, working_bytes
+from parallel_llama.memory import (
+    GIB,
+    adapter_bytes,
+    values_of_stages,
+    weight_bytes,
+    working_bytes,
+)
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
 from parallel_llama.ops.triton_toolchain import why_unusable
 from parallel_llama.parallel.communicators import own_device, visible_gpus
@@ -41,7 +52,7 @@ from parallel_llama.parallel.device_choice import (
 )
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world
-from parallel_llama.plan import make_plan, resolve_exact, why_unrecorded
+from parallel_llama.plan import make_plan, resolve_exact, stage_sizes, why_unrecorded
 from parallel_llama.shares import choose_shares
 
 logger = logging.getLogger(__name__)
@@ -74,6 +85,7 @@ class ModelSetup:
         self.kind, gpu = _device_of(config.device, self.size)
         _require_checkable(bool(config.integrity_check), self.kind)
         self.device = own_device(self.kind, gpu)
+        require_pipeline(config.pp, self.kind, config.kv_split)
         if config.elastic:
             require_elastic(self.kind, config.kv_split)
             require_spares(config.spares, self.size)
@@ -85,9 +97,12 @@ class ModelSetup:
         self.precision = make_precision(self.args, self.dtype, self.kind, self.quant, stored)
         self.kv_format = kv_format(config.kv_cache_dtype, self.precision.computed)
         played, n_shards = slice_of or (0, self.size)
-        # Exact sums send more messages, so on several hosts they are not the default.
-        asked = config.exact if n_local_ranks == self.size else bool(config.exact)
-        self.exact = resolve_exact(asked, self.args, n_shards, self.kind)
+        # Exact sums send more messages, so on several hosts they are not the default, except where
+        # stages keep these messages on one host.
+        is_local = n_local_ranks == self.size or config.pp > 1
+        asked = config.exact if is_local else bool(config.exact)
+        in_stage = max(stage_sizes(n_shards, config.pp))
+        self.exact = resolve_exact(asked, self.args, in_stage, self.kind)
         is_checked = config.integrity_check
         if is_checked is None:
             is_checked = self.exact and slice_of is None
@@ -129,6 +144,7 @@ class ModelSetup:
             device=self.kind,
             max_seq_len=self.inputs.max_seq_len,
             step_tokens=STEP_TOKENS[self.kind],
+            pp=config.pp,
         )
         plan = make_plan(
             self.args,
@@ -137,11 +153,12 @@ class ModelSetup:
             quant_group_size=self.precision.quant_group_size,
             kv_split=self.config.kv_split,
             exact=self.exact,
+            pp=config.pp,
         )
         self.plan = plan if alone is None else plan.alone(alone)
-        values = values_by_form(self.args, self.precision, exact=self.exact)
+        values = values_of_stages(self.args, self.precision, self.plan)
         self.weight_bytes = tuple(
-            weight_bytes(shard, values)
+            weight_bytes(shard, values[shard.stage])
             + sum(adapter_bytes(each, shard, self.precision) for each in self.adapters.values())
             for shard in self.plan.shards
         )

@@ -40,6 +40,12 @@ class Param:
     expert: int | None = None
 
     @property
+    def layer(self) -> int | None:
+        """The number of the weight's layer; None for a weight outside of the layers."""
+        head, _, rest = self.name.partition(".")
+        return int(rest.partition(".")[0]) if head == "layers" else None
+
+    @property
     def file_dim(self) -> int:
         """The dimension along which files shard the weight, also after `cut_by_outputs`."""
         return 1 if self.axis == "outputs" else self.dim

@@ -103,7 +103,7 @@ def _in_one_region(layers: Sequence[Sequence[LowRank]]) -> list[list[LowRank]]:
 
 def _layers(model: Transformer) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
     """The layers that may have matrices of adapters, with their names."""
-    for number, block in enumerate(model.layers):
+    for number, block in model.layers.items():
         parts: list[Any] = [block.attention, block.feed_forward]
         if isinstance(block.feed_forward, MixtureOfExperts) and block.feed_forward.shared_expert:
             parts.append(block.feed_forward.shared_expert)

@@ -42,9 +42,9 @@ class Attention:
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
         self.shard, self.comm, self.ops = shard, backend.comm, backend.ops
-        # The KV group of the layer, and the layer's number in it.
+        # The KV group of the layer, and the layer's number in this rank's cache of the group.
         self.kv_group, self.layer = next(
-            (number, kv_group.layers.index(layer))
+            (number, shard.layers_of(kv_group).index(layer))
             for number, kv_group in enumerate(kv_groups(args))
             if layer in kv_group.layers
         )

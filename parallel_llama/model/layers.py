@@ -12,7 +12,7 @@ Source: Megatron-LM, arXiv 1909.08053, section 3.
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -33,11 +33,18 @@ class Backend:
 
     Args:
         dtype: The dtype of activations, and of products with weights that are not quantised.
+        stage_comm: The communicator of the ranks of this rank's stage; `comm` without a pipeline.
     """
 
     comm: Communicator
     ops: TorchOps
     dtype: torch.dtype
+    stage_comm: Communicator | None = None
+
+    @property
+    def in_stage(self) -> "Backend":
+        """The backend of layers that are cut over the ranks of a stage."""
+        return self if self.stage_comm is None else replace(self, comm=self.stage_comm)
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -90,6 +97,7 @@ class RowCut:
         inputs: This rank's number of inputs.
         all_inputs: The number of inputs of each rank, if sharded by outputs.
         all_outputs: The number of outputs of each rank, if sharded by outputs.
+        rank: The number of this rank among those that share the layer.
     """
 
     inputs: int
@@ -112,7 +120,7 @@ class RowCut:
     @classmethod
     def _of(cls, shard: Shard, inputs: int, every: Sequence[int]) -> "RowCut":
         outputs = () if shard.exact is None else shard.exact.outputs
-        return cls(inputs, tuple(every), tuple(map(len, outputs)), shard.rank)
+        return cls(inputs, tuple(every), tuple(map(len, outputs)), shard.stage_rank)
 
     def shape(self, out_features: int) -> tuple[int, int]:
         """The shape of this rank's shard of the weight, [out, in]."""

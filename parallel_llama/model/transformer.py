@@ -8,7 +8,11 @@ heads (`qk_norm_across_heads`) adds one all_reduce to each attention, so 3 n_lay
 exact sums, exchanges of inputs and outputs replace the all_reduces of row-parallel layers; see
 `layers.RowCut`.
 
-Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053.
+In a pipeline the stages run their blocks one after another. A block's exchanges are within its
+stage, and after each stage its first rank broadcasts the residual stream to all ranks.
+
+Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053; stages of layers,
+GPipe, arXiv 1811.06965.
 """
 
 from collections.abc import Sequence
@@ -110,7 +114,8 @@ class Transformer:
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
-        self.ops = backend.ops
+        self.ops, self.comm = backend.ops, backend.comm
+        self.stages, self.stage = shard.stages, shard.stage
         # Rounded to the dtype of the residual stream, except with a `residual_scale`; None for a
         # factor of 1.
         scale = args.embedding_scale / args.residual_scale
@@ -120,7 +125,8 @@ class Transformer:
         self._logit_scale, self._logit_soft_cap = args.logit_scale, args.logit_soft_cap
         block = ParallelBlock if args.parallel_block else TransformerBlock
         self.tok_embeddings = VocabParallelEmbedding(shard.vocab, args.dim, backend)
-        self.layers = [block(args, shard, layer, backend) for layer in range(args.n_layers)]
+        # By the number of the layer in the model; without the layers of other stages.
+        self.layers = {layer: block(args, shard, layer, backend.in_stage) for layer in shard.layers}
         self.norm = norm_of(args, backend)
         self.output = (
             None
@@ -138,8 +144,19 @@ class Transformer:
         batch's rows: the last block runs wo and the feed-forward for these rows only.
         Collective: those of the embedding, and in each block those of `Attention` and of the
         feed-forward; a `ParallelBlock` has one `row_parallel_sum` instead of those of wo and w2.
+        In a pipeline also a broadcast after each stage.
         """
         return self.blocks(self.embedded(batch.tokens), batch, caches)
+
+    def run_pieces(self, batches: Sequence[Batch], caches: Sequence[KVCache]) -> Tensor:
+        """Runs consecutive pieces of a step, which the stages of a pipeline run at the same time.
+
+        Returns: the results of all pieces, concatenated.
+        Collective: as a call for each piece, but one all_reduce for the embedding of all.
+        """
+        x = self.embedded(torch.cat([batch.tokens for batch in batches]))
+        pieces = torch.split(x, [len(batch.tokens) for batch in batches])
+        return torch.cat(self._run_stages(pieces, batches, caches))
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """The residual stream before the first block. Shapes: [T] -> [T, dim] replicated.
@@ -151,10 +168,41 @@ class Transformer:
 
     def blocks(self, x: Tensor, batch: Batch, caches: Sequence[KVCache]) -> Tensor:
         """Runs all blocks on the result of `embedded`; may overwrite x."""
-        *others, last = self.layers
+        return self._run_stages([x], [batch], caches)[0]
+
+    def _run_stages(
+        self, pieces: Sequence[Tensor], batches: Sequence[Batch], caches: Sequence[KVCache]
+    ) -> list[Tensor]:
+        """Runs all blocks on pieces of a step: in tick t, stage s runs piece t - s.
+
+        At the end of a tick the stages broadcast their results in order, so all ranks call the same
+        collectives. Shapes: each piece [T, dim] replicated, as its result.
+        """
+        results = list(pieces)
+        for tick in range(len(results) + len(self.stages) - 1):
+            running = [
+                (stage, tick - number)
+                for number, stage in enumerate(self.stages)
+                if 0 <= tick - number < len(results)
+            ]
+            for stage, at in running:
+                rows = batches[at].rows if stage is self.stages[-1] else None
+                if stage == self.stage:
+                    results[at] = self._own_blocks(results[at], batches[at], caches, rows)
+                elif rows is not None:
+                    results[at] = results[at].new_empty(len(rows), results[at].shape[1])
+            for stage, at in running if len(self.stages) > 1 else ():
+                results[at] = self.ops.broadcast(results[at], stage.ranks.start, self.comm)
+        return results
+
+    def _own_blocks(
+        self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
+    ) -> Tensor:
+        """Runs the blocks of this rank's stage; with `rows` the last one for these rows only."""
+        *others, last = self.layers.values()
         for block in others:
             x = block(x, batch, caches)
-        return last(x, batch, caches, batch.rows)
+        return last(x, batch, caches, rows)
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits of this rank's vocabulary rows, in at least float32.

@@ -383,6 +383,10 @@ class TorchOps:
         """`comm.all_reduce` between two operators, in place."""
         return comm.all_reduce(x)
 
+    def broadcast(self, x: Tensor, src: int, comm: Communicator) -> Tensor:
+        """`comm.broadcast` between two operators, in place."""
+        return comm.broadcast(x, src)
+
     def gather_columns(self, x: Tensor, widths: Sequence[int], comm: Communicator) -> Tensor:
         """`comm.gather_columns` between two operators."""
         return comm.gather_columns(x, widths)

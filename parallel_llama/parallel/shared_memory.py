@@ -106,8 +106,12 @@ def _never_exempt(_: int) -> bool:
     return False
 
 
-def share(comm: Communicator, timeouts: Timeouts) -> Communicator:
+def share(
+    comm: Communicator, timeouts: Timeouts, part: "PartOfGroup | None" = None
+) -> Communicator:
     """The group through shared memory if all its ranks support it, otherwise `comm` itself.
+
+    `part` is as in `SharedMemory`.
 
     Collective: every rank calls it; all get the same kind of communicator.
     """
@@ -134,7 +138,23 @@ def share(comm: Communicator, timeouts: Timeouts) -> Communicator:
     stacks = {rank: file for rank, file in files.items() if file is not None}
     cores = functools.reduce(operator.or_, (int(host.cores, 16) for host in hosts))
     spins = _spins(cores.bit_count(), comm.size)
-    return SharedMemory(comm.rank, comm.size, memory, peers, spins, timeouts, stacks, comm.close)
+    own = comm.rank, comm.size, memory, peers, spins, timeouts, stacks
+    return SharedMemory(*own, comm.close, part)
+
+
+@dataclass(frozen=True)
+class PartOfGroup:
+    """How a group belongs to a larger one.
+
+    Args:
+        ranks: the numbers that the ranks have in the larger group.
+        size: the number of ranks of the larger group.
+        on_failure: called with the number of a failed rank, and whether it has died.
+    """
+
+    ranks: range
+    size: int
+    on_failure: Callable[[int, bool], None] = lambda _rank, _has_died: None
 
 
 @dataclass(frozen=True)
@@ -244,6 +264,7 @@ class SharedMemory(Communicator):
 
     Args:
         leave: called by `close`.
+        part: what the ranks are called in error messages, if the group is a part of another one.
     """
 
     def __init__(
@@ -256,8 +277,13 @@ class SharedMemory(Communicator):
         timeouts: Timeouts,
         stacks: Mapping[int, StackFile],
         leave: Callable[[], None] = lambda: None,
+        part: PartOfGroup | None = None,
     ) -> None:
         self.rank, self.size = rank, size
+        part = part or PartOfGroup(range(size), size)
+        self._numbers, self._n_numbers = part.ranks, part.size
+        self._on_failure = part.on_failure
+        self._named = f"rank {self._numbers[rank]}"
         self._peers, self._leave = peers, leave
         self._spins, self._timeouts, self._stacks = spins, timeouts, stacks
         # Called again and again while this rank waits for others; it may raise a RankError.
@@ -338,7 +364,8 @@ class SharedMemory(Communicator):
     def require_alive(self) -> None:
         self._peers.look()
         if self._peers.gone:
-            raise RankError(f"rank {min(self._peers.gone)} of {self.size} has died or left early")
+            lost = self._numbers[min(self._peers.gone)]
+            raise RankError(f"rank {lost} of {self._n_numbers} has died or left early")
 
     def close(self) -> None:
         # The memory is unmapped with its last view.
@@ -394,7 +421,7 @@ class SharedMemory(Communicator):
         """
         if self._busy:
             raise RankError(
-                f"rank {self.rank} left a collective unfinished, or has closed its group: "
+                f"{self._named} left a collective unfinished, or has closed its group: "
                 "it cannot take part in another"
             )
         self._busy = True
@@ -469,7 +496,7 @@ class SharedMemory(Communicator):
         if theirs != signature:
             rank = line // LINE
             raise self._failed(
-                f"rank {rank} is in {described(theirs)} and rank {self.rank} "
+                f"rank {self._numbers[rank]} is in {described(theirs)} and {self._named} "
                 f"in {described(signature)}: the ranks called different collectives",
                 {rank, self.rank},
             )
@@ -514,8 +541,8 @@ class SharedMemory(Communicator):
             if line // LINE in self._peers.gone and self._cells[line] < phase:
                 rank = line // LINE
                 raise self._failed(
-                    f"rank {rank} of {self.size} has died or left early; "
-                    f"rank {self.rank} was waiting for it",
+                    f"rank {self._numbers[rank]} of {self._n_numbers} has died or left early; "
+                    f"{self._named} was waiting for it",
                     {rank},
                 )
 
@@ -527,7 +554,8 @@ class SharedMemory(Communicator):
             why = "stopped by a signal or a debugger"
         else:
             why = "alive, but swapping, without a free core, or in another collective"
-        return self._failed(f"{late(ranks, self.size, limit_s)}; it is {why}", set(ranks))
+        named = [self._numbers[rank] for rank in ranks]
+        return self._failed(f"{late(named, self._n_numbers, limit_s)}; it is {why}", set(ranks))
 
     def _failed(self, message: str, culprits: set[int]) -> RankError:
         """The error of a failed exchange, with the exchange, the call site and the stacks.
@@ -539,22 +567,26 @@ class SharedMemory(Communicator):
         n_finished, phase = cells[self._own + EXCHANGE], cells[self._own]
         signature = cells[self._own + SIGNATURE + (n_finished & 1)]
         own = f"exchange {n_finished + 1}, {described(signature)}, called at {call_site()}"
-        lines = [f"rank {self.rank} is in {own}"]
+        lines = [f"{self._named} is in {own}"]
         for rank in sorted(culprits - {self.rank}):
             count = cells[rank * LINE + EXCHANGE]
             if count <= n_finished and cells[rank * LINE] < phase:
                 last = described(cells[rank * LINE + SIGNATURE + ((count - 1) & 1)])
                 last = f", the last one {last}" if count else ""
-                lines.append(f"rank {rank} has finished {count} exchanges{last}")
+                named = f"rank {self._numbers[rank]}"
+                lines.append(f"{named} has finished {count} exchanges{last}")
         self._peers.look()
+        for rank in sorted(culprits - {self.rank}):
+            self._on_failure(self._numbers[rank], rank in self._peers.gone)
         waiting = [r for r in range(self.size) if cells[r * LINE] >= phase]
         if culprits & self._peers.gone and launcher_gathers():
             own_stack_file().ask()  # the launcher gathers them
             evidence = ""
         elif self.rank == min(r for r in waiting if r not in self._peers.gone):
-            evidence = gather_stacks(self._stacks, sorted(culprits))
+            stacks = {self._numbers[rank]: file for rank, file in self._stacks.items()}
+            evidence = gather_stacks(stacks, sorted(self._numbers[rank] for rank in culprits))
             lines += [
-                f"rank {rank} called at {site}"
+                f"rank {self._numbers[rank]} called at {site}"
                 for rank in sorted((culprits - {self.rank}) & set(waiting))
                 if rank in self._stacks and (site := site_in(self._stacks[rank].text()))
             ]

@@ -654,6 +654,18 @@ class Sockets(Communicator):
 
     def _fail(self, message: str, culprit: int, reason: int, finder: int) -> NoReturn:
         """Tells the other ranks, and the one that has failed, why this one leaves; then raises."""
+        self._tell(culprit, reason, finder)
+        what = f"exchange {self._n_finished + 1}, {described(self._signature)}"
+        raise RankError(message + self._evidence(what, reason))
+
+    def tell_failure(self, rank: int, has_died: bool) -> None:
+        """Tells the other ranks of a failure that this rank has found outside of this group.
+
+        After this call, this rank must leave the group.
+        """
+        self._tell(rank, _DIED if has_died else _LATE, self.rank)
+
+    def _tell(self, culprit: int, reason: int, finder: int) -> None:
         failure = _FAILURE | reason << 2 * _RANK_BITS | finder << _RANK_BITS | culprit
         header = _HEADER.pack(failure, self._n_finished + 1)
         for rank, own in self._sockets.items():
@@ -662,8 +674,6 @@ class Sockets(Communicator):
             if sent in (0, self._n_own):
                 with suppress(OSError):
                     own.send(header)
-        what = f"exchange {self._n_finished + 1}, {described(self._signature)}"
-        raise RankError(message + self._evidence(what, reason))
 
     def _why_late(self) -> str:
         """What is appended to the message of a rank that is late."""

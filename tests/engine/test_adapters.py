@@ -193,7 +193,7 @@ def test_memory_of_adapters_counts_as_weights(llm, base):
         before = plain.statistics.weight_bytes[0]
     held = {
         part.data_ptr(): part.nbytes
-        for block in llm.engine.runner.model.layers
+        for block in llm.engine.runner.model.layers.values()
         for layer in (
             block.attention.wqkv, block.attention.wo, block.feed_forward.w13, block.feed_forward.w2
         )

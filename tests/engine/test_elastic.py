@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import psutil
 import pytest
 import torch
 from mixes import ARGS, HYBRID, Mix, Outcome, differences, make_engine, make_runner, random_mix
-from thread_ranks import ThreadComm, run_on_threads
+from thread_ranks import Meeting, ThreadComm, run_on_threads
 from tiny_folder import write_endless_folder
 from tiny_models import TinyModel, write_hf
 from torch import Tensor
@@ -75,8 +74,8 @@ def groups_of(most: int, rng: random.Random) -> list[list[Failing]]:
     """Groups of `most` ranks and fewer; all but the last fail after some exchanges."""
     groups = []
     for size in range(most, 0, -1):
-        barrier, shelf = threading.Barrier(size, timeout=60), [torch.empty(0)] * size
-        group = [Failing(rank, barrier, shelf) for rank in range(size)]
+        meeting = Meeting(size)
+        group = [Failing(rank, meeting) for rank in range(size)]
         n_left = rng.randint(1, 120) if size > 1 else 1 << 30
         for comm in group:
             comm.n_left = n_left
@@ -198,7 +197,7 @@ def test_weights_that_a_rank_holds_are_copied_and_the_others_are_read(
     def loaded(rank: int, size: int, before: ModelRunner | None = None) -> tuple[ModelRunner, int]:
         group = precision.quant_group_size
         plan = make_plan(args, size, quant_group_size=group, exact=exact)
-        comm = ThreadComm(rank, threading.Barrier(size), [])
+        comm = ThreadComm(rank, Meeting(size))
         checkpoint = Counting(open_checkpoint(files, args))
         device = torch.device("cpu")
         how = {"precision": precision, "device": device, "before": before}

@@ -101,7 +101,7 @@ def hidden_by_scale(comm: ThreadComm, folder: Path) -> tuple[Tensor, Tensor, Ten
     scaled = load_runner(comm, folder, N, attention_scale=2 * HEAD_DIM**-0.5)
     capped = load_runner(comm, folder, N, attention_soft_cap=0.01)
     turned = load_runner(comm, folder, N)
-    for block in turned.model.layers:
+    for block in turned.model.layers.values():
         block.attention.wq.weight.values *= 2
         block.attention.wq.bias.values *= 2
     return hidden(scaled), hidden(turned), hidden(capped)

@@ -26,6 +26,7 @@ from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.sockets import MAX_BYTES, Endpoint, Sockets, connect
+from parallel_llama.parallel.stage_group import stage_group
 from parallel_llama.parallel.timeouts import Timeouts
 
 LOOPBACK = IPv4Address("127.0.0.1")
@@ -136,6 +137,31 @@ def test_a_rank_that_fails_is_named_by_all_others(hosts, fault, message):
     for rank in {*range(len(hosts))} - {1}:
         assert message.format(len(hosts)) in outcomes[rank]
         assert f"rank {rank} is in exchange 2, all_reduce of 4 values" in outcomes[rank]
+
+
+def die_in_a_stage(group: Communicator) -> str:
+    """Rank 1 dies in an exchange of its stage with rank 0, whose result rank 2 waits for."""
+    comm = over_sockets(group, "aab")
+    stage = stage_group(comm, [range(2), range(2, 3)], Timeouts(LIMIT_S, LIMIT_S))
+    stage.all_reduce(torch.ones(4))
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if comm.rank == 0:
+            stage.all_reduce(torch.ones(4))
+        comm.broadcast(torch.ones(4))
+    except RankError as error:
+        comm.close()
+        return str(error)
+    raise AssertionError("nobody noticed")
+
+
+def test_a_rank_that_dies_in_its_stage_is_named_on_other_hosts():
+    """Rank 2 named rank 0, which only left because rank 1 had died."""
+    with Ranks(3, False) as pool:
+        here, _, elsewhere = pool.outcomes(die_in_a_stage, lost=[1])
+    assert here.startswith("rank 1 of 3 has died or left early; rank 0 was waiting for it")
+    assert elsewhere.startswith("rank 1 of 3 has died or left early; rank 2 was waiting for it")
 
 
 @pytest.mark.parametrize("hosts", ["abc", "aab", "aabb"])
@@ -296,8 +322,10 @@ def reach_no_other_rank(group: Communicator) -> str:
     return type(connect(group, Endpoint(LOOPBACK, key, str(group.rank)), Timeouts(2, 2))).__name__
 
 
-def answers(hosts: list[str], layout: list[int], folder: Path) -> tuple[str, int]:
+def answers(hosts: list[str], layout: list[int], folder: Path, *more: str) -> tuple[str, int]:
     """The hash of what ranks on these hosts generate, and the bytes that host 0 has sent so far.
+
+    `more` are further flags.
 
     Each host has its own process ids, or ranks of two hosts would find each other's memory.
     """
@@ -310,7 +338,7 @@ def answers(hosts: list[str], layout: list[int], folder: Path) -> tuple[str, int
         "PARALLEL_LLAMA_SECRET_FILE": str(secret),
     }  # fmt: skip
     env.pop("GLOO_SOCKET_IFNAME", None)
-    flags = "--prompt", "Once upon a time", "--max-tokens", "8", "--seed", "1"
+    flags = "--prompt", "Once upon a time", "--max-tokens", "8", "--seed", "1", *more
     program = sys.executable, "-m", "parallel_llama", "generate", "--exact", "--json", *flags
     enter = "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"
     processes = []
@@ -350,3 +378,7 @@ def test_two_hosts_generate_what_one_host_does_and_send_it_over_the_link(hosts, 
         # tokens. Each value crosses the link once, whatever the number of ranks that need it.
         n_bytes = 30 * 4 * (576 + 1536 + 2 * 576) * layout.count(0) / len(layout)
         assert 8 < (idle - before) / n_bytes < 16
+    found, piped = answers(hosts, [0, 0, 1, 1], tmp_path, "--pp", "2")
+    assert found == alone
+    # The residual stream crosses the link after each of two stages, not twice in every layer.
+    assert (piped - idle) < (idle - before) / 4

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from thread_ranks import run_on_threads
+from thread_ranks import ThreadComm, run_on_threads
 from torch import Tensor
 
 from parallel_llama.checkpoint.reading import open_checkpoint
@@ -20,6 +20,8 @@ from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.files.model_files import find_model
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.stage_group import stage_group
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.plan import make_plan
 from parallel_llama.sampling.scoring import gather_logits
 
@@ -51,17 +53,28 @@ def load_runner(
     files = find_model(str(folder))
     args = replace(load_model_args(files), **changed)
     scores = Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits)
+    plan = make_plan(args, comm.size, **(cut or {}))
     runner = ModelRunner.load(
         args,
         open_checkpoint(files, args),
-        make_plan(args, comm.size, **(cut or {})),
+        plan,
         comm,
+        stage_comm=_stage_comm(comm, [stage.ranks for stage in plan.stages]),
         precision=Precision.plain("float64"),
         device=torch.device("cpu"),
         ops=TorchOps(scores) if on_torch else None,
     )
     runner.reserve([1] * len(runner.kv_groups), n_slots)
     return runner
+
+
+def _stage_comm(comm: Communicator, stages: Sequence[range]) -> Communicator:
+    """The communicator of this rank's stage."""
+    if len(stages) == 1:
+        return comm
+    if isinstance(comm, ThreadComm):
+        return comm.part(next(ranks for ranks in stages if comm.rank in ranks))
+    return stage_group(comm, stages, Timeouts(60.0, 60.0))
 
 
 def full_logits(runner: ModelRunner, hidden: Tensor) -> Tensor:

@@ -18,16 +18,41 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
+class Meeting:
+    """What the threads of a group share; `part` are the groups of some of its ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=200)
+        self.shelf = [torch.empty(0)] * size
+        self._parts: dict[range, Meeting] = {}
+        self._lock = threading.Lock()
+
+    def part(self, ranks: range) -> "Meeting":
+        with self._lock:
+            return self._parts.setdefault(ranks, Meeting(len(ranks)))
+
+    def abort(self) -> None:
+        self.barrier.abort()
+        with self._lock:
+            for part in self._parts.values():
+                part.abort()
+
+
 class ThreadComm(Solo):
     """One thread's handle on the group; it counts its collectives.
 
     Other methods do what they do for a single rank.
     """
 
-    def __init__(self, rank: int, barrier: threading.Barrier, shelf: list[Tensor]) -> None:
-        self.rank, self.size = rank, barrier.parties
+    def __init__(self, rank: int, meeting: "Meeting") -> None:
+        self.rank, self.size = rank, meeting.size
         self.counts: Counter[str] = Counter()
-        self._barrier, self._shelf = barrier, shelf
+        self._meeting, self._barrier, self._shelf = meeting, meeting.barrier, meeting.shelf
+
+    def part(self, ranks: range) -> "ThreadComm":
+        """This rank's handle on the group of some of the ranks, this one included."""
+        return ThreadComm(self.rank - ranks.start, self._meeting.part(ranks))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.counts["all_reduce"] += 1
@@ -70,16 +95,15 @@ def run_on_threads(
 
     Raises: the error of the first rank that failed; the other ranks stop waiting.
     """
-    barrier = threading.Barrier(size, timeout=200)
-    shelf = [torch.empty(0)] * size
-    comms = [ThreadComm(rank, barrier, shelf) for rank in range(size)]
+    meeting = Meeting(size)
+    comms = [ThreadComm(rank, meeting) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(step, comm, *args, **kwargs) for comm in comms]
         errors = []
         for future in as_completed(futures):
             error = future.exception()
             if error is not None:
-                barrier.abort()
+                meeting.abort()
                 errors.append(error)
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):

@@ -84,7 +84,7 @@ def meta_runner(args: ModelArgs, ops: type[CUDAOps] = CUDAOps) -> ModelRunner:
         Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits),
     )
     model = Transformer(args, plan.shards[0], Backend(Solo(), ops(scores), torch.bfloat16))
-    for block in model.layers:
+    for block in model.layers.values():
         if isinstance(block.feed_forward, MixtureOfExperts):
             for expert in block.feed_forward.experts.values():
                 expert.fuse()

@@ -1,0 +1,89 @@
+"""Pieces of a step, which the stages of a pipeline run at the same time.
+
+    tick         0   1   2   3   4        4 pieces in 2 stages
+    stage 0      0   1   2   3
+    stage 1          0   1   2   3
+
+A piece is a range of the step's tokens. Each piece reads the weights of a stage once, so steps of
+few tokens, such as decode steps, are one piece.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from parallel_llama.engine.step_buffer import MAX_DECODED, Chunk
+
+# With so many tokens, the products of a piece take longer than reading the weights.
+MIN_TOKENS = 64
+# More pieces leave the stages idle for less time, but each takes an exchange of all ranks.
+MAX_PER_STAGE = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a step.
+
+    Args:
+        chunks: its chunks.
+        rows: the wanted rows, as indices into its tokens; None for all.
+    """
+
+    chunks: Sequence[Chunk]
+    rows: Sequence[int] | None
+
+
+def cut_step(
+    chunks: Sequence[Chunk], rows: Sequence[int] | None, n_stages: int
+) -> tuple[list[Piece], list[int] | None]:
+    """Cut a step into pieces for the stages of a pipeline.
+
+    Args:
+        rows: the wanted rows of the step, in any order; None for all.
+
+    Returns: the pieces, and the place of each wanted row in the concatenated results of all
+        pieces; None if the results are in order. A piece has at least one row, so results may have
+        rows that are not wanted.
+    """
+    n_tokens = sum(len(chunk.tokens) for chunk in chunks)
+    n_pieces = 1 if n_stages == 1 else min(n_tokens // MIN_TOKENS, MAX_PER_STAGE * n_stages)
+    if n_pieces < 2:
+        return [Piece(chunks, rows)], None
+    parts = _cut(chunks, n_tokens, n_pieces)
+    if rows is None:
+        return [Piece(part, None) for part in parts], None
+    pieces: list[Piece] = []
+    places = [0] * len(rows)
+    first = n_results = 0
+    for part in parts:
+        stop = first + sum(len(chunk.tokens) for chunk in part)
+        wanted = [at for at, row in enumerate(rows) if first <= row < stop]
+        for place, at in enumerate(wanted, n_results):
+            places[at] = place
+        pieces.append(Piece(part, [rows[at] - first for at in wanted] or [0]))
+        n_results += max(len(wanted), 1)
+        first = stop
+    return pieces, places
+
+
+def _cut(chunks: Sequence[Chunk], n_tokens: int, n_pieces: int) -> list[list[Chunk]]:
+    """The chunks in about equal parts.
+
+    A decoded chunk stays whole, and no other chunk leaves so few tokens that they would be decoded.
+    """
+    parts: list[list[Chunk]] = [[]]
+    n_done = 0
+    for chunk in chunks:
+        left = chunk
+        while True:
+            room = n_tokens * len(parts) // n_pieces - n_done
+            if room <= 0 or (room <= MAX_DECODED and not left.is_decoded):
+                parts.append([])
+                continue
+            if len(left.tokens) - room <= MAX_DECODED:
+                break
+            parts[-1].append(replace(left, tokens=left.tokens[:room]))
+            left = replace(left, tokens=left.tokens[room:], start=left.start + room)
+            n_done += room
+        parts[-1].append(left)
+        n_done += len(left.tokens)
+    return [part for part in parts if part]
