@@ -58,6 +58,11 @@ VOCAB_TILE = 128
 # How the KV cache is sharded: by head (a head may be replicated) or by token.
 KVSplit = Literal["heads", "sequence"]
 
+# With so many tokens, the products of a piece of a step take longer than reading the weights.
+MIN_PIECE_TOKENS = 64
+# More pieces leave the stages idle for less time, but each takes an exchange of all ranks.
+MAX_PIECES_PER_STAGE = 4
+
 
 @dataclass(frozen=True)
 class HeadRun:
@@ -423,6 +428,13 @@ def make_plan(
         shards = _spread(args, shards)
     placement = _placement(args, expert_ranks, ranks_per_expert) if args.n_experts else None
     return ShardPlan(shards, cut, balance, placement)
+
+
+def count_pieces(n_tokens: int, n_stages: int) -> int:
+    """The number of pieces in which the stages of a pipeline run a step."""
+    if n_stages == 1:
+        return 1
+    return max(min(n_tokens // MIN_PIECE_TOKENS, MAX_PIECES_PER_STAGE * n_stages), 1)
 
 
 def _pipeline(

@@ -63,12 +63,16 @@ class Calibration:
         )
         waits = [each.exchange_s for each in self.ranks if each.exchange_s is not None]
         links = [each.link_bytes_per_s for each in self.ranks if each.link_bytes_per_s is not None]
+        wait, link = max(waits, default=None), min(links, default=None)
+        is_one = self.n_files == 1
         return Hardware(
             rates,
-            max(waits, default=None) if self.n_files == 1 else None,
-            min(links, default=None) if self.n_files == 1 else None,
+            wait if is_one else None,
+            link if is_one else None,
             self.layer_s,
-            is_shared=self.n_files == 1,
+            is_shared=is_one,
+            local_exchange_s=wait,
+            local_link=link,
         )
 
 

@@ -52,6 +52,8 @@ class Hardware:
             `ranks` lists then gets equal parts of the sums.
         messages: messages of a small exchange that the busiest host receives from others, if each
             rank sends to one rank of every other host; 0 for other exchanges.
+        local_exchange_s: as `exchange_s`, between the ranks of one host.
+        local_link: as `link`, between the ranks of one host.
     """
 
     ranks: Rates | tuple[Rates, ...]
@@ -61,6 +63,8 @@ class Hardware:
     step_s: float = 0.0
     is_shared: bool = False
     messages: int = 0
+    local_exchange_s: float | None = None
+    local_link: float | None = None
 
     def rates(self, rank: int, n_ranks: int) -> Rates:
         """The rates of one of `n_ranks` ranks."""

@@ -158,10 +158,7 @@ def prepare(flags: Flags) -> Job:
         flags[model.QUANT] or default_quant(files, args, dtype),
         flags[model.KV_CACHE_DTYPE],
         flags[model.KV_SPLIT],
-        # On several hosts exact sums are not the default, except in a pipeline.
-        bool(flags[model.EXACT])
-        if hosts and hosts.links and flags[model.PP] == 1
-        else flags[model.EXACT],
+        _exact(flags, hosts, flags[model.PP]),
         context_length(args, flags[model.MAX_SEQ_LEN]),
         flags[BATCH],
         first,
@@ -204,6 +201,11 @@ def prepare(flags: Flags) -> Job:
     one = estimate(asked)
     _check_price(flags, [one])
     return Job(lambda: _show_one(flags, one))
+
+
+def _exact(flags: Flags, hosts: Hosts | None, pp: int) -> bool | None:
+    """On several hosts exact sums are not the default, except in a pipeline."""
+    return bool(flags[model.EXACT]) if hosts and hosts.links and pp == 1 else flags[model.EXACT]
 
 
 def _hosts(flags: Flags) -> Hosts | None:
@@ -363,10 +365,48 @@ def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
 
 def _show_one(flags: Flags, found: Estimate) -> int:
     _draw(flags, found)
-    largest = find_largest(found.asked)
-    answer = {**_object(found, flags[PRICE]), **_limits(largest)}
-    page = [*_page(found, flags[PRICE]), *_largest(found.asked, largest)]
+    largest, other = find_largest(found.asked), _other_stages(flags, found)
+    answer = {
+        **_object(found, flags[PRICE]),
+        **_limits(largest),
+        "other_stages": other and {"pp": other.asked.pp, **_predicted(other, None)},
+    }
+    page = [
+        *_page(found, flags[PRICE]),
+        *_compared(other),
+        *_largest(found.asked, largest),
+    ]
     return _show(flags, found.asked, answer, page, _remedies(found))
+
+
+def _other_stages(flags: Flags, found: Estimate) -> Estimate | None:
+    """The plan with a stage for each host, or without stages if `found` has several.
+
+    None on one host, on GPUs, and if the ranks of a stage would be on several hosts.
+    """
+    hosts = found.asked.hosts
+    if hosts is None or not hosts.links or found.asked.device != "cpu":
+        return None
+    pp = 1 if found.asked.pp > 1 else len(hosts.hosts)
+    try:
+        other = estimate(replace(found.asked, pp=pp, exact=_exact(flags, hosts, pp)))
+    except UsageError:
+        return None
+    stages = tuple(stage.ranks for stage in other.plan.stages)
+    return other if pp == 1 or stages == hosts.ranks else None
+
+
+def _compared(other: Estimate | None) -> list[str]:
+    """The predicted speed of the plan with other stages; empty if it is not predicted."""
+    if other is None or (predicted := predict(other)) is None:
+        return []
+    pp = other.asked.pp
+    text = f"with --pp {pp}" if pp > 1 else "without --pp"
+    text += f", about {_rate(1 / predicted.full.total_s)} new tokens/s after "
+    text += f"{other.asked.max_seq_len:,} tokens"
+    if predicted.prefill_tokens_per_s is not None:
+        text += f", and prompts at about {_rate(predicted.prefill_tokens_per_s)} tokens/s"
+    return _line("otherwise", text)
 
 
 def _show_fewest(flags: Flags, found: Estimate, fewer: Estimate | None) -> int:

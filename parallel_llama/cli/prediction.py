@@ -3,6 +3,7 @@
 docs/plan.md has the formulas. All ranks wait for the slowest in each step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +11,7 @@ from parallel_llama.cli.estimate import Estimate, RankEstimate
 from parallel_llama.cli.hardware import Hardware, Rates, are_alike
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.plan import why_unrecorded
+from parallel_llama.plan import Stage, count_pieces, why_unrecorded
 
 # Larger tensors of CPU ranks on several hosts go through gloo's ring (parallel/sockets.py).
 _MAX_DIRECT_BYTES = 1 << 18
@@ -135,14 +136,12 @@ def predict(found: Estimate) -> Prediction | None:
     n_ranks, batch, n_tokens = found.plan.tp_size, found.asked.batch, found.asked.step_tokens
     rates = [hardware.rates(rank.shard.rank, n_ranks) for rank in found.ranks]
 
+    launch_s = hardware.step_s + found.asked.args.n_layers * hardware.layer_s
+    times = _all_ranks_s if found.asked.pp == 1 else _pipeline_s
+
     def step(n_rows: int, *, is_prefill: bool, is_full: bool) -> StepTime:
-        times = (
-            _rank_time(rank, own, n_rows, is_prefill=is_prefill, is_full=is_full)
-            for rank, own in zip(found.ranks, rates, strict=True)
-        )
-        memory_s, arithmetic_s = max(times, key=sum)
-        launch_s = hardware.step_s + found.asked.args.n_layers * hardware.layer_s
-        return StepTime(memory_s, arithmetic_s, _link_s(found, hardware, n_rows), launch_s)
+        own = times(found, hardware, rates, n_rows, is_prefill=is_prefill, is_full=is_full)
+        return StepTime(*own, launch_s)
 
     is_known = all(own.products is not None for own in rates)
     return Prediction(
@@ -157,8 +156,6 @@ def predict(found: Estimate) -> Prediction | None:
 def why_unpredicted(found: Estimate) -> str | None:
     """Why the speed of a plan is not predicted; None if it is."""
     hardware = found.asked.hardware
-    if found.asked.pp > 1:
-        return "stages run one after another, which has not been measured"
     if hardware is None:
         if found.asked.device == "cpu":
             return "bench --calibrate FILE measures a machine; pass FILE to --calibration"
@@ -167,6 +164,9 @@ def why_unpredicted(found: Estimate) -> str | None:
         if not hardware.is_shared:
             return "the exchanges between the hosts of several files have not been measured"
         return "one rank exchanges nothing; calibrate with --nproc 2 or more"
+    largest = max(len(stage.ranks) for stage in found.plan.stages)
+    if found.asked.pp > 1 and largest > 1 and hardware.local_exchange_s is None:
+        return "one rank exchanges nothing; calibrate each host with --nproc 2 or more"
     return _why_unknown_work(found)
 
 
@@ -198,17 +198,24 @@ def exchanges(
     """
     if n_ranks == 1:
         return 0, 0.0
+    n_exchanges, n_bytes = _layer_exchanges(args, n_ranks, item_bytes, is_exact=is_exact)
+    embedded = 2 * (n_ranks - 1) / n_ranks * item_bytes * args.dim
+    return args.n_layers * n_exchanges + 2, args.n_layers * n_bytes + embedded
+
+
+def _layer_exchanges(
+    args: ModelArgs, n_ranks: int, item_bytes: int, *, is_exact: bool
+) -> tuple[int, float]:
+    """As `exchanges`, of one layer."""
     received = (n_ranks - 1) / n_ranks * item_bytes
     n_sums = 1 if args.parallel_block else 2
-    n_norms = args.n_layers if args.qk_norm_across_heads else 0
+    n_norms = 1 if args.qk_norm_across_heads else 0
     if not is_exact:
-        n_reduced = args.n_layers * n_sums + 1
-        return n_reduced + n_norms + 1, 2 * received * n_reduced * args.dim
+        return n_sums + n_norms, 2 * received * n_sums * args.dim
     channels = args.ffn_dim * (args.n_active_experts or 1) + args.shared_ffn_dim
     n_inputs = 3 if args.shared_ffn_dim else 2
     gathered = args.n_heads * args.head_dim + channels + n_sums * args.dim
-    n_gathers = args.n_layers * (n_inputs + n_sums)
-    return n_gathers + n_norms + 2, received * (args.n_layers * gathered + 2 * args.dim)
+    return n_inputs + n_sums + n_norms, received * gathered
 
 
 def _link_s(found: Estimate, hardware: Hardware, n_rows: int) -> float:
@@ -227,6 +234,76 @@ def _link_s(found: Estimate, hardware: Hardware, n_rows: int) -> float:
     return n_exchanges * hardware.exchange_s + n_rows * n_bytes / hardware.link
 
 
+def _all_ranks_s(
+    found: Estimate,
+    hardware: Hardware,
+    rates: Sequence[Rates],
+    n_rows: int,
+    *,
+    is_prefill: bool,
+    is_full: bool,
+) -> tuple[float, float, float]:
+    """Seconds of memory, arithmetic and exchanges of a step that all ranks run together."""
+    times = (
+        _rank_time(rank, own, n_rows, is_prefill=is_prefill, is_full=is_full)
+        for rank, own in zip(found.ranks, rates, strict=True)
+    )
+    return *max(times, key=sum), _link_s(found, hardware, n_rows)
+
+
+def _pipeline_s(
+    found: Estimate,
+    hardware: Hardware,
+    rates: Sequence[Rates],
+    n_rows: int,
+    *,
+    is_prefill: bool,
+    is_full: bool,
+) -> tuple[float, float, float]:
+    """Seconds of memory, arithmetic and exchanges of a step whose pieces run stage after stage.
+
+    In tick t, stage s runs piece t - s; a tick takes as long as its slowest stage.
+    """
+    assert hardware.exchange_s is not None and hardware.link is not None
+    args, stages, n_ranks = found.asked.args, found.plan.stages, found.plan.tp_size
+    item_bytes = ITEM_BYTES[found.asked.precision.computed]
+    n_pieces = count_pieces(n_rows, len(stages))
+    rows = n_rows / n_pieces
+    times = []
+    for stage in stages:
+        own = [(found.ranks[rank], rates[rank]) for rank in stage.ranks]
+        work = max((_layers_s(*each, rows, is_full=is_full) for each in own), key=sum)
+        times.append((*work, _stage_link_s(found, hardware, stage, rows)))
+    parts = [0.0, 0.0, 0.0]
+    for tick in range(n_pieces + len(stages) - 1):
+        running = [own for number, own in enumerate(times) if 0 <= tick - number < n_pieces]
+        parts = [sum(both) for both in zip(parts, max(running, key=sum), strict=True)]
+    n_drawn = 0 if is_prefill else n_rows  # a prefill multiplies the last token with the head
+    head = max((_head_s(*each, n_drawn) for each in zip(found.ranks, rates, strict=True)), key=sum)
+    # The first rank of a stage sends x to every other host.
+    copies = len(stages) - 1 if hardware.messages else 1
+    x_s = n_rows * args.dim * item_bytes / hardware.link
+    embedded_s = 2 * (n_ranks - 1) / n_ranks * x_s
+    n_exchanges = n_pieces * len(stages) + 2
+    link_s = n_exchanges * hardware.exchange_s + len(stages) * copies * x_s + embedded_s
+    return parts[0] + head[0], parts[1] + head[1], parts[2] + link_s
+
+
+def _stage_link_s(found: Estimate, hardware: Hardware, stage: Stage, n_rows: float) -> float:
+    """Seconds of the exchanges of a stage's layers, between ranks of one host."""
+    if len(stage.ranks) == 1:
+        return 0.0
+    assert hardware.local_exchange_s is not None and hardware.local_link is not None
+    n_exchanges, n_bytes = _layer_exchanges(
+        found.asked.args,
+        len(stage.ranks),
+        ITEM_BYTES[found.asked.precision.computed],
+        is_exact=found.asked.is_exact,
+    )
+    each_s = n_exchanges * hardware.local_exchange_s + n_rows * n_bytes / hardware.local_link
+    return len(stage.layers) * each_s
+
+
 def _rank_time(
     rank: RankEstimate, rates: Rates, n_rows: int, *, is_prefill: bool, is_full: bool
 ) -> tuple[float, float]:
@@ -235,8 +312,31 @@ def _rank_time(
     A prefill multiplies only the last token with the head.
     """
     n_values = rank.layer_values + (0 if is_prefill else rank.head_values)
-    kv_s = rank.read_kv / rates.kv if is_full else 0.0
-    weights_s = rank.read_weights / rates.weights
+    return _work_s(n_values, rank.read_weights, is_full * rank.read_kv, rates, n_rows)
+
+
+def _layers_s(
+    rank: RankEstimate, rates: Rates, n_rows: float, *, is_full: bool
+) -> tuple[float, float]:
+    """As `_rank_time`, without the head."""
+    n_bytes = rank.read_weights * _layer_share(rank)
+    return _work_s(rank.layer_values, n_bytes, is_full * rank.read_kv, rates, n_rows)
+
+
+def _head_s(rank: RankEstimate, rates: Rates, n_rows: float) -> tuple[float, float]:
+    """As `_rank_time`, of the head alone."""
+    n_bytes = rank.read_weights * (1 - _layer_share(rank))
+    return _work_s(rank.head_values, n_bytes, 0, rates, n_rows)
+
+
+def _layer_share(rank: RankEstimate) -> float:
+    return rank.layer_values / max(rank.layer_values + rank.head_values, 1)
+
+
+def _work_s(
+    n_values: int, n_bytes: float, kv_bytes: float, rates: Rates, n_rows: float
+) -> tuple[float, float]:
+    kv_s, weights_s = kv_bytes / rates.kv, n_bytes / rates.weights
     products_s = 2 * n_values * n_rows / rates.products if rates.products else 0.0
     if products_s > weights_s:
         return kv_s, products_s

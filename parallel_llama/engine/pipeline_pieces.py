@@ -12,11 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parallel_llama.engine.step_buffer import MAX_DECODED, Chunk
-
-# With so many tokens, the products of a piece take longer than reading the weights.
-MIN_TOKENS = 64
-# More pieces leave the stages idle for less time, but each takes an exchange of all ranks.
-MAX_PER_STAGE = 4
+from parallel_llama.plan import count_pieces
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ def cut_step(
         rows that are not wanted.
     """
     n_tokens = sum(len(chunk.tokens) for chunk in chunks)
-    n_pieces = 1 if n_stages == 1 else min(n_tokens // MIN_TOKENS, MAX_PER_STAGE * n_stages)
-    if n_pieces < 2:
+    n_pieces = count_pieces(n_tokens, n_stages)
+    if n_pieces == 1:
         return [Piece(chunks, rows)], None
     parts = _cut(chunks, n_tokens, n_pieces)
     if rows is None:

@@ -142,3 +142,39 @@ def test_a_calibration_in_another_format_is_refused(capsys: Capture, tmp_path):
     argv = written(tmp_path, cpu_hosts(tmp_path))
     assert command_line.main(["plan", *argv, "--quant", "int8"]) == 2
     assert "the calibration in --hosts" in capsys.readouterr().err
+
+
+def test_the_stages_of_a_pipeline_run_one_after_another(capsys, tmp_path):
+    """And a step of a prompt in pieces of 64 tokens, which the stages run at the same time."""
+    names = [calibrated(tmp_path, f"{rate:.0f}.json", rate) for rate in (4e9, 2e9)]
+    hosts = [{"ranks": 1, "calibration": name, "link": LINK} for name in names]
+    argv = written(tmp_path, hosts)
+    found, plain = plan(capsys, *argv, "--pp", "2"), plan(capsys, *argv)
+    assert [rank["layers"] for rank in found["ranks"]] == [[0, 20], [20, 30]]  # as their speeds
+    layer = 576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536 + 2 * 576
+    kv = 2 * 192 * 512
+    read_s = [n * 4 * (layer + kv) / rate for n, rate in ((20, 4e9), (10, 2e9))]
+    head = [rank["vocab"][1] - rank["vocab"][0] for rank in found["ranks"]]
+    head_s = max(n * 576 * 4 / rate for n, rate in zip(head, (4e9, 2e9), strict=True))
+    step = found["predicted"]["steps"]["decode"]
+    assert step["memory_s"] == pytest.approx(sum(read_s) + head_s, rel=2e-3)
+    x_s = 576 * 4 / 1e9
+    assert step["link_s"] == pytest.approx(4 * 50e-6 + 3 * x_s, rel=1e-9)
+    prefill = found["predicted"]["steps"]["prefill"]
+    products_s = [2 * n * layer * 64 / 3e10 for n in (20, 10)]
+    assert prefill["arithmetic_s"] == pytest.approx(8 * products_s[0] + products_s[1], rel=2e-3)
+    assert prefill["link_s"] == pytest.approx(18 * 50e-6 + 512 * 3 * x_s, rel=1e-9)
+    for one, other in ((found, plain), (plain, found)):
+        assert one["other_stages"] == {"pp": other["pp"], **{k: other[k] for k in BOTH}}
+    shown = " ".join(page(capsys, *argv).split())
+    assert "otherwise with --pp 2, about" in shown
+
+
+BOTH = "predicted", "unpredicted"
+
+
+def test_stages_over_two_hosts_are_not_compared(capsys, tmp_path):
+    """Three ranks in two stages are 2 and 1, but these hosts have 1 and 2."""
+    own = cpu_hosts(tmp_path)
+    assert plan(capsys, *written(tmp_path, own))["other_stages"]["pp"] == 2
+    assert plan(capsys, *written(tmp_path, own[::-1]))["other_stages"] is None
