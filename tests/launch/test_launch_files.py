@@ -98,6 +98,29 @@ def test_the_parts_of_a_job_array_are_the_answers_of_one_run(cluster, model, tmp
     assert sorted("".join(merged).splitlines()) == sorted(whole.stdout.splitlines())
 
 
+@pytest.mark.slow
+def test_actors_of_ray_give_the_answers_of_one_run(model, tmp_path):
+    """Two actors reserve both cores, so tasks that read and write waited for ever."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    lines = [{"prompt": "ab"}, {"prompt": "b"}, {"prompt": "abc"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    shared = ["--model", str(model), "--prompts", str(path), "--max-tokens=8"]
+    output = tmp_path / "answers"
+    own = [f"--output={output}", f"--actors={os.cpu_count()}", "--batch=1"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    script = [sys.executable, str(LAUNCH / "ray_batch.py"), *shared, *own]
+    subprocess.run(script, env=env, check=True, capture_output=True, timeout=LIMIT_S)
+    alone = subprocess.run(
+        [sys.executable, "-m", "parallel_llama", "generate", *shared, "--temperature=0", "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    expected = [json.loads(line)["text"] for line in alone.stdout.splitlines()]
+    answers = [json.loads(line) for file in output.iterdir() for line in file.open()]
+    found = {answer["prompt"]: answer["text"] for answer in answers}
+    assert [found[line["prompt"]] for line in lines] == expected
+
+
 def test_a_slurm_job_fails_as_its_command_does(cluster):
     done = batch(cluster, "generate", "--model", "/no/such/model", "--prompt", "a")
     assert done.returncode == 2 and "/no/such/model" in done.stderr
