@@ -1,6 +1,7 @@
 """The size of the KV cache, from the free memory of all ranks."""
 
 import hashlib
+import math
 import re
 from bisect import bisect_left
 from collections import Counter
@@ -17,6 +18,7 @@ from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.memory import (
+    GIB,
     blocks_held,
     default_cache_bytes,
     kv_bytes_per_token,
@@ -30,6 +32,11 @@ from parallel_llama.plan import ShardPlan
 _NO_MEMORY = re.compile(
     r"can('t|not) allocate memory|not enough memory|out of memory", re.IGNORECASE
 )
+
+
+def _gib(n_bytes: int) -> str:
+    """Rounded up, so that an entry of the printed size is enough."""
+    return f"{math.ceil(n_bytes / GIB * 1000) / 1000:.3f}"
 
 
 @dataclass(frozen=True)
@@ -151,11 +158,11 @@ class CacheSize:
                 lower = ", lower kv_cache_bytes" if self.n_bytes else ""
                 raise UsageError(
                     f"rank {rank} of {len(self._limits)} needs "
-                    f"{limit.total - limit.cache + cache} bytes, and its entry in memory is "
-                    f"{limit.total} bytes: {limit.weights} for weights, {cache} for the KV cache "
-                    f"of {n_blocks * self.block_size} tokens, {limit.working} for its process and "
-                    f"the tensors of a step; raise its entry{lower}, use --quant int8, a smaller "
-                    "dtype or more ranks"
+                    f"{_gib(limit.total - limit.cache + cache)} GiB, and its entry in memory is "
+                    f"{_gib(limit.total)} GiB: {_gib(limit.weights)} for weights, {_gib(cache)} "
+                    f"for the KV cache of {n_blocks * self.block_size} tokens, "
+                    f"{_gib(limit.working)} for its process and the tensors of a step; raise its "
+                    f"entry{lower}, use --quant int8, a smaller dtype or more ranks"
                 )
 
     def require_room(

@@ -523,7 +523,7 @@ def plan_words(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_plan_json_covers_every_unit_once(capsys):
     decoded = ["--nproc", "4", "--quant", "none", "--dtype"]
     plan = plan_json(capsys, *decoded, "bfloat16")
-    keys = {"rank", "heads", "kv_heads", "ffn", "experts", "vocab", "outputs"}
+    keys = {"rank", "stage", "layers", "heads", "kv_heads", "ffn", "experts", "vocab", "outputs"}
     keys |= {"shared_ffn", "dense_ffn"}
     keys |= {"weight_bytes", "kv_bytes_per_token", "working_bytes", "needed_bytes", "memory_bytes"}
     keys |= {"step_read_bytes", "step_s", "bandwidth_bytes_per_s"}

@@ -273,7 +273,7 @@ def test_the_rank_with_the_least_room_in_its_memory_decides_for_all(monkeypatch,
         tight = replace(own[tightest], weights=own[tightest].weights + more)
         given = [tight if rank == tightest else each for rank, each in enumerate(own)]
         if not expected:
-            with pytest.raises(UsageError, match=rf"rank {tightest} of .* needs {GIB + 1} bytes"):
+            with pytest.raises(UsageError, match=rf"rank {tightest} of .* needs 1\.001 GiB"):
                 CacheSize(ARGS, plan, form, 16, None, 2048, limits=given)
             continue
         size = CacheSize(ARGS, plan, form, 16, None, 2048, limits=given)
