@@ -416,6 +416,7 @@ def _show_fewest(flags: Flags, found: Estimate, fewer: Estimate | None) -> int:
     answer = {
         **_object(found, flags[PRICE]),
         **_limits(largest),
+        "other_stages": None,  # --hosts gives the number of ranks
         "smallest_that_fits": found.plan.tp_size if found.fits else None,
         "next_smaller": fewer and _object(fewer, flags[PRICE]),
     }

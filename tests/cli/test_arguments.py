@@ -714,9 +714,8 @@ def test_one_size_of_memory_is_that_of_every_rank(capsys):
     ]
     assert plans[1:] == plans[:1] * 3
     in_range = plan_json(capsys, "--memory", "0.8", "--nproc", "3-4")["plans"][0]
-    largest = {
-        key: plans[0][key] for key in ("largest_context", "largest_batch")
-    }  # of one plan only
+    of_one_plan = "largest_context", "largest_batch", "other_stages"
+    largest = {key: plans[0][key] for key in of_one_plan}
     assert {"model": "smollm2", **in_range, "remedies": [], **largest} == plans[0]
 
 
