@@ -116,7 +116,8 @@ def prepare(flags: Flags) -> Job:
             figures |= _slice_figures(llm, slice_of, figures, batch, longest)
         if calibrated is not None:
             rates = llm.rank_rates()
-            write_calibration(calibrated, llm.dtype, llm.quant, rates, _layer_s(llm, rates))
+            formats = llm.precision.dtype, llm.precision.quant  # as `plan` names them
+            write_calibration(calibrated, *formats, rates, _layer_s(llm, rates))
         print(json.dumps(figures) if flags[JSON] else "\n".join(_report(flags[MODEL], figures)))
         return 0
 

@@ -88,3 +88,14 @@ def test_no_run_profits_from_guesses_or_from_the_run_before(folder, monkeypatch)
 def test_a_batch_beyond_the_context_is_refused(folder, capsys):
     assert main(["bench", f"--model={folder}", "--prompt-tokens=100000"]) == 2
     assert "100000" in capsys.readouterr().err
+
+
+def test_plan_reads_the_rates_of_a_quantised_model_in_16_bits(tmp_path, capsys):
+    """bench wrote --dtype bfloat16, and plan, which names the dtype of the sums, refused it."""
+    own = ["--model=smollm2", "--dtype=bfloat16", "--quant=int4", "--max-seq-len=64"]
+    rates = str(tmp_path / "rates.json")
+    sizes = "--prompt-tokens=4", "--max-tokens=2", "--repeat=1"
+    assert main(["bench", *own, *sizes, "--calibrate", rates, "--json"]) == 0
+    capsys.readouterr()
+    assert main(["plan", *own, "--calibration", rates, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"] is not None
