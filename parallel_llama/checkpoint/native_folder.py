@@ -172,12 +172,10 @@ def _scaled_parts(param: Param, unit: int, form: ScaledFormat) -> list[Part]:
     """The tensors of a weight in the order of `ScaledBlock.tensors`."""
     height, width = (side or size for side, size in zip(form.block, param.shape, strict=True))
     integers, floats, scales, _, _, zeros, divisor = _SUFFIXES
-    number = _BYTE if form.numbers == "int8" else _FLOAT
+    name, number = (integers, _BYTE) if form.numbers == "int8" else (floats, _FLOAT)
+    parts = [Part.of(param, unit, name, 1, 1, number)]
     if form.numbers == "e2m1":
         parts = [Part.of(param, unit, floats, 2, 1, _PACKED)]
-    else:
-        name = integers if form.numbers == "int8" else floats
-        parts = [Part.of(param, unit, name, 1, 1, number)]
     parts.append(Part.of(param, unit, scales, width, 1, form.scales, height))
     if form.has_zeros:
         parts.append(Part.of(param, unit, zeros, width, 1, number, height))

@@ -788,8 +788,8 @@ def _stages(plan: ShardPlan) -> list[str]:
         f"{_numbered('rank', stage.ranks)}: {_numbered('layer', stage.layers)}"
         for stage in plan.stages
     )
-    n_exchanges = len(plan.stages) + 2
-    return _line("stages", f"{text}; {n_exchanges} exchanges of all ranks in a step")
+    n_exchanges = len(plan.stages) + 3  # of the embedding, the output layer and the new tokens too
+    return _line("stages", f"{text}; {n_exchanges} exchanges of all ranks in a decode step")
 
 
 def _numbered(what: str, numbers: range) -> str:

@@ -52,6 +52,21 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class _Step:
+    """A step to predict.
+
+    Args:
+        n_rows: the tokens that all layers multiply.
+        is_prefill: whether the head multiplies only the last token, which is not counted.
+        is_full: whether the step reads the KV cache of the full context.
+    """
+
+    n_rows: int
+    is_prefill: bool = False
+    is_full: bool = False
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The predicted steps of a plan.
 
@@ -118,10 +133,9 @@ def rank_steps(found: Estimate) -> RankSteps | None:
     if hardware is None or found.asked.pp > 1 or _why_unknown_work(found) is not None:
         return None
     rates = [hardware.rates(rank.shard.rank, found.plan.tp_size) for rank in found.ranks]
-    batch = found.asked.batch
+    step = _Step(found.asked.batch, is_full=True)
     seconds = tuple(
-        sum(_rank_time(rank, own, batch, is_prefill=False, is_full=True))
-        for rank, own in zip(found.ranks, rates, strict=True)
+        sum(_rank_s(rank, own, step)) for rank, own in zip(found.ranks, rates, strict=True)
     )
     n_bytes = [rank.read_weights + rank.read_kv for rank in found.ranks]
     speed = sum(n / each for n, each in zip(n_bytes, seconds, strict=True))
@@ -135,19 +149,17 @@ def predict(found: Estimate) -> Prediction | None:
         return None
     n_ranks, batch, n_tokens = found.plan.tp_size, found.asked.batch, found.asked.step_tokens
     rates = [hardware.rates(rank.shard.rank, n_ranks) for rank in found.ranks]
-
     launch_s = hardware.step_s + found.asked.args.n_layers * hardware.layer_s
     times = _all_ranks_s if found.asked.pp == 1 else _pipeline_s
 
-    def step(n_rows: int, *, is_prefill: bool, is_full: bool) -> StepTime:
-        own = times(found, hardware, rates, n_rows, is_prefill=is_prefill, is_full=is_full)
-        return StepTime(*own, launch_s)
+    def predicted(step: _Step) -> StepTime:
+        return StepTime(*times(found, hardware, rates, step), launch_s)
 
     is_known = all(own.products is not None for own in rates)
     return Prediction(
-        step(batch, is_prefill=False, is_full=True),
-        step(batch, is_prefill=False, is_full=False),
-        step(n_tokens, is_prefill=True, is_full=False) if is_known else None,
+        predicted(_Step(batch, is_full=True)),
+        predicted(_Step(batch)),
+        predicted(_Step(n_tokens, is_prefill=True)) if is_known else None,
         batch,
         n_tokens,
     )
@@ -235,58 +247,47 @@ def _link_s(found: Estimate, hardware: Hardware, n_rows: int) -> float:
 
 
 def _all_ranks_s(
-    found: Estimate,
-    hardware: Hardware,
-    rates: Sequence[Rates],
-    n_rows: int,
-    *,
-    is_prefill: bool,
-    is_full: bool,
+    found: Estimate, hardware: Hardware, rates: Sequence[Rates], step: _Step
 ) -> tuple[float, float, float]:
     """Seconds of memory, arithmetic and exchanges of a step that all ranks run together."""
-    times = (
-        _rank_time(rank, own, n_rows, is_prefill=is_prefill, is_full=is_full)
-        for rank, own in zip(found.ranks, rates, strict=True)
-    )
-    return *max(times, key=sum), _link_s(found, hardware, n_rows)
+    times = (_rank_s(*each, step) for each in zip(found.ranks, rates, strict=True))
+    return *max(times, key=sum), _link_s(found, hardware, step.n_rows)
 
 
 def _pipeline_s(
-    found: Estimate,
-    hardware: Hardware,
-    rates: Sequence[Rates],
-    n_rows: int,
-    *,
-    is_prefill: bool,
-    is_full: bool,
+    found: Estimate, hardware: Hardware, rates: Sequence[Rates], step: _Step
 ) -> tuple[float, float, float]:
-    """Seconds of memory, arithmetic and exchanges of a step whose pieces run stage after stage.
+    """Seconds of memory, arithmetic and exchanges of a step that the stages run in pieces.
 
     In tick t, stage s runs piece t - s; a tick takes as long as its slowest stage.
     """
-    assert hardware.exchange_s is not None and hardware.link is not None
-    args, stages, n_ranks = found.asked.args, found.plan.stages, found.plan.tp_size
-    item_bytes = ITEM_BYTES[found.asked.precision.computed]
-    n_pieces = count_pieces(n_rows, len(stages))
-    rows = n_rows / n_pieces
+    stages = found.plan.stages
+    n_pieces = count_pieces(step.n_rows, len(stages))
+    rows = step.n_rows / n_pieces
     times = []
     for stage in stages:
         own = [(found.ranks[rank], rates[rank]) for rank in stage.ranks]
-        work = max((_layers_s(*each, rows, is_full=is_full) for each in own), key=sum)
+        work = max((_layers_s(*each, rows, is_full=step.is_full) for each in own), key=sum)
         times.append((*work, _stage_link_s(found, hardware, stage, rows)))
     parts = [0.0, 0.0, 0.0]
     for tick in range(n_pieces + len(stages) - 1):
         running = [own for number, own in enumerate(times) if 0 <= tick - number < n_pieces]
         parts = [sum(both) for both in zip(parts, max(running, key=sum), strict=True)]
-    n_drawn = 0 if is_prefill else n_rows  # a prefill multiplies the last token with the head
+    n_drawn = 0 if step.is_prefill else step.n_rows
     head = max((_head_s(*each, n_drawn) for each in zip(found.ranks, rates, strict=True)), key=sum)
-    # The first rank of a stage sends x to every other host.
-    copies = len(stages) - 1 if hardware.messages else 1
-    x_s = n_rows * args.dim * item_bytes / hardware.link
-    embedded_s = 2 * (n_ranks - 1) / n_ranks * x_s
-    n_exchanges = n_pieces * len(stages) + 2
-    link_s = n_exchanges * hardware.exchange_s + len(stages) * copies * x_s + embedded_s
-    return parts[0] + head[0], parts[1] + head[1], parts[2] + link_s
+    link_s = parts[2] + _handover_s(found, hardware, step.n_rows, n_pieces)
+    return parts[0] + head[0], parts[1] + head[1], link_s
+
+
+def _handover_s(found: Estimate, hardware: Hardware, n_rows: int, n_pieces: int) -> float:
+    """Seconds of the exchanges of all ranks: of the embedding, after the stages, after the head."""
+    assert hardware.exchange_s is not None and hardware.link is not None
+    n_stages, n_ranks = len(found.plan.stages), found.plan.tp_size
+    x_bytes = n_rows * found.asked.args.dim * ITEM_BYTES[found.asked.precision.computed]
+    # The first rank of a stage sends x to every other host; the embedding is a ring all-reduce.
+    n_copies = n_stages * (n_stages - 1 if hardware.messages else 1) + 2 * (n_ranks - 1) / n_ranks
+    n_exchanges = n_pieces * n_stages + 2
+    return n_exchanges * hardware.exchange_s + n_copies * x_bytes / hardware.link
 
 
 def _stage_link_s(found: Estimate, hardware: Hardware, stage: Stage, n_rows: float) -> float:
@@ -304,27 +305,23 @@ def _stage_link_s(found: Estimate, hardware: Hardware, stage: Stage, n_rows: flo
     return len(stage.layers) * each_s
 
 
-def _rank_time(
-    rank: RankEstimate, rates: Rates, n_rows: int, *, is_prefill: bool, is_full: bool
-) -> tuple[float, float]:
-    """Seconds that a rank reads, and seconds of its products if these take longer than reading.
-
-    A prefill multiplies only the last token with the head.
-    """
-    n_values = rank.layer_values + (0 if is_prefill else rank.head_values)
-    return _work_s(n_values, rank.read_weights, is_full * rank.read_kv, rates, n_rows)
+def _rank_s(rank: RankEstimate, rates: Rates, step: _Step) -> tuple[float, float]:
+    """Seconds that a rank reads, and seconds of its products if these take longer than reading."""
+    n_values = rank.layer_values + (0 if step.is_prefill else rank.head_values)
+    kv_bytes = step.is_full * rank.read_kv
+    return _work_s(n_values, rank.read_weights, kv_bytes, rates, step.n_rows)
 
 
 def _layers_s(
     rank: RankEstimate, rates: Rates, n_rows: float, *, is_full: bool
 ) -> tuple[float, float]:
-    """As `_rank_time`, without the head."""
+    """As `_rank_s`, without the head."""
     n_bytes = rank.read_weights * _layer_share(rank)
     return _work_s(rank.layer_values, n_bytes, is_full * rank.read_kv, rates, n_rows)
 
 
 def _head_s(rank: RankEstimate, rates: Rates, n_rows: float) -> tuple[float, float]:
-    """As `_rank_time`, of the head alone."""
+    """As `_rank_s`, of the head alone."""
     n_bytes = rank.read_weights * (1 - _layer_share(rank))
     return _work_s(rank.head_values, n_bytes, 0, rates, n_rows)
 

@@ -131,7 +131,7 @@ class LLMConfig:
             `memory` or `speeds` has numbers, else 1.
         pp: number of stages of the pipeline, for hosts with a slow link between them. A stage holds
             consecutive layers, on consecutive ranks of one host; ranks exchange within their stage,
-            and a step has pp + 2 exchanges of all ranks. For CPU ranks.
+            and a decode step has pp + 3 exchanges of all ranks. For CPU ranks.
         memory: the GiB that each rank may take for weights, KV cache, its process and the tensors
             of a step. Shares of the model are in proportion. By default equal shares, and no limit
             but the free memory.

@@ -20,7 +20,7 @@ def stage_group(comm: Communicator, stages: Sequence[range], timeouts: Timeouts)
         comm: the group of all ranks.
         stages: the ranks of each stage.
 
-    Raises: UsageError, on all ranks, naming a stage whose ranks do not share memory.
+    Raises: UsageError on all ranks if the ranks of a stage do not share memory.
     Collective: every rank of `comm` calls it.
     """
     own = next(ranks for ranks in stages if comm.rank in ranks)

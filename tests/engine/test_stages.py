@@ -210,7 +210,7 @@ def test_a_late_rank_is_named_by_its_number_among_all_ranks(ranks):
 
 
 def test_an_llm_of_stages_gives_the_tokens_and_log_probabilities_of_one_rank(folders, tmp_path):
-    """Also with a LoRA adapter of all layers, of which a rank loads those of its stage."""
+    """Also with a LoRA adapter: a rank loads its matrices for the layers of the stage."""
     folder = folders["llama"]
     names = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
     adapter = write_adapter(
@@ -305,7 +305,7 @@ def test_pieces_of_a_step_have_all_its_tokens_in_order(lengths, n_stages, data):
 
 
 def compared(comm: Communicator, folder: Path) -> list[str]:
-    """The weights whose products the ranks have compared."""
+    """The names of the weights that the product check has used."""
     runner = load_runner(comm, folder, 4, {"pp": 2, "exact": True})
     check = runner.check_integrity()
     logits_in_pieces(runner, range(4))

@@ -140,7 +140,7 @@ def test_a_rank_that_fails_is_named_by_all_others(hosts, fault, message):
 
 
 def die_in_a_stage(group: Communicator) -> str:
-    """Rank 1 dies in an exchange of its stage with rank 0, whose result rank 2 waits for."""
+    """Ranks 0 and 1 are a stage, and rank 1 dies in its exchange while rank 2 waits for rank 0."""
     comm = over_sockets(group, "aab")
     stage = stage_group(comm, [range(2), range(2, 3)], Timeouts(LIMIT_S, LIMIT_S))
     stage.all_reduce(torch.ones(4))

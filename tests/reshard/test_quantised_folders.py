@@ -298,6 +298,14 @@ def flipped(folder: Path, tensor: str, at: int) -> str:
     raise AssertionError(tensor)
 
 
+def assert_flip_is_found(folder: Path, tensor: str, at: int, unit: int) -> None:
+    """A flipped bit of this byte is the only problem of the folder, with the tensor and unit."""
+    name = flipped(folder, tensor, at)
+    (problem,) = verify(str(folder)).problems
+    place = re.escape(f"{name}: damaged in {tensor}, bytes ") + rf"\d+ to \d+ \(unit {unit}\)"
+    assert re.fullmatch(place, problem), problem
+
+
 @pytest.mark.parametrize(
     ("tensor", "at", "unit"),
     [
@@ -314,11 +322,7 @@ def test_a_damaged_scale_or_number_is_named_and_refused(tensor, at, unit, made, 
     source = {"wq": "int4", "w1": "int8"}.get(tensor.split(".")[3 if "layers" in tensor else 0])
     source = "fp8" if tensor.endswith("floats") else source
     folder = shutil.copytree(made[source or "stored"], tmp_path / "model")
-    name = flipped(folder, tensor, at)
-    report = verify(str(folder))
-    assert len(report.problems) == 1
-    place = re.escape(f"{name}: damaged in {tensor}, bytes ") + rf"\d+ to \d+ \(unit {unit}\)"
-    assert re.fullmatch(place, report.problems[0]), report.problems
+    assert_flip_is_found(folder, tensor, at, unit)
     with pytest.raises(DamagedWeights, match="damaged"):
         LLM(str(folder), device="cpu", verify=True)
 

@@ -15,7 +15,7 @@ from packed_folders import meant_by
 from reshard_samples import hashes_of, moved, tensors_of
 from safetensors.torch import load_file, save_file
 from scaled_folders import write_scaled
-from test_quantised_folders import flipped
+from test_quantised_folders import assert_flip_is_found
 from test_stored_formats import assert_same, loaded
 from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
@@ -184,7 +184,7 @@ def test_hashes_are_those_of_the_original_for_any_number_of_files(
 
 @pytest.mark.parametrize("kind", ["fp8", "float tensor", "nvfp4", "int tensor, zeros"])
 def test_pieces_of_rows_give_the_same_files(kind, originals, natives, tmp_path, monkeypatch):
-    """Pieces of large matrices may begin in the middle of a block, whose scale is written once."""
+    """A piece of a large matrix may begin inside a block, and the scale is written once."""
     monkeypatch.setattr(canonical, "ROW_PIECE_VALUES", 1)
     monkeypatch.setattr(reading, "PIECE_ALIGNMENT", 8)
     mine = hashes_of(moved(originals[kind], tmp_path / "native", "native", 2))
@@ -272,10 +272,7 @@ def rewritten(folder: Path, name: str, change: Any) -> None:
 def test_a_flipped_bit_is_found_in_the_unit_of_the_tensor(part, at, unit, natives, tmp_path):
     """Floats have 4 channels to a unit, which are 2 bytes; scales have one block of 16 inputs."""
     folder = shutil.copytree(natives["nvfp4"], tmp_path / "model")
-    file = flipped(folder, f"{W2}.{part}", at)
-    (problem,) = verify(str(folder)).problems
-    assert problem.startswith(f"{file}: damaged in {W2}.{part}, bytes ")
-    assert problem.endswith(f"(unit {unit})")
+    assert_flip_is_found(folder, f"{W2}.{part}", at, unit)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from packed_folders import write_packed
 from reshard_samples import hashes_of, moved, tensors_of
 from safetensors.torch import load_file, save_file
 from scaled_folders import write_scaled
-from test_quantised_folders import TOKENS, bits, flipped, precision_of
+from test_quantised_folders import TOKENS, assert_flip_is_found, bits, precision_of
 from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
 
@@ -241,7 +241,4 @@ def test_a_missing_or_damaged_tensor_is_named(damage, kind, natives, tmp_path, c
 def test_a_flipped_bit_is_found_in_the_unit_of_the_tensor(part, at, unit, natives, tmp_path):
     """Scales have a unit for each block, and factors for each group of channels."""
     folder = shutil.copytree(natives["gguf"], tmp_path / "model")
-    file = flipped(folder, f"{W2['gguf']}.{part}", at)
-    (problem,) = verify(str(folder)).problems
-    assert problem.startswith(f"{file}: damaged in {W2['gguf']}.{part}, bytes ")
-    assert problem.endswith(f"(unit {unit})")
+    assert_flip_is_found(folder, f"{W2['gguf']}.{part}", at, unit)
