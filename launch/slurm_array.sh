@@ -13,7 +13,8 @@
 #   cat answers-*.jsonl > answers.jsonl
 set -euo pipefail
 
-output=$1
+output=${1:?"name the beginning of the output files, such as answers"}
 shift
+: "${SLURM_ARRAY_TASK_ID:?"start this script with sbatch"}"
 exec parallel-llama generate "$@" --part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" \
     --output "$output-$SLURM_ARRAY_TASK_ID.jsonl" --resume

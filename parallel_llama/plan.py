@@ -449,10 +449,10 @@ def _pipeline(
 ) -> ShardPlan:
     """The plan of several stages: that of each stage, with the vocabulary cut over all ranks."""
     if not 1 <= pp <= min(tp_size, args.n_layers):
+        more_ranks = "" if pp > args.n_layers else ", or more ranks"
         raise UsageError(
-            f"pp={pp} stages for {tp_size} ranks and {args.n_layers} layers: a stage needs at "
-            f"least one rank and one layer; use pp from 1 to {min(tp_size, args.n_layers)}, or "
-            "more ranks"
+            f"pp={pp}, tp_size={tp_size} and n_layers={args.n_layers}: a stage needs at least one "
+            f"rank and one layer; use pp from 1 to {min(tp_size, args.n_layers)}{more_ranks}"
         )
     if kv_split == "sequence":
         raise UsageError("pp and kv_split='sequence' cannot be combined; drop one")
