@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs a command on several hosts over ssh: on each host torchrun, with as many ranks as the number
-# after the host's name. ssh must need no password, and torchrun must be on the PATH that ssh gives,
-# or in the folder after --bin. The model has the same path on every host. The secret of the run goes
-# through ssh into a file that is removed at the end. Ctrl-C or SIGTERM ends the ranks.
+# after the host's name. ssh must log in without a password, and torchrun must be on the PATH of such
+# a login, or in the folder after --bin. The model has the same path on every host. The secret of the
+# run is sent through ssh into a file that is removed at the end. Ctrl-C or SIGTERM ends the ranks.
 #
 #   bash launch/hosts.sh node1:2,node2:1 serve --model /srv/model
 #   bash launch/hosts.sh --bin /opt/parallel-llama/bin me@node1:2,node2:1 generate --model /srv/model --prompt a

@@ -84,9 +84,10 @@ _Commands = queue.SimpleQueue[RequestHandle | _Cancel | None]
 class AsyncLLM:
     """An LLM for many coroutines of one event loop at once; it owns the LLM until `close`.
 
-    Create it inside the event loop, and close it before the loop ends. Requests start in the order
-    in which they are submitted. A step that produces NaN or Inf fails all running requests with
-    NumericalError; any other error of the engine fails them and ends the engine.
+    Create it inside the event loop, and close it before the loop ends. A short request may start
+    before a long one that was submitted earlier (see `engine.scheduler`). A step that produces NaN
+    or Inf fails all running requests with NumericalError; any other error of the engine fails them
+    and ends the engine.
 
     Args:
         llm: the loaded model, on rank 0.

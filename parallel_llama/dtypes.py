@@ -196,7 +196,7 @@ StoredFormat = QuantFormat | ScaledFormat
 class Precision:
     """The dtype of activations and vectors, and the format of the matrices of layers.
 
-    `stored` has the formats of matrices that stay as in the file, by Meta's names.
+    `stored` maps Meta's names of matrices to their formats, for matrices that run as stored.
     """
 
     computed: DTypeName

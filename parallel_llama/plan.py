@@ -223,8 +223,9 @@ class ShardPlan:
     """The shards of all ranks.
 
     Args:
-        balance: the largest (fraction of query heads of all layers) / (its fraction of the shares)
-            of any rank. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of each
+        balance: the work of the busiest rank divided by its fair share. The work is the fraction of
+            the query heads of all layers that the rank holds; the fair share is its fraction of
+            `shares`. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of each
             attention.
         placement: None for a model without experts.
     """
@@ -369,8 +370,9 @@ def make_plan(
             heads.
         exact: shard wo and w2 by outputs, every expert over all ranks, and the vocabulary between
             tiles, so that no sum is split and results do not depend on the number of ranks.
-        pp: number of stages of the pipeline. Ranks are cut into stages as evenly as possible, the
-            first stages having one rank more, and layers in proportion to the shares of the stages.
+        pp: number of stages of the pipeline. Ranks are cut into stages as evenly as possible; if
+            `pp` does not divide `tp_size`, the first stages have one rank more. Layers are cut in
+            proportion to the shares of the stages.
 
     Raises: UsageError if tp_size is not 1 to n_heads, `shares` is not one positive number per rank,
     `exact` is combined with a setting that splits sums, or `pp` stages cannot be made.

@@ -45,10 +45,11 @@ def choose_shares(
 ) -> Shares | None:
     """The shares of all ranks, in any unit, for `make_plan`; None for equal shares.
 
-    With `speeds` they are proportional to the speeds. What a rank has no memory for goes to the
-    others, in proportion to their speeds. The memory must hold the weights, what a step needs, and
-    the KV cache of a sequence of `max_seq_len` tokens, or of one token if such a sequence does not
-    fit. If not even that fits, shares are proportional to `memory`.
+    If `speeds` is given, shares are proportional to the speeds, but no rank gets more than fits
+    into its memory; the other ranks get the rest, in proportion to their speeds. The memory of a
+    rank must hold its weights, the tensors of a step, and the KV cache of a sequence of
+    `max_seq_len` tokens. If no shares meet this, the KV cache need only hold one token. If no
+    shares meet that either, they are proportional to `memory`.
 
     Args:
         memory: the bytes of each rank, None for no limit.

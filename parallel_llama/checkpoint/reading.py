@@ -40,7 +40,7 @@ QUANTISED_AT_ONCE = 1 << 17
 
 
 class HeldWeights(Protocol):
-    """Another shard of the same weights, which is in memory and is given up part by part."""
+    """Another shard of the same weights, which is in memory and is freed part by part."""
 
     def rows_of(self, param: Param) -> range:
         """The rows (or columns) of a weight that can be taken; `param` as for `Shard.rows_of`."""

@@ -87,9 +87,10 @@ class ScaledBlock:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The stored tensors; of the scales, zero points and divisor those that begin here.
+        """The numbers, and the scales, zero points and divisor whose first row is in this block.
 
-        So the tensors of consecutive blocks of rows are those of the matrix, one after another.
+        So concatenating the tensors of consecutive blocks of rows gives the tensors of the matrix,
+        without repeating scales that two blocks share.
         """
         height = self.block[0] or len(self.rows) + self.rows.start + 1
         skipped = -(-self.rows.start // height) - self.rows.start // height
@@ -126,7 +127,7 @@ class ScaledBlock:
         return replace(self, block=(1, width), scales=scales, zeros=zeros)
 
     def each(self, rows: range, change: Callable[[Tensor], Tensor]) -> "ScaledBlock":
-        """The block with other rows, to which a function changes the tensors that have rows."""
+        """The block of other `rows`; `change` selects or reorders the rows of its tensors."""
         assert self.block[0] < 2
         if not self.block[0]:
             return replace(self, rows=rows, numbers=change(self.numbers))
@@ -374,7 +375,7 @@ class ScaledMatrix:
         return rows, range(self.grid[1]) if self.scheme.any_order else columns
 
     def _groups(self, block: MatrixBlock, read: Read) -> Tensor | None:
-        """The block with a scale, of those that `_blocks` returns, of each input.
+        """For each input, the index of its scale among the columns that `_blocks` returns.
 
         Returns: [columns] int64; None if all inputs share a scale.
         """

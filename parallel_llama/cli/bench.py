@@ -151,7 +151,7 @@ def _layer_s(llm: "LLM", rates: Sequence["RankRates"]) -> float:
 
 
 def _check_calibrated(flags: Flags, path: Path, n_ranks: int) -> None:
-    """Raises: UsageError if --calibrate is combined with --slice or GPUs."""
+    """Raises: UsageError if --calibrate is combined with --slice, --pp or GPUs."""
     if flags[SLICE] is not None:
         raise UsageError("--calibrate and --slice cannot be combined; drop one")
     if flags[PP] > 1:
@@ -162,8 +162,8 @@ def _check_calibrated(flags: Flags, path: Path, n_ranks: int) -> None:
     asked = flags[DEVICE]
     if choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks) == "cuda":
         raise UsageError(
-            f"--calibrate {path} measures CPU ranks, and these run on GPUs; add --device cpu, or "
-            "drop --calibrate"
+            f"--calibrate {path} measures CPU ranks, but this command runs on GPUs; add --device "
+            "cpu, or drop --calibrate"
         )
 
 

@@ -53,9 +53,10 @@ class Calibration:
         return None if are_alike(rates) else rates
 
     def hardware(self) -> Hardware:
-        """The hardware of a plan on this machine, with any number of ranks.
+        """The hardware of a plan on the machines that were measured.
 
-        The ranks of several files share no memory, and the exchanges between them are not known.
+        One file is for any number of ranks on its machine. Several files are for exactly the ranks
+        that they list, which share no memory; the time of exchanges between files is not known.
         """
         rates = tuple(
             Rates(each.read_bytes_per_s, each.read_bytes_per_s, each.operations_per_s)

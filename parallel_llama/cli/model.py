@@ -162,8 +162,8 @@ LOG_DIR: Flag[str | None] = Flag(
 )  # fmt: skip
 MEMORY: Flag[list[int] | None] = Flag(
     "memory",
-    "memory that each rank may take in GiB, such as 32,32,16 or 32x2,16: ranks get shares of the "
-    "model in proportion", rank_sizes, "SIZES", default_text="equal shares", subject="ranks",
+    "memory in GiB that each rank may take, such as 32,32,16 or 32x2,16: ranks get shares of the "
+    "model in proportion to it", rank_sizes, "SIZES", default_text="equal shares", subject="ranks",
 )  # fmt: skip
 CALIBRATION: Flag[list[str] | None] = Flag(
     "calibration",
@@ -328,11 +328,14 @@ def _check_calibration(flags: Flags, found: Calibration, n_ranks: int) -> None:
     named = f"--calibration {','.join(paths or [])}"
     if len(found.ranks) != n_ranks:
         raise UsageError(
-            f"{named} has {len(found.ranks)} ranks, and the command {n_ranks}; use as many, or "
-            "calibrate again"
+            f"{named} has {len(found.ranks)} ranks, but the command runs on {n_ranks}; use "
+            f"{len(found.ranks)} ranks, or calibrate again"
         )
     if choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks) == "cuda":
-        raise UsageError(f"{named} has rates of CPU ranks, and these run on GPUs; drop it")
+        raise UsageError(
+            f"{named} has rates of CPU ranks, but this command runs on GPUs; add --device cpu, or "
+            "drop --calibration"
+        )
     if found.speeds is not None and flags[ELASTIC]:
         raise UsageError(f"--elastic and {named} cannot be combined; drop one")
 

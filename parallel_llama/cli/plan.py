@@ -95,8 +95,8 @@ GPUS: Flag[GPU | list[GPU] | None] = Flag(
 )  # fmt: skip
 BANDWIDTH: Flag[int | list[int] | None] = Flag(
     "bandwidth",
-    "memory bandwidth per rank, one for all ranks or one per rank, in GB/s (3350; or 25GiB), for "
-    "the predicted speed of named GPUs, else for an upper bound of the decoding speed",
+    "memory bandwidth in GB/s (3350; or 25GiB), one value for all ranks or one per rank: predicts "
+    "the speed of GPUs that --gpus names; otherwise gives an upper bound of the decoding speed",
     bandwidths, "RATES", default_text="that of the GPUs that --gpus names",
 )  # fmt: skip
 CALIBRATION: Flag[list[str] | None] = Flag(
@@ -121,8 +121,8 @@ SVG: Flag[Path | None] = Flag(
 )  # fmt: skip
 FIT: Flag[bool] = Flag(
     "fit",
-    "compare formats of weights and KV cache: which fit the memory, the fewest ranks of each if "
-    "the number is not given, and the largest context and batch",
+    "compare formats of weights and KV cache: which fit into the memory, the fewest ranks for each "
+    "format if no number of ranks is given, and the largest context and batch",
 )
 BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, MAX_BATCH), "B", 1)
 
@@ -217,7 +217,7 @@ def _hosts(flags: Flags) -> Hosts | None:
     given += ["fit"] * flags[FIT] + ["device"] * (flags[model.DEVICE] != model.DEVICE.initial)
     if given:
         raise UsageError(
-            f"--hosts and --{given[0]} cannot be combined: the file has the ranks; drop one"
+            f"--hosts and --{given[0]} cannot be combined: the file describes the ranks; drop one"
         )
     return read_hosts(path)
 
@@ -349,7 +349,7 @@ def _calibrated(asked: PlanRequest, found: Calibration, named: str) -> PlanReque
     """A request with the rates of files. Raises: UsageError if they are of something else."""
     own = asked.precision
     if asked.device != "cpu":
-        raise UsageError(f"{named} has rates of CPU ranks; drop --gpus or add --device cpu")
+        raise UsageError(f"{named} has rates of CPU ranks; drop --gpus, or add --device cpu")
     if (found.dtype, found.quant) != (own.dtype, own.quant):
         raise UsageError(
             f"{named} is for --dtype {found.dtype} --quant {found.quant}, and the plan has --dtype "

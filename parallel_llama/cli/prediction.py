@@ -128,7 +128,10 @@ class RankSteps:
 
 
 def rank_steps(found: Estimate) -> RankSteps | None:
-    """The predicted work of each rank; None where `why_unpredicted` has a reason but exchanges."""
+    """The predicted work of each rank, which needs no times of exchanges between ranks.
+
+    None for a pipeline, and if the hardware or the work of a rank is not known.
+    """
     hardware = found.asked.hardware
     if hardware is None or found.asked.pp > 1 or _why_unknown_work(found) is not None:
         return None
@@ -284,7 +287,7 @@ def _handover_s(found: Estimate, hardware: Hardware, n_rows: int, n_pieces: int)
     assert hardware.exchange_s is not None and hardware.link is not None
     n_stages, n_ranks = len(found.plan.stages), found.plan.tp_size
     x_bytes = n_rows * found.asked.args.dim * ITEM_BYTES[found.asked.precision.computed]
-    # The first rank of a stage sends x to every other host; the embedding is a ring all-reduce.
+    # After each stage, a copy of x for every other stage; the embedding is a ring all-reduce.
     n_copies = n_stages * (n_stages - 1 if hardware.messages else 1) + 2 * (n_ranks - 1) / n_ranks
     n_exchanges = n_pieces * n_stages + 2
     return n_exchanges * hardware.exchange_s + n_copies * x_bytes / hardware.link

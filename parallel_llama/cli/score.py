@@ -29,8 +29,8 @@ TOKENS_FILE: Flag[str | None] = Flag(
 )
 STRIDE: Flag[int | None] = Flag(
     "stride",
-    "tokens by which the window moves if a text exceeds the context (default: half the context)",
-    token_count(1), "N",
+    "tokens by which the window moves if a text exceeds the context",
+    token_count(1), "N", default_text="half the context",
 )  # fmt: skip
 
 

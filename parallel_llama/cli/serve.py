@@ -60,8 +60,9 @@ ADAPTER_ROOT: Flag[str | None] = Flag(
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
     "max-requests", "maximum completions in preparation, waiting or running; further requests get "
-    "status 429. Requests that are large or for several completions may use seven eighths of the "
-    "maximum; a client without completions may exceed the maximum by an eighth with a small one",
+    "status 429. Large requests and requests for several completions are admitted only up to seven "
+    "eighths of it; a client without a completion can start a small one even if that exceeds the "
+    "maximum by up to an eighth",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
 RESTARTS: Flag[int] = Flag(

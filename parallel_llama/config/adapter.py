@@ -131,8 +131,8 @@ def load_served_adapter(folder: Path, args: ModelArgs) -> Adapter:
     if others := [name for name in adapter.pairs if name not in served]:
         raise UsageError(
             f"{folder}: has A and B for {listed(others)}; an adapter that is served may change "
-            "attention, feed-forward layers and shared experts, and no output, router or other "
-            f"expert; {_MERGE}"
+            "attention, feed-forward layers and shared experts, but not the output, routers or "
+            f"other experts; {_MERGE}"
         )
     return adapter
 

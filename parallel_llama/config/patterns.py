@@ -1,7 +1,7 @@
 """Regular expressions of configuration files, bounded in the time that a match takes.
 
-A pattern runs on the name of every matrix. A repeated group takes exponential time, and n
-repetitions take up to the n-th power of the name's length.
+A pattern runs on the name of every matrix. A repeated group can take time that is exponential in
+the length of the name, and n repetitions can take its n-th power.
 """
 
 import re
@@ -26,9 +26,9 @@ def compiled_pattern(pattern: str) -> re.Pattern[str]:
         or re.search(r"\(\?[^:=!<]|\\[1-9]", pattern)
     ):
         raise UsageError(
-            f"the pattern {shown(pattern)} is not supported: at most {_MAX_PATTERN_CHARS} "
-            f"characters and {_MAX_REPETITIONS} repetitions, and no repeated groups; name the "
-            "modules instead"
+            f"the pattern {shown(pattern)} is not supported: it may have at most "
+            f"{_MAX_PATTERN_CHARS} characters and {_MAX_REPETITIONS} repetitions, and no repeated "
+            "groups, named groups, inline flags or back references; name the modules instead"
         )
     try:
         return re.compile(pattern)

@@ -76,7 +76,7 @@ _OTHER_PROGRAMS = {"compression_config": "compressed-tensors", "quantization": "
 
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
 _METHODS = (*_LOWERED, *METHODS, "bitsandbytes")
-_SUPPORTED = f"{', '.join(map(repr, _METHODS))} are"
+_SUPPORTED = f"supported: {', '.join(map(repr, _METHODS))}"
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | 
         if values.get(key):
             raise UsageError(
                 f"has {key}, by which {program} describes quantised weights; only "
-                f"quantization_config is read, and there {_SUPPORTED} supported; {_INSTEAD}"
+                f"quantization_config is read; {_SUPPORTED}; {_INSTEAD}"
             )
     stated = Fields(Fields(values).mapping("quantization_config"))
     method = stated.string("quant_method", "unknown")
@@ -410,7 +410,9 @@ def _packing(method: str, stated: Fields) -> Packing:
     lowered = _LOWERED[method]
     form = _form(method, stated) or next(iter(lowered))
     if form not in lowered:
-        raise UsageError(f"the format {form[:80]!r} is not supported; {', '.join(lowered)} is")
+        raise UsageError(
+            f"the format {form[:80]!r} is not supported; supported: {', '.join(lowered)}"
+        )
     kept = HF_QUANTS[size] if is_stored else None
     return Packing(method, kept, lowered[form], n_bits, max(size, 0), any_order)
 

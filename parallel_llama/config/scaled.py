@@ -203,7 +203,7 @@ _SCALES: dict[str, Any] = {
 def scaled_format(
     param: Param, scheme: Scheme, stored_slice: StoredSlice, args: ModelArgs, scale: FileTensor
 ) -> ScaledFormat | None:
-    """The format in which a native folder stores an HF folder's matrix as it is.
+    """The format in which a native folder stores a matrix of an HF folder without decoding it.
 
     Args:
         stored_slice: where the HF folder stores the matrix.
@@ -262,9 +262,10 @@ def _scheme(form: str, weights: Fields) -> Scheme:
         raise UsageError(f"the format {form[:80]!r} is not supported; {', '.join(_FORMATS)} are")
     kind, n_bits = weights.string("type", "int").lower(), weights.integer("num_bits", 8)
     if n_bits not in _FORMATS[form].get(kind, ()):
-        can = listed([f"{kind} of {bits}" for kind, of in _FORMATS[form].items() for bits in of])
+        can = [f"{name} with {n} bits" for name, widths in _FORMATS[form].items() for n in widths]
         raise UsageError(
-            f"{form} with type={kind[:80]!r} and num_bits={n_bits} is not supported; {can} bits are"
+            f"{form} with type={kind[:80]!r} and num_bits={n_bits} is not supported; supported: "
+            f"{listed(can)}"
         )
     if weights.flag("dynamic", False):
         raise UsageError("weights have dynamic=true; they must have scales of their own")

@@ -22,10 +22,10 @@ _NICE = 10  # of low-priority threads: they get a tenth of a contended core
 
 
 class FairThreads:
-    """Runs small work in several threads, large work in one, and chat templates in one.
+    """Runs small work in several threads, large work in one, and small chat templates in one.
 
-    Each lane shares its threads between clients by the size of their work. After large work, the
-    large lane rests.
+    These are three lanes. Each lane shares its threads between clients by the size of their work.
+    After large work, also of a chat template, the large lane rests.
     """
 
     def __init__(self, n_threads: int = 4) -> None:

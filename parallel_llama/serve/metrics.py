@@ -68,7 +68,7 @@ class Rate:
             self._counts.popleft()
 
     def per_s(self, window_s: float = NOW_S) -> float:
-        """Mean rate over the last `window_s` seconds, or since the start if that is more recent."""
+        """Mean rate over the last `window_s` seconds, or since the start, but at least NOW_S."""
         now_s = time.monotonic()
         total = 0
         for begun_s, n in reversed(self._counts):

@@ -164,7 +164,7 @@ class Tools:
 
     @property
     def _grammar_form(self) -> ToolFormat | None:
-        """The form, if a grammar can express its marks."""
+        """The form if a grammar can express it, else None."""
         if self.form.is_list or (self.has_special_marks and not self.form.is_bare):
             return None
         return self.form
@@ -257,8 +257,8 @@ def _form(template: ChatTemplate | None) -> ToolFormat:
 class ToolGrammar:
     """Grammars of at most `most` calls of some functions, in llguidance's Lark syntax.
 
-    A grammar cannot express special tokens: for special marks `form` is None, and the calls are one
-    list without marks.
+    If a grammar cannot express the form, because calls are one list or the marks are special tokens
+    that cannot be omitted, `form` is None, and the calls are a JSON list without marks.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class Matcher:
         if self._state.is_accepting():
             allowed |= table.eos_bits
         elif not allowed.any():
-            raise MatchError("no token of the vocabulary continues the completion's grammar")
+            raise MatchError("the grammar allows no token of the vocabulary as the next token")
         return allowed.tobytes()
 
     def accept(self, token: int) -> None:

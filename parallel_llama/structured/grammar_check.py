@@ -2,8 +2,7 @@
 
 llguidance does not bound every cost of a grammar: the intersection of twenty patterns takes
 minutes, and only killing the process stops that, so grammars are compiled in a process of their
-own. This module imports
-nothing of the package, so that the process starts in 0.1 s.
+own. This module imports nothing of the package, so that the process starts in 0.1 s.
 """
 
 from collections.abc import Mapping

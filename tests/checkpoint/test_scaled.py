@@ -481,7 +481,7 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
         ({"config_groups": {}}, "no group with weights"),
         ({"config_groups": {"W4A16": ["Linear"]}}, "'W4A16' must be an object"),
         ({"weights": {"strategy": "tensor_group"}}, "strategy='tensor_group' .*; tensor, channel"),
-        ({"weights": {"num_bits": 3}}, "num_bits=3 is not supported; int of 4, int of 8"),
+        ({"weights": {"num_bits": 3}}, "num_bits=3 is not supported; supported: int with 4 bits"),
         ({"weights": {"type": "float"}}, "type='float' and num_bits=4"),
         ({"weights": {"group_size": None}}, "group_size=0; it must be at least 1"),
         ({"weights": {"dynamic": True}}, "dynamic=true"),

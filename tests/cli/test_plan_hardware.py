@@ -335,7 +335,7 @@ def test_files_of_other_ranks_or_formats_are_refused(capsys, tmp_path):
     assert "calibrate all hosts with the same flags" in error(capsys, "--calibration", mixed)
     generate = ["generate", "--prompt", "a", "--device", "cpu", "--calibration"]
     assert command_line.main([*generate, f"{two},{one}", "--nproc", "2"]) == 2
-    assert "has 3 ranks, and the command 2; use as many" in capsys.readouterr().err
+    assert "has 3 ranks, but the command runs on 2; use 3 ranks" in capsys.readouterr().err
     assert command_line.main([*generate, f"{two},{one}", "--elastic"]) == 2
     assert "--elastic and --calibration" in capsys.readouterr().err
     assert command_line.main([*generate, f"{two},{tmp_path / 'd.json'}"]) == 2
