@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 from parallel_llama.doctor import pace, patterns, tiny_model
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.facts import Facts, versions
+from parallel_llama.doctor.rank import _CURES, cure_of
 from parallel_llama.doctor.records import agreed, exchange
 from parallel_llama.doctor.tiny_model import RECORDED, Result, compute_alone, judged
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.ops.cpu.jit import this_machine
+from parallel_llama.parallel import failures
 from parallel_llama.parallel.collectives import Communicator, Solo
 
 CPU = torch.device("cpu")
@@ -163,3 +166,12 @@ def test_slow_ranks_other_versions_and_far_hosts_are_named():
     ranks = [Facts("h", "h", 1, {"torch": "2"}, 0.0) for _ in range(3)]
     ranks[1] = Facts("h", "h", 2, {"torch": "3"}, 0.0)
     assert "torch: rank 1 has 3, rank 0 has 2" in versions(ranks).seen
+
+
+def test_every_cure_is_for_a_message_of_the_ranks():
+    """The cure for a rank that is late was lost when its message was reworded."""
+    source = "".join(path.read_text() for path in Path(failures.__file__).parent.glob("*.py"))
+    assert [part for part in _CURES if part not in source] == []
+    late = failures.late([1], 2, 30.0)
+    assert cure_of(f"{late}; it is alive").startswith("ps ")
+    assert cure_of(f"{late}; it is stopped by a signal or a debugger").startswith("kill -CONT")
