@@ -3,18 +3,20 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from thread_ranks import ThreadComm, run_on_threads
 from torch import Tensor
 
-from parallel_llama.doctor import pace, patterns, tiny_model
+from parallel_llama.doctor import layers, pace, patterns, tiny_model
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.facts import Facts, versions
 from parallel_llama.doctor.rank import _CURES, cure_of
 from parallel_llama.doctor.records import agreed, exchange
-from parallel_llama.doctor.tiny_model import RECORDED, Result, compute_alone, judged
+from parallel_llama.doctor.tiny_model import ARGS, RECORDED, Result, compute_alone, judged
+from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.ops.cpu.jit import this_machine
 from parallel_llama.parallel import failures
@@ -175,3 +177,13 @@ def test_every_cure_is_for_a_message_of_the_ranks():
     late = failures.late([1], 2, 30.0)
     assert cure_of(f"{late}; it is alive").startswith("ps ")
     assert cure_of(f"{late}; it is stopped by a signal or a debugger").startswith("kill -CONT")
+
+
+def test_layers_are_skipped_on_all_ranks_if_one_rank_lacks_memory(monkeypatch):
+    """The other ranks went on to a collective that the rank without memory did not call."""
+    n_free = iter((0, 1 << 40))
+    monkeypatch.setattr(layers, "available_memory", lambda: next(n_free))
+    setup = SimpleNamespace(args=ARGS, precision=Precision.plain("float32"), exact=True)
+    found = run_on_threads(2, lambda comm: layers.layers(comm, setup))
+    assert [check.status for check in found] == ["skip"] * 2
+    assert found[0].seen.endswith(": a layer takes too much of the free memory")
