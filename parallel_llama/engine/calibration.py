@@ -48,7 +48,7 @@ class RankRates:
 def measure_rates(engine: Engine) -> list[RankRates]:
     """The rates of every rank, on the CPU.
 
-    Collective: some tens of all_reduces and all_gathers, and the measured exchanges.
+    Collective: about a hundred all_reduces, three all_gathers, and the measured exchanges.
     """
     comm, model, n_rows = engine.comm, engine.runner.model, engine.step_tokens
     matrices = _matrices(model)

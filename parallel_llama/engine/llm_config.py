@@ -157,9 +157,9 @@ class LLMConfig:
         kv_cache_dtype: bfloat16, int8 or fp8; auto for the dtype of computation.
         kv_split: how the KV cache is sharded: by heads; or by sequence (tokens) where several ranks
             would hold the same head.
-        exact: the same bits on any number of ranks: ranks exchange the inputs of wo and w2 instead
-            of partial sums. By default True on the CPU ranks of one host, except where experts are
-            distributed; False is usually faster.
+        exact: the same bits on any number of ranks: ranks exchange the inputs and the outputs of wo
+            and w2 instead of partial sums. By default True on the CPU if all ranks are on one host
+            or `pp` is above 1, except where ranks hold different experts; False is usually faster.
         attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache; rounded up to a multiple of 128 with exact
@@ -267,7 +267,10 @@ class LLMConfig:
 
     @classmethod
     def from_json(cls, line: bytes) -> "LLMConfig":
-        """Raises: ValueError for a line that holds anything but the fields with their types."""
+        """Raises: ValueError for a line that is not JSON, or a field of another type or range.
+
+        Keys that are not fields are ignored.
+        """
         return msgspec.convert(json.loads(line), cls)
 
     def facts(self) -> Mapping[str, str]:

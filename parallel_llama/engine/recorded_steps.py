@@ -274,7 +274,8 @@ class _KernelCallStep:
     `kv_groups` and `rotations` are those of the first step. `adapters` is filled before a replay.
 
     Shapes: `hidden` [T, dim], of the step that ran last; `residual`, its bytes.
-    Raises: NotRecorded if an operator after the embedding is not a kernel.
+    Raises: NotRecorded if an operator is not a kernel. A scaled embedding is not recorded; it is
+    computed before each replay.
     """
 
     def __init__(

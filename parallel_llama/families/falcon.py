@@ -35,7 +35,8 @@ def _features(fields: Fields) -> dict[str, Any]:
     n_norms, most = fields.integer(_N_NORMS, 2 if is_new else 1), 2 if is_new else 1
     if is_new and not is_parallel:
         raise UsageError(
-            f"{_NEW}=true and {_PARALLEL}=false: its blocks are always parallel; set {_PARALLEL}"
+            f"{_NEW}=true and {_PARALLEL}=false: its blocks are always parallel; set "
+            f"{_PARALLEL}=true"
         )
     if not 1 <= n_norms <= most:
         raise UsageError(

@@ -236,7 +236,7 @@ class LocalRanks:
     def require_alive(self, within_s: float = 0.0) -> None:
         """Returns after `within_s` seconds if no rank has ended.
 
-        Raises: RankError with the reason that the first rank to end has reported.
+        Raises: RankError naming a rank that has ended, with its message if it has left one.
         """
         if ended := self._ended(within_s):
             raise RankError(self._verdict(ended))

@@ -12,12 +12,12 @@ sends fewer bytes, and detects lost ranks by their heartbeats. `linked_ranks` ne
 torch: larger tensors are exchanged in pieces, and no ranks share memory.
 
     message  two numbers of 8 bytes: signature, number of the exchange, from 1; then the values
-    rows     per rank, in the memory of the host: the number of the last exchange that the rank has
-             received completely, aligned to a cache line; and the rank's message. Two sets of
-             rows are used alternately
+    rows     per rank, in the memory of the host: how many exchanges through this memory the rank
+             has received completely, aligned to a cache line; and the rank's message. Two sets of
+             rows are used alternately. Broadcasts and barriers use rows of this rank alone
     cells    per rank, 8 bytes each: descriptors to send to and to receive from, bytes sent and
              received of the current exchange, whether the rank is another one of this host; then
-             the number of finished collectives, and of finished collectives except broadcasts
+             the number of finished exchanges, and of those through the memory of the host
 
 A rank writes its message into its row, sends it, receives messages into the rows of their senders,
 publishes that it has received them, and waits until all ranks of its host have published. Two sets
@@ -77,9 +77,9 @@ ROW_BYTES = VALUES_AT + MAX_BYTES
 _READY, _SIGNATURE, _EXCHANGE = 0, HEADER_AT // 8, HEADER_AT // 8 + 1  # cells of 8 bytes of a row
 CELLS = 5  # of a rank
 SEND_FD, RECEIVE_FD, SENT, RECEIVED, IS_LOCAL = range(CELLS)
-# After the cells of all ranks: finished collectives, and finished collectives except broadcasts.
+# After the cells of all ranks: finished exchanges, and those through the memory of the host.
 FINISHED, SHARED = range(2)
-# The sets of rows: two in the memory of the host, and one of this rank for broadcasts.
+# The sets of rows: two in the memory of the host, and one of this rank for broadcasts and barriers.
 _N_SHARED_SETS = _PRIVATE_SET = 2
 
 # Tries to receive before this rank waits in the system: about 0.5 ms, in Python and in a kernel.
