@@ -133,10 +133,10 @@ class LLMConfig:
             consecutive layers, on consecutive ranks of one host; ranks exchange within their stage,
             and a decode step has pp + 3 exchanges of all ranks. For CPU ranks.
         memory: the GiB that each rank may take for weights, KV cache, its process and the tensors
-            of a step. Shares of the model are in proportion. By default equal shares, and no limit
-            but the free memory.
-        speeds: the speed of each rank in any unit: shares are in proportion to the speeds, as far
-            as `memory` allows.
+            of a step. The ranks' shares of the model are in proportion to these numbers. By default
+            the shares are equal, and only the free memory limits them.
+        speeds: the speed of each rank, in any unit. The ranks' shares are in proportion to the
+            speeds, as far as `memory` allows.
         dtype: float32, bfloat16, float16 or float64. By default bfloat16 on CUDA, and
             on the CPU the dtype that the files state, or float32. The CPU keeps weights in 16 bits
             and computes in float32.

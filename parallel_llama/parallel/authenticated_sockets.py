@@ -162,7 +162,7 @@ def _accepted(
     try:
         while missing := wanted - set(proven):
             if time.monotonic() > deadline:
-                raise NotConnected(f"rank {listed_ranks(missing)}: no connection came")
+                raise NotConnected(f"rank {listed_ranks(missing)}: it did not connect")
             look()
             with suppress(TimeoutError):
                 own, _ = listener.accept()

@@ -86,7 +86,7 @@ class _Rank:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has opened its file of stacks, as a rank that joins and a spare do."""
+        """Whether the process has written to its stack file, which joining ranks and spares do."""
         return not self.has_ended and self.stacks.n_bytes() > 0
 
     def report(self) -> Report | None:

@@ -2,10 +2,11 @@
 
 A decode step of 16 layers has 33 all-reduces of a few kilobytes. gloo takes 0.5 to 1.6 ms for each
 between two hosts, which is several times the latency of a network. Here every rank sends its values
-over TCP to one rank of every other host at once, which receives them into the shared memory of its
-host, and every rank adds the values of all ranks in rank order: the values of a rank cross the link
-to a host once, and all ranks get the same bits. Ranks that cannot share memory count as ranks of
-different hosts. A broadcast goes from its source to every rank directly.
+over TCP to one rank of each other host, to all of these at once. The receiver stores the values in
+the shared memory of its host, so a rank's values cross the link to a host only once. Every rank
+then adds the values of all ranks in rank order, so all ranks get the same bits. Ranks that cannot
+share memory count as ranks of different hosts. A broadcast goes from its source to every rank
+directly.
 
 Normally a process group of torch sets up the connections, carries larger tensors, for which gloo
 sends fewer bytes, and detects lost ranks by their heartbeats. `linked_ranks` needs no group of
@@ -94,7 +95,7 @@ _KEEPALIVE_S = 1.0
 # A message that names a failed rank has a signature of this kind; its lower bits hold one of the
 # reasons below, the rank that has found the failure, and the failed rank.
 _FAILURE = 7 << 60
-# A message without values, which a rank that loads sends to those that wait at a barrier.
+# A message without values, which a rank that is still loading sends to ranks at a barrier.
 _KEEPALIVE = 6 << 60
 _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 16
