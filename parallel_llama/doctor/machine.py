@@ -46,7 +46,7 @@ class Needs:
     Args:
         least: without a KV cache.
         usual: with the KV cache of one sequence of the full context.
-        cure: the command that shows what needs less.
+        cure: a command that shows how to use less memory.
     """
 
     least: int

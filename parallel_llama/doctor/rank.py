@@ -58,7 +58,7 @@ def cure_of(message: str) -> str:
 
 @dataclass
 class Examination:
-    """What the ranks check, and who is informed.
+    """The checks among the ranks, and the functions that receive the results.
 
     Args:
         model: a model with weights, or None for the built-in model alone.
