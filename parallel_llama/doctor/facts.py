@@ -217,8 +217,8 @@ def instruction_set(machine: CPUFeatures | None = None) -> Check:
 def kernel_cache() -> Check:
     cache = code_cache()
     if cache.folder is None:
-        seen = "no home folder, so every start compiles all kernels"
-        return Check("kernel-cache", "warn", seen, "export XDG_CACHE_HOME=DIR")
+        seen = "no home folder, or a relative XDG_CACHE_HOME, so every start compiles all kernels"
+        return Check("kernel-cache", "warn", seen, "export XDG_CACHE_HOME=DIR, an absolute path")
     if not cache.is_used:
         seen = f"{cache.folder} is not a writable folder that only this user can write to, so every"
         cure = f"chmod -R go-w {cache.folder} && chown -R $(id -u) {cache.folder}"

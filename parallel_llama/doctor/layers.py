@@ -104,8 +104,8 @@ def layers(comm: Communicator, setup: ModelSetup) -> Check:
     The ranks take turns to compute a layer alone. The layers are the first, the last, and those
     between, as long as time allows.
 
-    Collective: before each layer a broadcast, then those of the layer and one or two all_gathers;
-    only one all_gather if a layer takes too much memory.
+    Collective: one all_gather; then for each layer a broadcast, the collectives of the layer, and
+    one or two all_gathers.
     """
     if comm.size == 1:
         return Check("layers", "skip", "one rank has nothing to compare with")
@@ -117,8 +117,12 @@ def layers(comm: Communicator, setup: ModelSetup) -> Check:
     )
     values = values_by_form(setup.args, setup.precision, exact=setup.exact)
     per_layer = weight_bytes(alone.shards[0], values) // setup.args.n_layers
+    room = Check("layers", "pass", "a layer fits into the free memory")
     if per_layer > available_memory() // 4:
-        return agreed(comm, Check("layers", "skip", "a layer takes too much of the free memory"))
+        room = Check("layers", "skip", "a layer takes too much of the free memory")
+    room = agreed(comm, room)  # ranks may have different free memory
+    if room.status != "pass":
+        return room
     x = _embedded(setup)
     deadline, done = time.monotonic() + _LAYERS_S, 0
     for number, layer in enumerate(_spread(setup.args.n_layers)):

@@ -46,7 +46,7 @@ class Needs:
     Args:
         least: without a KV cache.
         usual: with the KV cache of one sequence of the full context.
-        cure: the command that shows what needs less.
+        cure: a command that shows how to use less memory.
     """
 
     least: int
@@ -239,7 +239,8 @@ def locked_memory(host: Host) -> Check:
         return Check("locked-memory", "skip", "no InfiniBand device, which would need it")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= _LOCKED:
-        return Check("locked-memory", "pass", f"limit {_limit(soft)} bytes")
+        seen = "no limit" if soft == resource.RLIM_INFINITY else f"limit {_size(soft)}"
+        return Check("locked-memory", "pass", seen)
     cure = "ulimit -l unlimited (for a container: docker run --ulimit memlock=-1)"
     return Check("locked-memory", "warn", f"limit {_size(soft)}; InfiniBand needs more", cure)
 

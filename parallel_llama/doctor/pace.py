@@ -92,7 +92,7 @@ def pace(product_s: Sequence[float]) -> Check:
 
 
 def bandwidth(bytes_per_s: Sequence[float]) -> Check:
-    """Compares the memory bandwidth of each rank, all at once."""
+    """Compares the memory bandwidths of the ranks, measured on all ranks at the same time."""
     total = sum(bytes_per_s)
     seen = f"{total / 1e9:.1f} GB/s, {_range([each / 1e9 for each in bytes_per_s])} on each rank"
     usual = statistics.median_high(bytes_per_s)

@@ -1,4 +1,4 @@
-"""Bit patterns through every collective: which rank sends, and which receives, changed bits.
+"""Sends bit patterns through every collective, to find ranks and links that change bits.
 
 Every rank can compute what every other rank sends, so it compares all that it receives.
 """

@@ -41,7 +41,7 @@ RANK_CHECKS = (
 _CURES: Mapping[str, str] = {  # by a part of the message
     "stopped by a signal": "kill -CONT PID (ps -o pid,stat,args -C python)",
     "has died": "sudo dmesg | grep -iE 'killed process|segfault' (and the rank's own message)",
-    "starved of its core": "ps -eo pid,stat,pcpu,args --sort=-pcpu | head (is its rank running?)",
+    "is late": "ps -eo pid,stat,pcpu,args --sort=-pcpu | head (is the rank running?)",
     "never joined": "start the missing ranks, with the same MASTER_ADDR and MASTER_PORT",
     "found no other rank": "set MASTER_ADDR, MASTER_PORT to rank 0's (who has the port: ss -ltnp)",
     "cannot listen at": "on all hosts: export MASTER_ADDR=ADDRESS, that of rank 0 (hostname -i)",
@@ -58,7 +58,7 @@ def cure_of(message: str) -> str:
 
 @dataclass
 class Examination:
-    """What the ranks check, and who is informed.
+    """The checks among the ranks, and the functions that receive the results.
 
     Args:
         model: a model with weights, or None for the built-in model alone.

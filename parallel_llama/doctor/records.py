@@ -61,7 +61,7 @@ def _opened(data: bytes) -> bytes | None:
 
 
 def agreed(comm: Communicator, own: Check) -> Check:
-    """The worst check of all ranks, which names its ranks if others found something else.
+    """The worst check of all ranks; it names the ranks that found it, unless all found the same.
 
     Collective: one all_gather.
     """

@@ -58,7 +58,7 @@ _CPU = torch.device("cpu")
 class IntegerCheckpoint(RandomCheckpoint):
     """Random weights that are small integers times a power of two, the same bits on every machine.
 
-    Normal numbers of torch's generator depend on the instructions of the CPU.
+    torch's normally distributed random numbers depend on the instructions of the CPU.
     """
 
     def _drawn(self, param: Param, number: int, chunk: range) -> Tensor:
@@ -71,8 +71,11 @@ class IntegerCheckpoint(RandomCheckpoint):
 
 @dataclass(frozen=True)
 class Alone:
-    """The built-in model as this rank computes it alone: its exchanges, and the logits of each
-    position, [T, vocab_size].
+    """The results of the built-in model that this rank has computed alone.
+
+    Args:
+        trace: the results of its exchanges.
+        logits: [T, vocab_size], of each position.
     """
 
     trace: Trace

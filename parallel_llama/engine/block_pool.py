@@ -30,9 +30,11 @@ class OutOfBlocks(RuntimeError):
 class BlockPool:
     """The state of every block.
 
-    Free blocks are taken before cached blocks are evicted, and cached blocks are evicted strictly
-    least recently used first. The tail of a sequence counts as less recently used than its head,
-    since more prompts share the head; so the blocks of an evicted sequence are consecutive again.
+    Cached blocks are evicted if too few blocks are free. While less than 1 / MAX_PROMISED_PART of
+    the pool is promised, they are also evicted so that a new sequence can grow in place. The least
+    recently used block is evicted first. The tail of a sequence counts as less recently used than
+    its head, since more prompts share the head; so the blocks of an evicted sequence are
+    consecutive again.
 
     Cost: for each block that changes its state, some binary searches among the free runs.
     """

@@ -32,10 +32,12 @@ class RankRates:
     """The rates of one rank while all ranks work.
 
     Args:
-        read_bytes_per_s: bytes of weights that products of one row read.
-        operations_per_s: of products of many rows.
-        exchange_s: seconds of an exchange of one row, without its bytes; None for a single rank.
-        link_bytes_per_s: bytes that a rank receives from others; None for a single rank.
+        read_bytes_per_s: bytes of weights per second, in products of one row.
+        operations_per_s: operations per second, in products of many rows.
+        exchange_s: the latency of an exchange of one row, without the time that its bytes take;
+            None for a single rank.
+        link_bytes_per_s: bytes per second that a rank receives from the others; None for a single
+            rank.
     """
 
     read_bytes_per_s: float
@@ -48,7 +50,7 @@ class RankRates:
 def measure_rates(engine: Engine) -> list[RankRates]:
     """The rates of every rank, on the CPU.
 
-    Collective: some tens of all_reduces and all_gathers, and the measured exchanges.
+    Collective: about a hundred all_reduces, three all_gathers, and the measured exchanges.
     """
     comm, model, n_rows = engine.comm, engine.runner.model, engine.step_tokens
     matrices = _matrices(model)
@@ -63,7 +65,7 @@ def measure_rates(engine: Engine) -> list[RankRates]:
 
 
 def _exchange(engine: Engine, n_rows: int) -> tuple[float, float]:
-    """Seconds of an exchange of one row without its bytes, and received bytes per second."""
+    """The latency of an exchange in seconds, without its bytes; and received bytes per second."""
     comm, model, dim = engine.comm, engine.runner.model, engine.runner.args.dim
     cut = model.layers[0].attention.wo.cut
     n_columns = cut.all_outputs[cut.rank] if cut.all_outputs else dim

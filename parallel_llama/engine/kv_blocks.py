@@ -100,7 +100,7 @@ class KVGroupBlocks:
         return n if len(self.pool.lookup(keys[:n_kept])) == n_kept else 0
 
     def prefix(self, keys: Sequence[bytes]) -> BlockTable:
-        """The table of a sequence with this cached prefix; the sequence does not own it yet."""
+        """The table of a sequence with this cached prefix; its blocks are not acquired yet."""
         n_kept = self.n_blocks(self.n_sinks)
         first = max(self.first_seen(len(keys) * self.pool.block_size), n_kept)
         wanted = [*keys[:n_kept], *keys[first:]]

@@ -94,7 +94,10 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The bytes that a rank may take, and those of its weights and of everything but KV cache."""
+    """The bytes that a rank may take, and the bytes of its weights and of its working memory.
+
+    `working` has the bytes of everything except weights and KV cache; see `memory.working_bytes`.
+    """
 
     total: int
     weights: int

@@ -133,10 +133,10 @@ class LLMConfig:
             consecutive layers, on consecutive ranks of one host; ranks exchange within their stage,
             and a decode step has pp + 3 exchanges of all ranks. For CPU ranks.
         memory: the GiB that each rank may take for weights, KV cache, its process and the tensors
-            of a step. Shares of the model are in proportion. By default equal shares, and no limit
-            but the free memory.
-        speeds: the speed of each rank in any unit: shares are in proportion to the speeds, as far
-            as `memory` allows.
+            of a step. The ranks' shares of the model are in proportion to these numbers. By default
+            the shares are equal, and only the free memory limits them.
+        speeds: the speed of each rank, in any unit. The ranks' shares are in proportion to the
+            speeds, as far as `memory` allows.
         dtype: float32, bfloat16, float16 or float64. By default bfloat16 on CUDA, and
             on the CPU the dtype that the files state, or float32. The CPU keeps weights in 16 bits
             and computes in float32.
@@ -157,9 +157,9 @@ class LLMConfig:
         kv_cache_dtype: bfloat16, int8 or fp8; auto for the dtype of computation.
         kv_split: how the KV cache is sharded: by heads; or by sequence (tokens) where several ranks
             would hold the same head.
-        exact: the same bits on any number of ranks: ranks exchange the inputs of wo and w2 instead
-            of partial sums. By default True on the CPU ranks of one host, except where experts are
-            distributed; False is usually faster.
+        exact: the same bits on any number of ranks: ranks exchange the inputs and the outputs of wo
+            and w2 instead of partial sums. By default True on the CPU if all ranks are on one host
+            or `pp` is above 1, except where ranks hold different experts; False is usually faster.
         attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache; rounded up to a multiple of 128 with exact
@@ -267,7 +267,10 @@ class LLMConfig:
 
     @classmethod
     def from_json(cls, line: bytes) -> "LLMConfig":
-        """Raises: ValueError for a line that holds anything but the fields with their types."""
+        """Raises: ValueError for a line that is not JSON, or a field of another type or range.
+
+        Keys that are not fields are ignored.
+        """
         return msgspec.convert(json.loads(line), cls)
 
     def facts(self) -> Mapping[str, str]:

@@ -194,7 +194,7 @@ class ModelRunner:
             self.integrity.watch_adapters()
 
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
-        """Replace the KV caches by empty ones of `n_blocks` blocks, one for each KV group."""
+        """Replace the KV caches by empty ones; `n_blocks` has the blocks of each KV group."""
         self.block_size, n_parts = block_size, self.shard.kv_parts
         self.integrity: IntegrityCheck | None = None
         part = CachePart(self.comm.rank, n_parts) if n_parts > 1 else None
@@ -229,7 +229,7 @@ class ModelRunner:
             self._graphs = CUDAGraphs(self._layout, self._rotations, longest, self.device)
 
     def check_integrity(self) -> IntegrityCheck:
-        """Add all following forward passes to an integrity check, until the next `reserve`."""
+        """Start an integrity check of all following forward passes, until the next `reserve`."""
         assert self.device.type == "cpu"
         caches = self.caches if self._layout.part is None else ()
         exact = self.shard.exact is not None and isinstance(self.model.ops, CPUOps)

@@ -3,8 +3,8 @@
 The model verifies the drafts. Each draft costs a row of a forward pass, so a budget for each
 sequence limits the drafts by their acceptance rate and the cost of rows.
 
-Source: prompt lookup decoding (Saxena, 2023); speculative decoding, arXiv 2211.17192, section 3.3,
-for the expected number of tokens.
+Source: prompt lookup decoding (Saxena, 2023); speculative decoding, arXiv 2211.17192, sections 3.1
+and 3.3, for the expected number of tokens and the speed-up.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,13 @@ from parallel_llama.engine.kv_blocks import BlockTable
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.step_buffer import Chunk
-from parallel_llama.errors import CheckpointError, NumericalError, OutOfMemory, UsageError
+from parallel_llama.errors import (
+    CheckpointError,
+    NumericalError,
+    OutOfMemory,
+    UsageError,
+    listed_ranks,
+)
 from parallel_llama.files.bounded_files import expanded
 from parallel_llama.sampling.scoring import score
 
@@ -130,7 +136,8 @@ def _load_adapter(engine: Engine, name: str, folder: str) -> str:
     if name in runner.adapters:
         runner.unload_adapter(name)
     different = [rank for rank, each in enumerate(digests) if each != digests[0]]
-    return refused or f"{folder}: cannot be read, or has other files, on ranks {different}"
+    ranks = listed_ranks(different)
+    return refused or f"{folder} cannot be read, or has other files, on rank {ranks}"
 
 
 def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:

@@ -157,8 +157,8 @@ class Ranks:
         """Join the other ranks, load the model, and make the engine; arguments as in LLM.
 
         Raises: RankError for a rank that does not join, fails, or differs in a value that must be
-        equal on all ranks; UsageError for too little memory;
-        DamagedWeights for weights that cannot be read.
+        equal on all ranks; UsageError for too little memory; DamagedWeights for weights that cannot
+        be read.
         Collective: all ranks call it.
         """
         setup = self.setup
@@ -549,7 +549,7 @@ class Ranks:
 
 
 def _require_started_singly(n_spares: int) -> None:
-    """Raises: UsageError if ranks that another program has started cannot survive each other."""
+    """Raises: UsageError if ranks that another program started could not go on after a loss."""
     if is_watched():
         raise UsageError(
             f"elastic inside {launcher_name()}, which ends all ranks when one is lost; drop "

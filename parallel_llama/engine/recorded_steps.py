@@ -1,8 +1,8 @@
 """Decode steps that are recorded once and replayed: one call instead of hundreds.
 
-A recording has a step's kernels and all-reduces, with fixed addresses. A later step with equally
-many rows writes its inputs there and replays the recording. All other steps run operator by
-operator.
+A recording has a step's kernels and collectives, with fixed addresses. A later step with the same
+number of rows writes its inputs to these addresses and replays the recording. All other steps run
+operator by operator.
 
 `CUDAGraphs` captures a graph for each bucket of rows at the start; a step takes the smallest bucket
 that fits, and is padded. `KernelCalls`, on the CPU, records the first step with each number of
@@ -269,12 +269,13 @@ class KernelCalls:
 
 
 class _KernelCallStep:
-    """A recorded step. It replays steps with as many rows, if their keys fit into its buffers.
+    """A recorded step, for steps with the same number of rows whose keys fit into its buffers.
 
     `kv_groups` and `rotations` are those of the first step. `adapters` is filled before a replay.
 
     Shapes: `hidden` [T, dim], of the step that ran last; `residual`, its bytes.
-    Raises: NotRecorded if an operator after the embedding is not a kernel.
+    Raises: NotRecorded if an operator is not a kernel. A scaled embedding is not recorded; it is
+    computed before each replay.
     """
 
     def __init__(

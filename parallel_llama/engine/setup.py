@@ -236,7 +236,7 @@ def _input_processor(config: LLMConfig) -> InputProcessor:
 
 
 def _why_without_tiles() -> str | None:
-    """Why prompts are read more slowly than this CPU could, and the remedy; None on most CPUs."""
+    """Why prefill is slower than this CPU allows, and the remedy; None if it cannot use AMX."""
     if not tiles_are_allowed():
         return None
     return (

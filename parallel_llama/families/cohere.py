@@ -37,7 +37,7 @@ def _both(fields: Fields) -> dict[str, Any]:
 
 
 def _features(fields: Fields) -> dict[str, Any]:
-    """The features of the first Cohere. Its max_position_embeddings may be too small."""
+    """The features of Cohere 1; model_max_length overrides max_position_embeddings."""
     usual = fields.integer("max_position_embeddings", 8192)
     return {
         **_both(fields),

@@ -1,8 +1,9 @@
 """Falcon and PaLM: attention and feed-forward in parallel, LayerNorm, few KV heads.
 
 Falcon has GELU without a gate and one tensor for queries, keys and values. The 7B has one KV head
-and one norm per block, the 40B and 180B have groups of KV heads and two norms, the 11B has groups
-and one norm. PaLM's weights were never published: its config.json and names are Llama's.
+and one norm per block. The 40B and 180B have grouped-query attention and two norms per block, the
+11B has grouped-query attention and one norm. PaLM's weights were never published; its config.json
+and weight names here are Llama's.
 
 Source: Falcon, arXiv 2311.16867; FalconConfig of transformers 5.23; llama.cpp's falcon, whose files
 store all queries, then all keys, then all values. PaLM, arXiv 2204.02311, sections 2 and 5.
@@ -35,7 +36,8 @@ def _features(fields: Fields) -> dict[str, Any]:
     n_norms, most = fields.integer(_N_NORMS, 2 if is_new else 1), 2 if is_new else 1
     if is_new and not is_parallel:
         raise UsageError(
-            f"{_NEW}=true and {_PARALLEL}=false: its blocks are always parallel; set {_PARALLEL}"
+            f"{_NEW}=true and {_PARALLEL}=false: its blocks are always parallel; set "
+            f"{_PARALLEL}=true"
         )
     if not 1 <= n_norms <= most:
         raise UsageError(

@@ -95,7 +95,10 @@ def written_rotary_part(args: ModelArgs) -> dict[str, Any]:
 def every_nth(n: int, key: str, n_layers: int) -> tuple[int, ...]:
     """The n-th layer and every n-th after it.
 
-    Raises: UsageError for n below 1, which `key` states.
+    Args:
+        key: the name of n in the file, for the error.
+
+    Raises: UsageError for n below 1.
     """
     if n < 1:
         raise UsageError(f"{key}={n}: use 1 or more, such as 4")

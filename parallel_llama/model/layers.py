@@ -212,7 +212,10 @@ class VocabParallelEmbedding:
 
 
 class RMSNorm:
-    """x / rms(x) * (weight + offset); every rank holds the whole weight.
+    """x / rms(x) * (weight + offset).
+
+    Every rank holds the whole weight, except in a norm across heads (`qk_norm_across_heads`), where
+    it holds the weights of its own heads.
 
     Shapes: x and the result [T, dim] replicated.
     """

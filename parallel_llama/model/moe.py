@@ -10,8 +10,9 @@ Routing weights may scale the inputs of the experts instead of their outputs.
 A shared expert computes every token. All ranks split its channels, wherever the other experts are,
 and its partial sum is added to the others' before the all_reduce.
 
-    token           0    1    2         rank of experts 0-1    rank of experts 2-3
-    its experts    3 1  0 3  1 2        0: 1   1: 0 2          2: 2   3: 0 1
+    token           0    1    2         tokens of experts 0-1    tokens of experts 2-3
+    its experts    3 1  0 3  1 2        0: [1]   1: [0, 2]       2: [2]   3: [0, 1]
+                                        (on one rank)            (on another rank)
 
 Source: Mixtral, arXiv 2401.04088; sparsely-gated mixtures, arXiv 1701.06538; shared experts,
 DeepSeekMoE, arXiv 2401.06066, with a gate as in Qwen2MoeSparseMoeBlock of transformers 5.24;

@@ -1,7 +1,7 @@
 """Loading the weights of a model, which are fused and moved to huge pages part by part.
 
-The weights of a model can be given up again part by part, while a model with another shard takes
-over the rows that both have.
+When a rank changes to another shard, the new model copies the rows that both shards have from the
+old model, which releases its weights part by part.
 """
 
 from collections import Counter

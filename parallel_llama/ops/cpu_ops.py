@@ -167,7 +167,7 @@ class CPUOps(TorchOps):
     def add_low_ranks_(self, y: Tensor, x: Tensor, adapters: AdapterRoom, layer: int) -> None:
         """Adds x A B to y, with the A and B that each row's adapter has for a layer.
 
-        The layer has its number in `AdapterAddresses`.
+        `layer` is the number of the layer in `AdapterAddresses`.
 
         Shapes: y [T, out], x [T, in].
         """

@@ -94,7 +94,7 @@ class DenseWeight:
         out.copy_(self.apply(x, ops))
 
     def lookup(self, tokens: Tensor, first: int, ops: TorchOps) -> Tensor:
-        """The rows of some tokens, row 0 for token `first`; zeros for other tokens.
+        """The rows of some tokens, row 0 for token `first`; -0.0 for other tokens.
 
         Shapes: int64 [T] -> [T, in].
         """

@@ -273,7 +273,7 @@ def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise the inputs of a product to int8; a group with an infinity or NaN has a NaN scale.
 
     Shapes: x [T, in] -> integers [T, in / QUANT_GROUP_SIZE, QUANT_GROUP_SIZE] int8, scales
-    [T, in / QUANT_GROUP_SIZE], in at least float32.
+    [T, in / QUANT_GROUP_SIZE] float32.
     """
     groups = _in_runs(x.to(_COMPUTED))
     largest = groups.abs().amax(-1)

@@ -519,9 +519,10 @@ class TorchOps:
     def plan_sinks(
         self, window: Queries, sinks: Queries, dtype: torch.dtype, device: torch.device
     ) -> Iterator[SinkPlan]:
-        """What `sink_attention` reads for queries with the keys of their windows, and with sinks.
+        """Yields what `sink_attention` reads for queries that attend to their windows and to sinks.
 
-        The queries attend to the sinks at positions one window earlier.
+        `window` has the queries with the keys of their windows. `sinks` has the same queries with
+        the sinks, at positions one window earlier: each sees exactly the sinks before its window.
         """
         both = (each.tiles(dtype, device) for each in (window, sinks))
         for near, far in zip(*both, strict=True):

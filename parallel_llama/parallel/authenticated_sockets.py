@@ -64,10 +64,11 @@ def connect_all(
     Args:
         addresses: where each other rank listens.
         key: derived from the secret of the run.
-        look: called repeatedly while this waits; it may raise. With it, this rank calls a rank
-            again that does not prove that it has the same key, as long as the limit allows.
+        look: called repeatedly while this waits; it may raise. With `look`, a connection to a lower
+            rank that fails is tried again until the time limit. Without it, the first failure
+            raises.
 
-    Raises: NotConnected naming a rank, after `limit_s` seconds.
+    Raises: NotConnected naming a rank.
     Collective: every rank calls it.
     """
     deadline = time.monotonic() + limit_s
@@ -161,7 +162,7 @@ def _accepted(
     try:
         while missing := wanted - set(proven):
             if time.monotonic() > deadline:
-                raise NotConnected(f"rank {listed_ranks(missing)}: no connection came")
+                raise NotConnected(f"rank {listed_ranks(missing)}: it did not connect")
             look()
             with suppress(TimeoutError):
                 own, _ = listener.accept()

@@ -94,7 +94,7 @@ def joined(comm: AnyCommunicator) -> AnyCommunicator:
 
 
 class Solo(Communicator):
-    """A group of one rank, in which every collective returns its input."""
+    """A group of one rank, whose collectives exchange nothing."""
 
     rank = 0
     size = 1

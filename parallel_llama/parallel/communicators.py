@@ -198,9 +198,9 @@ def join(
 def give_up(why: str) -> None:
     """Tells the other ranks why this rank will not join; returns when they have read it.
 
-    It does nothing after a call of `join`, because the others then notice that this rank ends; and
-    nothing under torchrun and our launcher, which end all ranks when one fails. It waits at most
-    `_TELL_S` seconds; meanwhile rank 0 keeps the store open.
+    It does nothing after a call of `join`, because the other ranks then notice that this rank ends.
+    It also does nothing under torchrun and our launcher, which end all ranks when one fails. It
+    waits at most `_TELL_S` seconds; meanwhile rank 0 keeps the store open.
     """
     if _has_begun or is_watched():
         return

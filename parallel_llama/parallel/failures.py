@@ -69,7 +69,7 @@ class Report:
 
     Args:
         when_ns: the host's monotonic clock in nanoseconds.
-        code: the exit code that the rank is about to have.
+        code: the exit code with which the rank is about to end.
     """
 
     message: str
@@ -83,7 +83,7 @@ def report_error(message: str, code: int = FAILED) -> None:
     If stderr is closed, the message goes to stdout; if neither can be written, it is dropped.
 
     Args:
-        code: the exit code that this rank is about to have.
+        code: the exit code with which this rank is about to end.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

@@ -86,7 +86,7 @@ class _Rank:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has opened its file of stacks, as a rank that joins and a spare do."""
+        """Whether the process has written to its stack file, which joining ranks and spares do."""
         return not self.has_ended and self.stacks.n_bytes() > 0
 
     def report(self) -> Report | None:
@@ -236,7 +236,7 @@ class LocalRanks:
     def require_alive(self, within_s: float = 0.0) -> None:
         """Returns after `within_s` seconds if no rank has ended.
 
-        Raises: RankError with the reason that the first rank to end has reported.
+        Raises: RankError naming a rank that has ended, with its message if it has left one.
         """
         if ended := self._ended(within_s):
             raise RankError(self._verdict(ended))

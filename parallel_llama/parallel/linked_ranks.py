@@ -5,10 +5,12 @@ Each rank above 0 has a connection to rank 0, its link, as long as both run:
     from rank 0   orders to form a new group, one line of JSON each
     to rank 0     why the rank ends, at most one line
 
-The kernel ends a link with either process, and after at most `_UNREACHABLE_S` seconds in which the
-other host cannot be reached. A process that is stopped keeps its link. So rank 0 knows which ranks
-are lost, and orders the others to form a group without them; and every rank learns that rank 0 is
-lost.
+The system closes a link when either process ends, or when the other host has been unreachable for
+`_UNREACHABLE_S` seconds. A process that is stopped keeps its link. So rank 0 learns which ranks are
+lost, and orders the others to form a group without them; and every rank learns if rank 0 is lost.
+
+A process has another rank in each group. Its first rank, in the group of all processes, identifies
+it during the whole run.
 
 A group has a number, and a connection for each pair of its ranks. Its connections prove a key that
 is derived from the number, so that a rank never takes a connection of another group. Each rank
@@ -55,9 +57,9 @@ class LinkOrder:
     """The new group of a process.
 
     Args:
-        number: of the group.
+        number: the number of the group.
         rank: the rank of the process in the group.
-        members: the first ranks of the group's processes, by rank.
+        members: the first ranks of the group's processes, by rank in the group.
     """
 
     number: int
@@ -67,7 +69,7 @@ class LinkOrder:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the ranks of a run connect to each other, for each new group again.
+    """How the ranks of a run connect to each other whenever a group is formed.
 
     Args:
         addresses: where each rank listens, by first rank.

@@ -27,7 +27,7 @@ from parallel_llama.parallel.watchdog import Watchdog
 
 Result = TypeVar("Result")
 
-# The limit of a broadcast without timeout: rank 0 may wait for user input.
+# The limit of a broadcast without timeout: its source may wait for user input.
 _IDLE_LIMIT = timedelta(days=365)
 
 _BEAT_S = 0.2

@@ -243,7 +243,7 @@ def _secret() -> bytes:
 
 
 def use_secret_file(path: str) -> None:
-    """Read the secret of the run from this file, here and in all processes that this one starts.
+    """Makes this process, and all processes that it starts, read the secret from this file.
 
     Raises: UsageError if no launcher has started this process as a rank.
     """

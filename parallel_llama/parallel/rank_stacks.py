@@ -146,7 +146,7 @@ class StackFile:
         return "has not written" if self.n_bytes() else "was still starting"
 
     def close(self) -> None:
-        """Close this process's descriptor of another rank's file."""
+        """Closes this process's descriptor of another rank's file."""
         if self.pid != os.getpid():
             os.close(self.fd)
 

@@ -44,9 +44,9 @@ class RegroupOrder:
 
 
 class Orders:
-    """Reads orders from a descriptor in a thread, and ends the process when the descriptor ends.
+    """Reads orders from a descriptor in a thread, and ends the process at the end of the file.
 
-    The descriptor ends with the parent, so a rank cannot outlive it.
+    The parent's exit closes the other end of the descriptor, so a rank cannot outlive its parent.
     """
 
     def __init__(self, fd: int = 0) -> None:
@@ -60,9 +60,9 @@ class Orders:
             raise RankError("rank 0 forms a new group")
 
     def latest(self, limit_s: float | None) -> RegroupOrder | None:
-        """The last order so far, waiting for one at most `limit_s` seconds; None without one.
+        """Returns the newest order, or None if no order arrives within `limit_s` seconds.
 
-        Without a limit it waits until there is one.
+        If `limit_s` is None, it waits without a time limit.
         """
         try:
             order = self._orders.get(timeout=limit_s)

@@ -144,7 +144,7 @@ def share(
 
 @dataclass(frozen=True)
 class PartOfGroup:
-    """How a group belongs to a larger one.
+    """Describes a group that is a part of a larger group.
 
     Args:
         ranks: the numbers that the ranks have in the larger group.

@@ -2,22 +2,23 @@
 
 A decode step of 16 layers has 33 all-reduces of a few kilobytes. gloo takes 0.5 to 1.6 ms for each
 between two hosts, which is several times the latency of a network. Here every rank sends its values
-over TCP to one rank of every other host at once, which receives them into the shared memory of its
-host, and every rank adds the values of all ranks in rank order: the values of a rank cross the link
-to a host once, and all ranks get the same bits. Ranks that cannot share memory count as ranks of
-different hosts. A broadcast goes from its source to every rank directly.
+over TCP to one rank of each other host, to all of these at once. The receiver stores the values in
+the shared memory of its host, so a rank's values cross the link to a host only once. Every rank
+then adds the values of all ranks in rank order, so all ranks get the same bits. Ranks that cannot
+share memory count as ranks of different hosts. A broadcast goes from its source to every rank
+directly.
 
 Normally a process group of torch sets up the connections, carries larger tensors, for which gloo
 sends fewer bytes, and detects lost ranks by their heartbeats. `linked_ranks` needs no group of
 torch: larger tensors are exchanged in pieces, and no ranks share memory.
 
     message  two numbers of 8 bytes: signature, number of the exchange, from 1; then the values
-    rows     per rank, in the memory of the host: the number of the last exchange that the rank has
-             received completely, aligned to a cache line; and the rank's message. Two sets of
-             rows are used alternately
+    rows     per rank, in the memory of the host: how many exchanges through this memory the rank
+             has received completely, aligned to a cache line; and the rank's message. Two sets of
+             rows are used alternately. Broadcasts and barriers use rows of this rank alone
     cells    per rank, 8 bytes each: descriptors to send to and to receive from, bytes sent and
              received of the current exchange, whether the rank is another one of this host; then
-             the number of finished collectives, and of finished collectives except broadcasts
+             the number of finished exchanges, and of those through the memory of the host
 
 A rank writes its message into its row, sends it, receives messages into the rows of their senders,
 publishes that it has received them, and waits until all ranks of its host have published. Two sets
@@ -77,9 +78,9 @@ ROW_BYTES = VALUES_AT + MAX_BYTES
 _READY, _SIGNATURE, _EXCHANGE = 0, HEADER_AT // 8, HEADER_AT // 8 + 1  # cells of 8 bytes of a row
 CELLS = 5  # of a rank
 SEND_FD, RECEIVE_FD, SENT, RECEIVED, IS_LOCAL = range(CELLS)
-# After the cells of all ranks: finished collectives, and finished collectives except broadcasts.
+# After the cells of all ranks: finished exchanges, and those through the memory of the host.
 FINISHED, SHARED = range(2)
-# The sets of rows: two in the memory of the host, and one of this rank for broadcasts.
+# The sets of rows: two in the memory of the host, and one of this rank for broadcasts and barriers.
 _N_SHARED_SETS = _PRIVATE_SET = 2
 
 # Tries to receive before this rank waits in the system: about 0.5 ms, in Python and in a kernel.
@@ -94,7 +95,7 @@ _KEEPALIVE_S = 1.0
 # A message that names a failed rank has a signature of this kind; its lower bits hold one of the
 # reasons below, the rank that has found the failure, and the failed rank.
 _FAILURE = 7 << 60
-# A message without values, which a rank that loads sends to those that wait at a barrier.
+# A message without values, which a rank that is still loading sends to ranks at a barrier.
 _KEEPALIVE = 6 << 60
 _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 16

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-_LIMIT_S = 1.0  # some calls of torch have no limit of time
+_LIMIT_S = 1.0  # some calls of torch have no time limit
 
 _stops: dict[threading.Thread, Callable[[], None]] = {}
 
@@ -18,10 +18,10 @@ _stops: dict[threading.Thread, Callable[[], None]] = {}
 def start_thread(
     function: Callable[[], None], name: str, stop: Callable[[], None] = lambda: None
 ) -> None:
-    """Starts a daemon thread; the end of the interpreter waits for it for at most a second.
+    """Starts a daemon thread. At exit, the interpreter waits for it, at most a second.
 
     Args:
-        stop: makes `function` return soon; called when the interpreter ends.
+        stop: makes `function` return soon; called at exit.
     """
 
     def run() -> None:

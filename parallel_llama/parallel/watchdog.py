@@ -118,7 +118,7 @@ def is_done(work: Work, began_s: float, limit_s: float) -> bool:
 
 
 class Peers:
-    """Watches processes by pidfds, which are correct for zombies and for reused process ids.
+    """Watches processes through pidfds, which are not confused by zombies or reused process ids.
 
     `gone` holds the ranks whose processes have ended; it only grows.
 

@@ -168,7 +168,7 @@ def both(mask: bytes | None, other: bytes | None) -> bytes | None:
 
 
 class NoTokenLeft(NumericalError):
-    """Masks and bans allow no token in some rows; the other rows can still be sampled.
+    """Masks and banned ids leave no token in some rows; the other rows can still be sampled.
 
     Args:
         rows: The rows without a token.

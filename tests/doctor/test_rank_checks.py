@@ -2,19 +2,24 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from thread_ranks import ThreadComm, run_on_threads
 from torch import Tensor
 
-from parallel_llama.doctor import pace, patterns, tiny_model
+from parallel_llama.doctor import layers, pace, patterns, tiny_model
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.facts import Facts, versions
+from parallel_llama.doctor.rank import _CURES, cure_of
 from parallel_llama.doctor.records import agreed, exchange
-from parallel_llama.doctor.tiny_model import RECORDED, Result, compute_alone, judged
+from parallel_llama.doctor.tiny_model import ARGS, RECORDED, Result, compute_alone, judged
+from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.ops.cpu.jit import this_machine
+from parallel_llama.parallel import failures
 from parallel_llama.parallel.collectives import Communicator, Solo
 
 CPU = torch.device("cpu")
@@ -163,3 +168,22 @@ def test_slow_ranks_other_versions_and_far_hosts_are_named():
     ranks = [Facts("h", "h", 1, {"torch": "2"}, 0.0) for _ in range(3)]
     ranks[1] = Facts("h", "h", 2, {"torch": "3"}, 0.0)
     assert "torch: rank 1 has 3, rank 0 has 2" in versions(ranks).seen
+
+
+def test_every_cure_is_for_a_message_of_the_ranks():
+    """The cure for a rank that is late was lost when its message was reworded."""
+    source = "".join(path.read_text() for path in Path(failures.__file__).parent.glob("*.py"))
+    assert [part for part in _CURES if part not in source] == []
+    late = failures.late([1], 2, 30.0)
+    assert cure_of(f"{late}; it is alive").startswith("ps ")
+    assert cure_of(f"{late}; it is stopped by a signal or a debugger").startswith("kill -CONT")
+
+
+def test_layers_are_skipped_on_all_ranks_if_one_rank_lacks_memory(monkeypatch):
+    """The other ranks went on to a collective that the rank without memory did not call."""
+    n_free = iter((0, 1 << 40))
+    monkeypatch.setattr(layers, "available_memory", lambda: next(n_free))
+    setup = SimpleNamespace(args=ARGS, precision=Precision.plain("float32"), exact=True)
+    found = run_on_threads(2, lambda comm: layers.layers(comm, setup))
+    assert [check.status for check in found] == ["skip"] * 2
+    assert found[0].seen.endswith(": a layer takes too much of the free memory")

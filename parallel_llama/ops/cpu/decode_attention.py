@@ -1,4 +1,4 @@
-"""Softmax attention of one query per sequence, over keys and values in place in the KV cache.
+"""Softmax attention of single queries, such as a token and its drafts, over the KV cache in place.
 
 The keys and values of a sequence and a KV head are read once for all queries that share the head.
 Scores are computed for a vector of keys at a time and stored in a scratch row per query. After an
@@ -8,7 +8,8 @@ split into parts for several threads; the thread that finishes last merges the p
 A result depends only on the query, its keys and its values: not on other sequences, on threads, or
 on how the slots are split into ranges.
 
-Source: grouped queries, arXiv 2305.13245; keys in parts, FlashDecoding, arXiv 2311.01282.
+Source: grouped queries, arXiv 2305.13245; keys in parts, Flash-Decoding,
+https://pytorch.org/blog/flash-decoding.
 """
 
 import math

@@ -42,7 +42,7 @@ class ThreadLimit:
         self._mean = 0.0
 
     def run(self, n_threads: int, kernel: Callable[[int], object]) -> None:
-        """Call a kernel with at most `n_threads` threads, or fewer while the limit holds."""
+        """Call a kernel with `n_threads` threads, or with fewer while the limit holds."""
         start_s = self._clock_s()
         if n_threads > self._limit and start_s >= self._until_s:
             self._limit = sys.maxsize

@@ -45,7 +45,7 @@ _HAS_DP4A = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def quant_gemm(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
-    """out = X A; up to MAX_ROWS rows of inputs are rounded to int8 for a matrix of integers.
+    """out = X A; if A has integers and X at most MAX_ROWS rows, X is rounded to int8.
 
     Shapes: x [T, in]; panels [n_outputs, n_bytes] uint8; out [T, n_outputs], perhaps a view of some
     columns.
