@@ -206,7 +206,12 @@ class Ranks:
         """
         use_device(self.setup.device)  # any thread may call this
         self._take_back()
-        return self.enduring(self.engine.step)
+        return self.enduring(self._step)
+
+    def _step(self) -> list[StepOutput]:
+        # The other ranks wait for the next step without a limit, but not for one that hangs here.
+        with self.engine.comm.computing():
+            return self.engine.step()
 
     def enduring(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, which is run again after each loss of a rank that others survive.

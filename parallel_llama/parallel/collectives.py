@@ -57,8 +57,17 @@ class Communicator(Protocol):
         """Copies the x of rank src into x on every rank and returns x.
 
         With `no_timeout`, which all ranks must pass, the other ranks wait as long as the process
-        of src runs, because src may be waiting for user input.
+        of src runs, because src may be waiting for user input; see `computing`.
         """
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A context in which this rank waits for nothing but other ranks.
+
+        Ranks that share memory with this rank apply their limit to it, also in a `broadcast` with
+        `no_timeout`. Other ranks do not see the context.
+        """
+        yield
 
     def barrier(self) -> None:
         """Returns when every rank has called it; a rank that sends keepalives is not late."""
@@ -195,6 +204,11 @@ class ByDevice(Communicator):
     def barrier(self) -> None:
         self._require_whole()
         self._host.barrier()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with self._host.computing():
+            yield
 
     def keepalive(self) -> None:
         self._host.keepalive()

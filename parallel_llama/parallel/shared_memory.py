@@ -8,7 +8,7 @@ The memory has no name: rank 0 creates an anonymous file, the other ranks open i
 during set-up, and the kernel frees it when the last rank ends.
 
     header   one line per rank: phases published, signatures of its last two collectives,
-             keepalives, exchanges finished
+             keepalives, exchanges finished, whether it computes
     slots    two per rank, used alternately
 
 A collective is one or more exchanges: copy in, publish, wait for all, copy or sum out.
@@ -33,7 +33,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -77,7 +77,7 @@ SHARED_SUM_BYTES = 1 << 16
 LINE = 16
 # Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots. EXCHANGE
 # counts finished exchanges; other ranks read it only for the report of a failure.
-SIGNATURE, _KEEPALIVES, EXCHANGE = 1, 3, 5
+SIGNATURE, _KEEPALIVES, EXCHANGE, _COMPUTING = 1, 3, 5, 6
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 
 # Polls of a count before the core is yielded: about 0.2 ms.
@@ -339,7 +339,7 @@ class SharedMemory(Communicator):
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
-        is_exempt = self._is_running if no_timeout and self.rank != src else _never_exempt
+        is_exempt = self._may_wait if no_timeout and self.rank != src else _never_exempt
         for piece, slots in self._exchanges(_pieces(_as_bytes(x))):
             if self.rank == src:
                 slots[src].copy_(piece)
@@ -357,6 +357,14 @@ class SharedMemory(Communicator):
 
         for piece, _ in self._exchanges((_NOTHING,)):
             self._rendezvous(BARRIER, piece, sent_keepalive, self._timeouts.start_s)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        self._cells[self._own + _COMPUTING] = 1
+        try:
+            yield
+        finally:
+            self._cells[self._own + _COMPUTING] = 0
 
     def keepalive(self) -> None:
         self._cells[self._own + _KEEPALIVES] += 1
@@ -546,8 +554,9 @@ class SharedMemory(Communicator):
                     {rank},
                 )
 
-    def _is_running(self, rank: int) -> bool:
-        return not self._peers.is_stopped(rank)
+    def _may_wait(self, rank: int) -> bool:
+        """Whether a rank may be waiting for user input."""
+        return not self._cells[rank * LINE + _COMPUTING] and not self._peers.is_stopped(rank)
 
     def _late(self, ranks: Sequence[int], limit_s: float) -> RankError:
         if all(self._peers.is_stopped(rank) for rank in ranks):

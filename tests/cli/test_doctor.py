@@ -36,7 +36,15 @@ def test_a_machine_is_checked_with_a_model():
         assert status[name] == "pass"
 
 
-def test_a_rank_that_is_stopped_is_named_and_the_report_is_a_table():
+@pytest.mark.parametrize(
+    ("sent", "seen", "cure"),
+    [
+        (signal.SIGSTOP, "rank 1 does not answer", "kill -CONT {}"),
+        (signal.SIGKILL, "rank 1 of 2 was killed by SIGKILL", "sudo dmesg"),
+    ],
+    ids=["stopped", "killed"],
+)
+def test_a_rank_that_is_lost_is_named_and_the_report_is_a_table(sent, seen, cure):
     command = [sys.executable, "-m", "parallel_llama", "doctor", "--nproc", "2"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         deadline, ranks = time.monotonic() + LIMIT_S, {}
@@ -44,12 +52,12 @@ def test_a_rank_that_is_stopped_is_named_and_the_report_is_a_table():
             time.sleep(0.01)
             children = psutil.Process(process.pid).children()
             ranks = {int(child.environ().get("RANK", -1)): child for child in children}
-        ranks[1].send_signal(signal.SIGSTOP)
+        ranks[1].send_signal(sent)
         lines = process.communicate(timeout=LIMIT_S)[0].splitlines()
     assert process.returncode == 1
     (failed,) = [number for number, line in enumerate(lines) if line.startswith("FAIL")]
-    assert "rank 1 does not answer" in lines[failed]
-    assert f"cure: kill -CONT {ranks[1].pid}" in "".join(lines[failed : failed + 3])
+    assert seen in lines[failed]
+    assert f"cure: {cure.format(ranks[1].pid)}" in "".join(lines[failed : failed + 3])
     assert lines[-1].startswith("1 failed (start)")
     assert not psutil.pid_exists(ranks[1].pid)
 

@@ -7,6 +7,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,6 +105,17 @@ def test_cores_that_others_use_are_measured(tmp_path, monkeypatch, busy, steal, 
     if busy:
         assert "1.6 of 2 cores" in found.seen and "77 (burn)" in found.seen
         assert found.cure.endswith("-p 77")
+
+
+@pytest.mark.parametrize(
+    ("mib", "n_gpus", "status"),
+    [(16, 0, "warn"), (64, 0, "pass"), (64, 2, "fail"), (512, 2, "warn"), (1024, 2, "pass")],
+)
+def test_a_small_dev_shm(tmp_path, monkeypatch, mib, n_gpus, status):
+    blocks = SimpleNamespace(f_frsize=4096, f_blocks=mib * 256, f_bavail=mib * 256)
+    monkeypatch.setattr(os, "statvfs", lambda _: blocks)
+    found = machine.dev_shm(host(tmp_path, {f"dev/nvidia{gpu}": "" for gpu in range(n_gpus)}))
+    assert found.status == status and ("remount" in found.cure) == (status != "pass"), found
 
 
 @pytest.mark.parametrize(("limit", "status"), [(64, "fail"), (512, "warn"), (1024, "pass")])

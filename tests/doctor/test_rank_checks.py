@@ -1,5 +1,6 @@
 """Checks of ranks that run as threads. One rank sends, receives or computes wrong bits."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -7,18 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from thread_ranks import ThreadComm, run_on_threads
+from thread_ranks import Meeting, ThreadComm, run_on_threads
+from tiny_folder import write_chat_folder
 from torch import Tensor
 
-from parallel_llama.doctor import layers, pace, patterns, tiny_model
+from parallel_llama.doctor import facts, layers, pace, patterns, tiny_model
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.facts import Facts, versions
 from parallel_llama.doctor.rank import _CURES, cure_of
 from parallel_llama.doctor.records import agreed, exchange
 from parallel_llama.doctor.tiny_model import ARGS, RECORDED, Result, compute_alone, judged
 from parallel_llama.dtypes import Precision
+from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.model_runner import ModelRunner
-from parallel_llama.ops.cpu.jit import this_machine
+from parallel_llama.engine.setup import ModelSetup
+from parallel_llama.ops.cpu.jit import machine_code, this_machine
 from parallel_llama.parallel import failures
 from parallel_llama.parallel.collectives import Communicator, Solo
 
@@ -106,6 +110,22 @@ def test_a_changed_bit_in_a_weight_names_rank_layer_and_product(monkeypatch, alo
         assert f"on 3 ranks, rank 2 computed layer 1, {expected}" in check.seen
 
 
+def test_a_changed_bit_in_the_result_of_a_kernel_names_the_rank(monkeypatch, alone):
+    load = tiny_model._load
+
+    def faulty(comm: Communicator, device: torch.device) -> ModelRunner:
+        runner = load(comm, device)
+        linear = runner.model.ops.linear
+        runner.model.ops.linear = lambda *args: flipped(linear(*args))
+        return runner
+
+    monkeypatch.setattr(tiny_model, "_load", faulty)
+    wrong = compute_alone(CPU)
+    step = lambda comm: tiny_model.arithmetic(comm, wrong if comm.rank == 1 else alone)  # noqa: E731
+    for check, ranks in run_on_threads(3, step):
+        assert (check.status, ranks) == ("fail", {1}) and "rank 1" in check.seen, check
+
+
 RIGHT, ODD, FAR = Result("a", 1e-7), Result("b", 1e-7), Result("c", 1e-2)
 
 
@@ -187,3 +207,51 @@ def test_layers_are_skipped_on_all_ranks_if_one_rank_lacks_memory(monkeypatch):
     found = run_on_threads(2, lambda comm: layers.layers(comm, setup))
     assert [check.status for check in found] == ["skip"] * 2
     assert found[0].seen.endswith(": a layer takes too much of the free memory")
+
+
+@pytest.mark.parametrize(
+    ("round_trip_s", "status", "expected"),
+    [
+        (1e-4, "pass", "2 hosts, 0.10 ms there and back"),
+        (0.02, "warn", r"rank 0 \(10\.0\.0\.0\) and rank 1 \(10\.0\.0\.1\) are far apart"),
+        (-1.0, "fail", r"rank 0 \(h0\) cannot connect to rank 1 \(10\.0\.0\.1\), and 1 more"),
+    ],
+)
+def test_a_slow_or_cut_link_between_hosts_names_its_ranks(
+    monkeypatch, round_trip_s, status, expected
+):
+    monkeypatch.setattr(facts, "_round_trip", lambda *_: round_trip_s)
+    there = [Facts(f"h{n}", f"{n}", 1, {}, 0.0, f"10.0.0.{n}", 1) for n in range(2)]
+    for check in run_on_threads(2, lambda comm: facts.hosts(comm, there)):
+        assert check.status == status and re.match(expected, check.seen), check
+
+
+def test_slow_exchanges_name_the_slowest_rank_and_its_host():
+    comm = ThreadComm(0, Meeting(2))
+    found = pace.transport(comm, ["a", "b"], False, [1e-3, 9e-3])
+    assert found.status == "warn" and "slowest on rank 1 (b)" in found.seen and found.cure
+    assert pace.transport(comm, ["a", "b"], False, [1e-3, 1e-3]).status == "pass"
+
+
+def test_a_damaged_kernel_in_the_cache_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for key in ("a", "b"):
+        machine_code(key, lambda: b"code")
+    assert facts.kernel_cache().status == "pass"
+    path = next((tmp_path / "parallel_llama/kernels").iterdir())
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    found = facts.kernel_cache()
+    assert (found.status, found.cure) == ("warn", f"rm {path}")
+    assert found.seen.startswith("1 of 2 files are damaged")
+
+
+def test_a_rank_with_other_weights_is_named(tmp_path):
+    folders = [write_chat_folder(tmp_path / f"{rank}") for rank in range(3)]
+    weights = folders[1] / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-9] ^= 1
+    weights.write_bytes(data)
+    setups = [ModelSetup(LLMConfig(str(folder), tp_size=3)) for folder in folders]
+    for check in run_on_threads(3, lambda comm: layers.files(comm, setups[comm.rank])):
+        assert check.status == "fail" and "rsync" in check.cure
+        assert check.seen == "rank 1 and rank 0 differ in model.safetensors"

@@ -192,6 +192,17 @@ def fault(rank: str, kind: str, late: str = "") -> None:
         sys.exit(1)
 
 
+def hang_in_step(folder: str) -> None:
+    """Generates, and rank 0 hangs in a step that the other ranks have not begun."""
+    from parallel_llama.cli.main import main
+    from parallel_llama.engine.engine import Engine
+
+    if RANK == 0:
+        Engine.step = spin
+    flags = "--model", folder, "--prompt=Once", "--timeout=2", "--start-timeout=200"
+    sys.exit(main(["generate", *flags]))
+
+
 def spin(_: object) -> None:
     while True:
         pass

@@ -623,6 +623,16 @@ def test_a_rank_that_hangs_or_dies_is_named_with_its_stack(start, kind, cause, f
     assert all_gone(pids)
 
 
+def test_a_rank_0_that_hangs_in_a_step_is_named_with_its_stack(start, model):
+    """The other ranks waited forever, because rank 0 may wait for a person between two steps."""
+    process = start(2, "hang_in_step", str(model))
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    (message,) = messages(stderr)
+    assert message.startswith("parallel-llama: [rank 1] rank 0 of 2 is late: no progress for 2 s")
+    assert "in spin" in stderr.partition("rank 0, most recent call first")[2]
+
+
 @pytest.mark.parametrize("late", ["", "0", "2"])
 def test_ranks_in_different_collectives_are_named_with_their_stacks(start, late):
     """A rank that waited for the late one compared nothing, and reported after rank 1 had left."""

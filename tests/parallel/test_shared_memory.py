@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch
-from ranks import SOON_S, Ranks, call_late_after
+from ranks import SILENCE_S, SOON_S, Ranks, call_late_after
 from test_collectives import race
 
 from parallel_llama.parallel import shared_memory
@@ -251,6 +252,28 @@ def test_even_without_timeout_a_stopped_rank_is_late():
     with Ranks(2, shared_memory=True) as pool:
         message = pool.outcomes(wait_for_a_stopped_rank, lost=[0])[1]
         assert message.startswith("rank 0 of 2 is late") and "stopped by a signal" in message
+
+
+def wait_for_rank_0(comm: Communicator, computes: bool) -> str:
+    comm.barrier()
+    if comm.rank == 0:
+        with comm.computing() if computes else nullcontext():
+            time.sleep(SILENCE_S if computes else 4)
+    call_late_after(comm, 1.5)
+    try:
+        comm.broadcast(torch.zeros(1), no_timeout=True)
+    except RankError as error:
+        return str(error)
+    return "it came"
+
+
+@pytest.mark.parametrize(
+    ("computes", "outcome"), [(True, "rank 0 of 2 is late: no progress for 1.5 s"), (False, "it")]
+)
+def test_without_timeout_a_rank_that_computes_is_late(computes, outcome):
+    with Ranks(2, shared_memory=True) as pool:
+        lost = [0] if computes else []
+        assert pool.outcomes(wait_for_rank_0, computes, lost=lost)[1].startswith(outcome)
 
 
 def sleep_through_a_stop(comm: Communicator, seconds: float) -> str:
