@@ -312,6 +312,16 @@ def test_ranks_of_two_devices_do_not_meet(model):
         require_same(infos)
 
 
+def test_sums_are_exact_by_default_only_where_all_ranks_are_on_one_host(model, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for address, is_exact in {"127.0.0.1": True, "host0": False}.items():
+        monkeypatch.setenv("MASTER_ADDR", address)
+        assert ModelSetup(LLMConfig(str(model))).exact == is_exact
+        assert ModelSetup(LLMConfig(str(model), exact=True)).exact
+        assert not ModelSetup(LLMConfig(str(model), exact=False)).exact
+
+
 def test_every_thread_that_touches_the_model_uses_its_device(model, monkeypatch):
     """A thread begins with GPU 0, whichever GPU is this rank's."""
     users, readers = set(), set()

@@ -51,7 +51,7 @@ from parallel_llama.parallel.device_choice import (
     too_few,
 )
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world
+from parallel_llama.parallel.rank_env import is_one_host, is_started_as_rank, world
 from parallel_llama.plan import make_plan, resolve_exact, stage_sizes, why_unrecorded
 from parallel_llama.shares import choose_shares
 
@@ -80,7 +80,6 @@ class ModelSetup:
         self.args, files = self.inputs.args, self.inputs.files
         # Sent to the other ranks: `inputs` may have another context length than `config`.
         self.config = replace(config, tp_size=self.size, max_seq_len=self.inputs.max_seq_len)
-        _, n_local_ranks = local_world(self.size)
         self.adapters = load_served_adapters(self.config.adapters, self.args)
         self.kind, gpu = _device_of(config.device, self.size)
         _require_checkable(bool(config.integrity_check), self.kind)
@@ -99,7 +98,7 @@ class ModelSetup:
         played, n_shards = slice_of or (0, self.size)
         # Exact sums send more messages, so on several hosts they are not the default, except where
         # stages keep these messages on one host.
-        is_local = n_local_ranks == self.size or config.pp > 1
+        is_local = is_one_host(self.size) or config.pp > 1
         asked = config.exact if is_local else bool(config.exact)
         in_stage = max(stage_sizes(n_shards, config.pp))
         self.exact = resolve_exact(asked, self.args, in_stage, self.kind)

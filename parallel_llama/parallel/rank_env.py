@@ -124,6 +124,23 @@ def local_world(size: int) -> tuple[int, int]:
     return local_rank, world()[1] if n_local is None else n_local
 
 
+def is_one_host(size: int) -> bool:
+    """Whether it is certain that all `size` ranks are on one host.
+
+    If no variable gives the number of ranks on this host, only a MASTER_ADDR that is a loopback
+    address shows it. Names are not looked up: a host often has a loopback address for its own name.
+
+    Raises: UsageError like `world`.
+    """
+    if _launcher() is None:
+        return True
+    _, n_local = given_local_world()
+    if n_local is not None:
+        return n_local == size
+    address = os.environ.get("MASTER_ADDR", "")
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
 def given_local_world() -> tuple[int | None, int | None]:
     """As `local_world`, but with None for a number that no environment variable states.
 

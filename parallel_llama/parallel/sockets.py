@@ -83,8 +83,9 @@ FINISHED, SHARED = range(2)
 # The sets of rows: two in the memory of the host, and one of this rank for broadcasts and barriers.
 _N_SHARED_SETS = _PRIVATE_SET = 2
 
-# Tries to receive before this rank waits in the system: about 0.5 ms, in Python and in a kernel.
-_SPINS, _LOOKS = 150, 2000
+# Tries to receive before this rank waits in the system: about 0.5 ms in Python. A kernel tries for
+# about 4 ms, longer than messages take between most hosts, because Python is slow to take over.
+_SPINS, _LOOKS = 150, 8000
 _POLL_S = 0.25
 _LONGEST_GAP_S = 0.5  # the maximum time counted between two polls, since this rank may be stopped
 _CONNECT_S = 20.0

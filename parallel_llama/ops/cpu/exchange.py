@@ -314,14 +314,18 @@ def _send(message: Value, n_bytes: Value, args: _ExchangeArguments[Value]) -> No
         with when(cells[sockets.SEND_FD] > -1):
             flags = Value(message.b, I32(_MSG_DONTWAIT | _MSG_NOSIGNAL))
             fd = cells[sockets.SEND_FD].resized(I32)
-            n_sent = _system("send", fd, message, n_bytes, flags)
+            n_sent = _system(fd.b, "send", fd, message, n_bytes, flags)
             cells[sockets.SENT] = larger(n_sent, n_bytes.like(0))
 
 
 def _receive(
     rows: Value, n_bytes_of: Callable[[Value], Value], args: _ExchangeArguments[Value]
 ) -> None:
-    """Receives until all messages are complete, at most for about `n_looks` attempts per rank."""
+    """Receives until all messages are complete, at most for about `n_looks` attempts per rank.
+
+    Between attempts it yields its core: a program that delivers messages, such as a virtual switch,
+    may need the core.
+    """
     b = args.size.b
     n_left, n_missing = Variable(args.n_looks), Variable(args.size.like(0))
     with repeat(b) as leave_if:
@@ -332,11 +336,12 @@ def _receive(
             with when((cells[sockets.RECEIVE_FD] > -1) & (n_received < n_all)):
                 room = _header_of(rows, other).bits_as(rows.raw.type) + n_received
                 fd, flags = cells[sockets.RECEIVE_FD].resized(I32), Value(b, I32(_MSG_DONTWAIT))
-                n_new = _system("recv", fd, room, n_all - n_received, flags)
+                n_new = _system(fd.b, "recv", fd, room, n_all - n_received, flags)
                 cells[sockets.RECEIVED] = n_received + larger(n_new, n_new.like(0))
                 n_missing.value += where(cells[sockets.RECEIVED] < n_all, args.size.like(1), 0)
         n_left.value -= 1
         leave_if((n_missing.value < 1) | (n_left.value < 0))
+        _system(b, "sched_yield")
 
 
 def _n_incomplete(
@@ -380,9 +385,9 @@ def _are_equal(one: Value, other: Value) -> Value:
     return ((one < other) | (one > other)) ^ 1
 
 
-def _system(name: str, *arguments: Value) -> Value:
-    """Calls a function of the C library that returns a number of bytes."""
-    b, raw = arguments[0].b, [argument.raw for argument in arguments]
+def _system(b: ir.IRBuilder, name: str, *arguments: Value) -> Value:
+    """Calls a function of the C library that returns a number, such as a number of bytes."""
+    raw = [argument.raw for argument in arguments]
     type_ = ir.FunctionType(I64, [each.type for each in raw])
     known = b.module.globals.get(name)
     return Value(b, b.call(known or ir.Function(b.module, type_, name), raw))
