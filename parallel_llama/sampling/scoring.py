@@ -150,8 +150,7 @@ def log_sum_exp(
     Shapes: logits [n, V_local] local; temperatures [n]; returns [n] float64 replicated.
     Collective: one all_gather.
     """
-    spans = [range(each.start // TILE, -(-each.stop // TILE)) for each in vocabs]
-    own = range(vocab.start // TILE, -(-vocab.stop // TILE))
+    spans, own = [_tiles_of(each) for each in vocabs], _tiles_of(vocab)
     of_tiles = torch.empty((len(logits), len(own)), dtype=torch.float64, device=logits.device)
     for rows, x in chunks(logits) if own else ():
         tiles = Tiles.of(x, vocab).logits.double()
@@ -159,6 +158,11 @@ def log_sum_exp(
             tiles = tiles / temperatures[rows, None, None].to(tiles.device)
         of_tiles[rows] = tiles.logsumexp(-1)
     return gather_logits(of_tiles, spans, comm).logsumexp(-1)
+
+
+def _tiles_of(vocab: range) -> range:
+    """The tiles of a rank; none for a rank without tokens, whose range may begin within a tile."""
+    return range(vocab.start // TILE, -(-vocab.stop // TILE)) if vocab else range(0)
 
 
 def _finite_lse(logits: Tensor, vocab: range, blocks: Tensor, comm: Communicator) -> Tensor:

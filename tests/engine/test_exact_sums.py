@@ -163,23 +163,35 @@ def test_partial_sums_have_other_bits(folders):
     assert alone not in run_on_threads(3, logits_of, folders["wide"], "float32", exact=False)
 
 
+TEMPERATURES = torch.tensor([0.7, 1.3, 1.0] * 20, dtype=torch.float64)
+
+
 def tile_sums(comm: Communicator, logits: Tensor, vocabs: Sequence[range]) -> Tensor:
     own = vocabs[comm.rank]
-    temperatures = torch.tensor([0.7, 1.3, 1.0], dtype=torch.float64)
-    return log_sum_exp(logits[:, own.start : own.stop], own, vocabs, comm, temperatures)
+    return log_sum_exp(logits[:, own.start : own.stop], own, vocabs, comm, TEMPERATURES)
 
 
 def test_the_softmax_over_the_vocabulary_has_the_same_bits_wherever_shards_end():
     torch.manual_seed(0)
-    logits = 20 * torch.randn(3, 1000)
+    logits = 2 * torch.randn(60, 1000)
     logits[1, 128:256] = -torch.inf
     whole = tile_sums(Solo(), logits, [range(1000)])
-    exact = logits.double() / torch.tensor([[0.7], [1.3], [1.0]], dtype=torch.float64)
+    exact = logits.double() / TEMPERATURES[:, None]
     torch.testing.assert_close(whole, exact.logsumexp(-1), rtol=1e-14, atol=0)
     for borders in ((0, 128, 1000), (0, 0, 512, 640, 1000), (0, 896, 896, 1000)):
         vocabs = [range(a, b) for a, b in pairwise(borders)]
         for found in run_on_threads(len(vocabs), tile_sums, logits, vocabs):
             assert torch.equal(found, whole)
+
+
+def test_ranks_without_tokens_add_nothing_to_the_softmax():
+    """With more ranks than tiles, the empty range of the last ranks begins within a tile."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(60, 748)
+    whole = tile_sums(Solo(), logits, [range(748)])
+    vocabs = [range(a, b) for a, b in pairwise((*range(0, 748, 128), 748, 748, 748))]
+    for found in run_on_threads(len(vocabs), tile_sums, logits, vocabs):
+        assert torch.equal(found, whole)
 
 
 def test_settings_that_cut_sums_are_refused(folders):
