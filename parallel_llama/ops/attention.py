@@ -111,7 +111,7 @@ class QueryChunk:
 
     Args:
         rows: The queries' rows of the batch.
-        positions: The queries' positions in the sequence, or in their chunk of attention.
+        positions: The queries' positions in the sequence.
         slots: [S] int64, the slots of the keys, from the first key that a query attends to up to
             the last query's own.
         taken: [1] int64, the number of work items that a kernel's threads have taken; 0 while no
@@ -229,9 +229,7 @@ class Queries:
                 slots = torch.from_numpy(np.concatenate(each)).to(device=device)
                 taken = torch.zeros(1, dtype=torch.int64)
                 rows = slice(row, row + len(positions))
-                # Kernels without a window begin at key 0.
-                at = after(seen.start, positions) if self.has_chunks else positions
-                yield QueryChunk(rows, at, slots, taken, self.hidden_window)
+                yield QueryChunk(rows, positions, slots, taken, self.hidden_window)
 
     def in_parts(self) -> Iterator[QueryParts]:
         """Yields each query with the parts of its keys.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops import Scores, kv_rows
-from parallel_llama.ops.attention import QueryChunk
+from parallel_llama.ops.attention import Queries, QueryChunk, QueryRange
 from parallel_llama.ops.cpu import prefill_attention_amx
-from parallel_llama.ops.cpu.attention_plan import DecodeBatch
+from parallel_llama.ops.cpu.attention_plan import CPUPlan, DecodeBatch
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
 from parallel_llama.ops.cpu.jit import CPUFeatures, openmp
@@ -246,6 +246,32 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_in_a_chunk(
         alone = torch.empty_like(q)
         decode(q, k, v, DecodeBatch.of(rows_of(chunk, rng)), alone)
         assert torch.equal(run(attention, q, k, v, chunk), alone[chunk.rows])
+
+
+@pytest.mark.parametrize(("first", "n", "size"), [(117, 13, 13), (130, 126, 130), (200, 200, 200)])
+def test_chunks_of_attention_that_cross_a_tile_get_the_same_alone_and_together(
+    first: int, n: int, size: int
+) -> None:
+    """Tiles of a prompt were counted from its chunk of attention, those of a decoded token not."""
+    both = []
+    k, v = torch.randn(2, N_KV_HEADS, N_SLOTS, 8, dtype=torch.float64)
+    q = make_queries(torch.float64, n, 3, 8)
+    for is_decoded in (False, True):
+        own = QueryRange(0, range(first, first + n), 0, range(N_SLOTS // 4), is_decoded)
+        plan = CPUPlan.of(Queries([own], 4, window=size, has_chunks=True))
+        out = torch.empty_like(q)
+        for chunk in plan.chunks:
+            kernel(torch.float64, 8)(q, k, v, chunk, out)
+        if plan.decode is not None:
+            machine = MACHINES[64]
+            decode = DecodeAttentionKernel(torch.float64, torch.float64, 8, 3, PLAIN, machine)
+            decode(q, k, v, plan.decode, out)
+        both.append(out[:n])
+    assert torch.equal(*both)
+    keys = range(first // size * size, first + n)
+    whole = QueryChunk(slice(0, n), range(first, first + n), torch.tensor(keys), torch.zeros(1))
+    expected = by_definition(q, k, v, whole)
+    torch.testing.assert_close(both[0].double(), expected, rtol=0, atol=1e-12)
 
 
 def rows_of(chunk: QueryChunk, rng: random.Random) -> dict[int, tuple[int, list[slice]]]:

@@ -227,7 +227,7 @@ def attend(
             totals = totals * before + (sum of weights) * factors
         out[columns] = sums / totals, which include the weights of sinks
     """
-    b, window, nothing = thread.number.b, chunk.window, chunk.window.like(0)
+    b, window, first_key = thread.number.b, chunk.window, keys_of(chunk).first
     with thread.untaken(chunk.taken, chunk.n_blocks * chunk.n_kv_heads) as item:
         # The last blocks come first, since they see the most keys: this balances the threads.
         number = chunk.n_blocks - 1 - item // chunk.n_kv_heads
@@ -238,16 +238,17 @@ def attend(
         _load(shape, chunk.q + own, columns, block)
         products.prepare()
         softmax = _Softmax(shape, b)
-        start = larger(first - window + 1, nothing) & -shape.tile
+        start = larger(first - window + 1, first_key) & -shape.tile
         with loop(b, start, last + 1, shape.tile) as tile:
             n_seen = smaller(last + 1 - tile, shape.tile)
             n_scored = (n_seen + (shape.n_at_once - 1)) & -shape.n_at_once
             products.score(head, tile, n_scored)
             if shape.scores.soft_cap is not None:
                 _cap(shape, shape.scores.soft_cap, n_scored, block)
-            is_seen = (tile + n_scored < first + 2) & (last - window < tile)
+            before_all = larger(last - window, first_key - 1)  # keys up to here are hidden
+            is_seen = (tile + n_scored < first + 2) & (before_all < tile)
             with when(is_seen ^ 1):
-                _hide(shape, tile, n_scored, window, block)
+                _hide(shape, tile, n_scored, window, first_key, block)
             before, factors = softmax.weigh(n_scored, block)
             products.add_values(n_seen, before, factors)
         scales = _final_scales(shape, chunk.sinks + head * chunk.heads_per_kv, columns, softmax)
@@ -306,17 +307,19 @@ def _cap(shape: BlockShape, cap: float, n: Value, block: QueryBlock) -> None:
         lanes.store(block.scores + i, tanh(lanes, lanes.load(block.scores + i)) * cap)
 
 
-def _hide(shape: BlockShape, tile: Value, n: Value, window: Value, block: QueryBlock) -> None:
+def _hide(
+    shape: BlockShape, tile: Value, n: Value, window: Value, first_key: Value, block: QueryBlock
+) -> None:
     """scores[t] = -inf in columns that do not see key t of a tile."""
     lanes, b = shape.lanes, tile.b
     element = lanes.vector.element
-    width = lanes.splat(window.to(element))
+    width, before_all = (lanes.splat(each.to(element)) for each in (window, first_key - 1))
     with loop(b, 0, n) as t:
         key = lanes.splat((tile + t).to(element))
         for i in range(0, shape.n_columns, lanes.width):
             address = block.scores + t * shape.n_columns + i
             own = lanes.load(block.positions + i)
-            is_near = own - width < key
+            is_near = larger(own - width, before_all) < key
             score = where(is_near, lanes.load(address), -math.inf)
             lanes.store(address, where(own < key, score.like(-math.inf), score))
 
