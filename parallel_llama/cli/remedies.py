@@ -142,14 +142,29 @@ def _more_ranks(asked: PlanRequest, lossless: Sequence[Change]) -> list[Remedy]:
 
 def _fewest_more(asked: PlanRequest) -> list[Remedy]:
     """The fewest additional ranks that fit with the request's formats."""
+    least = _bytes_of_one_rank(asked)
     for tp_size in range(asked.tp_size + 1, asked.most_ranks + 1):
         change: Change = {"tp_size": tp_size}
         if isinstance(asked.memory, tuple):
             added = (max(asked.memory),) * (tp_size - len(asked.memory))
             change["memory"] = (*asked.memory, *added)
+            if sum(change["memory"]) < least:
+                continue
+        elif asked.memory is not None and tp_size * asked.memory < least:
+            continue
         if (found := _planned(asked, change)) is not None:
             return [Remedy(change, found)]
     return []
+
+
+def _bytes_of_one_rank(asked: PlanRequest) -> int:
+    """The weights and the KV cache of a single rank; several ranks need no less in all."""
+    try:
+        alone = replace(asked, tp_size=1, memory=None, bandwidth=None, hosts=None, pp=1)
+        (found,) = estimate(replace(alone, hardware=None, speeds=None, kv_split="heads")).ranks
+    except UsageError:
+        return 0
+    return found.weights + found.kv.needed
 
 
 def _combined(asked: PlanRequest) -> list[Remedy]:

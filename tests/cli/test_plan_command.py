@@ -361,7 +361,8 @@ def test_a_bar_shows_whether_its_parts_exceed_the_limit(parts, limit, width):
     assert ("!" in drawn) is (total > limit)
 
 
-def test_a_plan_with_remedies_takes_less_than_a_second(capsys):
+def test_a_plan_with_remedies_takes_a_few_seconds_at_most(capsys):
+    """About one second; without bounds on the ranks that are tried, minutes."""
     started_s = time.process_time()
     found = plan(capsys, "--model", "llama-3.1-405b", "--gpus", "2x24", "--batch", "16")
-    assert found["remedies"] and time.process_time() - started_s < 1
+    assert found["remedies"] and time.process_time() - started_s < 4
