@@ -87,7 +87,7 @@ class ScaledBlock:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The numbers, and the scales, zero points and divisor whose first row is in this block.
+        """The numbers of this block, and the scales, zero points and divisor that begin in it.
 
         So concatenating the tensors of consecutive blocks of rows gives the tensors of the matrix,
         without repeating scales that two blocks share.

@@ -142,17 +142,15 @@ def _more_ranks(asked: PlanRequest, lossless: Sequence[Change]) -> list[Remedy]:
 
 def _fewest_more(asked: PlanRequest) -> list[Remedy]:
     """The fewest additional ranks that fit with the request's formats."""
+    assert asked.memory is not None
     least = _bytes_of_one_rank(asked)
     for tp_size in range(asked.tp_size + 1, asked.most_ranks + 1):
         change: Change = {"tp_size": tp_size}
         if isinstance(asked.memory, tuple):
             added = (max(asked.memory),) * (tp_size - len(asked.memory))
             change["memory"] = (*asked.memory, *added)
-            if sum(change["memory"]) < least:
-                continue
-        elif asked.memory is not None and tp_size * asked.memory < least:
-            continue
-        if (found := _planned(asked, change)) is not None:
+        memory = change.get("memory", (asked.memory,) * tp_size)
+        if sum(memory) >= least and (found := _planned(asked, change)) is not None:
             return [Remedy(change, found)]
     return []
 

@@ -269,7 +269,7 @@ class KernelCalls:
 
 
 class _KernelCallStep:
-    """A recorded step, for steps with the same number of rows whose keys fit into its buffers.
+    """A recorded step. It replays steps with its number of rows, if their keys fit its buffers.
 
     `kv_groups` and `rotations` are those of the first step. `adapters` is filled before a replay.
 

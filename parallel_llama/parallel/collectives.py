@@ -103,7 +103,7 @@ def joined(comm: AnyCommunicator) -> AnyCommunicator:
 
 
 class Solo(Communicator):
-    """A group of one rank, whose collectives exchange nothing."""
+    """A group of one rank. Its collectives exchange nothing."""
 
     rank = 0
     size = 1

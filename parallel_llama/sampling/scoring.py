@@ -161,7 +161,7 @@ def log_sum_exp(
 
 
 def _tiles_of(vocab: range) -> range:
-    """The tiles of a rank; none for a rank without tokens, whose range may begin within a tile."""
+    """The tiles of a rank; none for an empty range, which may begin within a tile."""
     return range(vocab.start // TILE, -(-vocab.stop // TILE)) if vocab else range(0)
 
 

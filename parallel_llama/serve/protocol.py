@@ -92,8 +92,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def admit(self) -> bool:
         """Admits the connection; False if no slot is free.
 
-        If all slots are taken, connections whose client leaves a response unread are compared, and
-        the one that has waited longest is closed, if it has waited for more than UNREAD_LIMIT_S.
+        If all slots are taken and clients leave responses unread, the connection where a response
+        has waited longest is closed, if that is more than UNREAD_LIMIT_S.
         """
         if not self._is_admitted:
             admitted = [each for each in self._every() if each._is_admitted]

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -235,10 +235,23 @@ def test_what_a_rank_did_before_it_left_still_counts():
         assert pool.outcomes(meet_and_leave)[1] is None
 
 
-def wait_for_a_stopped_rank(comm: Communicator) -> str:
+def stop_itself(_: Communicator) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def compute_for_long(comm: Communicator) -> None:
+    with comm.computing():
+        time.sleep(SILENCE_S)
+
+
+def idle(_: Communicator) -> None:
+    time.sleep(4)
+
+
+def wait_for_rank_0(comm: Communicator, what_it_does: Callable[[Communicator], None]) -> str:
     comm.barrier()
     if comm.rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        what_it_does(comm)
     call_late_after(comm, 1.5)
     try:
         comm.broadcast(torch.zeros(1), no_timeout=True)
@@ -250,30 +263,20 @@ def wait_for_a_stopped_rank(comm: Communicator) -> str:
 def test_even_without_timeout_a_stopped_rank_is_late():
     """It may wait for a person for hours, but not without running."""
     with Ranks(2, shared_memory=True) as pool:
-        message = pool.outcomes(wait_for_a_stopped_rank, lost=[0])[1]
+        message = pool.outcomes(wait_for_rank_0, stop_itself, lost=[0])[1]
         assert message.startswith("rank 0 of 2 is late") and "stopped by a signal" in message
 
 
-def wait_for_rank_0(comm: Communicator, computes: bool) -> str:
-    comm.barrier()
-    if comm.rank == 0:
-        with comm.computing() if computes else nullcontext():
-            time.sleep(SILENCE_S if computes else 4)
-    call_late_after(comm, 1.5)
-    try:
-        comm.broadcast(torch.zeros(1), no_timeout=True)
-    except RankError as error:
-        return str(error)
-    return "it came"
-
-
 @pytest.mark.parametrize(
-    ("computes", "outcome"), [(True, "rank 0 of 2 is late: no progress for 1.5 s"), (False, "it")]
+    ("what_it_does", "lost", "outcome"),
+    [
+        (compute_for_long, [0], "rank 0 of 2 is late: no progress for 1.5 s"),
+        (idle, [], "it came"),
+    ],
 )
-def test_without_timeout_a_rank_that_computes_is_late(computes, outcome):
+def test_without_timeout_a_rank_that_computes_is_late(what_it_does, lost, outcome):
     with Ranks(2, shared_memory=True) as pool:
-        lost = [0] if computes else []
-        assert pool.outcomes(wait_for_rank_0, computes, lost=lost)[1].startswith(outcome)
+        assert pool.outcomes(wait_for_rank_0, what_it_does, lost=lost)[1].startswith(outcome)
 
 
 def sleep_through_a_stop(comm: Communicator, seconds: float) -> str:

@@ -245,8 +245,8 @@ def attend(
             products.score(head, tile, n_scored)
             if shape.scores.soft_cap is not None:
                 _cap(shape, shape.scores.soft_cap, n_scored, block)
-            before_all = larger(last - window, first_key - 1)  # keys up to here are hidden
-            is_seen = (tile + n_scored < first + 2) & (before_all < tile)
+            last_hidden = larger(last - window, first_key - 1)
+            is_seen = (tile + n_scored < first + 2) & (last_hidden < tile)
             with when(is_seen ^ 1):
                 _hide(shape, tile, n_scored, window, first_key, block)
             before, factors = softmax.weigh(n_scored, block)
@@ -310,7 +310,10 @@ def _cap(shape: BlockShape, cap: float, n: Value, block: QueryBlock) -> None:
 def _hide(
     shape: BlockShape, tile: Value, n: Value, window: Value, first_key: Value, block: QueryBlock
 ) -> None:
-    """scores[t] = -inf in columns that do not see key t of a tile."""
+    """scores[t] = -inf in columns that do not see key t of a tile.
+
+    A column sees the keys from `first_key` on that are in its window.
+    """
     lanes, b = shape.lanes, tile.b
     element = lanes.vector.element
     width, before_all = (lanes.splat(each.to(element)) for each in (window, first_key - 1))
