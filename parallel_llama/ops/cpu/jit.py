@@ -42,10 +42,10 @@ Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its
 _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
 _FROM_SYSTEM = "sched_yield", "send", "recv"
 
-# The code cache; a kernel has about 10 KB.
+# The code cache. A kernel has about 10 KB; a model in one weight format needs about 12 kernels.
 _DIGEST_BYTES = 32
 _MAX_BYTES = 1 << 20
-_MAX_FILES = 256
+_MAX_FILES = 4096
 
 
 @dataclass(frozen=True)
