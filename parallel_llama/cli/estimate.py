@@ -35,6 +35,7 @@ from parallel_llama.plan import (
     make_plan,
     resolve_exact,
     stage_sizes,
+    why_unrecorded,
 )
 from parallel_llama.shares import choose_shares
 
@@ -269,6 +270,11 @@ class Estimate:
             default_cache_bytes("cuda", n_bytes - rank.weights, rank.working, 1)
             for n_bytes, rank in zip(memory, self.ranks, strict=True)
         ]
+
+    @property
+    def unrecorded(self) -> str | None:
+        """Why decode steps run operator by operator; None if they are recorded."""
+        return why_unrecorded(self.asked.args, self.plan.kv_parts, self.asked.device)
 
     @property
     def needs_cache_flag(self) -> bool:

@@ -1,9 +1,6 @@
 """`plan`: how a model is sharded, how much memory it needs, and how many ranks fit. No torch."""
 
 import json
-import sys
-import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,22 +13,15 @@ from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
     PlanRequest,
-    RankEstimate,
     compare,
     estimate,
     fewest_that_fit,
 )
-from parallel_llama.cli.format_table import (
-    FormatTable,
-    format_lines,
-    format_objects,
-    format_table,
-)
+from parallel_llama.cli.format_table import FormatTable, format_objects, format_table
 from parallel_llama.cli.hardware import Hardware, gpu_hardware
 from parallel_llama.cli.hosts import Hosts, read_hosts
-from parallel_llama.cli.largest import MAX_BATCH, Largest, find_largest
+from parallel_llama.cli.largest import MAX_BATCH, find_largest
 from parallel_llama.cli.parsers import (
-    GB,
     GPU,
     bandwidths,
     count_or_range,
@@ -43,38 +33,33 @@ from parallel_llama.cli.parsers import (
     output_file,
     whole,
 )
-from parallel_llama.cli.plan_picture import picture
-from parallel_llama.cli.prediction import (
-    Prediction,
-    RankSteps,
-    StepTime,
-    predict,
-    rank_steps,
-    why_unpredicted,
+from parallel_llama.cli.plan_json import (
+    limits_object,
+    plan_object,
+    prediction_object,
+    remedy_object,
 )
+from parallel_llama.cli.plan_page import (
+    advice_lines,
+    fewest_lines,
+    format_table_lines,
+    largest_lines,
+    more_channels,
+    other_stages_lines,
+    plan_lines,
+    range_lines,
+    title_lines,
+)
+from parallel_llama.cli.plan_picture import picture
+from parallel_llama.cli.prediction import why_unpredicted
 from parallel_llama.cli.remedies import Remedy, find_remedies
-from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
 from parallel_llama.engine.llm_config import require_pipeline
 from parallel_llama.errors import UsageError, WriteError
-from parallel_llama.families.model_args import ModelArgs, context_length
+from parallel_llama.families.model_args import context_length
 from parallel_llama.families.weights import Axis
 from parallel_llama.files.partial_output import growing_file, replace_file
-from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_gpus
-from parallel_llama.plan import ShardPlan, why_unrecorded
-
-WIDTH = 80
-LABEL_WIDTH = 11
-CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
-PLACEMENTS = {
-    "tensor": "tensor parallel",
-    "expert": "expert parallel",
-    "mixed": "tensor and expert parallel",
-}
-BAR_WIDTH = 18
-_SPEED = "predicted for each sequence, at the full context"
-_BOUND = "most that the memory bandwidth allows for each sequence, at the full context"
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
@@ -367,14 +352,14 @@ def _show_one(flags: Flags, found: Estimate) -> int:
     _draw(flags, found)
     largest, other = find_largest(found.asked), _other_stages(flags, found)
     answer = {
-        **_object(found, flags[PRICE]),
-        **_limits(largest),
-        "other_stages": other and {"pp": other.asked.pp, **_predicted(other, None)},
+        **plan_object(found, flags[PRICE]),
+        **limits_object(largest),
+        "other_stages": other and {"pp": other.asked.pp, **prediction_object(other, None)},
     }
     page = [
-        *_page(found, flags[PRICE]),
-        *_compared(other),
-        *_largest(found.asked, largest),
+        *plan_lines(found, flags[PRICE]),
+        *other_stages_lines(other),
+        *largest_lines(found.asked, largest),
     ]
     return _show(flags, found.asked, answer, page, _remedies(found))
 
@@ -396,34 +381,21 @@ def _other_stages(flags: Flags, found: Estimate) -> Estimate | None:
     return other if pp == 1 or stages == hosts.ranks else None
 
 
-def _compared(other: Estimate | None) -> list[str]:
-    """The predicted speed of the plan with other stages; empty if it is not predicted."""
-    if other is None or (predicted := predict(other)) is None:
-        return []
-    pp = other.asked.pp
-    text = f"with --pp {pp}" if pp > 1 else "without --pp"
-    text += f", about {_rate(1 / predicted.full.total_s)} new tokens/s after "
-    text += f"{other.asked.max_seq_len:,} tokens"
-    if predicted.prefill_tokens_per_s is not None:
-        text += f", and prompts at about {_rate(predicted.prefill_tokens_per_s)} tokens/s"
-    return _line("otherwise", text)
-
-
 def _show_fewest(flags: Flags, found: Estimate, fewer: Estimate | None) -> int:
     """Shows the plan with the fewest ranks that fit, or with the maximum number of ranks."""
     _draw(flags, found)
     largest = find_largest(found.asked)
     answer = {
-        **_object(found, flags[PRICE]),
-        **_limits(largest),
+        **plan_object(found, flags[PRICE]),
+        **limits_object(largest),
         "other_stages": None,  # --hosts gives the number of ranks
         "smallest_that_fits": found.plan.tp_size if found.fits else None,
-        "next_smaller": fewer and _object(fewer, flags[PRICE]),
+        "next_smaller": fewer and plan_object(fewer, flags[PRICE]),
     }
     page = [
-        *_page(found, flags[PRICE]),
-        *_largest(found.asked, largest),
-        *_answer(found, fewer),
+        *plan_lines(found, flags[PRICE]),
+        *largest_lines(found.asked, largest),
+        *fewest_lines(found, fewer),
     ]
     return _show(flags, found.asked, answer, page, _remedies(found))
 
@@ -433,7 +405,7 @@ def _show_formats(flags: Flags, formats: FormatTable) -> int:
         answer = {"fits": formats.fits, "formats": format_objects(formats)}
         print(json.dumps({"model": flags[model.MODEL], **answer}))
     else:
-        print("\n".join([*_title(flags, formats.asked), *_formats_page(formats)]))
+        print("\n".join([*title_lines(flags, formats.asked), *format_table_lines(formats)]))
     return 0 if formats.fits else 1
 
 
@@ -449,7 +421,7 @@ def _draw(flags: Flags, found: Estimate) -> None:
         f"{sequences}",
     ]
     names: dict[str, Axis] = {"heads": "heads", "KV heads": "kv_heads", "channels": "ffn"}
-    names |= {f"{name} channels": axis for name, axis in _more_channels(asked.args).items()}
+    names |= {f"{name} channels": axis for name, axis in more_channels(asked.args).items()}
     names["vocabulary"] = "vocab"
     if asked.is_exact and n_ranks > 1:
         names["outputs"] = "outputs"
@@ -474,11 +446,11 @@ def _show_range(flags: Flags, comparison: Comparison) -> int:
         remedies = find_remedies(largest)
     errors = [{"tp_size": n, "error": reason} for n, reason in comparison.refused.items()]
     answer = {
-        "plans": [*(_object(each, flags[PRICE]) for each in comparison.allowed), *errors],
+        "plans": [*(plan_object(each, flags[PRICE]) for each in comparison.allowed), *errors],
         "fits": comparison.fits,
         "smallest_that_fits": comparison.smallest_that_fits,
     }
-    return _show(flags, comparison.asked, answer, _overview(comparison, flags[PRICE]), remedies)
+    return _show(flags, comparison.asked, answer, range_lines(comparison, flags[PRICE]), remedies)
 
 
 def _remedies(found: Estimate) -> list[Remedy]:
@@ -493,650 +465,13 @@ def _show(
     remedies: Sequence[Remedy],
 ) -> int:
     if flags[JSON]:
-        changes = [_remedy_object(remedy) for remedy in remedies]
+        changes = [remedy_object(remedy) for remedy in remedies]
         print(json.dumps({"model": flags[model.MODEL], **answer, "remedies": changes}))
     else:
-        print("\n".join([*_title(flags, asked), *page, *_advice(answer["fits"], remedies)]))
+        print(
+            "\n".join([*title_lines(flags, asked), *page, *advice_lines(answer["fits"], remedies)])
+        )
     return 1 if answer["fits"] is False else 0
-
-
-def _remedy_object(remedy: Remedy) -> dict[str, Any]:
-    return {
-        "change": remedy.words,
-        **{name: value for name, value in remedy.change.items() if name != "memory"},
-        "tp_size": remedy.found.plan.tp_size,
-        "needed_bytes": remedy.found.tightest.needed,
-        "room_for_kv_tokens": remedy.found.room_for_tokens,
-        "kv_tokens": remedy.found.asked.n_tokens,
-    }
-
-
-def _object(found: Estimate, price: float | None) -> dict[str, Any]:
-    """A plan as a JSON object; ranges are half-open [start, stop]."""
-    steps = rank_steps(found)
-    seconds = [None] * len(found.ranks) if steps is None else steps.seconds
-    return {
-        "tp_size": found.plan.tp_size,
-        "pp": len(found.plan.stages),
-        "ranks": [
-            {
-                "rank": rank.shard.rank,
-                "stage": found.plan.stages.index(rank.shard.stage),
-                "layers": _pair(rank.shard.layers),
-                "heads": _pair(rank.shard.heads),
-                "kv_heads": _pair(rank.shard.kv_heads),
-                "ffn": _pair(rank.shard.ffn),
-                "shared_ffn": _pair(rank.shard.shared_ffn),
-                "dense_ffn": _pair(rank.shard.dense_ffn),
-                "experts": _pair(rank.shard.experts),
-                "vocab": _pair(rank.shard.vocab),
-                "outputs": _pair(rank.shard.outputs),
-                "weight_bytes": rank.weights,
-                "kv_bytes_per_token": rank.kv_per_token,
-                "working_bytes": rank.working,
-                "needed_bytes": rank.needed,
-                "memory_bytes": rank.memory,
-                "step_read_bytes": rank.read_weights + rank.read_kv,
-                "bandwidth_bytes_per_s": rank.bandwidth,
-                "step_s": own_s,
-            }
-            for rank, own_s in zip(found.ranks, seconds, strict=True)
-        ],
-        "hosts": found.asked.hosts and _host_objects(found.asked.hosts),
-        "slowest_rank": steps and steps.slowest,
-        "balanced_step_s": steps and steps.balanced_s,
-        "loss": steps and steps.loss,
-        "exact": found.asked.is_exact,
-        "imbalance": found.plan.balance,
-        "fits": found.fits,
-        "cut": found.plan.cut,
-        "placement": found.plan.placement and found.plan.placement.kind,
-        "device": found.asked.device,
-        "dtype": found.asked.precision.dtype,
-        "quant": found.asked.precision.quant,
-        "kv_cache_dtype": found.asked.kv.dtype,
-        "kv_cache_bytes": found.cache_bytes,
-        "kv_tokens": found.asked.n_tokens,
-        "room_for_kv_tokens": found.room_for_tokens,
-        "weight_bytes": found.weights,
-        "one_rank_weight_bytes": found.asked.weights,
-        "batch": found.asked.batch,
-        "decode_limit_tokens_per_s": found.tokens_per_s(is_full=True),
-        "decode_limit_tokens_per_s_empty": found.tokens_per_s(is_full=False),
-        **_predicted(found, price),
-        "sliding_window": found.asked.args.sliding_window,
-        "unrecorded_decode": _unrecorded(found),
-        "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
-    }
-
-
-def _host_objects(hosts: Hosts) -> list[dict[str, Any]]:
-    return [
-        {"name": hosts.name(number), "ranks": _pair(own)} for number, own in enumerate(hosts.ranks)
-    ]
-
-
-def _predicted(found: Estimate, price: float | None) -> dict[str, Any]:
-    """The predicted speed as JSON keys; `price` is that of a rank per hour."""
-    predicted = predict(found)
-    if predicted is None:
-        return {"predicted": None, "unpredicted": why_unpredicted(found)}
-    steps = {"decode": predicted.full, "decode_empty": predicted.empty}
-    if predicted.prefill is not None:
-        steps["prefill"] = predicted.prefill
-    answer: dict[str, Any] = {
-        "decode_tokens_per_s": predicted.tokens_per_s,
-        "prefill_tokens_per_s": predicted.prefill_tokens_per_s,
-        "steps": {name: _step_object(step) for name, step in steps.items()},
-    }
-    if price is not None:
-        answer["price_per_million_tokens"] = predicted.cost(price * found.plan.tp_size)
-    return {"predicted": answer, "unpredicted": None}
-
-
-def _step_object(step: StepTime) -> dict[str, Any]:
-    return {
-        "total_s": step.total_s,
-        "memory_s": step.memory_s,
-        "arithmetic_s": step.arithmetic_s,
-        "link_s": step.link_s,
-        "launch_s": step.launch_s,
-        "limit": step.limit,
-    }
-
-
-def _title(flags: Flags, asked: PlanRequest) -> list[str]:
-    args = asked.args
-    shape = (
-        f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
-        f"{args.n_kv_heads} KV heads, {_channels(args)}, vocabulary of {args.vocab_size}, "
-        f"{model.in_dtypes(asked.precision.dtype, asked.precision.quant, asked.kv.dtype)}"
-    )
-    where = "for CUDA GPUs" if asked.device == "cuda" else "for the CPU"
-    if isinstance(asked.memory, tuple):
-        where += f": {_sizes(asked.memory)}"
-    elif asked.memory:
-        where += f", {size(asked.memory)} each"
-    if asked.device == "cpu" and asked.memory and flags[model.DEVICE] == "auto":
-        where += " (--gpus plans for GPUs)"
-    lines = textwrap.wrap(shape, WIDTH, break_long_words=False)
-    return [
-        f"{flags[model.MODEL]}, {where}",
-        *(painted(line, DIM, sys.stdout) for line in lines),
-        "",
-    ]
-
-
-def _sizes(memory: Sequence[int]) -> str:
-    return ", ".join(f"{n} x {size(n_bytes)}" for n_bytes, n in Counter(memory).items())
-
-
-def _channels(args: ModelArgs) -> str:
-    if not args.n_experts:
-        return f"{args.ffn_dim} channels"
-    channels = f"{args.n_active_experts} of {args.n_experts} experts of {args.ffn_dim} channels"
-    if args.shared_ffn_dim:
-        channels += f", a shared expert of {args.shared_ffn_dim}"
-    if args.dense_layers:
-        n_dense = len(args.dense_layers)
-        channels += (
-            f", {args.dense_ffn_dim} in {n_dense} layer{'s' * (n_dense > 1)} without experts"
-        )
-    return channels
-
-
-def _line(label: str, text: str) -> list[str]:
-    """A label, and wrapped text to its right."""
-    wrapped = textwrap.wrap(text, WIDTH - LABEL_WIDTH, break_long_words=False)
-    return [f"{label:<{LABEL_WIDTH}}{wrapped[0]}", *(" " * LABEL_WIDTH + w for w in wrapped[1:])]
-
-
-def _page(found: Estimate, price: float | None) -> list[str]:
-    """One plan as text: what each rank holds and needs, and a summary."""
-    plan, asked = found.plan, found.asked
-    sequences = f"{asked.max_seq_len:,} tokens" + (f" x {asked.batch}" if asked.batch > 1 else "")
-    held = ["rank", *(["layers"] if asked.pp > 1 else []), "heads", "KV heads"]
-    held += ["experts"] if plan.placement else []
-    held += ["channels", *_more_channels(asked.args), "vocabulary", "KV/token"]
-    needs = ["rank", "weights", "KV cache", "rest", "needs"]
-    needs += [] if found.fits is None else ["has"]
-    fills, _ = bar_fills(sys.stdout)
-    needs += [f"{fills[0]}weights {fills[1]}KV {fills[2]}rest"]
-    scale = max(max(rank.memory or 0, rank.needed) for rank in found.ranks)
-    kv_per_token = sum(rank.kv_per_token for rank in found.ranks)
-    steps = rank_steps(found)
-    return [
-        *table(held, [_held_row(rank, asked.args) for rank in found.ranks], sys.stdout),
-        "",
-        *table(needs, [_needs_row(rank, scale) for rank in found.ranks], sys.stdout),
-        "",
-        *_steps_table(found, steps),
-        *_line(
-            "balance",
-            f"{plan.balance:.3f} (maximum work of a rank / its fair share), cut between "
-            f"{CUTS[plan.cut]}",
-        ),
-        *_line(
-            "weights",
-            f"{size(found.weights)} on all ranks, {found.weights / asked.weights:.3f} x the "
-            f"model's {size(asked.weights)}",
-        ),
-        *_line(
-            "KV cache",
-            f"for {sequences}, {size(kv_per_token)} per token on all ranks, {_copies(found)}",
-        ),
-        *_line("rest", _rest(found)),
-        *_stages(plan),
-        *_window(found),
-        *_experts(plan),
-        *_decode(found),
-        *_links(found),
-        *_slowest(steps),
-        *_speed(found),
-        *_cost(found, price),
-        *_verdict(found),
-        *_cache_flag(found),
-    ]
-
-
-def _more_channels(args: ModelArgs) -> dict[str, Axis]:
-    """The columns for channels other than those of experts or of all layers, and their axes."""
-    columns: dict[str, Axis] = {}
-    if args.shared_ffn_dim:
-        columns["shared"] = "shared_ffn"
-    if args.dense_layers:
-        columns["dense"] = "dense_ffn"
-    return columns
-
-
-def _held_row(rank: RankEstimate, args: ModelArgs) -> list[str]:
-    shard = rank.shard
-    experts = [_span(shard.experts)] if shard.experts else []
-    spans = [_span(shard.heads), _span(shard.kv_heads), *experts, _span(shard.ffn)]
-    spans += [_span(shard.extent(axis)) for axis in _more_channels(args).values()]
-    layers = [_span(shard.layers)] if len(shard.stages) > 1 else []
-    return [str(shard.rank), *layers, *spans, _span(shard.vocab), size(rank.kv_per_token)]
-
-
-def _needs_row(rank: RankEstimate, scale: int) -> list[str]:
-    parts = rank.weights, rank.kv.needed, rank.working
-    limit = 1 if rank.memory is None else rank.memory / scale
-    drawn = bar([part / scale for part in parts], BAR_WIDTH, sys.stdout, limit)
-    cells = [str(rank.shard.rank), *map(size, parts), size(rank.needed)]
-    if rank.memory is None:
-        return [*cells, drawn]
-    color = GREEN if rank.needed <= rank.memory else RED
-    return [*cells, size(rank.memory), painted(drawn, color, sys.stdout)]
-
-
-def _steps_table(found: Estimate, steps: RankSteps | None) -> list[str]:
-    """What each rank reads in a decode step and how long it takes; empty for ranks that are alike.
-
-    The times have no exchanges, in which all ranks wait for each other.
-    """
-    if steps is None or not steps.is_unlike:
-        return []
-    header = ["rank", "reads in a step", "at", "takes"]
-    rows = [
-        [
-            str(rank.shard.rank),
-            size(rank.read_weights + rank.read_kv),
-            f"{rate / GB:,.1f} GB/s",
-            f"{seconds * 1e3:,.2f} ms",
-        ]
-        for rank, rate, seconds in zip(found.ranks, steps.rates, steps.seconds, strict=True)
-    ]
-    return [*table(header, rows, sys.stdout), ""]
-
-
-def _slowest(steps: RankSteps | None) -> list[str]:
-    """The rank that limits the step, and the loss; empty for ranks that are alike."""
-    if steps is None or not steps.is_unlike:
-        return []
-    return _line(
-        "slowest",
-        f"rank {steps.slowest} limits a step: {max(steps.seconds) * 1e3:,.2f} ms without "
-        f"exchanges, {steps.loss:.1%} more than {steps.balanced_s * 1e3:,.2f} ms, which the ranks "
-        "would take if each read exactly in proportion to its speed",
-    )
-
-
-def _links(found: Estimate) -> list[str]:
-    """The hosts, and the time of the exchanges between them; empty without --hosts."""
-    if (hosts := found.asked.hosts) is None:
-        return []
-    text = ", ".join(
-        f"{hosts.name(number)}: {'rank' if len(own) == 1 else 'ranks'} {_span(own)}"
-        for number, own in enumerate(hosts.ranks)
-    )
-    if hosts.links and (predicted := predict(found)) is not None:
-        text += f"; exchanges take {predicted.full.link_s * 1e3:,.2f} ms of a step"
-    return _line("hosts", text)
-
-
-def _experts(plan: ShardPlan) -> list[str]:
-    if plan.placement is None:
-        return []
-    return _line("experts", f"{PLACEMENTS[plan.placement.kind]}: {plan.placement.reason}")
-
-
-def _stages(plan: ShardPlan) -> list[str]:
-    """The stages of the pipeline, and the exchanges of all ranks; empty without a pipeline."""
-    if len(plan.stages) == 1:
-        return []
-    text = "; ".join(
-        f"{_numbered('rank', stage.ranks)}: {_numbered('layer', stage.layers)}"
-        for stage in plan.stages
-    )
-    n_exchanges = len(plan.stages) + 3  # of the embedding, the output layer and the new tokens too
-    return _line("stages", f"{text}; {n_exchanges} exchanges of all ranks in a decode step")
-
-
-def _numbered(what: str, numbers: range) -> str:
-    return f"{what}{'s' * (len(numbers) > 1)} {_span(numbers)}"
-
-
-def _unrecorded(found: Estimate) -> str | None:
-    return why_unrecorded(found.asked.args, found.plan.kv_parts, found.asked.device)
-
-
-def _decode(found: Estimate) -> list[str]:
-    """Why decode steps run operator by operator; empty if they do not."""
-    reason = _unrecorded(found)
-    return [] if reason is None else _line("decode", reason)
-
-
-def _speed(found: Estimate) -> list[str]:
-    """The predicted speed, else the most that memory allows; empty if no rate is known."""
-    asked, slowest = found.asked, found.slowest
-    each = f" for each of {asked.batch} sequences" if asked.batch > 1 else ""
-    if (predicted := predict(found)) is not None:
-        return _predicted_speed(found, predicted, each)
-    full, empty = found.tokens_per_s(is_full=True), found.tokens_per_s(is_full=False)
-    if full is None or empty is None or slowest.bandwidth is None:
-        return []
-    in_turn = "the stages run one after another, and " if asked.pp > 1 else ""
-    return _line(
-        "speed",
-        f"memory bandwidth limits decoding to {_rate(empty)} tokens/s{each}, and to {_rate(full)} "
-        f"after {asked.max_seq_len:,} tokens: {in_turn}a step of rank {slowest.shard.rank} then "
-        f"reads {size(slowest.read_weights)} of weights and {size(slowest.read_kv)} of KV cache, "
-        f"at {slowest.bandwidth / GB:,.0f} GB/s",
-    )
-
-
-def _predicted_speed(found: Estimate, predicted: Prediction, each: str) -> list[str]:
-    """The predicted speed, what limits it, and where its figures are from."""
-    full, empty = predicted.full, predicted.empty
-    limits = f", limited by {full.limit}"
-    if empty.limit != full.limit:
-        limits = f"; {empty.limit} limits the former, {full.limit} the latter"
-    text = (
-        f"about {_rate(1 / empty.total_s)} new tokens/s{each}, and {_rate(1 / full.total_s)} after "
-        f"{found.asked.max_seq_len:,} tokens{limits}"
-    )
-    if predicted.prefill is not None and predicted.prefill_tokens_per_s is not None:
-        text += (
-            f"; prompts at about {_rate(predicted.prefill_tokens_per_s)} tokens/s, limited by "
-            f"{predicted.prefill.limit}"
-        )
-    return _line("speed", f"{text} (an estimate {_basis(found)})")
-
-
-def _basis(found: Estimate) -> str:
-    if found.asked.device == "cpu":
-        return "from the calibration"
-    slowest = found.slowest
-    at = "" if slowest.bandwidth is None else f", at {slowest.bandwidth / GB:,.0f} GB/s"
-    return f"from data sheets and one measured H100{at}"
-
-
-def _cost(found: Estimate, price: float | None) -> list[str]:
-    """The price of a million new tokens; empty without --price."""
-    predicted = predict(found)
-    if price is None or predicted is None:
-        return []
-    asked, n_ranks = found.asked, found.plan.tp_size
-    cost = predicted.cost(price * n_ranks)
-    return _line(
-        "cost",
-        f"{cost:,.3g} for a million new tokens of {asked.batch} sequences at "
-        f"{asked.max_seq_len:,} tokens: {n_ranks} x {price:g} per hour at "
-        f"{_rate(predicted.tokens_per_s)} tokens/s",
-    )
-
-
-def _rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
-
-
-def _copies(found: Estimate) -> str:
-    """How often KV heads are replicated, and what --kv-split sequence would save."""
-    own, n_ranks = found.asked.args.n_kv_heads, found.plan.tp_size
-    if found.plan.kv_parts > 1:
-        return f"each KV head stored once, its tokens sharded over {n_ranks} ranks"
-    if found.n_kv_heads == own:
-        return "each KV head stored once"
-    copies = f"{found.n_kv_heads} KV heads stored instead of {own} ({found.kv_overhead:+.0%})"
-    if found.asked.pp > 1:
-        return copies
-    spread = estimate(replace(found.asked, kv_split="sequence"))
-    if found.room_for_tokens is not None and spread.room_for_tokens is not None:
-        if spread.room_for_tokens <= found.room_for_tokens:
-            return copies
-        return f"{copies}; --kv-split sequence makes room for {spread.room_for_tokens:,} tokens"
-    before, after = found.tightest.needed, spread.tightest.needed
-    if after >= before:
-        return copies
-    return f"{copies}; with --kv-split sequence a rank needs at most {size(after)}"
-
-
-def _rest(found: Estimate) -> str:
-    """What a rank needs in addition to weights and KV cache."""
-    n_tokens = found.asked.step_tokens
-    if found.asked.device == "cuda":
-        is_quantised = found.asked.precision.quant_group_size > 1
-        converted = "quantised matrices that long steps convert, " if is_quantised else ""
-        return (
-            f"rotary tables, activations and scores of a step of {n_tokens} tokens, {converted}and "
-            f"{size(CUDA_ALLOWANCE)} for CUDA's libraries and graphs"
-        )
-    return (
-        f"a process of about {PROCESS_BYTES >> 20} MiB (torch, LLVM, the tokenizer), activations "
-        f"and scores of a step of {n_tokens} tokens"
-    )
-
-
-def _window(found: Estimate) -> list[str]:
-    """The KV cache of a model with a sliding window; empty for other models."""
-    args = found.asked.args
-    if args.sliding_window is None:
-        return []
-    n_layers = args.n_layers - len(args.full_layers)
-    most = size(sum(rank.kv.per_sequence for rank in found.ranks))
-    return _line(
-        "window",
-        f"of {args.sliding_window:,} tokens in {n_layers} of {args.n_layers} layers: "
-        f"{most} on all ranks for a sequence of {found.asked.max_seq_len:,} tokens",
-    )
-
-
-def _formats_page(formats: FormatTable) -> list[str]:
-    """A row for each pair of formats, what its columns mean, and the first that fits."""
-    asked = formats.asked
-    model_context = formats.rows[0].largest.model_context
-    chosen = next((row for row in formats.rows if row.found.fits), None)
-    if chosen is None:
-        most = "; the maximum number of ranks is not enough" if formats.finds_fewest else ""
-        verdict = f"no format fits{most}"
-    else:
-        verdict = f"{chosen.flags} is the most precise that fits"
-    if chosen is not None and formats.finds_fewest:
-        verdict = "each row has the fewest ranks that are enough for its formats"
-    sequences = f"{asked.batch} sequence{'s' * (asked.batch > 1)} of {asked.max_seq_len:,} tokens"
-    return [
-        *format_lines(formats),
-        "",
-        *_line("needs", f"of the fullest rank, for {sequences}"),
-        *_line(
-            "context",
-            f"the longest at batch {asked.batch}; the model's own is {model_context:,} tokens",
-        ),
-        *_line("batch", f"the largest at a context of {asked.max_seq_len:,} tokens"),
-        *(
-            line
-            for name, reason in formats.refused.items()
-            for line in _line("no plan", f"in {name}: {reason}")
-        ),
-        *_line("formats", verdict),
-    ]
-
-
-def _largest(asked: PlanRequest, largest: Largest | None) -> list[str]:
-    """The largest context and batch; empty if memory is not known, or no sequence fits."""
-    if largest is None or not largest.context:
-        return []
-    whole = " (the model's own)" if largest.context == largest.model_context else ""
-    return _line(
-        "largest",
-        f"context of {largest.context:,} tokens{whole} at batch {asked.batch}; batch of "
-        f"{largest.batch:,} at {asked.max_seq_len:,} tokens",
-    )
-
-
-def _limits(largest: Largest | None) -> dict[str, int | None]:
-    """The largest context and batch as JSON keys."""
-    return {
-        "largest_context": None if largest is None else largest.context,
-        "largest_batch": None if largest is None else largest.batch,
-    }
-
-
-def _verdict(found: Estimate) -> list[str]:
-    if found.fits is None:
-        return []
-    if not found.fits:
-        return _fits(False, _shortfall(found))
-    room = f"room for {found.room_for_tokens:,} tokens of KV cache"
-    if found.asked.args.sliding_window is not None:
-        n_sequences = (found.room_for_tokens or 0) // found.asked.tokens_each[0]
-        room += f", {n_sequences:,} sequences of {found.asked.max_seq_len:,} tokens"
-    return _fits(True, room)
-
-
-def _cache_flag(found: Estimate) -> list[str]:
-    """The --kv-cache-bytes that the plan needs; empty if the default is enough."""
-    if found.fits is False or not found.needs_cache_flag:
-        return []
-    n_mib = -(-found.cache_bytes >> 20)
-    default = min(found.default_rooms or [0])
-    return _line(
-        "start", f"with --kv-cache-bytes {n_mib}M; the default for a rank is {size(default)}"
-    )
-
-
-def _fits(fits: bool, text: str) -> list[str]:
-    word, color = ("yes", GREEN) if fits else ("no", RED)
-    first, *others = _line("fits", f"{word}: {text}")
-    return [first.replace(word, painted(word, color, sys.stdout), 1), *others]
-
-
-def _shortfall(found: Estimate) -> str:
-    """Which rank has too little memory, and how much is left for the KV cache."""
-    rank = found.tightest
-    room = found.room_for_tokens or 0
-    left = "the weights leave no room for KV cache"
-    if room:
-        left = f"room for {room:,} of {found.asked.n_tokens:,} tokens of KV cache"
-    has = size(rank.memory or 0)
-    return f"rank {rank.shard.rank} needs {size(rank.needed)} and has {has}; {left}"
-
-
-def _advice(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
-    """The changes that would make the plan fit, and what the tightest rank would need."""
-    if fits is not False:
-        return []
-    if not remedies:
-        text = "give each rank more memory: no other format, rank count or token count fits"
-        return _line("remedy", text)
-    width = max(len(remedy.words) for remedy in remedies)
-    rows = [(remedy.words, _numbers(remedy.found)) for remedy in remedies]
-    lines = [f"  {words:<{width}}  {numbers}" for words, numbers in rows]
-    if max(map(len, lines)) > WIDTH:
-        lines = [line for words, numbers in rows for line in (f"  {words}", f"      {numbers}")]
-    return ["", "each of these changes makes it fit, the least lossy first:", *lines]
-
-
-def _numbers(found: Estimate) -> str:
-    tightest = found.tightest
-    return (
-        f"needs {size(tightest.needed)} of {size(tightest.memory or 0)}, "
-        f"room for {found.room_for_tokens:,} tokens"
-    )
-
-
-def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
-    """The fewest ranks that are enough, and why one rank fewer is not enough."""
-    precision = found.asked.precision
-    tp_size, dtype = found.plan.tp_size, model.in_dtype(precision.dtype, precision.quant)
-    if not found.fits:
-        text = f"no number of ranks is enough; the maximum is {tp_size}"
-    elif fewer is None:
-        text = f"1 rank is enough in {dtype}"
-    else:
-        fullest = fewer.tightest
-        text = (
-            f"{tp_size} ranks are enough in {dtype}; with {fewer.plan.tp_size}, "
-            f"rank {fullest.shard.rank} would need {size(fullest.needed)}"
-        )
-    return _line("fewest", text)
-
-
-def _overview(comparison: Comparison, price: float | None) -> list[str]:
-    """A range of numbers of ranks as text: one row each, and a summary."""
-    is_predicted = all(predict(found) is not None for found in comparison.allowed)
-    has_speed = is_predicted or comparison.asked.bandwidth is not None
-    header = ["ranks", "balance", "tokens/s" if has_speed else "cut between"]
-    header += ["weights", "KV/token", "extra KV" if price is None else "cost/1M"]
-    header += ["works"] if comparison.memory is None else ["KV tokens", "fits"]
-    rows = [
-        _size_row(found, price, is_predicted=is_predicted, has_speed=has_speed)
-        for found in comparison.allowed
-    ]
-    refused = []
-    if comparison.refused:
-        (first, reason), *others = comparison.refused.items()
-        sizes = _span(range(first, first + 1 + len(others)))
-        rows.append([sizes, *["-"] * (len(header) - 2), _yes_or_no(False)])
-        refused = _line("no plan", f"for {sizes} ranks: {reason}")
-    return [
-        *table(header, rows, sys.stdout),
-        "",
-        "balance    maximum work of a rank / its fair share",
-        *(_line("tokens/s", _SPEED if is_predicted else _BOUND) if has_speed else []),
-        "weights    maximum of any rank; likewise KV/token",
-        "extra KV   additional copies of KV heads"
-        if price is None
-        else f"cost/1M    of a million new tokens, at {price:g} per rank and hour",
-        *refused,
-        *_conclusion(comparison),
-    ]
-
-
-def _size_row(
-    found: Estimate, price: float | None, *, is_predicted: bool, has_speed: bool
-) -> list[str]:
-    predicted = predict(found) if is_predicted else None
-    tokens_per_s = found.tokens_per_s(is_full=True)
-    if predicted is not None:
-        tokens_per_s = 1 / predicted.full.total_s
-    speed = "-" if tokens_per_s is None else _rate(tokens_per_s)
-    extra = f"{found.kv_overhead:.0%}"
-    if price is not None and predicted is not None:
-        extra = f"{predicted.cost(price * found.plan.tp_size):,.3g}"
-    cells = [
-        str(found.plan.tp_size),
-        f"{found.plan.balance:.3f}",
-        speed if has_speed else CUTS[found.plan.cut],
-        size(max(rank.weights for rank in found.ranks)),
-        size(max(rank.kv_per_token for rank in found.ranks)),
-        extra,
-    ]
-    if found.fits is None:
-        return [*cells, "yes"]
-    return [*cells, f"{found.room_for_tokens:,}", _yes_or_no(found.fits)]
-
-
-def _conclusion(comparison: Comparison) -> list[str]:
-    """The fewest ranks that fit, or why no number does; empty if the memory is not known."""
-    if comparison.memory is None:
-        return []
-    fewest = comparison.smallest_that_fits
-    if fewest is not None:
-        answer = f"of these, {fewest} {'rank is' if fewest == 1 else 'ranks are'} enough"
-    else:
-        answer = "none of these is enough"
-        if comparison.allowed:
-            largest = comparison.allowed[-1]
-            answer += f"; with {largest.plan.tp_size}, {_shortfall(largest)}"
-    room = f"room with {size(comparison.memory)} per rank"
-    needed = f"{comparison.asked.n_tokens:,} are needed"
-    return [*_line("KV tokens", f"{room}; {needed}"), *_line("fewest", answer)]
-
-
-def _yes_or_no(fits: bool) -> str:
-    return painted("yes", GREEN, sys.stdout) if fits else painted("no", RED, sys.stdout)
-
-
-def _pair(r: range) -> list[int]:
-    return [r.start, r.stop]
-
-
-def _span(r: range) -> str:
-    """A range as text, with both ends included."""
-    if not r:
-        return "none"
-    return f"{r.start}-{r.stop - 1}" if len(r) > 1 else str(r.start)
 
 
 VERB = Verb(

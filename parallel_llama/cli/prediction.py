@@ -11,7 +11,7 @@ from parallel_llama.cli.estimate import Estimate, RankEstimate
 from parallel_llama.cli.hardware import Hardware, Rates, are_alike
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.plan import Stage, count_pieces, why_unrecorded
+from parallel_llama.plan import Stage, count_pieces
 
 # Larger tensors of CPU ranks on several hosts go through gloo's ring (parallel/sockets.py).
 _MAX_DIRECT_BYTES = 1 << 18
@@ -188,7 +188,7 @@ def why_unpredicted(found: Estimate) -> str | None:
 def _why_unknown_work(found: Estimate) -> str | None:
     """Why the work of a rank is not predicted, though its rates are known; None if it is."""
     asked, precision = found.asked, found.asked.precision
-    if reason := why_unrecorded(asked.args, found.plan.kv_parts, asked.device):
+    if reason := found.unrecorded:
         return reason
     if asked.device == "cuda":
         if precision.quant in ("fp8", "stored"):
