@@ -64,8 +64,8 @@ class Communicator(Protocol):
     def computing(self) -> Iterator[None]:
         """A context in which this rank waits for nothing but other ranks.
 
-        Ranks that share memory with this rank apply their limit to it, also in a `broadcast` with
-        `no_timeout`. Other ranks do not see the context.
+        Ranks that wait for this rank apply their limit to it, also in a `broadcast` with
+        `no_timeout`; ranks that are connected through gloo alone do not.
         """
         yield
 

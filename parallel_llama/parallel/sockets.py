@@ -37,8 +37,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from typing import NoReturn
@@ -96,8 +96,9 @@ _KEEPALIVE_S = 1.0
 # A message that names a failed rank has a signature of this kind; its lower bits hold one of the
 # reasons below, the rank that has found the failure, and the failed rank.
 _FAILURE = 7 << 60
-# A message without values, which a rank that is still loading sends to ranks at a barrier.
-_KEEPALIVE = 6 << 60
+# Messages without values. A rank that is still loading sends keepalives to ranks at a barrier. A
+# rank sends _COMPUTING + 1 when it enters `computing`, and _COMPUTING when it leaves.
+_KEEPALIVE, _COMPUTING = 6 << 60, 5 << 60
 _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 16
 
@@ -238,7 +239,8 @@ class Sockets(Communicator):
             self._cells[cell + IS_LOCAL] = rank in self._pids
         self._signature, self._n_own = 0, 0  # of the current exchange
         self._busy = False
-        self._keepalive_s, self._n_keepalives = 0.0, 0  # when sent; received
+        self._keepalive_s, self._n_notes = 0.0, 0  # when a keepalive was sent; received notes
+        self._computing = set[int]()  # ranks that waits without a timeout have a limit for
         self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -297,13 +299,28 @@ class Sockets(Communicator):
         self._set = _PRIVATE_SET
         self._exchange(BARRIER, _NOTHING, None, nothing, self._sockets, self._timeouts.start_s)
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        n_finished = self._n_finished
+        self._note(_COMPUTING + 1)
+        try:
+            yield
+        finally:
+            # Ranks that wait for this one look no further than its next message.
+            if self._n_finished == n_finished and not self._busy:
+                self._note(_COMPUTING)
+
     def keepalive(self) -> None:
         now = time.monotonic()
         if now - self._keepalive_s > _KEEPALIVE_S:
             self._keepalive_s = now
-            for own in self._sockets.values():
-                with suppress(OSError):  # the next exchange fails
-                    own.send(_HEADER.pack(_KEEPALIVE, self._n_finished))
+            self._note(_KEEPALIVE)
+
+    def _note(self, kind: int) -> None:
+        """Sends a message without values to every other rank, between two exchanges."""
+        for own in self._sockets.values():
+            with suppress(OSError):  # the next exchange fails
+                own.send(_HEADER.pack(kind, self._n_finished))
 
     def require_alive(self) -> None:
         for rank, own in self._sockets.items():
@@ -412,6 +429,7 @@ class Sockets(Communicator):
         head[_EXCHANGE] = self._n_finished + 1  # last; see _require_same_on_host
         for rank in self._sockets:
             self._cells[rank * CELLS + SENT] = self._cells[rank * CELLS + RECEIVED] = 0
+        self._computing.clear()
         self._n_own = HEADER_BYTES + (0 if own is None else own.nbytes)
         self._finish(expected, receivers, limit_s, self._spins)
 
@@ -449,8 +467,10 @@ class Sockets(Communicator):
     ) -> None:
         """Waits in the system until nothing is left to send, to receive and to await.
 
-        A rank is late after `limit_s` seconds without progress.
+        A rank is late after `limit_s` seconds without progress. Without a limit, a rank that
+        computes has the limit of a step.
         """
+        given_s = limit_s
         seen_s, waited_s, before = time.monotonic(), 0.0, (0, 0)
         pause_s, early = _SHORTEST_SLEEP_S, set[int]()
         while self._advance(to_send, to_receive, awaited):
@@ -460,6 +480,9 @@ class Sockets(Communicator):
             progress = self._n_moved(), len(awaited)
             if progress != before:
                 before, waited_s = progress, 0.0
+            if given_s == math.inf:
+                is_computing = not self._computing.isdisjoint(to_receive)
+                limit_s = self._timeouts.step_s if is_computing else given_s
             if waited_s > limit_s:
                 overdue = self._overdue(to_receive, awaited) or sorted(to_send)
                 what = late(overdue, self.size, limit_s) + self._why_late()
@@ -525,7 +548,7 @@ class Sockets(Communicator):
         if len(header) < HEADER_BYTES:
             return False
         signature, exchange = _HEADER.unpack(header)
-        if signature == _KEEPALIVE:
+        if _is_note(signature):
             return False
         if exchange <= self._n_finished + 1:
             self._fail_unlike(rank, signature)
@@ -595,20 +618,27 @@ class Sockets(Communicator):
             if not n_new:
                 self._fail_lost(rank)
             self._cells[cell] += n_new
-        if self._cells[cell] >= HEADER_BYTES:
-            self._drop_keepalive(rank)
+        while self._cells[cell] >= HEADER_BYTES and self._drop_note(rank):
+            pass
         if self._cells[cell] >= HEADER_BYTES:
             self._require_same(rank)
         return self._cells[cell] == n_bytes
 
-    def _drop_keepalive(self, rank: int) -> None:
-        """Removes a keepalive that came before the message of a rank."""
+    def _drop_note(self, rank: int) -> bool:
+        """Removes a message without values that came before the message of a rank."""
         message, cell = self._rows[self._set][rank][HEADER_AT:], rank * CELLS + RECEIVED
-        if _HEADER.unpack_from(message)[0] == _KEEPALIVE:
-            n_left = self._cells[cell] - HEADER_BYTES
-            message[:n_left] = message[HEADER_BYTES : HEADER_BYTES + n_left]
-            self._cells[cell] = n_left
-            self._n_keepalives += 1
+        signature = _HEADER.unpack_from(message)[0]
+        if not _is_note(signature):
+            return False
+        n_left = self._cells[cell] - HEADER_BYTES
+        message[:n_left] = message[HEADER_BYTES : HEADER_BYTES + n_left]
+        self._cells[cell] = n_left
+        self._n_notes += 1
+        if signature == _COMPUTING + 1:
+            self._computing.add(rank)
+        elif signature == _COMPUTING:
+            self._computing.discard(rank)
+        return True
 
     def _require_same(self, rank: int) -> None:
         """Raises: RankError if the message of a rank does not belong to this exchange."""
@@ -688,10 +718,10 @@ class Sockets(Communicator):
         return own_evidence(self.rank, what)
 
     def _n_moved(self) -> int:
-        """The bytes that this exchange has sent and received, and the keepalives until now."""
+        """The bytes that this exchange has sent and received, and the notes until now."""
         starts = (rank * CELLS for rank in self._sockets)
         n_bytes = sum(self._cells[at + SENT] + self._cells[at + RECEIVED] for at in starts)
-        return n_bytes + self._n_keepalives
+        return n_bytes + self._n_notes
 
     @property
     def _n_finished(self) -> int:
@@ -774,6 +804,10 @@ class SocketsBesideGloo(Sockets):
 
     def _evidence(self, what: str, reason: int) -> str:  # noqa: ARG002
         return self._group.evidence(what)
+
+
+def _is_note(signature: int) -> bool:
+    return signature in (_KEEPALIVE, _COMPUTING, _COMPUTING + 1)
 
 
 def _pieces(flat: Tensor) -> Sequence[Tensor]:

@@ -244,7 +244,9 @@ def compute_for_long(comm: Communicator) -> None:
         time.sleep(SILENCE_S)
 
 
-def idle(_: Communicator) -> None:
+def compute_and_idle(comm: Communicator) -> None:
+    with comm.computing():
+        pass
     time.sleep(4)
 
 
@@ -271,7 +273,7 @@ def test_even_without_timeout_a_stopped_rank_is_late():
     ("what_it_does", "lost", "outcome"),
     [
         (compute_for_long, [0], "rank 0 of 2 is late: no progress for 1.5 s"),
-        (idle, [], "it came"),
+        (compute_and_idle, [], "it came"),
     ],
 )
 def test_without_timeout_a_rank_that_computes_is_late(what_it_does, lost, outcome):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ipaddress import IPv4Address
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import SOON_S, Ranks
+from test_shared_memory import compute_and_idle, compute_for_long, wait_for_rank_0
 from torch import Tensor
 
 from parallel_llama.ops import CPUOps
@@ -137,6 +139,23 @@ def test_a_rank_that_fails_is_named_by_all_others(hosts, fault, message):
     for rank in {*range(len(hosts))} - {1}:
         assert message.format(len(hosts)) in outcomes[rank]
         assert f"rank {rank} is in exchange 2, all_reduce of 4 values" in outcomes[rank]
+
+
+def wait_over_sockets(group: Communicator, what_rank_0_does: Callable[[Communicator], None]) -> str:
+    return wait_for_rank_0(over_sockets(group, "aab"), what_rank_0_does)
+
+
+@pytest.mark.parametrize(
+    ("what_rank_0_does", "lost", "outcome"),
+    [
+        (compute_for_long, [0], "rank 0 of 3 is late: no progress for 1.5 s"),
+        (compute_and_idle, [], "it came"),
+    ],
+)
+def test_without_timeout_a_rank_that_computes_is_late(what_rank_0_does, lost, outcome):
+    with Ranks(3, False) as pool:
+        outcomes = pool.outcomes(wait_over_sockets, what_rank_0_does, lost=lost)
+        assert all(each.startswith(outcome) for each in outcomes[1:])
 
 
 def die_in_a_stage(group: Communicator) -> str:
