@@ -34,10 +34,9 @@ from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.ops.quant import QuantMatrix, joined
 
-# Values that a thread decodes at once; they take about 10 MB in addition to the result. With twice
-# as many, the system often reclaims the memory after each piece and zeroes it again; with half as
-# many, the overhead of calls grows.
-DECODED_AT_ONCE = 1 << 19
+# Values that a thread decodes at once: they and the decoder's intermediate results fit into the
+# cache of a core. With fewer, the overhead of calls grows.
+DECODED_AT_ONCE = 1 << 17
 
 
 class GGUFFile(TensorFiles):

@@ -2,14 +2,15 @@
 
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from parallel_llama.ops.cpu.jit import compute_alone, openmp
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # More workers would cost memory without saving much time.
 _MAX_WORKERS = 8
@@ -47,7 +48,18 @@ def started_thread(begin: Callable[[], None] = lambda: None) -> ThreadPoolExecut
     return executor
 
 
-def workers() -> ThreadPoolExecutor:
-    """A pool of threads for the pieces of a weight; in each, torch runs single-threaded."""
+class _CallingThread(Executor):
+    """Runs every call at once: to wake one other thread for a piece would take longer."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future = Future[T]()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def workers() -> Executor:
+    """Threads for the pieces of a weight; in each, torch runs single-threaded."""
     n_threads = min(torch.get_num_threads(), _MAX_WORKERS) if openmp() else 1
+    if n_threads == 1:
+        return _CallingThread()
     return ThreadPoolExecutor(n_threads, initializer=compute_alone)
