@@ -411,6 +411,14 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_many_ranks_usable(model):
         signal.signal(signal.SIGINT, handler)
 
 
+def test_a_second_llm_of_several_ranks_is_refused_before_ranks_start(model):
+    with LLM(str(model), tp_size=2):
+        before = local_ranks()
+        with pytest.raises(UsageError, match="close the other LLM"):
+            LLM(str(model), tp_size=2)
+        assert local_ranks() == before
+
+
 def test_a_closed_llm_says_so(model):
     with LLM(str(model)) as llm:
         stream = llm.stream("Hello", PARAMS)

@@ -43,6 +43,7 @@ from parallel_llama.plan import ShardPlan, make_plan
 # Limits on the bytes that a rank hashes and on the time for layers, so that the command is quick.
 _HASHED_BYTES = 1 << 30
 _LAYERS_S = 3.0
+_DIGESTS_BYTES = 1 << 20  # for the names and digests of some thousand files
 _GPU_TOLERANCE = 2e-2  # of bfloat16, relative to the largest value
 _N_TOKENS = 16
 
@@ -53,7 +54,7 @@ def files(comm: Communicator, setup: ModelSetup) -> Check:
     Collective: two all_gathers.
     """
     own = fingerprint(setup.inputs.files)
-    by_rank = exchange(comm, own, dict[str, str])
+    by_rank = exchange(comm, own, dict[str, str], _DIGESTS_BYTES)
     first = by_rank[0] or {}
     for rank, other in enumerate(by_rank):
         if other is None:

@@ -27,21 +27,26 @@ _DIGEST_BYTES, _LENGTH_BYTES = 16, 4
 _SEVERITY: Sequence[Status] = ("pass", "skip", "warn", "fail")
 
 
-def exchange(comm: Communicator, own: Record, kind: type[Record]) -> list[Record | None]:
+def exchange(
+    comm: Communicator, own: Record, kind: type[Record], copy_bytes: int = _COPY_BYTES
+) -> list[Record | None]:
     """Exchange records. Returns: one per rank, or None where all copies arrived damaged.
 
-    Raises: ValueError for a record of more than 32 KiB.
+    Args:
+        copy_bytes: the size of a copy, equal on all ranks; by default 32 KiB.
+
+    Raises: ValueError for a record that does not fit into a copy.
     Collective: one all_gather.
     """
     body = msgspec.json.encode(own)
     head = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
     data = head + len(body).to_bytes(_LENGTH_BYTES, "big") + body
-    if len(data) > _COPY_BYTES:
-        raise ValueError(f"a record of {len(body)} bytes; at most {_COPY_BYTES} are sent")
-    copies = data.ljust(_COPY_BYTES, b"\0") * _COPIES
+    if len(data) > copy_bytes:
+        raise ValueError(f"a record of {len(body)} bytes; at most {copy_bytes} are sent")
+    copies = data.ljust(copy_bytes, b"\0") * _COPIES
     rows = comm.all_gather(torch.frombuffer(bytearray(copies), dtype=torch.uint8))
     found: list[Record | None] = []
-    for row in rows.view(comm.size, _COPIES, _COPY_BYTES):
+    for row in rows.view(comm.size, _COPIES, copy_bytes):
         opened = (_opened(copy.numpy().tobytes()) for copy in row)
         whole = [content for content in opened if content is not None]
         try:

@@ -41,7 +41,7 @@ from parallel_llama.parallel.collectives import (
     Solo,
     broadcast_bytes,
 )
-from parallel_llama.parallel.communicators import give_up, join, use_device
+from parallel_llama.parallel.communicators import give_up, join, require_no_group, use_device
 from parallel_llama.parallel.failures import IntegrityError, RankError, exit_code
 from parallel_llama.parallel.gpu import describe_gpu, library_versions
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
@@ -111,8 +111,8 @@ class Ranks:
     Args:
         orders: reads the orders of rank 0; only for a rank that another `Ranks` has started.
 
-    Raises: UsageError for `elastic` under torchrun, and for `spares` of ranks that another program
-    has started.
+    Raises: UsageError for `elastic` under torchrun, for `spares` of ranks that another program has
+    started, and for several ranks in a process that is a rank of another group.
     """
 
     def __init__(self, setup: ModelSetup, orders: Orders | None = None) -> None:
@@ -130,6 +130,8 @@ class Ranks:
         self._next_look_s = 0.0  # monotonic
         self._orders = orders
         keep_freed_memory()
+        if setup.size > 1:
+            require_no_group()
         if is_started_as_rank():
             if setup.config.elastic and orders is None:
                 _require_started_singly(setup.config.spares)

@@ -92,6 +92,15 @@ _CPU = torch.device("cpu")
 _has_begun = False  # whether this process has called `join`
 
 
+def require_no_group() -> None:
+    """Raises: UsageError if this process is a rank of a group already: a process has one group."""
+    if dist.is_initialized():
+        raise UsageError(
+            "this process is a rank of another group: close the other LLM, or call "
+            "torch.distributed.destroy_process_group, first"
+        )
+
+
 def join(
     device: torch.device = _CPU,
     *,
@@ -128,8 +137,7 @@ def join(
     use_device(device)
     if env.size == 1:
         return Solo()
-    if dist.is_initialized():
-        raise RuntimeError("this process has joined its group already; close that one first")
+    require_no_group()
     record_stacks(log_dir)
     if is_under_torchrun():
         end_with_parent()

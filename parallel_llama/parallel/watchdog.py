@@ -10,13 +10,12 @@ not used within a further limit, the process ends.
 import os
 import queue
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.failures import FAILED, RankError, report_error
 from parallel_llama.parallel.rank_stacks import process_state
 from parallel_llama.parallel.torch_threads import start_thread
 
@@ -33,8 +32,8 @@ class Work(Protocol):
 
 def end_process(why: str) -> None:
     """Ends this process at once, because one of its threads can never continue."""
-    print(f"error: {why}", file=sys.stderr, flush=True)
-    os._exit(1)
+    report_error(why)
+    os._exit(FAILED)
 
 
 class Watchdog:

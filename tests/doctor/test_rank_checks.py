@@ -255,3 +255,12 @@ def test_a_rank_with_other_weights_is_named(tmp_path):
     for check in run_on_threads(3, lambda comm: layers.files(comm, setups[comm.rank])):
         assert check.status == "fail" and "rsync" in check.cure
         assert check.seen == "rank 1 and rank 0 differ in model.safetensors"
+
+
+def test_a_folder_of_thousands_of_files_is_compared(tmp_path, monkeypatch):
+    """The digests of more than 300 files did not fit into a record."""
+    setup = ModelSetup(LLMConfig(str(write_chat_folder(tmp_path / "model")), tp_size=2))
+    digests = {f"model-{number:05}-of-02000.safetensors": "0" * 64 for number in range(2000)}
+    monkeypatch.setattr(layers, "fingerprint", lambda _: digests)
+    checks = run_on_threads(2, lambda comm: layers.files(comm, setup))
+    assert {check.status for check in checks} == {"pass"} and "2000 files" in checks[0].seen
