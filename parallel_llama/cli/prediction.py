@@ -287,8 +287,9 @@ def _handover_s(found: Estimate, hardware: Hardware, n_rows: int, n_pieces: int)
     assert hardware.exchange_s is not None and hardware.link is not None
     n_stages, n_ranks = len(found.plan.stages), found.plan.tp_size
     x_bytes = n_rows * found.asked.args.dim * ITEM_BYTES[found.asked.precision.computed]
-    # After each stage, a copy of x for every other stage; the embedding is a ring all-reduce.
-    n_copies = n_stages * (n_stages - 1 if hardware.messages else 1) + 2 * (n_ranks - 1) / n_ranks
+    # After each stage, a copy of x for every rank of another host; for the embedding, a ring.
+    n_sent = n_ranks * (n_stages - 1) if hardware.messages else n_stages
+    n_copies = n_sent + 2 * (n_ranks - 1) / n_ranks
     n_exchanges = n_pieces * n_stages + 2
     return n_exchanges * hardware.exchange_s + n_copies * x_bytes / hardware.link
 

@@ -20,9 +20,9 @@ def written(folder: Path, hosts: object) -> list[str]:
     return ["--hosts", str(path), "--max-seq-len", "512"]
 
 
-def calibrated(folder: Path, name: str, *rates: float) -> str:
+def calibrated(folder: Path, name: str, *rates: float, **more: float) -> str:
     """A calibration file, named as in the file of the hosts: relative to it."""
-    ranks = [{"read_bytes_per_s": rate, "operations_per_s": 3e10} for rate in rates]
+    ranks = [{"read_bytes_per_s": rate, "operations_per_s": 3e10} | more for rate in rates]
     (folder / name).write_text(json.dumps(RATES | {"ranks": ranks}))
     return name
 
@@ -171,6 +171,18 @@ def test_the_stages_of_a_pipeline_run_one_after_another(capsys, tmp_path):
 
 
 BOTH = "predicted", "unpredicted"
+
+
+def test_the_stages_of_a_pipeline_send_to_every_rank_of_other_hosts(capsys, tmp_path):
+    """Two ranks on the first host: the stage there sends one copy, and the other stage two."""
+    link_s = []
+    for gbit_per_s in (4, 8):
+        hosts = cpu_hosts(tmp_path, gbit_per_s=gbit_per_s)
+        calibrated(tmp_path, "fast.json", 4e9, 4e9, exchange_s=1e-5, link_bytes_per_s=1e10)
+        found = plan(capsys, *written(tmp_path, hosts), "--pp", "2")
+        link_s.append(found["predicted"]["steps"]["decode"]["link_s"])
+    x_s = 576 * 4 / 1e9
+    assert link_s[0] - link_s[1] == pytest.approx((3 + 4 / 3) * x_s, rel=1e-6)
 
 
 def test_stages_over_two_hosts_are_not_compared(capsys, tmp_path):
