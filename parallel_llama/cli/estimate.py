@@ -397,20 +397,21 @@ def _of_rank(given: int | tuple[int | None, ...] | None, rank: int) -> int | Non
     return given
 
 
-def compare(asked: PlanRequest, sizes: range, memory: int | None) -> Comparison:
-    """The plans for a range of numbers of ranks; every rank has the same `memory`.
+def compare(asked: PlanRequest, sizes: range) -> Comparison:
+    """The plans for a range of numbers of ranks, which all have the same memory.
 
     Raises: UsageError if the model does not support the formats.
     """
     allowed: list[Estimate] = []
     refused: dict[int, str] = {}
+    assert not isinstance(asked.memory, tuple)
     asked.precision  # noqa: B018, raises for every number of ranks or for none
     for tp_size in sizes:
         try:
-            allowed.append(estimate(replace(asked, tp_size=tp_size, memory=memory)))
+            allowed.append(estimate(replace(asked, tp_size=tp_size)))
         except UsageError as error:
             refused[tp_size] = str(error)
-    return Comparison(asked, memory, tuple(allowed), refused)
+    return Comparison(asked, asked.memory, tuple(allowed), refused)
 
 
 def fewest_that_fit(asked: PlanRequest) -> tuple[Estimate, Estimate | None]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,25 +112,83 @@ FIT: Flag[bool] = Flag(
 BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, MAX_BATCH), "B", 1)
 
 
+@dataclass(frozen=True)
+class _Machine:
+    """The ranks that flags describe.
+
+    Args:
+        hosts: those of --hosts, which describe all ranks.
+        gpus: one for any number of ranks, or one per rank; None for the CPU.
+        memory: one size for all ranks, or one per rank.
+        nproc: a number of ranks, or the first and the last of a range; None if no flag has it.
+        calibration: the rates of CPU ranks.
+    """
+
+    hosts: Hosts | None
+    gpus: GPU | list[GPU] | None
+    memory: int | tuple[int, ...] | None
+    nproc: list[int] | None
+    calibration: Calibration | None
+
+    @property
+    def finds_fewest(self) -> bool:
+        """Whether the plan is for the smallest number of ranks that fits."""
+        return self.nproc is None and isinstance(self.memory, int)
+
+    @property
+    def n_ranks(self) -> list[int]:
+        """A number of ranks, or the first and the last of a range."""
+        return self.nproc or [len(self.memory) if isinstance(self.memory, tuple) else 1]
+
+
 def prepare(flags: Flags) -> Job:
     """Checks the request, and returns the job that prints a plan, or a table for a range of ranks.
 
     The number of ranks is --nproc, else the number that --memory or --gpus lists. With one size and
     no number it is the smallest that fits, and with neither flag it is 1.
     """
-    hosts = _hosts(flags)
-    gpus = _gpus(flags) if hosts is None else hosts.gpus
-    memory = _memory(flags, gpus) if hosts is None else hosts.memory
+    machine = _machine(flags)
+    asked = _request(flags, machine)
+    first, *last = machine.n_ranks
+    if isinstance(listed := flags[BANDWIDTH], list):
+        _check_listed(len(listed), None if last or machine.finds_fewest else first)
+    if flags[FIT]:
+        _check_fit(flags, asked)
+        formats = format_table(asked, finds_fewest=machine.finds_fewest)
+        return Job(lambda: _show_formats(flags, formats))
+    if last:
+        _check_range(flags, asked, first, last[0])
+        comparison = compare(asked, range(first, last[0] + 1))
+        _check_price(flags, comparison.allowed)
+        return Job(lambda: _show_range(flags, comparison))
+    if machine.finds_fewest:
+        found, fewer = fewest_that_fit(asked)
+        _check_price(flags, [found])
+        return Job(lambda: _show_fewest(flags, found, fewer))
+    one = estimate(asked)
+    _check_price(flags, [one])
+    return Job(lambda: _show_one(flags, one))
+
+
+def _machine(flags: Flags) -> _Machine:
+    if (hosts := _hosts(flags)) is not None:
+        return _Machine(hosts, hosts.gpus, hosts.memory, [hosts.n_ranks], hosts.calibration)
+    gpus, nproc = _gpus(flags), flags[NPROC]
+    memory = _memory(flags, gpus)
+    calibration = read_calibrations(flags[CALIBRATION])
+    if calibration is not None and calibration.n_files > 1:
+        nproc = _ranks_of(flags, calibration)
+    return _Machine(None, gpus, memory, nproc, calibration)
+
+
+def _request(flags: Flags, machine: _Machine) -> PlanRequest:
+    """The plan that is asked for, with the first number of ranks."""
     files = model.found_model(flags, flags[model.MODEL])
     args = model.args_of(files)
-    nproc = flags[NPROC] if hosts is None else [hosts.n_ranks]
-    calibration = read_calibrations(flags[CALIBRATION]) if hosts is None else hosts.calibration
-    if hosts is None and calibration is not None and calibration.n_files > 1:
-        nproc = _ranks_of(flags, calibration)
-    first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
-    device: DeviceKind = "cuda" if gpus else _device_kind(flags[model.DEVICE], first)
-    if hosts is not None and gpus is None:
-        device = "cpu"
+    hosts, gpus, tp_size = machine.hosts, machine.gpus, machine.n_ranks[0]
+    device: DeviceKind = "cuda" if gpus else "cpu"
+    if hosts is None and gpus is None:
+        device = _device_kind(flags[model.DEVICE], tp_size)
     require_pipeline(flags[model.PP], device, flags[model.KV_SPLIT])
     dtype = flags[model.DTYPE] or default_dtype(files, args, device)
     if decoded := why_decoded(files, args, dtype, flags[model.QUANT]):
@@ -146,46 +204,17 @@ def prepare(flags: Flags) -> Job:
         _exact(flags, hosts, flags[model.PP]),
         context_length(args, flags[model.MAX_SEQ_LEN]),
         flags[BATCH],
-        first,
-        memory,
+        tp_size,
+        machine.memory,
         _bandwidth(flags, gpus),
         _hardware(flags, gpus),
         pp=flags[model.PP],
     )
-    if calibration is not None:
-        asked = _calibrated(asked, calibration, _named(flags))
+    if machine.calibration is not None:
+        asked = _calibrated(asked, machine.calibration, _named(flags))
     if hosts is not None:
         asked = replace(asked, hardware=hosts.with_links(asked.hardware), hosts=hosts)
-    finds_fewest = nproc is None and isinstance(memory, int)
-    if isinstance(listed := flags[BANDWIDTH], list):
-        _check_listed(len(listed), None if last or finds_fewest else first)
-    if flags[FIT]:
-        _check_fit(flags, asked)
-        formats = format_table(asked, finds_fewest=finds_fewest)
-        return Job(lambda: _show_formats(flags, formats))
-    if last:
-        if flags[SVG] is not None:
-            raise UsageError("--svg draws one plan, but --nproc is a range; give --nproc N")
-        if isinstance(memory, tuple):
-            raise UsageError(
-                f"{'--gpus' if flags[GPUS] else '--memory'} lists {len(memory)} ranks, but --nproc "
-                "is a range; give --nproc N, or one size for all ranks"
-            )
-        if first < asked.pp:
-            raise UsageError(
-                f"--nproc {first}-{last[0]} and --pp {asked.pp}: a stage needs at least one rank; "
-                f"use --nproc {asked.pp}-{max(last[0], asked.pp + 1)}"
-            )
-        comparison = compare(asked, range(first, last[0] + 1), memory)
-        _check_price(flags, comparison.allowed)
-        return Job(lambda: _show_range(flags, comparison))
-    if finds_fewest:
-        found, fewer = fewest_that_fit(asked)
-        _check_price(flags, [found])
-        return Job(lambda: _show_fewest(flags, found, fewer))
-    one = estimate(asked)
-    _check_price(flags, [one])
-    return Job(lambda: _show_one(flags, one))
+    return asked
 
 
 def _exact(flags: Flags, hosts: Hosts | None, pp: int) -> bool | None:
@@ -227,6 +256,22 @@ def _check_price(flags: Flags, planned: Sequence[Estimate]) -> None:
                 f"--price {price:g} needs a predicted speed, which tp_size={found.plan.tp_size} "
                 f"does not have ({reason}); else drop --price"
             )
+
+
+def _check_range(flags: Flags, asked: PlanRequest, first: int, last: int) -> None:
+    """Raises: UsageError if other flags contradict the range of --nproc."""
+    if flags[SVG] is not None:
+        raise UsageError("--svg draws one plan, but --nproc is a range; give --nproc N")
+    if isinstance(asked.memory, tuple):
+        raise UsageError(
+            f"{'--gpus' if flags[GPUS] else '--memory'} lists {len(asked.memory)} ranks, but "
+            "--nproc is a range; give --nproc N, or one size for all ranks"
+        )
+    if first < asked.pp:
+        raise UsageError(
+            f"--nproc {first}-{last} and --pp {asked.pp}: a stage needs at least one rank; "
+            f"use --nproc {asked.pp}-{max(last, asked.pp + 1)}"
+        )
 
 
 def _check_fit(flags: Flags, asked: PlanRequest) -> None:
