@@ -238,26 +238,35 @@ class _LaneSums:
         self._room = Value(b, place)
 
     def add(
-        self,
-        sums: list[Value],
-        number: Value,
-        put: Callable[[list[Value]], None],
-        level: int = 0,
+        self, sums: list[Variable], number: Value, put: Callable[[list[Variable]], None]
     ) -> None:
-        """Adds the sums of the number-th lane; after the last, calls `put` with the totals."""
-        if level == self._depth:
-            put(sums)
-            return
+        """Adds the sums of the number-th lane; after the last, calls `put` with the totals.
+
+        The level is a variable of the kernel, so that LLVM keeps the buffer in memory. It would
+        hold levels that are constants in registers, and spill these to addresses that are not
+        aligned to cache lines.
+        """
         width = self._lanes.width
-        waiting = self._room + level * self._n_numbers
-        is_second = ((number >> level) & 1) > 0
-        with when(is_second ^ 1):
+        with loop(number.b, 0, self._n_complete(number)) as level:
+            earlier = self._room + level * self._n_numbers
             for at, total in enumerate(sums):
-                self._lanes.store(waiting + at * width, total)
-        with when(is_second):
-            earlier = [self._lanes.load(waiting + at * width) for at in range(len(sums))]
-            both = [one + other for one, other in zip(earlier, sums, strict=True)]
-            self.add(both, number, put, level + 1)
+                total.value = self._lanes.load(earlier + at * width) + total.value
+        is_last = number > width - 2
+        with when(is_last):
+            put(sums)
+        with when(is_last ^ 1):
+            waiting = self._room + self._n_complete(number) * self._n_numbers
+            for at, total in enumerate(sums):
+                self._lanes.store(waiting + at * width, total.value)
+
+    def _n_complete(self, number: Value) -> Value:
+        """The levels of the tree whose two halves are there: the ones at the end of `number`."""
+        ones = number & 1
+        n_ones = ones
+        for place in range(1, self._depth):
+            ones = ones & (number >> place)
+            n_ones = n_ones + ones
+        return n_ones
 
 
 @dataclass(frozen=True)
@@ -285,7 +294,7 @@ def _add_products(
     starts = range(0, shape.n_outputs, lanes.width)
     n_steps = (n_inputs + (lanes.width - 1)) // lanes.width
 
-    def put(sums: list[Value]) -> None:
+    def put(totals: list[Variable]) -> None:
         masks = [lanes.first(place.m - place.output - start) for start in starts]
         own = [
             place.y + smaller(place.row + i, place.n - 1) * place.m + place.output
@@ -295,7 +304,6 @@ def _add_products(
             (row + start, mask)
             for row, (start, mask) in product(own, zip(starts, masks, strict=True))
         ]
-        totals = [Variable(total) for total in sums]
         with when(n_before > 0):
             for total, (address, mask) in zip(totals, targets, strict=True):
                 total.value = lanes.load(address, mask) + total.value
@@ -309,4 +317,4 @@ def _add_products(
             inputs = [lanes.splat((rows + i * shape.n_rows)[row]) for row in range(shape.n_rows)]
             for total, (x, weights) in zip(sums, product(inputs, outputs), strict=True):
                 total.value = fma(x, weights, total.value)
-        waiting.add([total.value for total in sums], number, put)
+        waiting.add(sums, number, put)
