@@ -240,7 +240,7 @@ class Sockets(Communicator):
         self._signature, self._n_own = 0, 0  # of the current exchange
         self._busy = False
         self._keepalive_s, self._n_notes = 0.0, 0  # when a keepalive was sent; received notes
-        self._computing = set[int]()  # ranks that waits without a timeout have a limit for
+        self._computing = set[int]()  # ranks that compute before their message of this exchange
         self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -470,7 +470,6 @@ class Sockets(Communicator):
         A rank is late after `limit_s` seconds without progress. Without a limit, a rank that
         computes has the limit of a step.
         """
-        given_s = limit_s
         seen_s, waited_s, before = time.monotonic(), 0.0, (0, 0)
         pause_s, early = _SHORTEST_SLEEP_S, set[int]()
         while self._advance(to_send, to_receive, awaited):
@@ -480,12 +479,12 @@ class Sockets(Communicator):
             progress = self._n_moved(), len(awaited)
             if progress != before:
                 before, waited_s = progress, 0.0
-            if given_s == math.inf:
-                is_computing = not self._computing.isdisjoint(to_receive)
-                limit_s = self._timeouts.step_s if is_computing else given_s
-            if waited_s > limit_s:
+            allowed_s = limit_s
+            if limit_s == math.inf and not self._computing.isdisjoint(to_receive):
+                allowed_s = self._timeouts.step_s
+            if waited_s > allowed_s:
                 overdue = self._overdue(to_receive, awaited) or sorted(to_send)
-                what = late(overdue, self.size, limit_s) + self._why_late()
+                what = late(overdue, self.size, allowed_s) + self._why_late()
                 self._fail(what, overdue[0], _LATE, self.rank)
             self.on_wait()
             if not to_send and not to_receive and waited_s < _YIELD_S:
