@@ -93,10 +93,10 @@ _has_begun = False  # whether this process has called `join`
 
 
 def require_no_group() -> None:
-    """Raises: UsageError if this process is a rank of a group already: a process has one group."""
+    """Raises: UsageError if this process is already a rank of a group; it can be in only one."""
     if dist.is_initialized():
         raise UsageError(
-            "this process is a rank of another group: close the other LLM, or call "
+            "this process is already a rank of a group: close the other LLM, or call "
             "torch.distributed.destroy_process_group, first"
         )
 

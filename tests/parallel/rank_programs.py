@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from parallel_llama.errors import UsageError
 from parallel_llama.parallel.failures import report_crash, report_error
 from parallel_llama.parallel.launch import hear_ctrl_c
 from parallel_llama.parallel.rank_env import world
@@ -241,7 +242,7 @@ def reduce(then: str = "") -> None:
     if then == "twice":
         try:
             join(timeouts=PATIENT)
-        except RuntimeError as error:
+        except UsageError as error:
             say(error=str(error))
     if then == "stay":
         comm.barrier()
