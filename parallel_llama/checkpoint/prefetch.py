@@ -1,4 +1,4 @@
-"""Background threads: a prefetching generator, and workers that share the pieces of a weight."""
+"""Threads that read weights: a prefetching generator, and workers that share pieces of a weight."""
 
 from collections import deque
 from collections.abc import Callable, Generator
@@ -49,7 +49,7 @@ def started_thread(begin: Callable[[], None] = lambda: None) -> ThreadPoolExecut
 
 
 class _CallingThread(Executor):
-    """Runs every call at once: to wake one other thread for a piece would take longer."""
+    """Runs each call in the thread that submits it, and so wakes no other thread."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future = Future[T]()
@@ -58,7 +58,10 @@ class _CallingThread(Executor):
 
 
 def workers() -> Executor:
-    """Threads for the pieces of a weight; in each, torch runs single-threaded."""
+    """Threads for the pieces of a weight, in which torch runs single-threaded.
+
+    A rank with one thread uses the calling thread: waking another one for each piece takes longer.
+    """
     n_threads = min(torch.get_num_threads(), _MAX_WORKERS) if openmp() else 1
     if n_threads == 1:
         return _CallingThread()

@@ -113,7 +113,7 @@ BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, MAX_BATCH), "B
 
 
 @dataclass(frozen=True)
-class _Machine:
+class _Ranks:
     """The ranks that flags describe.
 
     Args:
@@ -147,21 +147,21 @@ def prepare(flags: Flags) -> Job:
     The number of ranks is --nproc, else the number that --memory or --gpus lists. With one size and
     no number it is the smallest that fits, and with neither flag it is 1.
     """
-    machine = _machine(flags)
-    asked = _request(flags, machine)
-    first, *last = machine.n_ranks
+    ranks = _described_ranks(flags)
+    asked = _request(flags, ranks)
+    first, *last = ranks.n_ranks
     if isinstance(listed := flags[BANDWIDTH], list):
-        _check_listed(len(listed), None if last or machine.finds_fewest else first)
+        _check_listed(len(listed), None if last or ranks.finds_fewest else first)
     if flags[FIT]:
         _check_fit(flags, asked)
-        formats = format_table(asked, finds_fewest=machine.finds_fewest)
+        formats = format_table(asked, finds_fewest=ranks.finds_fewest)
         return Job(lambda: _show_formats(flags, formats))
     if last:
         _check_range(flags, asked, first, last[0])
         comparison = compare(asked, range(first, last[0] + 1))
         _check_price(flags, comparison.allowed)
         return Job(lambda: _show_range(flags, comparison))
-    if machine.finds_fewest:
+    if ranks.finds_fewest:
         found, fewer = fewest_that_fit(asked)
         _check_price(flags, [found])
         return Job(lambda: _show_fewest(flags, found, fewer))
@@ -170,22 +170,22 @@ def prepare(flags: Flags) -> Job:
     return Job(lambda: _show_one(flags, one))
 
 
-def _machine(flags: Flags) -> _Machine:
+def _described_ranks(flags: Flags) -> _Ranks:
     if (hosts := _hosts(flags)) is not None:
-        return _Machine(hosts, hosts.gpus, hosts.memory, [hosts.n_ranks], hosts.calibration)
+        return _Ranks(hosts, hosts.gpus, hosts.memory, [hosts.n_ranks], hosts.calibration)
     gpus, nproc = _gpus(flags), flags[NPROC]
     memory = _memory(flags, gpus)
     calibration = read_calibrations(flags[CALIBRATION])
     if calibration is not None and calibration.n_files > 1:
         nproc = _ranks_of(flags, calibration)
-    return _Machine(None, gpus, memory, nproc, calibration)
+    return _Ranks(None, gpus, memory, nproc, calibration)
 
 
-def _request(flags: Flags, machine: _Machine) -> PlanRequest:
+def _request(flags: Flags, ranks: _Ranks) -> PlanRequest:
     """The plan that is asked for, with the first number of ranks."""
     files = model.found_model(flags, flags[model.MODEL])
     args = model.args_of(files)
-    hosts, gpus, tp_size = machine.hosts, machine.gpus, machine.n_ranks[0]
+    hosts, gpus, tp_size = ranks.hosts, ranks.gpus, ranks.n_ranks[0]
     device: DeviceKind = "cuda" if gpus else "cpu"
     if hosts is None and gpus is None:
         device = _device_kind(flags[model.DEVICE], tp_size)
@@ -205,13 +205,13 @@ def _request(flags: Flags, machine: _Machine) -> PlanRequest:
         context_length(args, flags[model.MAX_SEQ_LEN]),
         flags[BATCH],
         tp_size,
-        machine.memory,
+        ranks.memory,
         _bandwidth(flags, gpus),
         _hardware(flags, gpus),
         pp=flags[model.PP],
     )
-    if machine.calibration is not None:
-        asked = _calibrated(asked, machine.calibration, _named(flags))
+    if ranks.calibration is not None:
+        asked = _calibrated(asked, ranks.calibration, _named(flags))
     if hosts is not None:
         asked = replace(asked, hardware=hosts.with_links(asked.hardware), hosts=hosts)
     return asked

@@ -306,7 +306,7 @@ class Sockets(Communicator):
         try:
             yield
         finally:
-            # Ranks that wait for this one look no further than its next message.
+            # After an exchange, the other ranks have forgotten the first note.
             if self._n_finished == n_finished and not self._busy:
                 self._note(_COMPUTING)
 

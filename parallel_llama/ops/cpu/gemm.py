@@ -246,8 +246,8 @@ class _LaneSums:
         hold levels that are constants in registers, and spill these to addresses that are not
         aligned to cache lines.
         """
-        width = self._lanes.width
-        with loop(number.b, 0, self._n_complete(number)) as level:
+        width, n_completed = self._lanes.width, self._n_completed(number)
+        with loop(number.b, 0, n_completed) as level:
             earlier = self._room + level * self._n_numbers
             for at, total in enumerate(sums):
                 total.value = self._lanes.load(earlier + at * width) + total.value
@@ -255,12 +255,12 @@ class _LaneSums:
         with when(is_last):
             put(sums)
         with when(is_last ^ 1):
-            waiting = self._room + self._n_complete(number) * self._n_numbers
+            waiting = self._room + n_completed * self._n_numbers
             for at, total in enumerate(sums):
                 self._lanes.store(waiting + at * width, total.value)
 
-    def _n_complete(self, number: Value) -> Value:
-        """The levels of the tree whose two halves are there: the ones at the end of `number`."""
+    def _n_completed(self, number: Value) -> Value:
+        """How many levels of the tree a lane completes: the trailing one bits of its number."""
         ones = number & 1
         n_ones = ones
         for place in range(1, self._depth):
