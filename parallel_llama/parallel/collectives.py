@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.wait_policy import WaitPolicy
 
 # A message between ranks holds requests or results. A longer message is refused.
 MAX_MESSAGE_BYTES = 1 << 30
@@ -256,6 +257,7 @@ class Exchange:
         cells: the address of rank 0's cells.
         messages: the address of rank 0's first message.
         n_looks: tries to receive before the kernel leaves the exchange to `finish`.
+        policy: what the kernel does between two tries.
         finish: completes the exchange in Python, after the kernel has published or begun to send
             its own part.
     """
@@ -267,6 +269,7 @@ class Exchange:
     size: int
     signature: int
     n_looks: int
+    policy: WaitPolicy
     finish: Callable[[Tensor], None]
 
 

@@ -35,8 +35,9 @@ from parallel_llama.parallel.collectives import Communicator, Solo, joined
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import HostMemory
-from parallel_llama.parallel.sockets import Endpoint, Sockets, memory_bytes, n_spins
+from parallel_llama.parallel.sockets import Endpoint, Sockets, memory_bytes
 from parallel_llama.parallel.timeouts import Timeouts
+from parallel_llama.parallel.wait_policy import wait_policy
 
 _UNREACHABLE_S = 5
 _LINK_OPTIONS = {
@@ -114,7 +115,7 @@ class Meeting:
         own = self.addresses[members[rank]][0]
         n_local = sum(self.addresses[first][0] == own for first in members)
         alone = HostMemory.alone(len(members), memory_bytes(len(members)))
-        comm = Sockets(rank, connected, alone, self.timeouts, n_spins(n_local))
+        comm = Sockets(rank, connected, alone, self.timeouts, wait_policy(n_local))
         comm.on_wait = look
         return joined(comm)
 

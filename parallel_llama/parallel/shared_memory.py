@@ -65,6 +65,7 @@ from parallel_llama.parallel.signatures import (
     signature_of,
 )
 from parallel_llama.parallel.timeouts import Timeouts
+from parallel_llama.parallel.wait_policy import WaitPolicy, wait_policy
 from parallel_llama.parallel.watchdog import Peers
 
 # Small enough for the slots of a few ranks to stay in a core's cache. Larger tensors are split.
@@ -80,8 +81,9 @@ LINE = 16
 SIGNATURE, _KEEPALIVES, EXCHANGE, _COMPUTING = 1, 3, 5, 6
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 
-# Polls of a count before the core is yielded: about 0.2 ms.
-_SPINS = 4000
+# Looks at a count before Python takes over, which looks for dead ranks too: about 0.2 ms of spins,
+# and some milliseconds of the other policies unless other programs use the cores.
+_LOOKS = {WaitPolicy.SPIN: 4000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
 _YIELD_S = 0.005
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # after a second, latency matters less
@@ -137,8 +139,8 @@ def share(
     files[comm.rank] = own_stack_file()
     stacks = {rank: file for rank, file in files.items() if file is not None}
     cores = functools.reduce(operator.or_, (int(host.cores, 16) for host in hosts))
-    spins = _spins(cores.bit_count(), comm.size)
-    own = comm.rank, comm.size, memory, peers, spins, timeouts, stacks
+    policy = wait_policy(comm.size, cores.bit_count())
+    own = comm.rank, comm.size, memory, peers, policy, timeouts, stacks
     return SharedMemory(*own, comm.close, part)
 
 
@@ -193,11 +195,11 @@ class Region:
             peers = Peers({other: pid for other, pid in enumerate(pids) if other != rank})
         except OSError as error:
             raise RankError(f"rank {rank} of {self.size}: another rank has died") from error
-        spins = _spins(len(os.sched_getaffinity(0)), self.size)
         files = {other: StackFile.find(pid) for other, pid in enumerate(pids) if other != rank}
         files[rank] = own_stack_file()
         stacks = {other: file for other, file in files.items() if file is not None}
-        return SharedMemory(rank, self.size, memory, peers, spins, timeouts, stacks)
+        policy = wait_policy(self.size)
+        return SharedMemory(rank, self.size, memory, peers, policy, timeouts, stacks)
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,7 @@ class SharedMemory(Communicator):
         size: int,
         memory: mmap.mmap,
         peers: Peers,
-        spins: int,
+        policy: WaitPolicy,
         timeouts: Timeouts,
         stacks: Mapping[int, StackFile],
         leave: Callable[[], None] = lambda: None,
@@ -285,7 +287,8 @@ class SharedMemory(Communicator):
         self._on_failure = part.on_failure
         self._named = f"rank {self._numbers[rank]}"
         self._peers, self._leave = peers, leave
-        self._spins, self._timeouts, self._stacks = spins, timeouts, stacks
+        self._policy, self._timeouts, self._stacks = policy, timeouts, stacks
+        self._spins = _LOOKS[policy] if policy is WaitPolicy.SPIN else 0
         # Called again and again while this rank waits for others; it may raise a RankError.
         self.on_wait: Callable[[], None] = lambda: None
         self._memory = memory
@@ -419,7 +422,7 @@ class SharedMemory(Communicator):
             self._cells[self._own + EXCHANGE] += 1
             self._busy = False
 
-        own = self.rank, self.size, signature, self._spins
+        own = self.rank, self.size, signature, _LOOKS[self._policy], self._policy
         return Exchange("shared memory", self._address, slots, *own, finish)
 
     def _exchanges(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
@@ -524,7 +527,7 @@ class SharedMemory(Communicator):
             gap_s = min(time.monotonic() - seen_s, _LONGEST_GAP_S)
             seen_s = time.monotonic()
             waited_s += gap_s
-            if waited_s < _YIELD_S:
+            if waited_s < _YIELD_S and self._policy is not WaitPolicy.SLEEP:
                 os.sched_yield()
                 continue
             for line in self._others:
@@ -667,11 +670,6 @@ class _Host:
                 "a rank has sent an invalid description of its host; check that no other program "
                 "uses the address of the ranks"
             ) from error
-
-
-def _spins(n_cores: int, size: int) -> int:
-    # Spinning helps if the other rank is on another core, and delays it on the same core.
-    return _SPINS if n_cores >= size else 0
 
 
 def _is_supported() -> bool:

@@ -64,6 +64,7 @@ from parallel_llama.parallel.signatures import (
     signature_of,
 )
 from parallel_llama.parallel.timeouts import Timeouts
+from parallel_llama.parallel.wait_policy import WaitPolicy, wait_policy
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,10 @@ FINISHED, SHARED = range(2)
 _N_SHARED_SETS = _PRIVATE_SET = 2
 
 # Tries to receive before this rank waits in the system: about 0.5 ms in Python. A kernel tries for
-# about 4 ms, longer than messages take between most hosts, because Python is slow to take over.
-_SPINS, _LOOKS = 150, 8000
+# some milliseconds, longer than messages take between most hosts, because Python is slow to take
+# over.
+_SPINS = 150
+_LOOKS = {WaitPolicy.SPIN: 8000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
 _POLL_S = 0.25
 _LONGEST_GAP_S = 0.5  # the maximum time counted between two polls, since this rank may be stopped
 _CONNECT_S = 20.0
@@ -159,14 +162,9 @@ def connect(group: ProcessGroup, own: Endpoint | None, timeouts: Timeouts) -> Co
         for each in connected.values():
             each.close()
         return group
-    spins = n_spins(sum(row[0] == address for row in rows))
+    policy = wait_policy(sum(row[0] == address for row in rows))
     memory = HostMemory.share(group, own.host, memory_bytes(group.size))
-    return SocketsBesideGloo(group, connected, memory, timeouts, spins)
-
-
-def n_spins(n_local: int) -> int:
-    """Tries to receive before a rank waits in the system, with `n_local` ranks on its host."""
-    return _SPINS if len(os.sched_getaffinity(0)) >= n_local else 0
+    return SocketsBesideGloo(group, connected, memory, timeouts, policy)
 
 
 def memory_bytes(size: int) -> int:
@@ -197,7 +195,7 @@ class Sockets(Communicator):
     Args:
         connected: the socket to each other rank, in non-blocking mode.
         host: the memory that this rank shares with the other ranks of its host.
-        spins: tries to receive before a rank waits in the system.
+        policy: how this rank waits for messages.
     """
 
     def __init__(
@@ -206,10 +204,11 @@ class Sockets(Communicator):
         connected: Mapping[int, socket.socket],
         host: HostMemory,
         timeouts: Timeouts,
-        spins: int,
+        policy: WaitPolicy,
     ) -> None:
         self.rank, self.size = rank, len(connected) + 1
-        self._timeouts, self._spins = timeouts, spins
+        self._timeouts, self._policy = timeouts, policy
+        self._spins = _SPINS if policy is WaitPolicy.SPIN else 0
         self._sockets = dict(connected)
         self._receivers = receivers_of(self.rank, host.hosts)
         self._senders = [r for r in self._sockets if self.rank in receivers_of(r, host.hosts)]
@@ -383,7 +382,7 @@ class Sockets(Communicator):
             self._finish(expected, self._receivers, self._timeouts.step_s, 0)
             complete(x)
 
-        own = self.rank, self.size, signature, _LOOKS if self._spins else 0
+        own = self.rank, self.size, signature, _LOOKS[self._policy], self._policy
         cells, messages = self._state.data_ptr(), self._memory.data_ptr()
         return Exchange("sockets", cells, messages, *own, finish)
 
@@ -487,7 +486,8 @@ class Sockets(Communicator):
                 what = late(overdue, self.size, allowed_s) + self._why_late()
                 self._fail(what, overdue[0], _LATE, self.rank)
             self.on_wait()
-            if not to_send and not to_receive and waited_s < _YIELD_S:
+            may_yield = self._policy is not WaitPolicy.SLEEP and waited_s < _YIELD_S
+            if not to_send and not to_receive and may_yield:
                 os.sched_yield()
                 continue
             poller = select.poll()
@@ -762,9 +762,9 @@ class SocketsBesideGloo(Sockets):
         connected: Mapping[int, socket.socket],
         host: HostMemory,
         timeouts: Timeouts,
-        spins: int,
+        policy: WaitPolicy,
     ) -> None:
-        super().__init__(group.rank, connected, host, timeouts, spins)
+        super().__init__(group.rank, connected, host, timeouts, policy)
         self._group = group
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from parallel_llama.ops.cpu.replay import Recording
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SharedMemory
+from parallel_llama.parallel.wait_policy import WaitPolicy
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
@@ -81,6 +82,33 @@ def many_turns(comm: Communicator) -> bool:
 @pytest.mark.parametrize("tp_size", [2, 3])
 def test_turns_back_to_back_do_not_mix(ranks, tp_size):
     assert all(ranks(tp_size).run(many_turns))
+
+
+def wait_for_rank_1(comm: Communicator, policy: WaitPolicy) -> tuple[float, float, list[float]]:
+    """Replays for which rank 1 is late. Returns: the wait, its CPU time, the last sum."""
+    assert isinstance(comm, SharedMemory)
+    comm._policy = policy
+    ops, x = CPUOps(torch.float32, 4, {1}), torch.ones(1, 40)
+    with ops.recording() as recording:
+        ops.all_reduce(x, comm)
+    waited_s = used_s = 0.0
+    for _ in range(20):
+        x.fill_(comm.rank + 1)
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(0.012)
+        before_s, before_used_s = time.monotonic(), time.thread_time()
+        recording.replay()
+        waited_s += time.monotonic() - before_s
+        used_s += time.thread_time() - before_used_s
+    return waited_s, used_s, x[0].tolist()
+
+
+def test_a_wait_that_sleeps_uses_little_cpu_time(ranks):
+    """So that a wait does not use up the CPU quota of a container."""
+    (waited_s, used_s, total), (*_, other) = ranks(2).run(wait_for_rank_1, WaitPolicy.SLEEP)
+    assert total == other == [3.0] * 40
+    assert waited_s > 20 * 0.01 and used_s < waited_s / 4
 
 
 def record_around(comm: Communicator, x: Tensor, middle: Callable[[], None]) -> Recording:

@@ -16,12 +16,13 @@ import torch
 from ranks import SILENCE_S, SOON_S, Ranks, call_late_after
 from test_collectives import race
 
-from parallel_llama.parallel import shared_memory
+from parallel_llama.parallel import cgroups, shared_memory
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.rank_stacks import STACKS_NAME
 from parallel_llama.parallel.shared_memory import SharedMemory, share
 from parallel_llama.parallel.timeouts import Timeouts
+from parallel_llama.parallel.wait_policy import WaitPolicy
 from parallel_llama.parallel.watchdog import Peers
 
 
@@ -169,21 +170,29 @@ def test_only_the_memory_that_rank_0_offered_is_mapped(ranks):
     assert ranks(2).run(map_with_another_token) == [True, True]
 
 
-def spins(comm: Communicator, cores: list[set[int]]) -> int:
+def policy(comm: Communicator, cores: list[set[int]], quota: float) -> WaitPolicy:
     assert isinstance(comm, SharedMemory)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores[comm.rank])
+        monkeypatch.setattr(cgroups, "_cpu_quotas", lambda _: [quota])
         again = share(comm._leave.__self__, Timeouts())
     assert isinstance(again, SharedMemory)
-    return again._spins
+    return again._policy
 
 
 @pytest.mark.parametrize(
-    ("cores", "spinning"), [([{0, 1}, {0, 1}], True), ([{0}, {700}], True), ([{3}, {3}], False)]
+    ("cores", "quota", "expected"),
+    [
+        ([{0, 1}, {0, 1}], 2.0, WaitPolicy.SPIN),
+        ([{0}, {700}], 1.0, WaitPolicy.SPIN),
+        ([{3}, {3}], 8.0, WaitPolicy.YIELD),
+        ([{0, 1}, {0, 1}], 1.5, WaitPolicy.SLEEP),
+        ([{0}, {1}], 0.5, WaitPolicy.SLEEP),
+    ],
 )
-def test_ranks_spin_only_where_each_has_a_core(ranks, cores, spinning):
+def test_ranks_spin_only_where_each_has_a_core(ranks, cores, quota, expected):
     """Two ranks pinned to a core each see one core, and still have two together."""
-    assert [n > 0 for n in ranks(2).run(spins, cores)] == [spinning] * 2
+    assert ranks(2).run(policy, cores, quota) == [expected] * 2
 
 
 class Pressed(Exception):

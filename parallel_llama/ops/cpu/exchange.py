@@ -3,7 +3,7 @@
 Ranks of one host exchange messages in shared memory, and ranks of several hosts also over sockets;
 `parallel.shared_memory` and `parallel.sockets` describe the messages and the protocols. In one
 exchange some ranks may run this kernel and others Python. If messages do not arrive while the
-kernel spins, or belong to another collective, or a socket fails, Python finishes the exchange: it
+kernel waits, or belong to another collective, or a socket fails, Python finishes the exchange: it
 waits, and reports lost ranks.
 """
 
@@ -39,9 +39,13 @@ from parallel_llama.ops.cpu.replay import Exit, Recording
 from parallel_llama.parallel import sockets
 from parallel_llama.parallel.collectives import Exchange, Medium
 from parallel_llama.parallel.shared_memory import EXCHANGE, LINE, SIGNATURE, SLOT_BYTES
+from parallel_llama.parallel.wait_policy import WaitPolicy
 
 # Linux's flags for `send` and `recv`: do not block, and send no SIGPIPE if the peer has closed.
 _MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
+
+# The sleep between two looks; the system adds about 60 microseconds.
+_SLEEP_US = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +56,7 @@ class _ExchangeArguments(Generic[T]):
     size: Integer[T]
     signature: Integer[T]
     n_looks: Integer[T]
+    policy: Integer[T]
     exit: Exit[T]
 
 
@@ -144,7 +149,7 @@ def _exchange_arguments(
 ) -> _ExchangeArguments[float]:
     return _ExchangeArguments(
         cells=exchange.cells, messages=exchange.messages, rank=exchange.rank, size=exchange.size,
-        signature=exchange.signature, n_looks=exchange.n_looks,
+        signature=exchange.signature, n_looks=exchange.n_looks, policy=exchange.policy,
         exit=recording.exit(recording.deferred(result, exchange.finish)),
     )  # fmt: skip
 
@@ -244,7 +249,7 @@ def _wait_for_ranks(phase: Value, signed: Value, args: _ExchangeArguments[Value]
             n_agreeing.value += where(differs, size.like(0), 1)
             n_arrived.value += 1
         with when(has_arrived ^ 1):
-            pause(b)
+            _rest(args.policy)
             n_left.value -= 1
     return n_agreeing.value
 
@@ -341,7 +346,7 @@ def _receive(
                 n_missing.value += where(cells[sockets.RECEIVED] < n_all, args.size.like(1), 0)
         n_left.value -= 1
         leave_if((n_missing.value < 1) | (n_left.value < 0))
-        _system(b, "sched_yield")
+        _rest(larger(args.policy, args.policy.like(WaitPolicy.YIELD)))
 
 
 def _n_incomplete(
@@ -366,7 +371,7 @@ def _n_behind(rows_ready: Value, n_before: Value, args: _ExchangeArguments[Value
         ready = rows_ready + other * (sockets.ROW_BYTES // 8)
         with repeat(b) as leave_if:
             leave_if((ready.acquired() > n_before) | (n_left.value < 0))
-            pause(b)
+            _rest(args.policy)
             n_left.value -= 1
         n.value += where(ready.acquired() > n_before, args.size.like(0), one)
     return n.value
@@ -379,6 +384,17 @@ def _cells_of(args: _ExchangeArguments[Value], rank: Value) -> Value:
 def _header_of(rows: Value, rank: Value) -> Value:
     """The address of the message of a rank, which begins with its header."""
     return (rows + rank * sockets.ROW_BYTES + sockets.HEADER_AT).bits_as(I64.as_pointer())
+
+
+def _rest(policy: Value) -> None:
+    """What a waiting rank does between two looks."""
+    b = policy.b
+    with when(policy < WaitPolicy.YIELD):
+        pause(b)
+    with when(_are_equal(policy, policy.like(WaitPolicy.YIELD))):
+        _system(b, "sched_yield")
+    with when(policy > WaitPolicy.YIELD):
+        _system(b, "usleep", policy.like(_SLEEP_US).resized(I32))
 
 
 def _are_equal(one: Value, other: Value) -> Value:

@@ -40,7 +40,7 @@ from parallel_llama.ops.cpu.vector_math import ByteDots
 Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its arguments last
 
 _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
-_FROM_SYSTEM = "sched_yield", "send", "recv"
+_FROM_SYSTEM = "sched_yield", "usleep", "send", "recv"
 
 # The code cache. A kernel has about 10 KB; a model in one weight format needs about 12 kernels.
 _DIGEST_BYTES = 32

@@ -1,0 +1,29 @@
+"""How a rank waits for the other ranks of its host. No torch.
+
+The term is that of OpenMP, whose `OMP_WAIT_POLICY` chooses between active and passive waits.
+"""
+
+import os
+from enum import IntEnum
+
+from parallel_llama.parallel.cgroups import cpu_cores
+
+
+class WaitPolicy(IntEnum):
+    """What a waiting rank does between two looks. Kernels are passed the value."""
+
+    SPIN = 0  # keeps the core: the others have their own
+    YIELD = 1  # lets a rank on the same core run
+    SLEEP = 2  # leaves the core idle, so that the wait uses up nothing of a CPU quota
+
+
+def wait_policy(n_ranks: int, n_cores: int | None = None) -> WaitPolicy:
+    """The policy of this process in a group of which `n_ranks` ranks share the host.
+
+    Args:
+        n_cores: the cores that the ranks may use together; by default those of this process.
+    """
+    own = len(os.sched_getaffinity(0))
+    if cpu_cores() < min(n_ranks, own):
+        return WaitPolicy.SLEEP
+    return WaitPolicy.SPIN if (n_cores or own) >= n_ranks else WaitPolicy.YIELD
