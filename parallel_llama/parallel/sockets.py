@@ -95,6 +95,8 @@ _CONNECT_S = 20.0
 _YIELD_S = 0.005  # for ranks of this host, before this rank sleeps
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _KEEPALIVE_S = 1.0
+# The events of poll for a connection that the other side has closed.
+_HAS_LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 # A message that names a failed rank has a signature of this kind; its lower bits hold one of the
 # reasons below, the rank that has found the failure, and the failed rank.
@@ -470,7 +472,7 @@ class Sockets(Communicator):
         computes has the limit of a step.
         """
         seen_s, waited_s, before = time.monotonic(), 0.0, (0, 0)
-        pause_s, early = _SHORTEST_SLEEP_S, set[int]()
+        pause_s, early, gone = _SHORTEST_SLEEP_S, set[int](), set[int]()
         while self._advance(to_send, to_receive, awaited):
             now_s = time.monotonic()
             waited_s += min(now_s - seen_s, _LONGEST_GAP_S)
@@ -494,7 +496,9 @@ class Sockets(Communicator):
             for rank, own in self._sockets.items():
                 is_heard = rank in to_receive or rank not in early
                 events = select.POLLIN * is_heard | select.POLLOUT * (rank in to_send)
-                if events:
+                if rank in early:
+                    events |= select.POLLRDHUP
+                if events and rank not in gone:
                     poller.register(own, events)
             if to_send or to_receive:
                 left_s = max(0.0, limit_s - waited_s)
@@ -503,11 +507,15 @@ class Sockets(Communicator):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_SLEEP_S)
                 found = poller.poll(0)
-            readable = {fd for fd, _ in found}
+            events_of = dict(found)
             for rank, own in self._sockets.items():
-                if rank not in to_receive and rank not in early and own.fileno() in readable:
-                    if self._fails_later(rank, awaited):
-                        limit_s, waited_s = min(limit_s, self._timeouts.step_s), 0.0
+                events = 0 if rank in to_receive else events_of.get(own.fileno(), 0)
+                # A rank that has sent its message of the next exchange may fail in it and leave.
+                has_left = rank in early and events & _HAS_LEFT
+                if has_left or (events and rank not in early and self._fails_later(rank, awaited)):
+                    limit_s, waited_s = min(limit_s, self._timeouts.step_s), 0.0
+                    gone.add(rank)
+                if events:
                     early.add(rank)
             self._require_same_on_host()
 

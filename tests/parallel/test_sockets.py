@@ -240,6 +240,32 @@ def test_a_failure_in_the_next_exchange_does_not_end_the_current_one(ranks, host
         assert f"rank {rank} is in exchange 2, all_reduce of" in outcome
 
 
+def wait_for_a_message_that_one_rank_has(group: Communicator) -> str:
+    """The message of rank 0 reaches rank 1 and not rank 2; then rank 0 does nothing."""
+    comm = over_sockets(group, "abc", 1.5)
+    receive = comm._receive
+    if comm.rank == 2:
+        comm._receive = lambda rank, n_bytes: rank != 0 and receive(rank, n_bytes)
+    try:
+        comm.broadcast(torch.ones(4), no_timeout=True)
+        if comm.rank == 0:
+            time.sleep(1000)
+        comm.all_reduce(torch.ones(4))
+    except RankError as error:
+        comm.close()
+        return str(error)
+    raise AssertionError("nobody noticed")
+
+
+def test_a_failure_in_the_next_exchange_limits_a_wait_without_timeout():
+    """Rank 1 is late for the second exchange, so rank 2 must not wait in the first for ever."""
+    with Ranks(3, False) as pool:
+        outcomes = pool.outcomes(wait_for_a_message_that_one_rank_has, lost=[0])
+    for rank, exchange, late in (1, 2, "0, 2"), (2, 1, "0"):
+        assert outcomes[rank].startswith(f"rank {late} of 3 is late: no progress for 1.5 s")
+        assert f"rank {rank} is in exchange {exchange}, " in outcomes[rank]
+
+
 def receive_a_part(group: Communicator) -> bool:
     """Rank 0 replays the kernel while rank 1 of its host has a part of the message of rank 3."""
     comm = over_sockets(group, "aabb")
