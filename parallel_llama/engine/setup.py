@@ -21,7 +21,7 @@ from parallel_llama.config.layouts import (
     why_decoded,
     why_own_kv_scales,
 )
-from parallel_llama.dtypes import kv_format, make_precision
+from parallel_llama.dtypes import DenseFormat, kv_format, make_precision
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import CacheSize, MemoryLimit
@@ -132,7 +132,7 @@ class ModelSetup:
             slower.append(why_own_kv_scales(files))
             if self.precision.inputs and self.kind == "cpu":
                 slower.append(why_differing_inputs(self.args, self.precision.inputs))
-            if len(rounded) < len(stated) and self.quant in ("none", "stored"):
+            if any(self._is_decoded(name) for name in stated.keys() - rounded.keys()):
                 slower.append(_WHY_UNROUNDED)
         for reason in filter(None, slower if world()[0] == 0 else ()):
             logger.warning(reason)
@@ -198,6 +198,9 @@ class ModelSetup:
             step_tokens,
             self._limits(working),
         )
+
+    def _is_decoded(self, matrix: str) -> bool:
+        return isinstance(self.precision.form_of("matrix", matrix), DenseFormat)
 
     def _limits(self, working: Sequence[int]) -> list[MemoryLimit]:
         """The memory of each rank that runs; empty if the user does not limit it."""

@@ -269,13 +269,15 @@ def test_a_line_says_that_different_scales_of_fused_matrices_slow_decoding(made,
     assert "operator by operator: matrices that share an input" in caplog.text
 
 
-def test_integers_that_run_as_stored_keep_their_own_rounding(tmp_path):
+def test_integers_that_run_as_stored_keep_their_own_rounding(tmp_path, caplog):
     home = write_hf(TinyModel(4, 2, 32, 128, ffn_dim=160, vocab_size=101), tmp_path / "hf")
     (group,) = quantization_config("int channel")["config_groups"].values()
     stated = {**group, "input_activations": {**INT8, "strategy": "token", "dynamic": True}}
     folder = write_scaled(home, tmp_path / "int8", "int channel", config_groups={"group_0": stated})
     assert not ModelSetup(LLMConfig(str(folder), tp_size=1)).precision.inputs
     assert ModelSetup(LLMConfig(str(folder), tp_size=1, quant="none")).precision.inputs
+    ModelSetup(LLMConfig(str(folder), tp_size=2, exact=False))
+    assert "not rounded" not in caplog.text
 
 
 @pytest.mark.parametrize(
