@@ -193,15 +193,43 @@ StoredFormat = QuantFormat | ScaledFormat
 
 
 @dataclass(frozen=True)
+class InputFormat:
+    """The numbers to which the inputs of a matrix are rounded before a product.
+
+    An input becomes (q - zero point) * scale, where q is the number nearest to input / scale + zero
+    point; larger values saturate.
+
+    Args:
+        numbers: the type of q.
+        group: the consecutive inputs of a token that share a scale; 0 stands for all.
+        has_zeros: whether integers have a zero point.
+        most: an upper bound on the largest absolute value from which a scale is computed, if any.
+        scale: the scale of all inputs; None if the values of each group determine its scale and
+            its zero point.
+        zero: the zero point of `scale`.
+    """
+
+    numbers: Literal["e4m3", "int8"]
+    group: int = 0
+    has_zeros: bool = False
+    most: float | None = None
+    scale: float | None = None
+    zero: int = 0
+
+
+@dataclass(frozen=True)
 class Precision:
     """The dtype of activations and vectors, and the format of the matrices of layers.
 
     `stored` maps Meta's names of matrices to their formats, for matrices that run as stored.
+    `inputs` maps the names of matrices to the format of their inputs, for matrices that the files
+    store quantised and that are decoded.
     """
 
     computed: DTypeName
     matrices: MatrixFormat
     stored: Mapping[str, MatrixFormat] | None = None
+    inputs: Mapping[str, InputFormat] | None = None
 
     @classmethod
     def plain(cls, dtype: DTypeName) -> "Precision":
@@ -215,6 +243,7 @@ class Precision:
         dtype: DTypeName,
         quant: str = "none",
         stored: Mapping[str, MatrixFormat] | None = None,
+        inputs: Mapping[str, InputFormat] | None = None,
     ) -> "Precision":
         """The precision on 'cpu' or 'cuda' of a model in this dtype, quantised as one of `QUANTS`.
 
@@ -224,7 +253,7 @@ class Precision:
         is_half = ITEM_BYTES[dtype] == 2
         computed: DTypeName = "float32" if is_half and device == "cpu" else dtype
         if quant in ("none", "stored"):
-            return cls(computed, DenseFormat(dtype), stored)
+            return cls(computed, DenseFormat(dtype), stored, inputs)
         return cls(computed, ASKED[quant])
 
     @property
@@ -305,11 +334,12 @@ def make_precision(
     device: str,
     quant: str = "none",
     stored: Mapping[str, MatrixFormat] | None = None,
+    inputs: Mapping[str, InputFormat] | None = None,
 ) -> Precision:
     """The precision of a model in one of `DTYPES`, quantised as one of `QUANTS`.
 
-    `device` is 'cpu' or 'cuda', and `stored` the formats of matrices that the files store
-    quantised.
+    `device` is 'cpu' or 'cuda', `stored` the formats of matrices that the files store quantised,
+    and `inputs` the formats of the inputs of decoded matrices.
 
     Raises: UsageError for an unknown name, and for a combination that the model cannot have.
     """
@@ -326,7 +356,10 @@ def make_precision(
             "GPTQ, AWQ, integers of compressed-tensors or a quantised native folder); use int8, "
             "int4 or fp8, or none to decode the weights"
         )
-    return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
+    if quant != "stored":
+        return Precision.on(device, dtype, quant, inputs=inputs)
+    decoded = {name: form for name, form in (inputs or {}).items() if name not in (stored or {})}
+    return Precision.on(device, dtype, quant, stored, decoded)
 
 
 def why_unquantised(args: ModelSizes, dtype: str) -> str | None:

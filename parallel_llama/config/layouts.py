@@ -18,13 +18,21 @@ from parallel_llama.config.quantised import (
     gguf_formats,
     hf_decoded_types,
     hf_formats,
+    hf_inputs,
     hf_not_applied,
     hf_scaled_formats,
     native_decoded_types,
     native_folder_formats,
+    native_folder_inputs,
     native_folder_scaled,
 )
-from parallel_llama.dtypes import GGUF_QUANTS, MatrixFormat, ScaledFormat, why_unquantised
+from parallel_llama.dtypes import (
+    GGUF_QUANTS,
+    InputFormat,
+    MatrixFormat,
+    ScaledFormat,
+    why_unquantised,
+)
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.fields import naming, read_json_object
@@ -46,8 +54,10 @@ class FileLayout:
             default.
         scaled: reads the formats of matrices that are decoded while loading, and that a native
             folder stores as they are, by Meta's names; none by default.
-        not_applied: reads what the files quantise besides weights (activations, the KV cache) and
-            the model computes without rounding; nothing by default.
+        inputs: reads the formats to which the inputs of matrices are rounded, by Meta's names; none
+            by default.
+        not_applied: reads what else the files quantise (outputs, the KV cache) and the model
+            computes without rounding; nothing by default.
     """
 
     args: Callable[[ModelFiles, CountVocab | None], ModelArgs]
@@ -55,6 +65,7 @@ class FileLayout:
     formats: Callable[[ModelFiles, ModelArgs], dict[str, MatrixFormat]] = lambda *_: {}
     decoded_types: Callable[[ModelFiles, ModelArgs], list[str]] = lambda *_: []
     scaled: Callable[[ModelFiles, ModelArgs], dict[str, ScaledFormat]] = lambda *_: {}
+    inputs: Callable[[ModelFiles, ModelArgs], dict[str, InputFormat]] = lambda *_: {}
     not_applied: Callable[[ModelFiles], tuple[str, ...]] = lambda _: ()
 
 
@@ -95,6 +106,15 @@ def scaled_formats(files: ModelFiles, args: ModelArgs) -> dict[str, ScaledFormat
     Raises: CheckpointError if a file is damaged.
     """
     return LAYOUTS[files.kind].scaled(files, args)
+
+
+def input_formats(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
+    """The formats to which a model's files ask to round the inputs of matrices, by Meta's names.
+
+    Raises: CheckpointError if a file is damaged or lacks a scale; DamagedWeights for a scale that
+    cannot divide inputs.
+    """
+    return LAYOUTS[files.kind].inputs(files, args)
 
 
 def default_dtype(files: ModelFiles, args: ModelArgs, device: str) -> str:
@@ -215,6 +235,7 @@ LAYOUTS = {
         hf_formats,
         hf_decoded_types,
         hf_scaled_formats,
+        hf_inputs,
         hf_not_applied,
     ),
     "meta": FileLayout(_meta_args, folder_defaults),
@@ -224,6 +245,7 @@ LAYOUTS = {
         native_folder_formats,
         native_decoded_types,
         native_folder_scaled,
+        native_folder_inputs,
     ),
     "gguf": FileLayout(_gguf_args, gguf_defaults, gguf_formats, decoded_types),
     "config": FileLayout(_shape_args),

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from parallel_llama.dtypes import QuantFormat, ScaledFormat, StoredFormat
+from parallel_llama.dtypes import InputFormat, QuantFormat, ScaledFormat, StoredFormat
 from parallel_llama.errors import UsageError, listed
 from parallel_llama.families import FAMILIES
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, features_of
@@ -23,8 +23,9 @@ VERSIONS = {
 # QuantFormat; version 3 has those of ScaledFormat as well.
 _IN_EVERY_VERSION = {"int8", "int8 with minima", "int4", "int4 with minima", "fp8"}
 
-_KEYS = {"format", "args", "units", "quantised", "scaled"}
+_KEYS = {"format", "args", "units", "quantised", "scaled", "inputs"}
 _SCALED = {field.name for field in fields(ScaledFormat)}
+_INPUTS = {field.name: field.default for field in fields(InputFormat)}
 
 # The largest number of rows or columns that share a scale; far beyond every matrix.
 _MAX_SIDE = 1 << 30
@@ -40,12 +41,16 @@ _SCALING = {field.name for field in fields(RopeScaling)}
 
 
 def native_config(
-    args: ModelArgs, units: Mapping[str, int], formats: Mapping[str, StoredFormat] | None = None
+    args: ModelArgs,
+    units: Mapping[str, int],
+    formats: Mapping[str, StoredFormat] | None = None,
+    inputs: Mapping[str, InputFormat] | None = None,
 ) -> dict[str, Any]:
     """The content of native.json, with rows or columns per unit of each axis.
 
     `formats` are those of the quantised weights, each a `ScaledFormat` or one of
-    `quantised.NATIVE_QUANTS`. The content states the first version with these formats.
+    `quantised.NATIVE_QUANTS`, and `inputs` those to which inputs of matrices are rounded. The
+    content states the first version with these formats.
     """
     features = features_of(args)
     common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file
@@ -59,9 +64,13 @@ def native_config(
             scaled[weight] = asdict(form)
     first, second, third = VERSIONS
     version = first if _IN_EVERY_VERSION.issuperset(names.values()) else second
-    stated_formats = {"quantised": names, "scaled": scaled}
+    rounded = {
+        weight: {key: each for key, each in asdict(form).items() if each != _INPUTS[key]}
+        for weight, form in (inputs or {}).items()
+    }
+    stated_formats = {"quantised": names, "scaled": scaled, "inputs": rounded}
     return {
-        "format": third if scaled else version,
+        "format": third if scaled or rounded else version,
         "args": own,
         "units": dict(units),
         **{key: each for key, each in stated_formats.items() if each},
@@ -122,6 +131,30 @@ def native_scaled(values: Mapping[str, Any], matrices: Collection[str]) -> dict[
         is_known = form.numbers != "e2m1" or (form.block[0] == 1 and not form.has_zeros)
         if form.scales not in _SCALES[form.numbers] or not is_known:
             raise UsageError(f"{where}{form.name} is not supported; write the folder again")
+        found[name] = form
+    return found
+
+
+def native_inputs(values: Mapping[str, Any], matrices: Collection[str]) -> dict[str, InputFormat]:
+    """The formats of inputs that native.json states, by Meta's names of the matrices.
+
+    Raises: UsageError for a name that is not in `matrices`, or a format that does not exist.
+    """
+    found = {}
+    for name, stated in Fields(values).mapping("inputs").items():
+        where = f"inputs: {name[:80]!r}: "
+        if name not in matrices:
+            raise UsageError(f"{where}not a matrix of the model")
+        try:
+            form = msgspec.convert(stated, InputFormat)
+            Fields(stated).require_known(_INPUTS)
+        except (msgspec.ValidationError, UsageError) as error:
+            raise UsageError(f"{where}{error}") from error
+        is_known = form.numbers == "int8" or not (form.has_zeros or form.zero)
+        if not is_known or form.scale == 0 or not 0 <= form.group <= _MAX_SIDE:
+            raise UsageError(f"{where}{form} is not supported; write the folder again")
+        if form.most is not None and form.most <= 0:
+            raise UsageError(f"{where}most={form.most:g} must be positive")
         found[name] = form
     return found
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel_llama.config.bitsandbytes import BitsAndBytes, bitsandbytes_of, bitsandbytes_types
-from parallel_llama.config.native import native_scaled
+from parallel_llama.config.native import native_inputs, native_scaled
 from parallel_llama.config.scaled import (
     METHODS,
     MXFP4_INPUTS,
@@ -27,6 +27,7 @@ from parallel_llama.dtypes import (
     GGUF_QUANTS,
     QUANT_GROUP_SIZE,
     STORED,
+    InputFormat,
     MatrixFormat,
     QuantFormat,
     ScaledFormat,
@@ -152,6 +153,17 @@ def native_folder_scaled(files: ModelFiles, args: ModelArgs) -> dict[str, Scaled
     values = read_json_object(files.config)
     with naming(files.config, CheckpointError):
         return scaled_of(values, args)
+
+
+def native_folder_inputs(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
+    """The formats of inputs that a native folder states, by Meta's names of the matrices.
+
+    Raises: CheckpointError if native.json is damaged.
+    """
+    values = read_json_object(files.config)
+    matrices = [p.name for p in parameters(args) if p.kind != "vector" and len(p.shape) == 2]
+    with naming(files.config, CheckpointError):
+        return native_inputs(values, matrices)
 
 
 def native_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
@@ -302,8 +314,32 @@ def stored_form(scheme: Scheme, n_inputs: int) -> QuantFormat | None:
     return _INTEGERS[scheme.n_bits] if is_simple else None
 
 
+def hf_inputs(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
+    """The formats to which config.json asks to round inputs, by Meta's names of the matrices.
+
+    The inputs of the embedding are token ids, which are not rounded.
+
+    Raises: CheckpointError as `hf_packing`; both errors of `InputScheme.of`.
+    """
+    packing = hf_packing(files)
+    if not isinstance(packing, Schemes) or not packing.rounds_inputs:
+        return {}
+    names, slices = family_of(args).names, stored_slices(args, "hf")
+    located = {
+        hf_full_name(name, names): (path, tensor)
+        for path in files.weights
+        for name, tensor in read_safetensors_header(path).items()
+    }
+    held = {name: tensor for name, (_, tensor) in located.items()}
+    return {
+        name: scheme.inputs.of(slices[name].name.removesuffix("weight"), located)
+        for name, scheme in scaled_weights(packing, args, held).items()
+        if scheme.inputs is not None and name != "tok_embeddings.weight"
+    }
+
+
 def hf_not_applied(files: ModelFiles) -> tuple[str, ...]:
-    """What an HF folder's config.json quantises besides its weights, which is not applied.
+    """What an HF folder's config.json quantises besides weights and inputs of matrices.
 
     Raises: CheckpointError as `hf_packing`.
     """

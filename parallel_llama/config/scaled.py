@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parallel_llama.config.inputs import InputScheme, fbgemm_inputs, fp8_inputs, input_scheme
 from parallel_llama.config.patterns import compiled_pattern
 from parallel_llama.dtypes import ScaledFormat
 from parallel_llama.errors import CheckpointError, UsageError, listed
@@ -25,7 +26,7 @@ from parallel_llama.files.safetensors_header import FileTensor
 MARKS = "weight_packed", "weight_scale", "weight_scale_inv"
 BYTE_DTYPES = "F8_E4M3", "I8"
 
-# Tensors with scales of activations and of the KV cache, which are not applied.
+# Tensors with scales of activations, which `config.inputs` reads, and of the KV cache.
 UNUSED = re.compile(
     r"\.(input_scale(_ub)?|input_global_scale|input_zero_point|activation_scale|output_scale|output_zero_point"
     r"|[qkv]_scale|[qkv]_zero_point)$"
@@ -67,6 +68,7 @@ class Scheme:
         scale: the suffix of the scale's name.
         any_order: whether weight_g_idx names the group of each input; else the inputs of a group
             are consecutive.
+        inputs: how the inputs are rounded, if config.json asks for it.
     """
 
     is_float: bool
@@ -76,6 +78,7 @@ class Scheme:
     has_zeros: bool = False
     scale: str = "weight_scale"
     any_order: bool = False
+    inputs: InputScheme | None = None
 
     @property
     def is_fp4(self) -> bool:
@@ -108,13 +111,18 @@ class Schemes:
         groups: targets and their scheme; among targets of one kind (names, patterns, classes) the
             first match is used.
         ignored: modules that are not quantised, by name or as a pattern that begins with re:.
-        not_applied: what config.json quantises besides weights.
+        not_applied: what config.json quantises besides weights and inputs of matrices.
     """
 
     method: str
     groups: tuple[tuple[str, Scheme], ...]
     ignored: tuple[str, ...] = ()
     not_applied: tuple[str, ...] = ()
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether the inputs of a matrix are rounded."""
+        return any(scheme.inputs is not None for _, scheme in self.groups)
 
     def of(self, module: str, is_embedding: bool = False) -> Scheme | None:
         """The scheme of a module's weight; None if no group has it. Names come before classes."""
@@ -159,7 +167,9 @@ def scaled_weights(
                 f"ignored or in no group; use the config.json that belongs to the weights"
             )
         if schemes.method == "fp8" and base + "weight_scale" in held:
-            scheme = replace(scheme, block=(0, 0), scale="weight_scale")  # as AutoFP8 writes
+            # As AutoFP8 writes: one scale for a matrix.
+            inputs = scheme.inputs and scheme.inputs.by_token
+            scheme = replace(scheme, block=(0, 0), scale="weight_scale", inputs=inputs)
         has_zeros = not scheme.is_packed and base + "weight_zero_point" in held
         found[param.name] = replace(
             scheme,
@@ -242,11 +252,17 @@ def _compressed_tensors(stated: Fields) -> Schemes:
         if not isinstance(values, dict):
             raise UsageError(f"config_groups: {shown(name)} must be an object with targets")
         group = Fields(values)
-        if group.has("input_activations") or group.has("output_activations"):
-            not_applied.add("activations")
+        inputs = None
+        if group.has("input_activations"):
+            inputs = input_scheme(Fields(group.mapping("input_activations")))
+            if inputs is None or not group.has("weights"):
+                not_applied.add("activations")
+        if group.has("output_activations"):
+            not_applied.add("outputs of layers")
         if not group.has("weights"):
             continue
         scheme = _scheme(group.string("format", form), Fields(group.mapping("weights")))
+        scheme = replace(scheme, inputs=inputs)
         groups += [(_target(target), scheme) for target in group.strings("targets")]
     if not groups:
         raise UsageError("config_groups has no group with weights; at least one is needed")
@@ -336,11 +352,12 @@ def _fp8(stated: Fields) -> Schemes:
         raise UsageError(f"expert_dtype={experts[:80]!r} is not supported; fp8 is")
     size = stated.values.get("weight_block_size", [128, 128])
     block = (0, 0) if size is None else _sides("weight_block_size", size)
-    return _all_matrices("fp8", Scheme(True, 8, block, scale="weight_scale_inv"))
+    inputs = fp8_inputs(stated, block[1])
+    return _all_matrices("fp8", Scheme(True, 8, block, scale="weight_scale_inv", inputs=inputs))
 
 
-def _fbgemm_fp8(_: Fields) -> Schemes:
-    return _all_matrices("fbgemm_fp8", Scheme(True, 8, (1, 0)))
+def _fbgemm_fp8(stated: Fields) -> Schemes:
+    return _all_matrices("fbgemm_fp8", Scheme(True, 8, (1, 0), inputs=fbgemm_inputs(stated)))
 
 
 def _mxfp4(_: Fields) -> Schemes:
@@ -350,7 +367,7 @@ def _mxfp4(_: Fields) -> Schemes:
 def _all_matrices(method: str, scheme: Scheme) -> Schemes:
     """One scheme for every matrix that has scales, so lists of ignored modules are not needed."""
     groups = (("Linear", scheme), ("Embedding", scheme))
-    return Schemes(method, groups, not_applied=("activations",))
+    return Schemes(method, groups, not_applied=() if scheme.inputs else ("activations",))
 
 
 # By quant_method.

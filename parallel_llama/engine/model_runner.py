@@ -146,7 +146,7 @@ class ModelRunner:
             )
         model = Transformer(args, shard, Backend(comm, ops, dtype, stage_comm))
         held = None if before is None else before.weights
-        loader = WeightLoader(model, args, shard, held)
+        loader = WeightLoader(model, args, shard, held, precision.inputs)
         own = partial(use_device, device)
         with ThreadPoolExecutor(1, initializer=own) as thread:
             # Concurrently with reading the weights.

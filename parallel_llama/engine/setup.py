@@ -11,15 +11,17 @@ from parallel_llama.checkpoint.file_manifest import require_whole
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config.adapter import load_served_adapters
+from parallel_llama.config.inputs import why_differing_inputs
 from parallel_llama.config.layouts import (
     default_dtype,
     default_quant,
+    input_formats,
     load_model_args,
     stored_formats,
     why_decoded,
     why_own_kv_scales,
 )
-from parallel_llama.dtypes import kv_format, make_precision
+from parallel_llama.dtypes import DenseFormat, kv_format, make_precision
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import CacheSize, MemoryLimit
@@ -57,6 +59,11 @@ from parallel_llama.shares import choose_shares
 
 logger = logging.getLogger(__name__)
 
+_WHY_UNROUNDED = (
+    "activations are not rounded, although config.json asks for it: a scale depends on inputs of "
+    "all ranks, and only exact sums gather these; use --exact on the CPU, or one rank"
+)
+
 
 class ModelSetup:
     """The plan, precision, device and checkpoint of a model on this rank.
@@ -89,12 +96,6 @@ class ModelSetup:
             require_elastic(self.kind, config.kv_split)
             require_spares(config.spares, self.size)
         self.dtype = config.dtype or default_dtype(files, self.args, self.kind)
-        stored = stored_formats(files, self.args) if has_files else None
-        self.quant = config.quant or "none"
-        if has_files and config.quant is None:
-            self.quant = default_quant(files, self.args, self.dtype)
-        self.precision = make_precision(self.args, self.dtype, self.kind, self.quant, stored)
-        self.kv_format = kv_format(config.kv_cache_dtype, self.precision.computed)
         played, n_shards = slice_of or (0, self.size)
         # Exact sums send more messages, so on several hosts they are not the default, except where
         # stages keep these messages on one host.
@@ -102,6 +103,20 @@ class ModelSetup:
         asked = config.exact if is_local else bool(config.exact)
         in_stage = max(stage_sizes(n_shards, config.pp))
         self.exact = resolve_exact(asked, self.args, in_stage, self.kind)
+        stored = stored_formats(files, self.args) if has_files else None
+        self.quant = config.quant or "none"
+        if has_files and config.quant is None:
+            self.quant = default_quant(files, self.args, self.dtype)
+        stated = input_formats(files, self.args) if has_files else {}
+        rounded = {
+            name: form
+            for name, form in stated.items()
+            if self.exact or in_stage == 1 or form.scale is not None
+        }
+        self.precision = make_precision(
+            self.args, self.dtype, self.kind, self.quant, stored, rounded
+        )
+        self.kv_format = kv_format(config.kv_cache_dtype, self.precision.computed)
         is_checked = config.integrity_check
         if is_checked is None:
             is_checked = self.exact and slice_of is None
@@ -115,6 +130,10 @@ class ModelSetup:
         if has_files:
             slower.append(why_decoded(files, self.args, self.dtype, config.quant))
             slower.append(why_own_kv_scales(files))
+            if self.precision.inputs and self.kind == "cpu":
+                slower.append(why_differing_inputs(self.args, self.precision.inputs))
+            if any(self._is_decoded(name) for name in stated.keys() - rounded.keys()):
+                slower.append(_WHY_UNROUNDED)
         for reason in filter(None, slower if world()[0] == 0 else ()):
             logger.warning(reason)
         drawn_on = torch.device("cpu") if slice_of is None else self.device
@@ -179,6 +198,9 @@ class ModelSetup:
             step_tokens,
             self._limits(working),
         )
+
+    def _is_decoded(self, matrix: str) -> bool:
+        return isinstance(self.precision.form_of("matrix", matrix), DenseFormat)
 
     def _limits(self, working: Sequence[int]) -> list[MemoryLimit]:
         """The memory of each rank that runs; empty if the user does not limit it."""

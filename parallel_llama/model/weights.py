@@ -5,11 +5,12 @@ old model, which releases its weights part by part.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from parallel_llama.dtypes import InputFormat
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
@@ -54,6 +55,8 @@ class WeightLoader:
         args: Its arguments.
         shard: The shard that this rank holds.
         before: The loader of a model that is given up: it releases each part that is loaded here.
+        inputs: The formats to which the inputs of matrices that are not quantised are rounded, by
+            the names of the matrices.
     """
 
     def __init__(
@@ -62,12 +65,16 @@ class WeightLoader:
         args: ModelArgs,
         shard: Shard,
         before: "WeightLoader | None" = None,
+        inputs: Mapping[str, InputFormat] | None = None,
     ) -> None:
         self._model, self._shard, self._before = model, shard, before
         self._huge_pages: HugePages | None = None
         self._bytes_of: dict[str, range] = {}  # in the huge pages, by part
         names = [param.name for param in filter(shard.holds, parameters(args))]
         self._weights: dict[str, Weight] = {name: getattr(*self._place(name)) for name in names}
+        for name, weight in self._weights.items():
+            if inputs is not None and isinstance(weight, DenseWeight):
+                weight.inputs = inputs.get(name)
         self._n_missing = Counter(part for name in names for part in _parts_of(name))
 
     def assign(self, name: str, values: LoadedWeight) -> None:

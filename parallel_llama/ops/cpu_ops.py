@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from parallel_llama.dtypes import QuantFormat
+from parallel_llama.dtypes import InputFormat, QuantFormat
 from parallel_llama.ops.attention import PLAIN, HeadMap, Plan, Queries, Scores, SinkPlan
 from parallel_llama.ops.cpu.attention_plan import CPUPlan, CPUSinkPlan, PartTile
 from parallel_llama.ops.cpu.decode_attention import (
@@ -32,6 +32,7 @@ from parallel_llama.ops.cpu.exchange import make_all_reduce, make_gather_columns
 from parallel_llama.ops.cpu.gemm import make_gemm
 from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, make_gemm_amx
 from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
+from parallel_llama.ops.cpu.inputs import make_round_inputs
 from parallel_llama.ops.cpu.jit import Launcher, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
 from parallel_llama.ops.cpu.low_rank import AdapterRoom, make_low_rank
@@ -160,6 +161,9 @@ class CPUOps(TorchOps):
         else:
             y = make_gemv(self._dtype, weight.dtype)(x, weight, self._run)
         return y if bias is None else self.add_(y, bias)
+
+    def round_inputs(self, x: Tensor, form: InputFormat) -> Tensor:
+        return make_round_inputs(self._dtype, form)(x, form, self._run)
 
     def low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return self.linear(self.linear(x, a), b)

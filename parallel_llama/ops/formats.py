@@ -12,6 +12,7 @@ from parallel_llama.dtypes import (
     DTYPES,
     DenseFormat,
     DTypeName,
+    InputFormat,
     Kind,
     KVFormat,
     Precision,
@@ -31,7 +32,12 @@ class DenseWeight:
         shape: The shape of the shard; for a matrix in torch's order, [out, in].
         dtype: The dtype of products and lookups. A matrix may be stored in 16 bits for float32.
         device: The device of the empty weight.
+
+    Attributes:
+        inputs: The format to which inputs are rounded before a product, if any.
     """
+
+    inputs: InputFormat | None = None
 
     def __init__(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
         self._values: Tensor | None = torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -87,6 +93,7 @@ class DenseWeight:
 
     def apply(self, x: Tensor, ops: TorchOps, bias: "DenseWeight | None" = None) -> Tensor:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
+        x = x if self.inputs is None else ops.round_inputs(x, self.inputs)
         return ops.linear(x, self.values, None if bias is None else bias.values)
 
     def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
@@ -255,7 +262,8 @@ def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWei
     """
     dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
     groups = [weight for weight in weights if isinstance(weight, QuantWeight)]
-    forms = {weight.panels for weight in groups} | {weight.values.dtype for weight in dense}
+    forms: set[object] = {weight.panels for weight in groups}
+    forms |= {(weight.values.dtype, weight.inputs) for weight in dense}
     if len(forms) > 1:
         return MixedWeight(weights)
     return DenseWeight.concat_outputs(dense) if dense else QuantWeight.concat_outputs(groups)
@@ -265,9 +273,12 @@ def grouped_linear(
     x: Tensor, weights: Sequence[Weight | MixedWeight], dispatch: Dispatch, ops: TorchOps
 ) -> Tensor:
     """Multiplies rows of x by the weights that `dispatch` gives them; zeros for other rows."""
-    dense = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
-    if len(dense) == len(weights):
-        return ops.routed_linear(x, dense, dispatch)
+    dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
+    inputs = {weight.inputs for weight in dense}
+    if len(dense) == len(weights) and len(inputs) < 2:
+        form = next(iter(inputs), None)
+        x = x if form is None else ops.round_inputs(x, form)
+        return ops.routed_linear(x, [weight.values for weight in dense], dispatch)
     products = [partial(weight.apply, ops=ops) for weight in weights]
     return dispatch.through(x, products, weights[0].n_outputs)
 

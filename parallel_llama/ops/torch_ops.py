@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel_llama.dtypes import InputFormat
 from parallel_llama.ops import kv_rows
 from parallel_llama.ops.attention import (
     MAX_QUERIES,
@@ -28,6 +29,7 @@ from parallel_llama.ops.attention import (
 from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.ops.gumbel import SamplingKeys, gumbel
+from parallel_llama.ops.inputs import round_inputs
 from parallel_llama.ops.quant import PanelShape, quant_gemm
 from parallel_llama.parallel.collectives import Communicator
 
@@ -81,6 +83,13 @@ class TorchOps:
         Shapes: [T, in], [out, in] -> [T, out].
         """
         return F.linear(x, weight.to(x.dtype), bias)
+
+    def round_inputs(self, x: Tensor, form: InputFormat) -> Tensor:
+        """The inputs of a matrix, rounded as `ops.inputs` defines it; a row depends on itself only.
+
+        Shapes: x and the result [T, in].
+        """
+        return round_inputs(x, form)
 
     def low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """x A B, with A and B in torch's order.

@@ -31,8 +31,12 @@ from parallel_llama.checkpoint.meta_folder import (
 )
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config.adapter import Adapter, load_adapter
-from parallel_llama.config.layouts import load_generation_defaults, load_model_args
-from parallel_llama.dtypes import STORED, QuantFormat, ScaledFormat, StoredFormat
+from parallel_llama.config.layouts import (
+    input_formats,
+    load_generation_defaults,
+    load_model_args,
+)
+from parallel_llama.dtypes import STORED, InputFormat, QuantFormat, ScaledFormat, StoredFormat
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
@@ -126,7 +130,11 @@ def reshard(
             quantised = {n: form for n, form in formats.items() if isinstance(form, QuantFormat)}
             job = _gguf_job(source, args, checkpoint, target, dtypes, quantised, quant, copies)
         else:
-            job = _folder_job(source, args, checkpoint, target, layout, n_parts, dtypes, formats)
+            keeps = bool(formats) and quant in (None, "stored")
+            inputs = input_formats(source, args) if keeps else {}
+            job = _folder_job(
+                source, args, checkpoint, target, layout, n_parts, dtypes, formats, inputs
+            )
         job = replace(job, adapter=adapter)
         job.require_space()
         return job.write(resume, on_start, on_bytes)
@@ -141,6 +149,7 @@ def _folder_job(
     n_parts: int,
     dtypes: Mapping[str, torch.dtype],
     formats: Mapping[str, StoredFormat],
+    inputs: Mapping[str, InputFormat],
 ) -> "ReshardJob":
     """The conversion into a folder of `n_parts` files of weights."""
     defaults, variants = load_generation_defaults(source), norm_variants(source)
@@ -158,7 +167,7 @@ def _folder_job(
         if layout == "hf":
             written = HFLayout(args, dtypes, n_parts, defaults)
         else:
-            written = NativeLayout(args, dtypes, n_parts, formats)
+            written = NativeLayout(args, dtypes, n_parts, formats, inputs)
     small = {**beside, **written.metadata()}
     pieces = partial(canonical_pieces, checkpoint, dtypes=dtypes, formats=formats)
     return ReshardJob(source, args, written, target, dtypes, formats, small, pieces)

@@ -25,7 +25,13 @@ from parallel_llama.checkpoint.native_folder import (
 from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf import hf_config
 from parallel_llama.config.native import native_config
-from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED_NAMES, QuantFormat, StoredFormat
+from parallel_llama.dtypes import (
+    QUANT_GROUP_SIZE,
+    STORED_NAMES,
+    InputFormat,
+    QuantFormat,
+    StoredFormat,
+)
 from parallel_llama.errors import UsageError
 from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
@@ -163,7 +169,9 @@ class HFLayout(SafetensorsLayout):
 
 
 class NativeLayout(SafetensorsLayout):
-    """A native folder (see `checkpoint.native_folder`); `formats` are those of quantised weights.
+    """A native folder (see `checkpoint.native_folder`).
+
+    `formats` are those of quantised weights, and `inputs` those to which inputs are rounded.
 
     Raises: UsageError if there are more files than tensors.
     """
@@ -176,8 +184,9 @@ class NativeLayout(SafetensorsLayout):
         dtypes: Mapping[str, torch.dtype],
         n_parts: int,
         formats: Mapping[str, StoredFormat] | None = None,
+        inputs: Mapping[str, InputFormat] | None = None,
     ) -> None:
-        formats = formats or {}
+        formats, self._inputs = formats or {}, inputs
         has_groups = any(isinstance(form, QuantFormat) for form in formats.values())
         units = axis_units(args, QUANT_GROUP_SIZE if has_groups else 1)
         self._storage = NativeStorage(units, formats)
@@ -209,7 +218,8 @@ class NativeLayout(SafetensorsLayout):
             yield from self._placed(part, rest)
 
     def metadata(self) -> dict[str, bytes]:
-        config = native_config(self.args, self._storage.units, self._storage.formats)
+        storage = self._storage
+        config = native_config(self.args, storage.units, storage.formats, self._inputs)
         return {"native.json": json_text(config)}
 
     def unit_bytes(self, param: Param) -> dict[str, list[int]]:

@@ -282,27 +282,26 @@ def test_groups_name_their_matrices_and_ignored_ones_stay_plain(source, tmp_path
         loaded(folder, 1, "none")
 
 
-def test_scales_of_activations_and_of_the_cache_are_passed_over_with_a_line(made, tmp_path):
+def test_scales_of_outputs_and_of_the_cache_are_passed_over_with_a_line(made, tmp_path):
     folder = shutil.copytree(made["float tensor"], tmp_path / "model")
     one = torch.ones(1)
     rewritten(
         folder,
         {
-            f"{Q_PROJ}.input_scale": one,
-            "model.layers.0.self_attn.k_scale": one.clone(),
+            "model.layers.0.self_attn.k_scale": one,
             "model.layers.0.self_attn.k_proj.output_scale": one.clone(),
         },
     )
     config = json.loads((folder / "config.json").read_text())
     stated = config["quantization_config"]
-    stated["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float"}
+    stated["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8, "type": "float"}
     stated["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
     (folder / "config.json").write_text(json.dumps(config))
     (ours,), (meant,) = loaded(folder, 1, "none"), loaded(meant_by(made["float tensor"]), 1)
     assert all(torch.equal(a, b) for a, b in zip(ours, meant, strict=True))
     files = find_model(str(folder))
     assert re.search(
-        "in fp8 are decoded to bfloat16; activations and the KV cache are not rounded, although",
+        "in fp8 are decoded to bfloat16; outputs of layers and the KV cache are not rounded, alth",
         why_decoded(files, load_model_args(files), "bfloat16") or "",
     )
     assert "kv_cache_scheme and its scales are not applied" in (why_own_kv_scales(files) or "")
