@@ -348,7 +348,8 @@ def _factors(type_name: str, form: QuantFormat, blocks: Tensor) -> Tensor:
 def _put_factors(type_name: str, form: QuantFormat, factors: Tensor, blocks: Tensor) -> None:
     """The inverse of `_factors`. Shapes: factors [out, n], blocks [out, n_blocks, bytes]."""
     by_group = _in_runs(factors.view(torch.uint8), form.n_shared, form.n_factors)
-    parts = [part.flatten(-2) for part in by_group.split(form.n_parts, -1)]
+    starts = range(0, form.n_factors, form.n_parts)
+    parts = [by_group[..., at : at + form.n_parts].flatten(-2) for at in starts]
     if type_name == "Q6_K":
         blocks[..., 192:208] = parts[0]
     elif type_name == "Q3_K":
