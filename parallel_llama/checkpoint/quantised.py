@@ -1,4 +1,4 @@
-"""Decodes quantised weights of GPTQ, AWQ and GGUF files without rounding.
+"""Decodes quantised weights of GPTQ, AWQ and GGUF files, and encodes GGUF blocks, without rounding.
 
 GPTQ and AWQ store a matrix [out, in] as several tensors, here for 4-bit integers:
 
@@ -18,6 +18,7 @@ ggml's ggml-common.h.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ Read = Callable[[str, range, range], Tensor]
 
 # The dtypes of these tensors, by their names in safetensors files.
 PACKED_DTYPES = {"qweight": ("I32",), "qzeros": ("I32",), "g_idx": ("I32",), "scales": ("F16",)}
+
+_ENCODED_AT_ONCE = 1 << 22  # integers, which take several bytes each until they are encoded
 
 # Which four bits of a word, counted from the lowest, hold each of its eight outputs.
 _ORDER = {"gptq": (0, 1, 2, 3, 4, 5, 6, 7), "awq": (0, 4, 1, 5, 2, 6, 3, 7)}
@@ -207,6 +210,16 @@ class _Bits:
         bits: Tensor = (runs >> shifts) & ((1 << self.n_bits) - 1)
         return bits.flatten(-3)
 
+    def put(self, values: Tensor, blocks: Tensor) -> None:
+        """Adds the lowest `n_bits` of each value to blocks, in which these bits are 0.
+
+        Shapes: values [..., values] uint8, blocks [..., bytes of a block].
+        """
+        shifts = range(0, 8, self.n_bits)
+        runs = _in_runs(values & ((1 << self.n_bits) - 1), len(shifts), self.run)
+        bytes_ = reduce(torch.bitwise_or, (runs[..., n, :] << at for n, at in enumerate(shifts)))
+        blocks[..., self.start : self.start + self.n_bytes] |= bytes_.flatten(-2)
+
 
 @dataclass(frozen=True)
 class _Block:
@@ -214,6 +227,11 @@ class _Block:
 
     scale: int
     bits: tuple[_Bits, ...]  # the lowest first
+
+    def n_bytes(self, form: QuantFormat) -> int:
+        """Bytes of a block, which ends with its scale and minimum or with integers."""
+        ends = (bits.start + bits.n_bytes for bits in self.bits)
+        return max(self.scale + 2 * (1 + form.has_min), *ends)
 
 
 _BLOCKS = {
@@ -245,14 +263,66 @@ def decode_gguf(type_name: str, blocks: Tensor) -> QuantMatrix:
     scales, mins = _float16(blocks, block.scale), None
     if form.has_min:
         mins = _float16(blocks, block.scale + 2)
-        mins = -mins if form.min_factors else mins  # minima with factors are subtracted
+        mins = _negated(mins) if form.min_factors else mins  # minima with factors are subtracted
     factors = _factors(type_name, form, blocks).flatten(1) if form.n_factors else None
     return QuantMatrix(form, integers.view(torch.int8).flatten(1), scales, mins, factors)
+
+
+def encode_gguf(type_name: str, matrix: QuantMatrix) -> Tensor:
+    """The inverse of `decode_gguf`, for a matrix of whole blocks.
+
+    Shapes: matrix [out, in] -> [out, bytes of a row] uint8.
+
+    Raises: ValueError if a number does not fit into the bits that a block has for it.
+    """
+    form, block = GGUF_QUANTS[type_name], _BLOCKS[type_name]
+    assert matrix.form == form and not matrix.n_before
+    n_rows, n_blocks = matrix.scales.shape
+    blocks = torch.zeros(n_rows, n_blocks, block.n_bytes(form), dtype=torch.uint8)
+    step = max(1, _ENCODED_AT_ONCE // matrix.shape[1])
+    for start in range(0, n_rows, step):
+        some = slice(start, start + step)
+        _encode(type_name, block, matrix.some(some), blocks[some])
+    return blocks.flatten(1)
+
+
+def _encode(type_name: str, block: _Block, matrix: QuantMatrix, blocks: Tensor) -> None:
+    """Encodes rows into blocks of zeros."""
+    form = matrix.form
+    integers = _in_runs(matrix.integers.view(torch.uint8), form.block)
+    if type_name != "Q8_0":
+        integers = integers + form.zero
+    _require_bits("an integer", integers, form.n_bits)
+    for bits in block.bits:
+        bits.put(integers, blocks)
+        integers = integers >> bits.n_bits
+    _put_float16(blocks, block.scale, matrix.scales)
+    if matrix.mins is not None:
+        mins = _negated(matrix.mins) if form.min_factors else matrix.mins
+        _put_float16(blocks, block.scale + 2, mins)
+    if matrix.factors is not None:
+        _put_factors(type_name, form, matrix.factors, blocks)
+
+
+def _require_bits(what: str, numbers: Tensor, n_bits: int) -> None:
+    """Raises: ValueError if an unsigned number has more than `n_bits`."""
+    if n_bits < 8 and numbers.numel() and int(numbers.max()) >> n_bits:
+        raise ValueError(f"{what} does not fit into {n_bits} bits")
+
+
+def _put_float16(blocks: Tensor, at: int, halves: Tensor) -> None:
+    """The inverse of `_float16`."""
+    blocks[..., at : at + 2] = halves.contiguous().view(torch.uint8).view(*halves.shape, 2)
 
 
 def _float16(blocks: Tensor, at: int) -> Tensor:
     """Shapes: [..., bytes of a block] -> [...]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
+
+
+def _negated(halves: Tensor) -> Tensor:
+    """Flips the signs of float16 numbers and no other bit, not even of a NaN."""
+    return (halves.view(torch.int16) ^ -(1 << 15)).view(torch.float16)
 
 
 def _in_runs(values: Tensor, *run: int) -> Tensor:
@@ -275,6 +345,27 @@ def _factors(type_name: str, form: QuantFormat, blocks: Tensor) -> Tensor:
     return torch.cat(by_group, -1).view(torch.int8)
 
 
+def _put_factors(type_name: str, form: QuantFormat, factors: Tensor, blocks: Tensor) -> None:
+    """The inverse of `_factors`. Shapes: factors [out, n], blocks [out, n_blocks, bytes]."""
+    by_group = _in_runs(factors.view(torch.uint8), form.n_shared, form.n_factors)
+    starts = range(0, form.n_factors, form.n_parts)
+    parts = [by_group[..., at : at + form.n_parts].flatten(-2) for at in starts]
+    if type_name == "Q6_K":
+        blocks[..., 192:208] = parts[0]
+    elif type_name == "Q3_K":
+        factors = parts[0] + 32
+        _require_bits("a factor", factors, 6)
+        _Bits(4, 96, 8, 8).put(factors, blocks)
+        _Bits(2, 104, 4, 4).put(factors >> 4, blocks)
+    elif type_name == "Q2_K":
+        both = torch.stack(parts, -1).flatten(-2)
+        _require_bits("a factor", both, 4)
+        _Bits(4, 0, 16, 1).put(both, blocks)
+    else:
+        _require_bits("a factor", torch.cat(parts), 6)
+        blocks[..., 4:16] = _in_six_bits(*parts)
+
+
 def _six_bits(packed: Tensor) -> list[Tensor]:
     """The 6-bit factors of the scales and of the minima of 8 groups.
 
@@ -288,3 +379,9 @@ def _six_bits(packed: Tensor) -> list[Tensor]:
         torch.cat((own & 63, lowest[..., at : at + 4] | ((own >> 6) << 4)), -1)
         for at, own in ((0, packed[..., :4]), (4, packed[..., 4:8]))
     ]
+
+
+def _in_six_bits(scales: Tensor, mins: Tensor) -> Tensor:
+    """The inverse of `_six_bits`."""
+    own = [part[..., :4] | ((part[..., 4:] >> 4) << 6) for part in (scales, mins)]
+    return torch.cat((*own, (scales[..., 4:] & 15) | (mins[..., 4:] << 4)), -1)

@@ -1,15 +1,6 @@
 """Writes one GGUF file: its header, and the type and offset of each tensor.
 
-A block holds 32 values of a row:
-
-    Q8_0   scale (float16), 32 signed bytes
-    Q4_0   scale (float16), 16 bytes of two integers, each 8 more than its value
-    Q4_1   scale and minimum (float16), 16 bytes of two integers
-
-Byte i of a Q4 block holds integers i (low half) and i + 16.
-
-Source: ggml's docs/gguf.md and the structures block_q8_0, block_q4_0 and block_q4_1 of ggml's
-ggml-common.h.
+Source: ggml's docs/gguf.md.
 """
 
 import math
@@ -28,14 +19,16 @@ from torch import Tensor
 from parallel_llama.checkpoint.canonical import Piece
 from parallel_llama.checkpoint.checkpoint import is_rotary, reordered
 from parallel_llama.checkpoint.gguf_file import gguf_shape
+from parallel_llama.checkpoint.quantised import encode_gguf
 from parallel_llama.config.gguf import args_from_gguf
 from parallel_llama.config.gguf_fields import require_equal, written_scaling
-from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED
+from parallel_llama.dtypes import GGUF_QUANTS, STORED
 from parallel_llama.errors import DamagedWeights
 from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.ops.quant import QuantMatrix
 from parallel_llama.reshard.layout import Layout, TargetFile
 from parallel_llama.reshard.target_folder import TargetKind
 
@@ -129,7 +122,7 @@ class GGUFLayout(Layout):
             piece = tuple(reordered(part, head_dim, order, rotary_dim) for part in piece)
         kind, values = self.types[param.name], piece[0]
         if len(piece) > 1:
-            return encoded_blocks(kind, piece)
+            return _encoded_blocks(param, kind, piece)
         if self.args.norm_offset and param.name.endswith("norm.weight"):
             values = values + self.args.norm_offset  # llama.cpp stores the sum
         if kind in STORED:
@@ -144,21 +137,18 @@ class GGUFLayout(Layout):
         return torch.from_numpy(gguf.quants.quantize(array, GGMLQuantizationType[kind]))
 
 
-def encoded_blocks(kind: str, matrix: Sequence[Tensor]) -> Tensor:
-    """Quantised rows as blocks of the type Q8_0, Q4_0 or Q4_1.
-
-    Shapes: integers [n_rows, n] int8, scales and perhaps minima [n_rows, n / 32] float16 ->
-        [n_rows, bytes of a row] uint8.
-    """
-    integers, *halves = matrix
-    n_rows, n_blocks = halves[0].shape
-    groups = integers.reshape(n_rows, n_blocks, QUANT_GROUP_SIZE)
-    if kind != "Q8_0":
-        unsigned = (groups + (8 if kind == "Q4_0" else 0)).view(torch.uint8)
-        half = QUANT_GROUP_SIZE // 2
-        groups = unsigned[..., :half] | (unsigned[..., half:] << 4)
-    factors = [half.contiguous().view(torch.uint8).view(n_rows, n_blocks, 2) for half in halves]
-    return torch.cat([*factors, groups.view(torch.uint8)], -1).view(n_rows, -1)
+def _encoded_blocks(param: Param, kind: str, piece: Piece) -> Tensor:
+    """Quantised rows as blocks of a type in `GGUF_QUANTS`. Shapes: -> [n_rows, bytes] uint8."""
+    form = GGUF_QUANTS[kind]
+    integers, scales, *others = piece
+    mins = others.pop(0) if form.has_min else None
+    factors = others.pop(0) if form.n_factors else None
+    try:
+        return encode_gguf(kind, QuantMatrix(form, integers, scales, mins, factors))
+    except ValueError as error:
+        raise DamagedWeights(
+            f"{param.name}: {error}, as {kind} stores it; the weights are damaged, fetch them again"
+        ) from error
 
 
 def _header(fields: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:

@@ -2,7 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 
-from parallel_llama.dtypes import STORED_NAMES, DTypeName, QuantFormat, why_unquantised
+from parallel_llama.dtypes import (
+    GGUF_QUANTS,
+    STORED_NAMES,
+    DTypeName,
+    QuantFormat,
+    why_unquantised,
+)
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
@@ -16,11 +22,7 @@ BLOCK_TYPES = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
 _OUTER_TYPE = "Q8_0"
 
 # The types that hold the integers and scales of a format unchanged.
-TYPES_OF_FORMATS = {
-    QuantFormat(8): "Q8_0",
-    QuantFormat(4): "Q4_0",
-    QuantFormat(4, has_min=True): "Q4_1",
-}
+TYPES_OF_FORMATS = {form: name for name, form in GGUF_QUANTS.items()}
 
 
 def copies_tensors(source: ModelFiles, quant: str | None, dtype: str | None) -> bool:
@@ -60,14 +62,21 @@ def weight_types(
 
     Vectors and routers are F32, as llama.cpp needs.
 
-    Raises: UsageError for a matrix in float64.
+    Raises: UsageError for a matrix in float64, for rows that are not whole blocks, and for weights
+    of several types in one tensor of the file.
     """
-    types = {}
+    types: dict[str, str] = {}
     for param in parameters(args):
         if param.kind == "vector":
             types[param.name] = "F32"
-        elif param.name in formats:
-            types[param.name] = TYPES_OF_FORMATS[formats[param.name]]
+        elif form := formats.get(param.name):
+            if param.shape[1] % form.block:
+                raise UsageError(
+                    f"{param.name}: has rows of {param.shape[1]} values in {form.name}, and a row "
+                    f"of a GGUF file has whole blocks of {form.block}; use --quant none with a "
+                    "--dtype"
+                )
+            types[param.name] = TYPES_OF_FORMATS[form]
         elif quant in BLOCK_TYPES:
             types[param.name] = BLOCK_TYPES[quant] if param.kind == "matrix" else _OUTER_TYPE
         elif dtypes[param.name] == "float64":
@@ -77,7 +86,22 @@ def weight_types(
             )
         else:
             types[param.name] = STORED_NAMES[dtypes[param.name]]
+    _require_one_type(args, types)
     return types
+
+
+def _require_one_type(args: ModelArgs, types: Mapping[str, str]) -> None:
+    """Raises: UsageError if a tensor of the file, such as that of all experts, has two types."""
+    slices, firsts = stored_slices(args, "gguf"), dict[str, str]()
+    for name, kind in types.items():
+        tensor = slices[name].name
+        first = firsts.setdefault(tensor, name)
+        if types[first] != kind:
+            raise UsageError(
+                f"{name}: would be {kind} and {first} {types[first]}, and a GGUF file stores both "
+                f"in {tensor!r}, which has one type; use --dtype, with --quant none if the source "
+                "is quantised"
+            )
 
 
 # llama.cpp's numbers for the type of most matrices.

@@ -24,8 +24,8 @@ from gguf.quants import dequantize
 from reshard_samples import opened
 from transformers_oracle import decoded_smollm2
 
-from parallel_llama.checkpoint import gguf_file
-from parallel_llama.checkpoint.quantised import decode_gguf
+from parallel_llama.checkpoint import gguf_file, quantised
+from parallel_llama.checkpoint.quantised import decode_gguf, encode_gguf
 from parallel_llama.checkpoint.reading import load, open_checkpoint
 from parallel_llama.cli.main import main
 from parallel_llama.config.layouts import (
@@ -218,6 +218,33 @@ def test_blocks_that_are_kept_mean_what_the_gguf_package_decodes(type_name):
     kept = decode_gguf(type_name, blocks.view(5, 3, n_bytes))
     assert kept.form == GGUF_QUANTS[type_name] and kept.shape == (5, 3 * size)
     assert torch.equal(kept.values(), expected)
+
+
+@pytest.mark.parametrize("type_name", GGUF_QUANTS)
+def test_blocks_are_encoded_as_they_were_stored(type_name, monkeypatch):
+    """Any bytes: infinite and negative scales, and unusual integers and factors."""
+    monkeypatch.setattr(quantised, "_ENCODED_AT_ONCE", 1500)  # rows in pieces, the last a short one
+    n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]][1]
+    blocks = torch.randint(0, 256, (35, 3, n_bytes), dtype=torch.uint8)
+    matrix = decode_gguf(type_name, blocks)
+    assert torch.equal(encode_gguf(type_name, matrix), blocks.flatten(1))
+
+
+@pytest.mark.parametrize("type_name", [*GGUF_QUANTS.keys() - {"Q8_0"}])
+def test_numbers_with_more_bits_than_a_block_has_are_refused(type_name):
+    """They can be in a damaged native folder, which has a byte for each factor."""
+    matrix = decode_gguf(type_name, random_blocks(type_name, 2)[None])
+    wide = []
+    if type_name != "Q6_K" and matrix.factors is not None:  # its factors have 8 bits
+        for at in (0, matrix.factors.shape[1] - 1):
+            factors = matrix.factors.clone()
+            factors[0, at] = 64
+            wide.append(replace(matrix, factors=factors))
+    integers = matrix.integers.clone()
+    integers[0, 31] = 64
+    for each in (*wide, replace(matrix, integers=integers)):
+        with pytest.raises(ValueError, match=r"does not fit into [2-6] bits"):
+            encode_gguf(type_name, each)
 
 
 @pytest.mark.parametrize("type_name", GGUF_QUANTS)

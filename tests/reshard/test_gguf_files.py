@@ -13,6 +13,7 @@ from checkpoint_samples import weights_of, write_gguf
 from converted_gguf import convert, rounded
 from gguf import GGMLQuantizationType
 from reshard_samples import moved, read, same_bytes, write_model
+from safetensors.torch import load_file, save_file
 from test_quantised_folders import ARGS, loaded
 from tiny_folder import write_tokenizer
 from tiny_models import TINY_MODELS, TinyModel, write_hf
@@ -330,6 +331,20 @@ def test_a_model_that_a_file_cannot_state_is_refused(name, message, tmp_path):
     with pytest.raises(UsageError, match=message):
         written(folder, tmp_path / "target.gguf", dtype=dtype)
     assert not [path for path in tmp_path.iterdir() if "target" in path.name]
+
+
+def test_experts_in_two_dtypes_are_refused_since_they_share_a_tensor(tmp_path):
+    """They would be written with rows of different lengths, over each other."""
+    made = write_hf(TINY_MODELS["8/2 mixtral"], tmp_path / "made")
+    folder = moved(made, tmp_path / "hf", "hf", dtype="float32")
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("experts.1.w2.weight"))
+    save_file(tensors | {name: tensors[name].bfloat16()}, path)
+    message = r"experts\.1\.w2\.weight: would be BF16 and .*experts\.0\.w2\.weight F32"
+    with pytest.raises(UsageError, match=message):
+        written(folder, tmp_path / "target.gguf")
+    written(folder, tmp_path / "target.gguf", dtype="float32")
 
 
 @pytest.mark.parametrize(

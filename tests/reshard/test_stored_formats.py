@@ -3,9 +3,11 @@
 import json
 import shutil
 from dataclasses import replace
+from hashlib import sha256
 from itertools import cycle
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from checkpoint_samples import weights_of, write_gguf
@@ -26,6 +28,7 @@ from parallel_llama.config.quantised import HF_QUANTS
 from parallel_llama.dtypes import GGUF_QUANTS, QuantFormat
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import find_model
@@ -33,6 +36,7 @@ from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.ops.quant import QuantMatrix
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
+from parallel_llama.reshard.gguf_types import weight_types
 
 # Blocks of 256 that heads of 32 and groups of 32 channels cut inside.
 ARGS = ModelArgs(
@@ -159,6 +163,77 @@ def test_hashes_are_those_of_the_original_for_any_number_of_files(
     assert mine == theirs
 
 
+def block_hashes(path: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """Type, shape and hash of every tensor, as the gguf package reads the file."""
+    return {
+        own.name: (own.tensor_type.name, tuple(own.shape), sha256(own.data.tobytes()).hexdigest())
+        for own in gguf.GGUFReader(path).tensors
+    }
+
+
+@pytest.mark.parametrize("n_files", [1, 2, 3, 5])
+@pytest.mark.parametrize("options", [{}, {"quant": "stored"}], ids=["default", "stored"])
+def test_a_gguf_file_has_its_blocks_again_after_a_native_folder(
+    n_files, options, originals, tmp_path
+):
+    """Also wq and wk, whose rows a GGUF file has in another order; and values without blocks."""
+    native = moved(originals["gguf"], tmp_path / "native", "native", n_files, quant="stored")
+    path = moved(native, tmp_path / "again.gguf", "gguf", **options)
+    expected = block_hashes(originals["gguf"])
+    assert {kind for kind, _, _ in expected.values()} == {*GGUF_QUANTS, "F32"}
+    assert block_hashes(path) == expected
+    report = verify(str(path), str(originals["gguf"]))
+    assert report.ok, report.problems
+
+
+def test_types_that_a_native_folder_decodes_become_plain_values(tmp_path):
+    """IQ4_XS has no kernel, so a native folder has its values in float32."""
+    types = {"wq.weight": "IQ4_XS", "w1.weight": "F16", "w3.weight": "BF16", "w2.weight": "Q3_K"}
+    write_gguf(tmp_path / "model.gguf", ARGS, weights_of(ARGS), types)
+    native = moved(tmp_path / "model.gguf", tmp_path / "native", "native", quant="stored")
+    ours = block_hashes(moved(native, tmp_path / "again.gguf", "gguf"))
+    theirs = block_hashes(tmp_path / "model.gguf")
+    decoded = {name for name in theirs if name.endswith("attn_q.weight")}
+    assert {ours[name][0] for name in decoded} == {"F32"}
+    assert {n: own for n, own in ours.items() if n not in decoded} == {
+        n: own for n, own in theirs.items() if n not in decoded
+    }
+
+
+def test_formats_without_a_gguf_type_are_refused_by_name(natives, tmp_path, capsys):
+    for kind in ("gptq", "packed 4, group, zeros"):
+        argv = ["reshard", str(natives[kind]), str(tmp_path / "x.gguf"), "--format", "gguf"]
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert "layers.0.attention.wq.weight: is in int4 with minima by" in error
+        assert "--quant none with a --dtype" in error
+    assert not [*tmp_path.iterdir()]
+
+
+def test_factors_that_a_block_cannot_hold_are_refused_by_name(natives, tmp_path, capsys):
+    """A folder can be damaged or made by other programs; its factors have 8 bits."""
+    folder = shutil.copytree(natives["gguf"], tmp_path / "model")
+    name = f"{W2['gguf']}.factors"
+    path = next(p for p in folder.glob("*.safetensors") if name in read_safetensors_header(p))
+    tensors = load_file(path)
+    tensors[name].view(-1)[0] = 64
+    save_file(tensors, path)
+    argv = ["reshard", str(folder), str(tmp_path / "x.gguf"), "--format", "gguf"]
+    assert main(argv) == 1
+    message = f"{W2['gguf']}: a factor does not fit into 6 bits, as Q4_K stores it; the weights are"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_rows_that_are_not_whole_blocks_are_refused_by_name():
+    """A folder made by other programs can have a short last block."""
+    args = replace(ARGS, ffn_dim=320, n_layers=1)
+    formats = {"layers.0.feed_forward.w2.weight": GGUF_QUANTS["Q4_K"]}
+    dtypes = {param.name: "float32" for param in parameters(args)}
+    with pytest.raises(UsageError, match=r"w2\.weight: has rows of 320 values in int4.* of 256;"):
+        weight_types(args, dtypes, formats, None)
+
+
 def test_a_folder_is_about_as_large_as_the_gguf_file(originals, natives):
     held = sum(path.stat().st_size for path in natives["gguf"].glob("*.safetensors"))
     assert held < 1.1 * originals["gguf"].stat().st_size
@@ -186,10 +261,10 @@ def test_planes_of_a_group_follow_each_other_and_neighbours_share_a_byte(n_bits)
 
 def test_5_bit_integers_of_version_1_have_a_byte_each(tmp_path):
     """Older releases wrote Q5_0 and Q5_1 so; their other formats have not changed."""
-    args, gguf = replace(ARGS, n_layers=1), tmp_path / "model.gguf"
+    args, source = replace(ARGS, n_layers=1), tmp_path / "model.gguf"
     types = {"wo.weight": "Q5_1", "w1.weight": "Q5_0", "w2.weight": "Q5_0", "w3.weight": "Q4_1"}
-    write_gguf(gguf, args, weights_of(args), types)
-    folder = moved(gguf, tmp_path / "native", "native", quant="stored")
+    write_gguf(source, args, weights_of(args), types)
+    folder = moved(source, tmp_path / "native", "native", quant="stored")
     config = json.loads((folder / "native.json").read_text())
     assert config["format"] == "parallel_llama native 2"
     tensors = tensors_of(folder)
@@ -204,7 +279,7 @@ def test_5_bit_integers_of_version_1_have_a_byte_each(tmp_path):
     config["format"] = "parallel_llama native 1"
     (folder / "native.json").write_text(json.dumps(config))
     for tp_size in (1, 3):
-        assert_same(*(loaded(each, tp_size, exact=True) for each in (folder, gguf)))
+        assert_same(*(loaded(each, tp_size, exact=True) for each in (folder, source)))
 
 
 def test_older_releases_read_the_formats_that_they_know(natives):
