@@ -122,7 +122,7 @@ def join(
         facts: must be equal on all ranks.
         notes: describe the rank's GPU, and should be equal on all ranks; rank 0 warns of each
             difference.
-        log_dir: where a folder with the stacks of the ranks is made after a failure.
+        log_dir: the parent of the folder with the ranks' stacks, made after a failure.
         look: called with the missing ranks while this waits; it may raise.
         form: forms the group of the ranks that have met at the store, instead of
             `make_communicator`.

@@ -137,7 +137,7 @@ def run_ranks(
     Args:
         threads: OMP_NUM_THREADS of each rank, unless the environment sets it.
         interactive: rank 0 decides what Ctrl-C does; otherwise all ranks end within 4 seconds.
-        log_dir: where a folder with the stacks of the ranks is made after a failure.
+        log_dir: the parent of the folder with the ranks' stacks, made after a failure.
 
     Raises: UsageError if nproc is not 1 to MAX_RANKS.
     """

@@ -527,7 +527,7 @@ def test_a_record_of_the_log_steers_no_terminal_and_passes_for_no_other():
 
 def test_an_address_of_another_machine_is_refused_with_advice_on_the_host():
     """The error recommended another --port, which could not help."""
-    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 .*; give a --host that is an address"):
+    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 .*; give a --host that is an add"):
         bound_socket("192.0.2.1", 0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
