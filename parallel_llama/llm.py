@@ -79,9 +79,9 @@ class Statistics:
 class LLM:
     """A model, ready to generate; `with LLM(...) as llm` closes it at the end.
 
-    The other ranks are started on this host and end with this process. Under torchrun they exist
-    already: rank 0 runs the program, and in the other processes the constructor serves rank 0 until
-    it closes its LLM, then ends the process.
+    The constructor starts the other ranks on this host; they end with this process. Under torchrun
+    they exist already: rank 0 runs the program, and on every other rank the constructor serves rank
+    0 until rank 0 closes its LLM, and then ends the process.
 
     Args:
         model: as `LLMConfig.model`, or a whole LLMConfig.
@@ -293,8 +293,9 @@ class LLM:
     ) -> list[list[float]]:
         """Natural-log probabilities of every token after the first, given the tokens before it.
 
-        A sequence longer than the context is scored in windows of the context's length. A token is
-        conditioned on the tokens before it in the first window that contains it.
+        A sequence longer than the context is scored in windows of the length of the context. The
+        probability of a token is conditioned on the preceding tokens of the first window that
+        contains it.
 
         Args:
             sequences: token ids.

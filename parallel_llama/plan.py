@@ -225,7 +225,7 @@ class ShardPlan:
     Args:
         balance: the work of the busiest rank divided by its fair share. The work is the fraction of
             the query heads of all layers that the rank holds; the fair share is its fraction of
-            `shares`. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of each
+            `shares`. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of the time of
             attention.
         placement: None for a model without experts.
     """

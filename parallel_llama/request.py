@@ -297,7 +297,7 @@ class Request:
 
     `bad_ids` are the token ids of each spelling of the bad words; `adapter` is the name of a LoRA
     adapter, None for the model without one. `is_interactive` says that a client waits for the first
-    token: a short request then goes before long prompts, which lowers the throughput.
+    token: a short request then runs before long prompts, which lowers the throughput.
     """
 
     index: int

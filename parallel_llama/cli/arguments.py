@@ -82,7 +82,7 @@ class Job:
     Args:
         run: called on each of `nproc` ranks; returns the exit code.
         interactive: whether the job handles Ctrl-C itself.
-        log_dir: where a folder with the stacks of the ranks is made after a failure.
+        log_dir: the parent of the folder with the ranks' stacks, made after a failure.
     """
 
     run: Callable[[], int]

@@ -1,4 +1,4 @@
-"""`doctor`: checks this host and the ranks on it, and says what cures each fault."""
+"""`doctor`: checks this host and the ranks on it, and names a remedy for each fault."""
 
 import json
 import sys
@@ -106,7 +106,7 @@ def _verdict(checks: Sequence[Check]) -> str:
 
 VERB = Verb(
     "doctor",
-    "Checks this machine and the ranks on it, and says what cures each fault.",
+    "Checks this machine and the ranks on it, and names a remedy for each fault.",
     "[--nproc N] [--model PATH_OR_NAME] [--json]",
     (NPROC, MODEL, model.DOWNLOAD, model.TIMEOUT, model.START_TIMEOUT, model.SECRET_FILE, JSON),
     "parallel-llama doctor --nproc 2",

@@ -34,7 +34,7 @@ OUTPUT: Flag[str | None] = Flag(
     subject="output",
 )  # fmt: skip
 PART: Flag[tuple[int, int] | None] = Flag(
-    "part", "complete only part I of N of the prompts: the prompts I, I + N, I + 2 N, ... from 0",
+    "part", "complete only the prompts I, I + N, I + 2 N, ..., counted from 0",
     one_of_many("part", "I", prompts.MAX_PROMPTS), "I/N", subject="prompts",
 )  # fmt: skip
 RESUME: Flag[bool] = Flag(

@@ -55,7 +55,7 @@ MODEL: Flag[str] = Flag(
     filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
 )  # fmt: skip
 ADAPTER: Flag[list[tuple[str, str]]] = Flag(
-    "adapter", "folder of a LoRA adapter, as PEFT saves it, and the name that requests use for it",
+    "adapter", "LoRA adapter: the name that requests use, and the folder that PEFT saved",
     adapter_folder, "NAME=FOLDER", default_text="none", repeatable=True, subject="model",
 )  # fmt: skip
 DOWNLOAD: Flag[bool] = Flag(
@@ -70,8 +70,8 @@ NPROC: Flag[int | None] = Flag(
     whole(1, MAX_RANKS), "N", default_text="1", aliases=NPROC_ALIASES, subject="ranks",
 )  # fmt: skip
 PP: Flag[int] = Flag(
-    "pp", "stages of a pipeline, for hosts with a slow link: each stage holds consecutive layers, "
-    "on consecutive ranks of one host, and few exchanges cross the link; for CPU ranks",
+    "pp", "pipeline stages, for CPU ranks on hosts with a slow link: each stage holds consecutive "
+    "layers, on consecutive ranks of one host, so few exchanges cross the link",
     whole(1, MAX_RANKS), "N", default=LLMConfig.pp, aliases=("pipeline-parallel-size",),
     subject="ranks",
 )  # fmt: skip
@@ -108,14 +108,13 @@ KV_SPLIT: Flag[KVSplit] = Flag(
 )  # fmt: skip
 EXACT: Flag[bool | None] = Flag(
     "exact",
-    "the same bits on any number of ranks: ranks exchange inputs instead of partial sums; "
-    "--no-exact is faster",
+    "results have the same bits on any number of ranks; --no-exact is usually faster",
     default_text="on for CPU ranks of one host, except with small experts", subject="ranks",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
-    "number of first tokens, usually 4, that stay visible outside the sliding window (the model's "
-    "own window, else its context); a text can then grow without limit",
+    "number of first tokens, usually 4, that every token attends to, in addition to a sliding "
+    "window (the model's own, else its context); a text can then grow without limit",
     token_count(0), "N", default=LLMConfig.attention_sinks, subject="context and KV cache",
 )  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(
@@ -152,23 +151,24 @@ START_TIMEOUT: Flag[float] = Flag(
 )  # fmt: skip
 INTEGRITY_CHECK: Flag[bool | None] = Flag(
     "integrity-check",
-    "on the CPU, look for flipped bits in weights and KV cache and for wrong products, and name "
-    "the rank; --no-integrity-check turns it off",
+    "on the CPU, check for flipped bits in weights and KV cache and for wrong products, and name "
+    "the rank at fault; --no-integrity-check turns it off",
     default_text="on with exact sums", subject="ranks",
 )  # fmt: skip
 LOG_DIR: Flag[str | None] = Flag(
-    "log-dir", "where a folder with the stacks of all ranks is made after a failure",
+    "log-dir", "folder for the stacks of all ranks, which are written only after a failure",
     filled_text, "FOLDER", default_text="the folder of temporary files", subject="ranks",
 )  # fmt: skip
 MEMORY: Flag[list[int] | None] = Flag(
     "memory",
-    "memory in GiB that each rank may take, such as 32,32,16 or 32x2,16: ranks get shares of the "
-    "model in proportion to it", rank_sizes, "SIZES", default_text="equal shares", subject="ranks",
+    "memory in GiB that each rank may use, such as 32,32,16 or 32x2,16; each rank's share of the "
+    "model is in proportion to it",
+    rank_sizes, "SIZES", default_text="equal shares", subject="ranks",
 )  # fmt: skip
 CALIBRATION: Flag[list[str] | None] = Flag(
     "calibration",
     "files of bench --calibrate with the rates of all ranks, in rank order, such as a.json,b.json "
-    "for two hosts: ranks get shares of the model in proportion to their speed, within --memory",
+    "for two hosts; each rank's share of the model is in proportion to its speed, within --memory",
     input_files, "FILES", default_text="equal shares", subject="ranks",
 )  # fmt: skip
 SECRET_FILE: Flag[str | None] = Flag(
@@ -177,8 +177,8 @@ SECRET_FILE: Flag[str | None] = Flag(
     "srun or mpirun starts", filled_text, "FILE", default_text="no secret", subject="ranks",
 )  # fmt: skip
 ELASTIC: Flag[bool] = Flag(
-    "elastic", "after the loss of a rank above 0, go on with the others, continue all requests, "
-    "and replace the rank if this command has started it; for CPU ranks", subject="ranks",
+    "elastic", "if a rank other than rank 0 is lost, continue all requests on the others, and "
+    "replace the rank if this command has started it; for CPU ranks", subject="ranks",
 )  # fmt: skip
 SPARES: Flag[int] = Flag(
     "spares", "with --elastic, idle processes that replace lost ranks at once",

@@ -59,10 +59,9 @@ ADAPTER_ROOT: Flag[str | None] = Flag(
     filled_text, "FOLDER", default_text="none, so that no client can load one", subject="model",
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
-    "max-requests", "maximum completions in preparation, waiting or running; further requests get "
-    "status 429. Large requests and requests for several completions are admitted only up to seven "
-    "eighths of it; a client without a completion can start a small one even if that exceeds the "
-    "maximum by up to an eighth",
+    "max-requests", "maximum completions that are prepared, waiting or running; further requests "
+    "get status 429. Large requests and requests for several completions get it from seven eighths "
+    "on; a client without a completion can start a small one up to an eighth above the maximum",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
 RESTARTS: Flag[int] = Flag(

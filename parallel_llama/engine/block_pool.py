@@ -5,9 +5,9 @@ cached block has no owner, but is kept so that a prefix key can find its content
 reads keys or values, so it is the same on every rank.
 
 Attention reads consecutive blocks of a sequence in place. So the free blocks right after a new
-sequence, up to the length that it may reach, are promised to it, and other sequences start
-elsewhere if they can. This is a preference and not a reservation: promised blocks are free, and are
-given to other sequences before any allocation fails.
+sequence are promised to that sequence, up to the length that it may reach, and other sequences
+start elsewhere if they can. A promise is a preference and not a reservation: promised blocks are
+free, and are given to other sequences before any allocation fails.
 """
 
 import struct
@@ -33,8 +33,7 @@ class BlockPool:
     Cached blocks are evicted if too few blocks are free. While less than 1 / MAX_PROMISED_PART of
     the pool is promised, they are also evicted so that a new sequence can grow in place. The least
     recently used block is evicted first. The tail of a sequence counts as less recently used than
-    its head, since more prompts share the head; so the blocks of an evicted sequence are
-    consecutive again.
+    its head, since more prompts share the head. So eviction frees consecutive blocks again.
 
     Cost: for each block that changes its state, some binary searches among the free runs.
     """
@@ -243,8 +242,8 @@ def prefix_keys(
 ) -> list[bytes]:
     """One key per full block of a sequence, a hash of all tokens up to the block's end.
 
-    `context` is all else that must be equal for a block to be shared; `known` are the keys of the
-    first blocks.
+    `context` identifies everything except tokens that must be equal for a block to be shared.
+    `known` has the keys of the first blocks, if they are known.
     """
     keys = list(known)
     # A different hash: a context chosen to look like a block's key must not find that block.

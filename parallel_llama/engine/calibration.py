@@ -1,9 +1,9 @@
 """Measures the rates of CPU ranks from which `plan` predicts the speed of models like this one.
 
-Reads are products of one row with every matrix of the model, and exchanges are those of a layer.
-Both are recorded and replayed as a decode step is. Products of many rows run as in a prefill. All
-ranks measure at the same time, and the median repetition counts, as it does in `bench`. The rates
-are each rank's own, so that a slow rank does not make the others look slow.
+The read rate is that of products of one row with every matrix of the model, and the exchanges are
+those of a layer. Both are recorded and replayed like a decode step. Products of many rows run as in
+a prefill. All ranks measure at the same time, and the result is the median of the repetitions, as
+in `bench`. Each rank times only its own work, so a slow rank does not make the others look slow.
 """
 
 import statistics

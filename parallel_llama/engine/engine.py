@@ -2,7 +2,7 @@
 
 Every rank runs the same scheduler over the same requests. Only rank 0 receives requests, turns
 tokens into text and decides when sequences end; it broadcasts its messages, token ids and
-decisions, so ranks cannot diverge. The engine does not know files, flags or terminals.
+decisions, so ranks cannot diverge. The engine does not depend on files, flags or terminals.
 
 A step: message -> schedule -> forward -> sample -> check stop conditions -> commit.
 """
@@ -69,8 +69,8 @@ class Engine:
 
     All ranks construct it, and call `step` the same number of times; `submit`, `cancel` and
     `send_rpc` are for rank 0. As many sequences run at once as the KV cache holds, at most
-    `MAX_RUNNING`, and short prompts go first. A long prompt runs in chunks, in steps that also
-    decode other requests.
+    `MAX_RUNNING`. Short prompts run first. A long prompt runs in chunks, in steps that also decode
+    other requests.
 
     Args:
         tokenizer: None for a model without a tokenizer, and on ranks above 0.
@@ -434,7 +434,7 @@ class Engine:
         return struct.pack("<qq", length, adapter) + salt
 
     def _draft(self, sequence: Sequence, most: int) -> abc.Sequence[int]:
-        """Draft tokens; none with a grammar, which has to accept each token before the next."""
+        """Draft tokens; none with a grammar, which must accept each token before the next."""
         if sequence.request.params.grammar is not None:
             return ()
         most = min(most, self._most_drafts())

@@ -40,8 +40,9 @@ def give_back_memory() -> None:
 def keep_freed_memory() -> None:
     """Keep the memory of freed tensors in the C library, for the tensors of the next layer.
 
-    By default glibc returns the memory of a layer's activations to the system, layer by layer, and
-    the system clears the pages again when they are used. That took a tenth of the time of a prompt.
+    By default glibc returns the memory of activations to the system after each layer, and the
+    system must clear the pages before the next layer uses them. This took a tenth of the prefill
+    time.
     """
     if set_option := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
         set_option(_M_MMAP_THRESHOLD, _KEPT_PER_TENSOR)

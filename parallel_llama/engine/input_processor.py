@@ -134,8 +134,8 @@ logger = logging.getLogger(__name__)
 class InputProcessor:
     """The text side of one model: its tokenizer, chat template, sampling defaults and limits.
 
-    `max_seq_len` lowers the model's context. `seed` is for requests without a seed; None draws a
-    new one whenever requests are made. With `attention_sinks`, that many first tokens stay visible,
+    `max_seq_len` lowers the model's context. `seed` is used for requests without a seed; if it is
+    None, each call draws a new seed. With `attention_sinks`, that many first tokens stay visible,
     and sequences may be longer than the context.
 
     Raises: UsageError if `max_seq_len` is beyond the model's context, or the model does not support

@@ -2,16 +2,18 @@
 
 Four checks run beside the steps, on the CPU:
 
-* Weights: every 128 KiB has a sum of its 64-bit words, taken after loading, which changes with any
-  single bit. The sums are compared in rotation.
-* KV cache: a full block has such a sum. Blocks are compared in the same rotation.
-* Residual stream: it is the same on all ranks, so every 64 steps ranks exchange a running digest
-  of the rows that forward passes return.
-* Products, with exact sums: equally often, ranks compare products of a weight; see `product_check`.
+* Weights: for every 128 KiB, a sum of 64-bit words is taken after loading. Any single flipped bit
+  changes it. The sums are compared in rotation.
+* KV cache: such a sum is taken of each full block, and compared in the same rotation.
+* Residual stream: all ranks compute the same values, so every 64 steps they exchange a running
+  digest of the rows that forward passes return.
+* Products, with exact sums: every 64 steps, ranks compare products of a weight (see
+  `product_check`).
 
-Memory is compared after every eighth step, on all ranks after the same step, because all ranks wait
-for the one that computes longest. The time for it is a fraction of the time of steps. A step of one
-sequence reads all weights once, so the fraction says how many steps a rotation takes.
+A part of the memory is compared after every eighth step. All ranks do this after the same step: in
+every step all ranks wait for the slowest one, so comparisons in different steps would delay more
+steps. The time for comparisons is a fixed fraction of the time of steps. A step of one sequence
+reads all weights once, so this fraction determines how many steps a rotation takes.
 
 Other faults are not found, such as a bit that flips and flips back between two comparisons, or a
 wrong result that is the same on all ranks or never reaches the residual stream.

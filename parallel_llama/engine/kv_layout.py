@@ -1,8 +1,8 @@
 """Where the keys and values of a step's tokens are, and which keys each token attends to.
 
-With kv_split=sequence a rank keeps a shard of the KV cache: blocks are dealt to the ranks round
-robin, by their numbers in the pool, so schedulers and block tables do not change. A rank's cache
-has its shard of the blocks, and one spare block into which it writes the tokens of other ranks.
+With kv_split=sequence each rank keeps a shard of the KV cache. Blocks are assigned to ranks round
+robin, by their numbers in the pool, so schedulers and block tables are the same as without
+sharding. A rank writes the tokens of other ranks into one spare block of its cache.
 """
 
 from collections.abc import Sequence

@@ -145,7 +145,7 @@ class LLMConfig:
             default stored if the files can run as stored, else none; none for smollm2.
         device: auto, cpu or cuda.
         max_seq_len: lowers the model's context, in tokens.
-        seed: seed of requests without a seed of their own. By default a new one for each call.
+        seed: seed of requests that have no seed. By default each call draws a new one.
         random_weights: seed of random weights, for a model that is only a configuration.
         slice_of: (rank, n_ranks) runs a single rank with random weights in the shape of one rank of
             n_ranks, without communication. Its timing is meaningful, its tokens are not.
@@ -166,16 +166,17 @@ class LLMConfig:
             sums and kv_split='sequence'.
         max_drafts: maximum draft tokens per sequence and step, guessed from earlier text and then
             verified; 0 for none, at most 8. Drafts change the speed and never the tokens.
-        integrity_check: on the CPU, look for flipped bits in weights and KV cache, and for wrong
-            products. By default True with exact sums.
+        integrity_check: on the CPU, check weights and KV cache for flipped bits, and products for
+            wrong results. By default True with exact sums.
         timeout_s: seconds that a rank waits for another one in a step.
         start_timeout_s: seconds that a rank waits for another one while the ranks join and load.
-        log_dir: where a folder with the stacks of the ranks is made after a failure. By default the
-            folder of temporary files.
-        elastic: after the loss of a rank above 0 the others go on and continue all requests, and a
-            new process takes its place as soon as it has started. CPU ranks that another program
-            has started one by one, on any hosts, also go on, without new processes.
-        spares: with `elastic`, idle processes that take the places of lost ranks at once.
+        log_dir: folder in which a subfolder with the stacks of the ranks is made after a failure.
+            By default the folder of temporary files.
+        elastic: after the loss of a rank above 0, the other ranks continue all requests, and a new
+            process replaces the lost rank as soon as it has started. For CPU ranks. Ranks that
+            another program has started one by one, on any hosts, also continue, but lost ranks are
+            not replaced.
+        spares: with `elastic`, number of idle processes that replace lost ranks at once.
         adapters: folders of LoRA adapters, as PEFT saves them, by the names that requests use.
     """
 

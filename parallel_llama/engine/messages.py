@@ -22,8 +22,8 @@ MAX_SIZE = 1 << 18
 class StepMessage:
     """Requests that begin and requests that end, each under its ticket; or a call of rank_rpc.
 
-    A ticket is a number that no other request of the engine has had. With an `rpc` there is no
-    step, and requests wait.
+    A ticket is a number that no other request of the engine has had. A message with an `rpc` starts
+    no step, so requests wait.
     """
 
     begin: tuple[tuple[int, Request], ...] = ()
@@ -39,7 +39,8 @@ class StepMessage:
 class DrawnTokens:
     """The tokens of an unfinished choice.
 
-    `n_found` is how many tokens it found in the prefix cache when it began; None before that.
+    `n_found` is the number of tokens that were in the prefix cache when the choice began; None
+    before that.
     """
 
     choice: int

@@ -1,7 +1,7 @@
 """One rank's forward pass: chunks of sequences in, hidden states or logits out.
 
-The runner owns the model and the KV caches of one rank. It does not know requests, sampling or stop
-conditions. Every rank calls it with the same chunks.
+The runner owns the model and the KV caches of one rank. It does not handle requests, sampling or
+stop conditions. Every rank calls it with the same chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -119,8 +119,8 @@ class ModelRunner:
         """Read this rank's shard of a checkpoint, tensor by tensor.
 
         By default `kv_format` is the compute dtype, and `ops` are the fastest operators. `before`
-        is a runner of the same model with another shard: rows that both hold are copied from it,
-        and it loses its weights, so it cannot run afterwards.
+        is a runner of the same model with another shard. Rows that both shards have are copied from
+        it, and its weights are freed, so it cannot run afterwards.
 
         Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights for a
         damaged weight.
@@ -261,8 +261,8 @@ class ModelRunner:
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
         """Run the chunks through the model, concatenated in one batch.
 
-        Returns: the residual stream after the last block, [T, dim] replicated. With `rows` only
-            those rows are computed, in their order, which saves most of the last block's work.
+        Returns: the residual stream after the last block, [T, dim] replicated. With `rows`, only
+            these rows are computed, in this order, which saves most of the work of the last block.
         Collective: those of `Transformer.__call__`.
         """
         with _MEMORY:

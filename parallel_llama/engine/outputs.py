@@ -1,6 +1,6 @@
 """The engine's outputs: text, stop conditions and completions from drawn tokens.
 
-It does not know how tokens are drawn or when sequences run. Only rank 0 has text, grammars and stop
+This module does not draw tokens or schedule sequences. Only rank 0 has text, grammars and stop
 conditions; the other ranks keep tokens and log-probabilities.
 """
 

@@ -1,10 +1,11 @@
 """Finds ranks that multiply wrongly, on the CPU with exact sums.
 
-Ranks gather what each rank computes, so a wrong product reaches all ranks alike and their results
-stay equal. With exact sums an output has the same bits on whatever rank computes it. So each rank
-sends a panel of a weight, 4 to 16 outputs as they are stored, and all ranks multiply the panels of
-all ranks by the same row. The owner of a panel takes its outputs from the product with its whole
-weight, by the operator that a step calls. Weights and panels change in rotation.
+The ranks gather the outputs that each rank computes. So a wrong product reaches all ranks, and
+comparing their results does not find it. With exact sums an output has the same bits on every rank
+that computes it. So each rank sends a panel of a weight (4 to 16 outputs, as they are stored) to
+all ranks, and every rank multiplies the panels of all ranks by the same row. The owner of a panel
+multiplies its whole weight instead, by the operator that a step calls, and takes the outputs of the
+panel from the result. Each check takes another weight and panel, in rotation.
 
 This tests processors and kernels, not the steps: a recorded step overwrites its inputs and outputs.
 A processor that repeatedly computes wrong products is found; a single wrong product is not.

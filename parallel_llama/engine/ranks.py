@@ -81,7 +81,7 @@ class Regroup:
         lost: why ranks were lost; empty if none was.
         n_new: how many of its ranks were spares before.
         tp_size: its number of ranks.
-        seconds: from when rank 0 saw the cause until the next step can run.
+        seconds: the time from when rank 0 detected the cause until the next step can run.
     """
 
     lost: str
@@ -104,9 +104,9 @@ class Ranks:
     The constructor starts the processes of the other ranks, unless another program has started
     them; `start` joins them and loads the model.
 
-    With `elastic`, after the loss of a rank the others form a new group and go on. A spare takes
-    the place of the lost rank, at once if a spare is ready, else later between two steps. Ranks
-    that another program has started, one by one, also go on, but have no spares.
+    With `elastic`, after the loss of a rank the others form a new group and continue. A spare
+    replaces the lost rank: at once if a spare is ready, else later between two steps. Ranks that
+    another program has started, one by one, also continue, but have no spares.
 
     Args:
         orders: reads the orders of rank 0; only for a rank that another `Ranks` has started.
@@ -643,8 +643,8 @@ def main() -> int:
     """Runs a rank above 0 that `Ranks` of rank 0 has started; returns the exit code.
 
     It reads its LLMConfig from stdin, as one line of JSON, and serves rank 0 until rank 0 closes.
-    Further lines are orders. It ends when stdin ends, which means that its parent has ended. A
-    spare has an argument, the digest of the facts of the ranks.
+    Further lines are orders. It ends when stdin ends, because its parent has then ended. A spare
+    has one argument: the digest of the facts of the ranks.
     """
     write_in_background()
     config = LLMConfig.from_json(sys.stdin.buffer.readline())

@@ -1,12 +1,12 @@
 """Decode steps that are recorded once and replayed: one call instead of hundreds.
 
-A recording has a step's kernels and collectives, with fixed addresses. A later step with the same
-number of rows writes its inputs to these addresses and replays the recording. All other steps run
-operator by operator.
+A recording contains the kernels and collectives of a step, with fixed addresses. A later step with
+the same number of rows writes its inputs to these addresses and replays the recording. All other
+steps run operator by operator.
 
-`CUDAGraphs` captures a graph for each bucket of rows at the start; a step takes the smallest bucket
-that fits, and is padded. `KernelCalls`, on the CPU, records the first step with each number of
-rows, and the first with LoRA adapters; the results are bitwise those of the operators.
+`CUDAGraphs` captures a graph for each bucket of rows at the start. A step is padded to the smallest
+bucket that fits it. `KernelCalls`, on the CPU, records the first step with each number of rows, and
+again the first with LoRA adapters. Replays have the same bits as the operators.
 """
 
 import logging

@@ -7,13 +7,14 @@ sequence has ended, and calls `finish`.
 A sequence holds blocks in each KV group (layers that share a block table), and runs only if it has
 enough blocks in every group.
 
-Prompts with the least work left go first, so that a short prompt behind long prompts gets its first
-token soon. Long prompts wait while a short request runs, for at most MAX_HELD_STEPS steps.
+Prompts with the least work left run first, so that a short prompt behind long prompts gets its
+first token soon. Long prompts wait while a short request runs, for at most MAX_HELD_STEPS steps.
 
-The oldest unfinished sequence always makes progress. Half of a step's prompt tokens are reserved
-for it, and younger sequences are preempted for it. While a sequence is first in the queue, others
-are admitted ahead of it only until the blocks that these others may need, finished ones included,
-add up to the size of the cache. `add` refuses a request that does not fit into empty pools.
+The oldest unfinished sequence always makes progress: half of a step's prompt tokens are reserved
+for it, and younger sequences are preempted for it. The first sequence in the queue cannot starve:
+others are admitted ahead of it only until the blocks that these others may need, those of finished
+ones included, add up to the size of the cache. `add` refuses a request that does not fit into empty
+pools.
 """
 
 import math

@@ -64,7 +64,7 @@ class HostTick:
 class StepClock:
     """Adds the laps of steps to `times`, by name; a step counts once its last tick is reached.
 
-    It never waits for a device, so `times` may lag a step or two behind.
+    It never waits for a device, so `times` may lack the last one or two steps.
     """
 
     def __init__(self, times: StepTimes, tick: Callable[[], Tick]) -> None:

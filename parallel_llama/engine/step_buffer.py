@@ -1,8 +1,8 @@
 """The chunks of a step, and all its inputs in one buffer, which takes one copy to the device.
 
-On a GPU each copy costs more than a small kernel, and a CUDA graph reads its inputs from fixed
-addresses. So a step's tokens, positions, slots, block tables and sampling keys are consecutive in
-one buffer, on the host and on the device.
+On a GPU a copy costs more than a small kernel, and a CUDA graph reads its inputs from fixed
+addresses. So one buffer on the host, and one on the device, holds all inputs of a step: tokens,
+positions, slots, block tables and sampling keys.
 """
 
 from collections.abc import Sequence
@@ -141,8 +141,8 @@ class _Parts:
 class StepBuffer:
     """The inputs of a step, filled on the host and copied to the device.
 
-    It may be filled again before the device has finished the step: `fill` waits until the copy
-    before the last has ended.
+    It may be filled again before the device has finished the step: `fill` waits only until the copy
+    before the previous one has ended.
 
     Args:
         size: Its capacity.

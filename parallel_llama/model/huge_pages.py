@@ -1,6 +1,6 @@
 """Weights in huge pages, to avoid TLB misses when every weight is read once per step.
 
-If the system has no free huge pages, the memory has small pages.
+If the system has no free huge pages, the weights are in normal pages.
 
 Source: Linux's admin guide, "Transparent Hugepage Support".
 """

@@ -1,14 +1,14 @@
 """The low-rank products that LoRA adapters add to the outputs of a layer, row by row.
 
-A batch has rows of several adapters, and rows without one. The rows of each adapter are multiplied
-separately, so a row's result does not depend on the other rows. In a recorded decode step on the
-CPU, one kernel call computes the products of all adapters, and reads at each replay which rows have
-which adapter.
+A batch can have rows of several adapters, and rows without an adapter. The rows of each adapter are
+multiplied separately, so a row's result does not depend on the other rows. In a recorded decode
+step on the CPU, one kernel call computes the products of all adapters; at each replay it reads
+which rows have which adapter.
 
 A column-parallel layer holds its outputs' rows of B and all of A. A row-parallel layer holds its
-inputs' columns of A and all of B: its low-rank product is a partial sum like its own, and the
-all_reduce of the layer adds both up. With exact sums it holds its outputs' rows of B and all of A,
-and multiplies the inputs that the ranks have gathered, so no sum is split.
+inputs' columns of A and all of B: its low-rank product is a partial sum like that of the layer, and
+one all_reduce sums both. With exact sums, a row-parallel layer holds its outputs' rows of B and all
+of A, and multiplies the inputs that the ranks have gathered, so no sum is split.
 
 Source: LoRA, arXiv 2106.09685, section 4.1; S-LoRA, arXiv 2311.03285, section 6.
 """

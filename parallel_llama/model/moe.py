@@ -1,14 +1,15 @@
 """The mixture of experts: a router sends each token to a few of many feed-forward layers.
 
-x is replicated, so every rank routes all tokens alike and gathers the rows of its own experts,
-sorted by expert. Its channels of these experts give a partial sum, as in a dense layer. One
-all_reduce adds the partial sums, whether ranks shard an expert or hold different ones. With exact
-sums every rank gathers all channels of every expert and computes some outputs of w2.
+x is replicated, so every rank routes all tokens in the same way, and gathers the rows of its own
+experts, sorted by expert. Its channels of these experts give a partial sum, as in a dense layer.
+One all_reduce adds the partial sums, whether the ranks shard each expert or hold different experts.
+With exact sums every rank gathers all channels of every expert and computes some outputs of w2.
 
 Routing weights may scale the inputs of the experts instead of their outputs.
 
-A shared expert computes every token. All ranks split its channels, wherever the other experts are,
-and its partial sum is added to the others' before the all_reduce.
+A shared expert computes every token. Its channels are split over all ranks, however the other
+experts are distributed, and its partial sum is added to that of the other experts before the
+all_reduce.
 
     token           0    1    2         tokens of experts 0-1    tokens of experts 2-3
     its experts    3 1  0 3  1 2        0: [1]   1: [0, 2]       2: [2]   3: [0, 1]

@@ -7,8 +7,8 @@ A rank connects to every lower rank and accepts every higher one:
     the higher rank proves that it knows the secret: an HMAC-SHA256 of both hellos
     the lower rank checks the proof, and only then sends its own
 
-So a stranger gets a hello at most. Without a secret, the proof only keeps runs apart. What is
-sent later is neither encrypted nor authenticated, as with gloo.
+So a stranger receives at most a hello. Without a secret, the proof only distinguishes runs. Data
+that is sent later is neither encrypted nor authenticated, as with gloo.
 """
 
 import hmac
@@ -64,9 +64,8 @@ def connect_all(
     Args:
         addresses: where each other rank listens.
         key: derived from the secret of the run.
-        look: called repeatedly while this waits; it may raise. With `look`, a connection to a lower
-            rank that fails is tried again until the time limit. Without it, the first failure
-            raises.
+        look: called repeatedly while this waits; it may raise. With `look`, a failed connection to
+            a lower rank is retried until the time limit; without `look`, the first failure raises.
 
     Raises: NotConnected naming a rank.
     Collective: every rank calls it.
@@ -141,7 +140,8 @@ def _accepted(
 ) -> dict[int, socket.socket]:
     """The connections of the ranks `wanted`.
 
-    Each connection is answered in its own thread, so that one that sends nothing delays no rank.
+    Each connection is answered in its own thread, so a connection that sends nothing delays no
+    rank.
     """
     proven: dict[int, socket.socket] = {}
     lock, room = Lock(), BoundedSemaphore(_MAX_UNPROVEN)

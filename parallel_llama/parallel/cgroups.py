@@ -12,7 +12,7 @@ from pathlib import Path
 def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
     """The folders that may limit a controller for this process, of versions 2 and 1, outer first.
 
-    Some do not exist. A limit of an outer group holds for its inner groups as well.
+    Some of these folders may not exist. A limit of an outer group also applies to its inner groups.
     """
     base = root / "sys" / "fs" / "cgroup"
     folders = [base, base / controller]

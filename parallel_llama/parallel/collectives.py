@@ -25,7 +25,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 class Communicator(Protocol):
     """One rank's handle on its tensor-parallel group.
 
-    It is not thread-safe. After a collective has raised, the group cannot be used any more.
+    It is not thread-safe. After a collective has raised an error, the group must not be used.
 
     Raises: RankError, from every collective, if another rank has died, is late or called another
     collective; the message names that rank.
@@ -57,16 +57,16 @@ class Communicator(Protocol):
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         """Copies the x of rank src into x on every rank and returns x.
 
-        With `no_timeout`, which all ranks must pass, the other ranks wait as long as the process
-        of src runs, because src may be waiting for user input; see `computing`.
+        With `no_timeout`, the other ranks wait as long as the process of src runs, because src may
+        be waiting for user input; see `computing`. All ranks must pass the same `no_timeout`.
         """
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """A context in which this rank waits for nothing but other ranks.
 
-        Ranks that wait for this rank apply their limit to it, also in a `broadcast` with
-        `no_timeout`; ranks that are connected through gloo alone do not.
+        Inside this context, ranks that wait for this rank apply their time limit even in a
+        `broadcast` with `no_timeout`, except ranks that are connected through gloo alone.
         """
         yield
 
@@ -137,7 +137,7 @@ class Solo(Communicator):
 class Slice(Solo):
     """One rank of `size` without its peers, to time one rank's work of a large group on one device.
 
-    It computes what the rank computes between collectives and does not wait. Its results are
+    Its collectives return at once, so only the work between collectives takes time. The results are
     meaningless, but take as long to compute as real ones. Its rank is 0, so that it receives the
     requests, but it may hold the shard of any rank. `n_collectives` counts a recorded collective
     once, however often it is replayed, and does not count broadcasts.

@@ -122,7 +122,7 @@ def join(
         facts: must be equal on all ranks.
         notes: describe the rank's GPU, and should be equal on all ranks; rank 0 warns of each
             difference.
-        log_dir: where a folder with the stacks of the ranks is made after a failure.
+        log_dir: the parent of the folder with the ranks' stacks, made after a failure.
         look: called with the missing ranks while this waits; it may raise.
         form: forms the group of the ranks that have met at the store, instead of
             `make_communicator`.
@@ -206,9 +206,9 @@ def join(
 def give_up(why: str) -> None:
     """Tells the other ranks why this rank will not join; returns when they have read it.
 
-    It does nothing after a call of `join`, because the other ranks then notice that this rank ends.
-    It also does nothing under torchrun and our launcher, which end all ranks when one fails. It
-    waits at most `_TELL_S` seconds; meanwhile rank 0 keeps the store open.
+    It does nothing after a call of `join`, because the other ranks then detect the end of this
+    rank, and nothing under torchrun and our launcher, which end all ranks when one fails. It waits
+    at most `_TELL_S` seconds, and rank 0 keeps the store open meanwhile.
     """
     if _has_begun or is_watched():
         return
@@ -316,7 +316,7 @@ def _gloo_on_interface_to(env: RankEnv) -> Iterator[None]:
     """Makes gloo use the network interface by which this rank reaches the store.
 
     By default gloo uses the address of the host's name, often 127.0.1.1, which other hosts cannot
-    reach. GLOO_SOCKET_IFNAME has precedence if it is set.
+    reach. GLOO_SOCKET_IFNAME takes precedence.
     """
     name = "GLOO_SOCKET_IFNAME"
     found = None if name in os.environ else _interface_to(env)

@@ -130,11 +130,11 @@ _NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
 def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
     """Runs a program and returns its exit code; errors are reported on stderr.
 
-    0: done. 1: failed while running. 2: wrong use. 130: interrupted. 141: the reader of a pipe has
-    closed it, as for any program that SIGPIPE ends.
+    0: done. 1: failed while running. 2: wrong use. 130: interrupted. 141: the reader of the output
+    pipe has exited, as for a program that is ended by SIGPIPE.
 
     Args:
-        give_up: tells the other ranks, which would wait for this one, why this one has failed.
+        give_up: tells the other ranks why this rank has failed, so that they do not wait for it.
     """
 
     def tell_ranks(error: Exception) -> None:

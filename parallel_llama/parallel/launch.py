@@ -1,10 +1,10 @@
 """Starts and ends ranks on one host, without torchrun and without torch.
 
 The ranks get torchrun's environment variables and connect on loopback only: the parent binds a
-socket to 127.0.0.1, and rank 0 listens at it. The ranks inherit a secret in an open, unnamed file,
-which tells them apart from other processes that reach the socket. With `run_ranks` rank 0 is a
-child process, and with `LocalRanks` it is the parent unless `first` is 0. Invariant: when the
-parent ends for whatever reason, all ranks end.
+socket to 127.0.0.1, and rank 0 listens on it. The ranks inherit a secret in an open, unnamed file,
+which distinguishes them from other processes that connect to the socket. With `run_ranks`, rank 0
+is a child process; with `LocalRanks`, it is the parent unless `first` is 0. Invariant: when the
+parent ends for any reason, all ranks end.
 """
 
 import json
@@ -137,7 +137,7 @@ def run_ranks(
     Args:
         threads: OMP_NUM_THREADS of each rank, unless the environment sets it.
         interactive: rank 0 decides what Ctrl-C does; otherwise all ranks end within 4 seconds.
-        log_dir: where a folder with the stacks of the ranks is made after a failure.
+        log_dir: the parent of the folder with the ranks' stacks, made after a failure.
 
     Raises: UsageError if nproc is not 1 to MAX_RANKS.
     """
@@ -170,7 +170,7 @@ class LocalRanks:
     is closed when this process ends; further lines are orders (see `regroup`). The output of the
     ranks goes to stderr, except that of rank 0.
 
-    Spares are processes that get an order when they take the place of a lost rank.
+    Spares are idle processes. A spare gets an order when it replaces a lost rank.
 
     Args:
         first: the first rank to start; 0 if this process is not a rank.
@@ -508,8 +508,8 @@ def _listening_to_signals() -> Iterator[_Asked]:
     """Records Ctrl-C and the ending signals, so that they do not end this process.
 
     A signal that is ignored at the start stays ignored, such as Ctrl-C in a shell's background job
-    or SIGHUP under nohup. After the first Ctrl-C the handler is kept, because another Ctrl-C would
-    change the exit code of this process.
+    or SIGHUP under nohup. The handler stays after the first Ctrl-C, because a second one would
+    otherwise change the exit code of this process.
     """
     asked = _Asked()
 
@@ -554,8 +554,8 @@ def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool, log_dir: str | 
 def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked, log_dir: str | None) -> int:
     """Prints why the ranks failed, and returns the exit code of the rank that failed first.
 
-    The other ranks fail because of the first one, and may end before it. A rank that was killed by
-    a signal without a report is the cause; otherwise the earliest report names the cause.
+    The first failure makes the other ranks fail too, and these may end earlier. If a signal killed
+    a rank without a report, that rank is the cause; otherwise the rank with the earliest report is.
     """
     codes = {rank.process.returncode for rank in failed}
     if codes & {-signal.SIGINT, 128 + signal.SIGINT} and asked.interrupted_s is not None:

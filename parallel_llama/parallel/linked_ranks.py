@@ -9,12 +9,12 @@ The system closes a link when either process ends, or when the other host has be
 `_UNREACHABLE_S` seconds. A process that is stopped keeps its link. So rank 0 learns which ranks are
 lost, and orders the others to form a group without them; and every rank learns if rank 0 is lost.
 
-A process has another rank in each group. Its first rank, in the group of all processes, identifies
-it during the whole run.
+The rank of a process can change with each group. Its first rank, in the group of all processes,
+identifies it during the whole run.
 
-A group has a number, and a connection for each pair of its ranks. Its connections prove a key that
-is derived from the number, so that a rank never takes a connection of another group. Each rank
-listens at the same port as long as it runs.
+A group has a number, and a connection for each pair of its ranks. Both ends of a connection prove
+that they know a key derived from this number, so a rank never accepts a connection of another
+group. Each rank listens at the same port as long as it runs.
 """
 
 import hmac

@@ -1,11 +1,11 @@
 """One-shot all-reduce of small tensors: each GPU reads the inputs of all GPUs and adds them.
 
-Each layer of a decode step has two all-reduces of a few kilobytes, which take as long as their
-messages travel. One shot over symmetric memory needs one exchange between GPUs; NCCL's ring needs
-2 * (n - 1). NCCL is faster above some size, because one shot reads the whole input of every rank.
-That size is measured when the group is formed, under the conditions of a decode step: in the dtype
-of the model, and in a CUDA graph, because the calls from Python take longer than the exchanges.
-GPUs without symmetric memory use NCCL.
+Each layer of a decode step has two all-reduces of a few kilobytes, so their time is mostly latency.
+One shot over symmetric memory needs one exchange between GPUs; NCCL's ring needs 2 * (n - 1). One
+shot reads the whole input of every rank, so NCCL is faster above some size. That size is measured
+when the group is formed, under the conditions of a decode step: in the dtype of the model, and in a
+CUDA graph, because calls from Python take longer than the exchanges. GPUs without symmetric memory
+use NCCL.
 
 Sums are in float32 and in rank order, so they are bitwise equal on all ranks. In the kernel, a GPU
 waits for the others without a time limit; the group's watchdog and the launcher have time limits.

@@ -3,9 +3,9 @@
 A rank that hangs cannot be asked for its stack: it may loop in Python, or wait in C while it holds
 the GIL. So every rank registers a signal handler of faulthandler, which writes the stacks of all
 threads to an unnamed file without the GIL. The process that reports a failure sends that signal to
-the ranks of its host, waits for at most `_WRITE_S`, and copies the files into a folder. The file
-also receives the stack of a rank that crashes. Without a failure nothing has a name, so no file is
-left behind.
+the ranks of its host, waits for at most `_WRITE_S`, and copies the files into a folder. A rank that
+crashes also writes its stack to this file. The files have names only after a failure, so otherwise
+no file is left behind.
 """
 
 import faulthandler

@@ -1,8 +1,9 @@
 """Orders of rank 0 to the processes that it has started: form a new group.
 
-The new group lacks the lost ranks, or has spares in their places. The communicator of a group with
-a dead rank is broken, so orders arrive at stdin, one line of JSON each. A rank that waits in a
-collective of the old group leaves it when an order arrives.
+In the new group the lost ranks are missing or replaced by spares. The communicator of a group with
+a dead rank is broken, so rank 0 writes its orders to the stdin of the processes, one line of JSON
+each. A rank that waits in a collective of the old group leaves the collective when an order
+arrives.
 """
 
 import os

@@ -28,8 +28,8 @@ class ForgedValue(RankError):
 class SealedStore(Store):
     """A store for the processes that know `secret`, for one `run`.
 
-    Without a secret, only the names of runs keep different runs apart, and the values are not
-    protected from a process that knows the name.
+    Without a secret, only the names of runs separate different runs, and any process that knows the
+    name of a run can write values.
 
     Args:
         run: a name that the launcher gives to all ranks.

@@ -1,7 +1,7 @@
 """The signature of a collective: a number that all ranks must agree on.
 
-It has the kind, the dtype and the number of values. Ranks publish or send it with their values, so
-a rank that calls another collective is reported, and its values are not used.
+It encodes the kind, the dtype and the number of values. Ranks publish or send it with their values.
+If a rank calls another collective, the others report it and do not use its values.
 """
 
 import torch

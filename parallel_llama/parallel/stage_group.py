@@ -45,7 +45,7 @@ def stage_group(comm: Communicator, stages: Sequence[range], timeouts: Timeouts)
 
 
 class _Members(Solo):
-    """Some consecutive ranks of a group, with its all_gather, until they have a group of their own.
+    """Some consecutive ranks of a group, which use its all_gather until they have their own group.
 
     Collective: every rank of `comm` calls `all_gather`, as a member of some part of it.
     """

@@ -1,10 +1,10 @@
 """Detects collectives that are late on a GPU, and ranks of this host that have ended.
 
-A call of NCCL returns when its collective is queued. If a rank is lost, the GPU waits forever, as
-does the host when it reads the result. A watchdog thread checks queued collectives and aborts one
-that exceeds the limit. The host then continues with invalid results, so the next use of the group
-raises before those results leave this rank. A one-shot kernel cannot be aborted; if the group is
-not used within a further limit, the process ends.
+A call of NCCL returns when its collective is queued. If a rank is lost, the GPU waits forever, and
+so does the host when it reads the result. A watchdog thread checks queued collectives and aborts a
+collective that exceeds the limit. The host then continues with invalid results, so the next use of
+the group raises an error before those results leave this rank. A one-shot kernel cannot be aborted;
+if the group is not used within a further limit, the process ends.
 """
 
 import os

@@ -54,7 +54,7 @@ def allowing_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """The application, with CORS headers for these origins, or for any origin with "*".
 
     Credentials are not allowed: pages of other origins must send a key themselves. Preflight
-    requests need no key, and their Host header is not checked; that of all other requests is.
+    requests need no key, and their Host header is not checked.
     """
     if not origins:
         return app

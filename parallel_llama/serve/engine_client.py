@@ -54,10 +54,10 @@ class EngineClient:
     """The engine's process and its requests; `run` keeps it running.
 
     Unfinished requests have at most `max_choices` choices together. A fraction SMALL_FRACTION is
-    added for accounts without unfinished requests, one choice each, so that another account cannot
-    take all places. An engine with a step longer than `step_timeout_s` is stopped. It is restarted
-    at most `restarts` times in FORGIVEN_AFTER_S; unfinished requests run again from their prompts.
-    `probe` is a cheap request for an idle engine.
+    added for accounts without unfinished requests, one choice each, so that one account cannot use
+    up the limit. If a step takes longer than `step_timeout_s`, the engine is stopped. An engine is
+    restarted at most `restarts` times in FORGIVEN_AFTER_S; unfinished requests then run again from
+    their prompts. `probe` is a cheap request for an idle engine.
     """
 
     def __init__(

@@ -24,8 +24,9 @@ _NICE = 10  # of low-priority threads: they get a tenth of a contended core
 class FairThreads:
     """Runs small work in several threads, large work in one, and small chat templates in one.
 
-    These are three lanes. Each lane shares its threads between clients by the size of their work.
-    After large work, also of a chat template, the large lane rests.
+    These three kinds of work have separate lanes. Each lane divides the time of its threads between
+    clients, by the size of their work. After large work, also of a chat template, the large lane
+    rests.
     """
 
     def __init__(self, n_threads: int = 4) -> None:

@@ -1,6 +1,7 @@
 """Runs the HTTP server: listening socket, signals, draining, and clients that do not read."""
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -72,9 +73,14 @@ def bound_socket(host: str, port: int) -> socket.socket:
         own.bind(address)
         own.listen(BACKLOG)
     except OSError as error:
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        remedy = (
+            "give a --host that is an address of this machine"
+            if is_host
+            else "give another --port, or 0 for any free port"
+        )
         raise UsageError(
-            f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 "
-            "for any free port"
+            f"--host {host} --port {port}: {error.strerror or error}; {remedy}"
         ) from error
     return own
 

@@ -22,6 +22,7 @@ from parallel_llama.serve.access import OPEN, is_loopback, read_keys
 from parallel_llama.serve.app import make_app
 from parallel_llama.serve.bodies import MAX_BODY_BYTES
 from parallel_llama.serve.log import _Lines
+from parallel_llama.serve.server import bound_socket
 
 KEYS = ["sk-of-one-person", "sk-of-another-person"]
 APP = make_app(MagicMock())
@@ -522,3 +523,14 @@ def test_a_record_of_the_log_steers_no_terminal_and_passes_for_no_other():
     told = record("a", ValueError("b\x1b[2J\nERROR forged")).splitlines()
     assert told[0] == "ERROR a" and all(line.startswith("  ") for line in told[1:])
     assert "\x1b" not in "".join(told) and not re.search(r"^ERROR forged", told[-1])
+
+
+def test_an_address_of_another_machine_is_refused_with_advice_on_the_host():
+    """The error recommended another --port, which could not help."""
+    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 .*; give a --host that is an add"):
+        bound_socket("192.0.2.1", 0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(UsageError, match="; give another --port, or 0 for any free port"):
+            bound_socket("127.0.0.1", other.getsockname()[1])

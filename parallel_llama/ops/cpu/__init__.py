@@ -2,7 +2,7 @@
 
 Decoding has one row per sequence and is limited by memory bandwidth: every weight and every key is
 read once. Prefill has many rows and is limited by arithmetic. Attention needs no mask, and reads
-keys and values where they are in the cache.
+keys and values in place from the cache.
 
 The order in which a kernel sums does not depend on the number of rows or threads, and it is the
 same in the kernels for few rows and for many. So a row's result has the same bits in any batch and

@@ -1,8 +1,8 @@
 """Typed arguments: each kernel declares its arguments once, as a dataclass.
 
-An instance holds numbers and addresses where Python calls the kernel, and `Value`s where the kernel
-is built. The LLVM types, the memory layout and the values that the kernel loads follow from the
-fields.
+When Python calls the kernel, an instance holds numbers and addresses; when the kernel is built, it
+holds `Value`s. The LLVM types, the memory layout and the values that the kernel loads follow from
+the fields.
 """
 
 import struct

@@ -1,9 +1,10 @@
 """Softmax attention of single queries, such as a token and its drafts, over the KV cache in place.
 
 The keys and values of a sequence and a KV head are read once for all queries that share the head.
-Scores are computed for a vector of keys at a time and stored in a scratch row per query. After an
-in-place softmax the values are summed, for a few queries at a time. The keys of a long sequence are
-split into parts for several threads; the thread that finishes last merges the parts' results.
+The kernel computes scores for a vector of keys at a time and stores them in a scratch row per
+query. After an in-place softmax it sums the values, for a few queries at a time. The keys of a long
+sequence are split into parts for several threads; the thread that finishes last merges the results
+of the parts.
 
 A result depends only on the query, its keys and its values: not on other sequences, on threads, or
 on how the slots are split into ranges.

@@ -1,7 +1,7 @@
 """Products of many rows with a weight, in blocks whose sums stay in registers.
 
-Rows of x are packed in blocks and outputs in panels, both input by input, so each step reads
-sequentially from two places. A thread packs a panel of outputs and multiplies rows by it before it
+Rows of x are packed in blocks, and outputs of the weight in panels, both input by input, so each
+step reads sequentially from two places. A thread packs a panel and multiplies rows by it before it
 packs the next panel.
 
 The sums have the same bits as those of `gemv`. There a vector of W lanes runs along the inputs:

@@ -5,9 +5,9 @@ groups of rows of x. The sums of a group stay in registers, and the next tile is
 L2 cache, since the L1 cache has no room for two tiles of long rows. The order of summation is the
 same for any number of rows and threads.
 
-A thread's rows of the weight are cut into as many stretches as a tile has rows, and a tile takes a
-row of each. So memory is read sequentially in a few places, which hardware prefetchers recognise. A
-single row of x needs no other prefetching.
+The rows of a thread are cut into as many stretches as a tile has rows, and each tile takes one row
+from every stretch. So memory is read sequentially in a few places, a pattern that hardware
+prefetchers recognise. With a single row of x, no other prefetching is needed.
 
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
