@@ -18,7 +18,7 @@ class WaitPolicy(IntEnum):
 
 
 def wait_policy(n_ranks: int, n_cores: int | None = None) -> WaitPolicy:
-    """The policy of this process in a group of which `n_ranks` ranks share the host.
+    """The policy of this process if `n_ranks` ranks of its group share the host.
 
     Args:
         n_cores: the cores that the ranks may use together; by default those of this process.

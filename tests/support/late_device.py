@@ -232,7 +232,7 @@ class LateDevice:
                     break
 
     def advance(self, stream: Stream) -> bool:
-        """Run the next entry of a stream. Returns: False if there is none, or it must wait."""
+        """Run the next entry of a stream. Returns: False if the stream is empty, or must wait."""
         if not stream.queue or self._is_running:
             return False
         head = stream.queue[0]
@@ -319,7 +319,7 @@ class LateDevice:
         return there
 
     def copy(self, target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
-        """`target.copy_(source)`, where one of them or both are on the device."""
+        """`target.copy_(source)`, where one tensor or both are on the device."""
         up, down = (isinstance(each, DeviceTensor) for each in (target, source))
         host = source if not down else None if up else target
         is_late = host is None or (
@@ -356,7 +356,7 @@ class LateDevice:
         if kind == "view":
             memory = args[0].memory
             views = func(*_mapped(args, _values_of), **kwargs)
-            # In inference mode too, a view of another tensor is no inference tensor.
+            # In inference mode too, a view of another tensor is not an inference tensor.
             with torch.inference_mode(args[0].is_inference()):
                 return _mapped(views, lambda view: DeviceTensor(self, view, memory))
         has_mask = kind == "index" and any(
@@ -520,7 +520,7 @@ class _Calls(TorchFunctionMode):
 
 
 class LateOps(TorchOps):
-    """torch's operators as kernels, each of which is launched at once and runs late."""
+    """torch's operators as kernels. Each kernel is launched at once and runs late."""
 
     is_paged = True
 
