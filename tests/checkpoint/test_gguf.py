@@ -230,7 +230,7 @@ def test_blocks_are_encoded_as_they_were_stored(type_name, monkeypatch):
     assert torch.equal(encode_gguf(type_name, matrix), blocks.flatten(1))
 
 
-@pytest.mark.parametrize("type_name", [*GGUF_QUANTS.keys() - {"Q8_0"}])
+@pytest.mark.parametrize("type_name", [name for name in GGUF_QUANTS if name != "Q8_0"])
 def test_numbers_with_more_bits_than_a_block_has_are_refused(type_name):
     """They can be in a damaged native folder, which has a byte for each factor."""
     matrix = decode_gguf(type_name, random_blocks(type_name, 2)[None])
