@@ -237,7 +237,7 @@ def _sources() -> tuple[Path, ...]:
     """The files that kernels are built with: those of this package, and those they import."""
     kernels = Path(__file__).parent
     package = kernels.parents[1]
-    exchanges = ("collectives.py", "shared_memory.py", "sockets.py")
+    exchanges = ("collectives.py", "shared_memory.py", "sockets.py", "wait_policy.py")
     return (
         *sorted((*kernels.glob("*.py"), *kernels.parent.glob("*.py"))),
         package / "dtypes.py",
