@@ -33,11 +33,11 @@ from parallel_llama.config.bitsandbytes import (
 )
 from parallel_llama.config.quantised import Packing, hf_packing, packed_weights, stored_form
 from parallel_llama.config.scaled import (
+    BESIDE_WEIGHTS,
     BYTE_DTYPES,
     MARKS,
     MXFP4_BLOCKS,
     MXFP4_SCALES,
-    UNUSED,
     Schemes,
     mxfp4_weights,
     scaled_weights,
@@ -95,7 +95,9 @@ class HFFolder(TensorFiles):
             if packing.method == "mxfp4":
                 for name in mxfp4_weights(args, held):
                     self._mxfp4[name] = MXFP4Matrix(slices[name])
-            tensors = {name: held for name, held in tensors.items() if not UNUSED.search(name)}
+            tensors = {
+                name: held for name, held in tensors.items() if not BESIDE_WEIGHTS.search(name)
+            }
         elif isinstance(packing, BitsAndBytes):
             held = {name: tensor for name, (_, tensor) in tensors.items()}
             for name, kind in bitsandbytes_types(args, held).items():

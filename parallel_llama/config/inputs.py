@@ -49,7 +49,7 @@ class InputScheme:
         return replace(self, form=replace(self.form, group=0))
 
     def of(self, base: str, held: Located) -> InputFormat:
-        """The format of the inputs of a matrix whose tensors have names that begin with `base`.
+        """The format of a matrix's inputs. The names of the matrix's tensors begin with `base`.
 
         Raises: CheckpointError if its scale is missing or is not a number; DamagedWeights if the
         scale cannot divide inputs.

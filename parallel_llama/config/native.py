@@ -1,8 +1,8 @@
 """Reads and writes native.json, which states the fields of `ModelArgs` directly."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,7 +24,6 @@ VERSIONS = {
 _IN_EVERY_VERSION = {"int8", "int8 with minima", "int4", "int4 with minima", "fp8"}
 
 _KEYS = {"format", "args", "units", "quantised", "scaled", "inputs"}
-_SCALED = {field.name for field in fields(ScaledFormat)}
 _INPUTS = {field.name: field.default for field in fields(InputFormat)}
 
 # The largest number of rows or columns that share a scale; far beyond every matrix.
@@ -38,6 +37,8 @@ _SCALES = {
 }
 _ARGS = {field.name: field.default for field in fields(ModelArgs)}
 _SCALING = {field.name for field in fields(RopeScaling)}
+
+_FormatT = TypeVar("_FormatT", ScaledFormat, InputFormat)
 
 
 def native_config(
@@ -117,15 +118,7 @@ def native_scaled(values: Mapping[str, Any], matrices: Collection[str]) -> dict[
     Raises: UsageError for a name that is not a matrix, or a format that does not exist.
     """
     found = {}
-    for name, stated in Fields(values).mapping("scaled").items():
-        where = f"scaled: {name[:80]!r}: "
-        if name not in matrices:
-            raise UsageError(f"{where}not a matrix of the model")
-        try:
-            form = msgspec.convert(stated, ScaledFormat)
-            Fields(stated).require_known(_SCALED)
-        except (msgspec.ValidationError, UsageError) as error:
-            raise UsageError(f"{where}{error}") from error
+    for name, form, where in _stated(values, "scaled", matrices, ScaledFormat):
         if not all(0 <= side <= _MAX_SIDE for side in form.block):
             raise UsageError(f"{where}block={[*form.block]}: must be 0 for all to {_MAX_SIDE}")
         is_known = form.numbers != "e2m1" or (form.block[0] == 1 and not form.has_zeros)
@@ -141,15 +134,7 @@ def native_inputs(values: Mapping[str, Any], matrices: Collection[str]) -> dict[
     Raises: UsageError for a name that is not in `matrices`, or a format that does not exist.
     """
     found = {}
-    for name, stated in Fields(values).mapping("inputs").items():
-        where = f"inputs: {name[:80]!r}: "
-        if name not in matrices:
-            raise UsageError(f"{where}not a matrix of the model")
-        try:
-            form = msgspec.convert(stated, InputFormat)
-            Fields(stated).require_known(_INPUTS)
-        except (msgspec.ValidationError, UsageError) as error:
-            raise UsageError(f"{where}{error}") from error
+    for name, form, where in _stated(values, "inputs", matrices, InputFormat):
         is_known = form.numbers == "int8" or not (form.has_zeros or form.zero)
         if not is_known or form.scale == 0 or not 0 <= form.group <= _MAX_SIDE:
             raise UsageError(f"{where}{form} is not supported; write the folder again")
@@ -157,6 +142,25 @@ def native_inputs(values: Mapping[str, Any], matrices: Collection[str]) -> dict[
             raise UsageError(f"{where}most={form.most:g} must be positive")
         found[name] = form
     return found
+
+
+def _stated(
+    values: Mapping[str, Any], key: str, matrices: Collection[str], kind: type[_FormatT]
+) -> Iterator[tuple[str, _FormatT, str]]:
+    """The names of matrices under a key of native.json, their formats, and how an error begins.
+
+    Raises: UsageError for a name that is not in `matrices`, or fields that `kind` does not have.
+    """
+    for name, stated in Fields(values).mapping(key).items():
+        where = f"{key}: {name[:80]!r}: "
+        if name not in matrices:
+            raise UsageError(f"{where}not a matrix of the model")
+        try:
+            form = msgspec.convert(stated, kind)
+            Fields(stated).require_known([field.name for field in fields(kind)])
+        except (msgspec.ValidationError, UsageError) as error:
+            raise UsageError(f"{where}{error}") from error
+        yield name, form, where
 
 
 def native_units(values: Mapping[str, Any], axes: Collection[str]) -> dict[str, int]:

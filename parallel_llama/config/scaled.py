@@ -27,7 +27,7 @@ MARKS = "weight_packed", "weight_scale", "weight_scale_inv"
 BYTE_DTYPES = "F8_E4M3", "I8"
 
 # Tensors with scales of activations, which `config.inputs` reads, and of the KV cache.
-UNUSED = re.compile(
+BESIDE_WEIGHTS = re.compile(
     r"\.(input_scale(_ub)?|input_global_scale|input_zero_point|activation_scale|output_scale|output_zero_point"
     r"|[qkv]_scale|[qkv]_zero_point)$"
 )

@@ -81,8 +81,8 @@ LINE = 16
 SIGNATURE, _KEEPALIVES, EXCHANGE, _COMPUTING = 1, 3, 5, 6
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 
-# Looks at a count before Python takes over, which looks for dead ranks too: about 0.2 ms of spins,
-# and some milliseconds of the other policies unless other programs use the cores.
+# Looks at a count before Python takes over and also looks for dead ranks: about 0.2 ms of spins, or
+# some milliseconds of yields or sleeps if no other program uses the cores.
 _LOOKS = {WaitPolicy.SPIN: 4000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
 _YIELD_S = 0.005
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3

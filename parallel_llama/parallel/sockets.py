@@ -510,13 +510,16 @@ class Sockets(Communicator):
             events_of = dict(found)
             for rank, own in self._sockets.items():
                 events = 0 if rank in to_receive else events_of.get(own.fileno(), 0)
-                # A rank that has sent its message of the next exchange may fail in it and leave.
                 has_left = rank in early and events & _HAS_LEFT
-                if has_left or (events and rank not in early and self._fails_later(rank, awaited)):
-                    limit_s, waited_s = min(limit_s, self._timeouts.step_s), 0.0
-                    gone.add(rank)
-                if events:
+                if has_left or (events and rank not in early):
+                    later = self._later_signature(rank, awaited)
+                    # The message of a later exchange may hide the report of a rank that has left.
+                    if later is not None and (has_left or later & _FAILURE == _FAILURE):
+                        limit_s, waited_s = min(limit_s, self._timeouts.step_s), 0.0
+                        gone.add(rank)
                     early.add(rank)
+                if has_left:
+                    gone.add(rank)  # otherwise poll would return at once
             self._require_same_on_host()
 
     def _overdue(self, to_receive: Collection[int], awaited: set[int]) -> list[int]:
@@ -533,7 +536,7 @@ class Sockets(Communicator):
         missing = {*to_receive, *stopped, *((waiting | remote) - begun)}
         return sorted(missing or awaited)
 
-    def _fails_later(self, rank: int, awaited: Collection[int]) -> bool:
+    def _later_signature(self, rank: int, awaited: Collection[int]) -> int | None:
         """Looks at what has come from a rank that does not send to this rank in this exchange.
 
         The rank may have left after the last collective. It may also have begun the next one; the
@@ -541,26 +544,25 @@ class Sockets(Communicator):
         collective has finished this one, so this rank can finish this one too, and reports the
         failure in the next.
 
-        Returns: whether the rank has failed in a later collective.
+        Returns: the signature of the rank's first message if it belongs to a later collective.
         Raises: RankError if the rank has failed in this collective, or is in another one.
         """
         try:
             header = self._sockets[rank].recv(HEADER_BYTES, socket.MSG_PEEK)
         except BlockingIOError:
-            return False
+            return None
         except OSError:
             header = b""
         if not header and rank in awaited and not self._is_ready(rank):
             self._fail_lost(rank)
         if len(header) < HEADER_BYTES:
-            return False
+            return None
         signature, exchange = _HEADER.unpack(header)
         if _is_note(signature):
-            return False
+            return None
         if exchange <= self._n_finished + 1:
             self._fail_unlike(rank, signature)
-        is_failure: bool = signature & _FAILURE == _FAILURE
-        return is_failure
+        return int(signature)
 
     def _require_same_on_host(self) -> None:
         """Raises: RankError if a rank of this host has begun another collective than this rank."""
@@ -606,7 +608,7 @@ class Sockets(Communicator):
             except OSError:
                 if is_heard:  # it may have said why before it left
                     return True
-                self._fails_later(rank, ())
+                self._later_signature(rank, ())
                 self._fail_lost(rank)
         return self._cells[cell] == n_bytes
 

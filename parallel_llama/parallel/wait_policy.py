@@ -1,6 +1,6 @@
 """How a rank waits for the other ranks of its host. No torch.
 
-The term is that of OpenMP, whose `OMP_WAIT_POLICY` chooses between active and passive waits.
+The term is OpenMP's: `OMP_WAIT_POLICY` chooses between active and passive waits.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Decode steps on a device whose queued work runs late give the tokens of work done at once.
+"""Decode steps on a device that runs queued work late give the tokens of work done at once.
 
 The device is a model of streams, events, graphs and copies; see `late_device`. The engine, its
 runner, buffers, graphs and pending draws are the real ones. Each order of the work is a legal one
@@ -185,7 +185,7 @@ def test_graphs_that_are_captured_while_work_is_late_give_the_same_tokens(engine
 
 
 def drawn_without_reading(engines: Engines, order: Order) -> list[Any]:
-    """The tokens of decode steps whose results are read only after the last one."""
+    """The tokens of decode steps. The results of all steps are read after the last one."""
     engines.gpu.order = Order(None)
     engines.runner.reserve([4], 4)
     engines.runner.record()

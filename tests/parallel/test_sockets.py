@@ -266,6 +266,30 @@ def test_a_failure_in_the_next_exchange_limits_a_wait_without_timeout():
         assert f"rank {rank} is in exchange {exchange}, " in outcomes[rank]
 
 
+def idle_while_rank_1_dies(group: Communicator) -> str:
+    """Rank 0 lets the others wait without a timeout, for longer than the limit of a step."""
+    comm = over_sockets(group, "abc", 1.5)
+    comm.all_reduce(torch.ones(4))
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(4 * (comm.rank == 0))
+    try:
+        comm.broadcast(torch.ones(4), no_timeout=True)
+        comm.all_reduce(torch.ones(4))
+    except RankError as error:
+        comm.close()
+        return str(error)
+    raise AssertionError("nobody noticed")
+
+
+def test_a_rank_that_dies_while_the_others_wait_without_timeout_is_named():
+    """Rank 0 may wait for a person, so it is not late."""
+    with Ranks(3, False) as pool:
+        outcomes = pool.outcomes(idle_while_rank_1_dies, lost=[1])
+    for rank in (0, 2):
+        assert outcomes[rank].startswith("rank 1 of 3 has died or left early")
+
+
 def receive_a_part(group: Communicator) -> bool:
     """Rank 0 replays the kernel while rank 1 of its host has a part of the message of rank 3."""
     comm = over_sockets(group, "aabb")

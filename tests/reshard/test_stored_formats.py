@@ -176,7 +176,7 @@ def block_hashes(path: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
 def test_a_gguf_file_has_its_blocks_again_after_a_native_folder(
     n_files, options, originals, tmp_path
 ):
-    """Also wq and wk, whose rows a GGUF file has in another order; and values without blocks."""
+    """Also the rows of wq and wk, which a GGUF file reorders, and values without blocks."""
     native = moved(originals["gguf"], tmp_path / "native", "native", n_files, quant="stored")
     path = moved(native, tmp_path / "again.gguf", "gguf", **options)
     expected = block_hashes(originals["gguf"])

@@ -1,4 +1,4 @@
-"""A GPU whose queued work runs late: streams, events, graphs and copies, without a GPU.
+"""A GPU that runs queued work late: streams, events, graphs and copies, without a GPU.
 
 CUDA queues work and returns at once. The stand-ins for torch.cuda in other tests run everything at
 once, so they cannot show the host overwriting memory that a queued copy has not read, or reading a

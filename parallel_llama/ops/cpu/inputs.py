@@ -36,7 +36,7 @@ from parallel_llama.ops.cpu.jit import (
 from parallel_llama.ops.cpu.vector_math import from_e4m3, to_e4m3
 from parallel_llama.ops.inputs import RANGE
 
-# 1.5 times the number whose last mantissa bit is worth 1: added, it rounds to an integer.
+# In a sum with this number, the last bit of the mantissa is worth 1, so the sum is an integer.
 _ROUNDING = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}
 
 
