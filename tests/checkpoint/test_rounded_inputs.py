@@ -332,6 +332,17 @@ def test_a_stored_scale_that_cannot_be_used_is_refused(tensor, error, expected, 
     assert form == InputFormat("e4m3", scale=stored.item())
 
 
+def test_a_matrix_with_one_scale_has_one_scale_for_the_inputs_of_a_token(made, tmp_path):
+    """As AutoFP8 writes; the other matrices of the folder have blocks."""
+    folder = shutil.copytree(made["fp8, blocks"], tmp_path / "model")
+    name = f"{PROJECTIONS[3]}.weight_scale"
+    rewritten(folder, {f"{name}_inv": None, name: torch.tensor(1.0)})
+    files = find_model(str(folder))
+    forms = input_formats(files, load_model_args(files))
+    assert forms.pop(WO) == InputFormat("e4m3")
+    assert {*forms.values()} == {InputFormat("e4m3", 128)}
+
+
 @pytest.mark.parametrize("zero", [128.0, torch.nan])
 def test_a_stored_zero_point_that_is_not_a_byte_is_refused(zero, made, tmp_path):
     folder = shutil.copytree(made["int8, static zeros"], tmp_path / "model")
