@@ -94,8 +94,8 @@ class LLM:
         settings: the other fields of `LLMConfig`, by name: tp_size, pp, memory, speeds, dtype,
             quant, device, max_seq_len, seed, random_weights, slice_of, verify, download,
             kv_cache_bytes, kv_cache_dtype, kv_split, exact, attention_sinks, block_size,
-            max_drafts, integrity_check, timeout_s, start_timeout_s, log_dir, elastic, spares,
-            adapters.
+            max_drafts, draft_model, draft_quant, integrity_check, timeout_s, start_timeout_s,
+            log_dir, elastic, spares, adapters.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used
     (before any weight is read); DamagedWeights for damage that only reading the weights shows;

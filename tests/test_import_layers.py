@@ -46,8 +46,9 @@ TORCH_FREE = {
     "reshard.target_folder",
     "doctor.check", "doctor.local_ranks", "doctor.machine", "engine.available_memory",
     "engine.kv_blocks", "engine.block_pool", "engine.detokenizer",
-    "engine.input_processor", "engine.llm_config", "engine.messages", "engine.model_download",
-    "engine.outputs", "engine.prompt_lookup", "engine.scheduler", "engine.statistics",
+    "engine.drafts", "engine.input_processor", "engine.llm_config", "engine.messages",
+    "engine.model_download", "engine.outputs", "engine.prompt_lookup", "engine.scheduler",
+    "engine.statistics",
 }  # fmt: skip
 MATH = {"model", "ops"}
 

@@ -1,10 +1,12 @@
-"""Measures the prefix cache, prompt-lookup drafts, and the time of a step outside the model.
+"""Measures the prefix cache, drafts, and the time of a step outside the model.
 
     python -m launch.bench.engine_overheads [--model smollm2] [--repeat 5] [--threads 2]
+        [--draft-model smollm2] [--draft-quant int4]
 
 It prints five lines. The first has the time to the first token with the prompt's beginning in the
 prefix cache, and without. The next two have the speed with drafts divided by the speed without, on
-texts that repeat their prompt and on texts that do not, with the number of equal greedy tokens. The
+texts that repeat their prompt and on texts that do not, with the number of equal greedy tokens. By
+default drafts are found by prompt lookup. The
 last two have the mean time of each part of a step, with one request and with 16. The other figures
 are medians over interleaved rounds.
 """
@@ -79,18 +81,21 @@ def prefix_rounds(llm: LLM, n_rounds: int) -> list[tuple[float, float]]:
     return rounds[1:]
 
 
-def guess_gain(llm: LLM, text: str, n_rounds: int) -> tuple[float, int, int]:
-    """Speed with drafts over speed without, the number of equal tokens, and of all tokens."""
+def guess_gain(plain: LLM, drafting: LLM, text: str, n_rounds: int) -> tuple[float, int, int]:
+    """Speed with drafts over speed without, the number of equal tokens, and of all tokens.
+
+    `plain` has no draft model, and may be `drafting` itself.
+    """
     messages = [{"role": "user", "content": text}]
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
 
-    def decode(max_drafts: int) -> tuple[float, tuple[int, ...]]:
+    def decode(llm: LLM, max_drafts: int) -> tuple[float, tuple[int, ...]]:
         """Seconds from the first token to the last, and the tokens."""
         llm.engine.max_drafts = max_drafts
         (completion,) = llm.generate([messages], params)
         return llm.statistics.total_s - llm.statistics.first_token_s, completion.tokens
 
-    rounds = [(decode(0), decode(MAX_DRAFTS)) for _ in range(n_rounds + 1)]
+    rounds = [(decode(plain, 0), decode(drafting, MAX_DRAFTS)) for _ in range(n_rounds + 1)]
     gain = statistics.median(without[0] / guessed[0] for without, guessed in rounds[1:])
     plain, guessed = rounds[0][0][1], rounds[0][1][1]
     return gain, sum(a == b for a, b in zip(plain, guessed, strict=True)), len(plain)
@@ -146,12 +151,18 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--draft-model")
+    parser.add_argument("--draft-quant")
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
-    llm = LLM(flags.model, dtype="float32", device="cpu")
+    llm = drafting = LLM(flags.model, dtype="float32", device="cpu")
+    if flags.draft_model is not None:
+        drafts = {"draft_model": flags.draft_model, "draft_quant": flags.draft_quant}
+        drafting = LLM(flags.model, dtype="float32", device="cpu", **drafts)
     lines = [prefix_line(prefix_rounds(llm, flags.repeat))]
     for name, texts in (("copying", COPYING), ("free", FREE)):
-        lines.append(guess_line(name, [guess_gain(llm, text, flags.repeat) for text in texts]))
+        gains = [guess_gain(llm, drafting, text, flags.repeat) for text in texts]
+        lines.append(guess_line(name, gains))
     lines += [step_line(step_times(llm, n, 64), n) for n in (1, 16)]
     print("\n".join(lines))
 

@@ -12,6 +12,7 @@ from parallel_llama.cli.arguments import Flag, Flags, Job, Verb
 from parallel_llama.cli.model import (
     ADAPTER,
     ATTENTION_SINKS,
+    DRAFTS,
     LOADING,
     MODEL,
     RANKS,
@@ -357,7 +358,7 @@ VERB = Verb(
     "Starts a conversation in the terminal.",
     "[MODEL] [flags]",
     (
-        *(MODEL, ADAPTER, SYSTEM, MAX_TOKENS, *SAMPLING, SEED, TEMPLATE_VAR),
+        *(MODEL, ADAPTER, *DRAFTS, SYSTEM, MAX_TOKENS, *SAMPLING, SEED, TEMPLATE_VAR),
         *(*RANKS, ATTENTION_SINKS, *LOADING),
     ),
     "parallel-llama chat --nproc 2",

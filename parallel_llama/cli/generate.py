@@ -287,7 +287,9 @@ def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: i
     file = results.file
     if file is not None:
         warn(_count(file))
-    line = closing_line(results.meter, llm.statistics.weight_bytes, seed)
+    state = llm.engine.statistics()
+    drafts = state.n_accepted_tokens, state.n_draft_tokens
+    line = closing_line(results.meter, llm.statistics.weight_bytes, seed, drafts)
     print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
     if code:
         warn(f"interrupted; {_remedy(file)}")
@@ -336,8 +338,9 @@ VERB = Verb(
     "Completes prompts.",
     "--prompt TEXT | --prompts FILE.jsonl [flags]",
     (
-        *(*prompts.PROMPT_FLAGS, model.MODEL, model.ADAPTER, *FLAGS, JSON, PART, OUTPUT, RESUME),
-        *(*model.RANKS, model.ELASTIC, model.SPARES, *model.CACHE, *model.LOADING),
+        *(*prompts.PROMPT_FLAGS, model.MODEL, model.ADAPTER, *model.DRAFTS, *FLAGS, JSON),
+        *(PART, OUTPUT, RESUME, *model.RANKS, model.ELASTIC, model.SPARES),
+        *(*model.CACHE, *model.LOADING),
     ),
     "parallel-llama generate --chat --prompt 'What is the capital of France?' --nproc 2",
     prepare,

@@ -23,15 +23,17 @@ from parallel_llama.cli.parsers import (
 )
 from parallel_llama.config.adapter import load_served_adapters
 from parallel_llama.config.layouts import load_model_args
+from parallel_llama.engine.drafts import shared_tables
 from parallel_llama.engine.llm_config import (
     LLMConfig,
+    require_draft_model,
     require_elastic,
     require_pipeline,
     require_spares,
 )
 from parallel_llama.engine.model_download import require_downloaded
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.files.hub_cache import HubName
 from parallel_llama.files.model_files import ModelFiles, find_model, missing_from_hub
 from parallel_llama.memory import GIB
@@ -85,6 +87,16 @@ QUANT: Flag[str | None] = Flag(
     quant_name, "FORMAT",
     default_text="stored if the files can run as stored, else none; none for smollm2",
     aliases=("quantization",), subject="model",
+)  # fmt: skip
+DRAFT_MODEL: Flag[str | None] = Flag(
+    "draft-model", "a small model with the same tokenizer, which drafts tokens that the model then "
+    "verifies: the same text, usually sooner; for CPU ranks",
+    filled_text, "PATH_OR_NAME", default_text="none; drafts are copied from earlier text",
+    subject="model",
+)  # fmt: skip
+DRAFT_QUANT: Flag[str | None] = Flag(
+    "draft-quant", "as --quant, for --draft-model",
+    quant_name, "FORMAT", default_text="as --quant", subject="model",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
     "device", "auto, cpu or cuda", device_name, "DEVICE", default=LLMConfig.device, subject="ranks"
@@ -187,6 +199,7 @@ SPARES: Flag[int] = Flag(
 RANKS: tuple[Flag[Any], ...] = (
     NPROC, PP, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, EXACT, DEVICE, MAX_SEQ_LEN,
 )  # fmt: skip
+DRAFTS: tuple[Flag[Any], ...] = (DRAFT_MODEL, DRAFT_QUANT)
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (
     RANDOM_WEIGHTS, VERIFY, DOWNLOAD, MEMORY, CALIBRATION, INTEGRITY_CHECK, TIMEOUT, START_TIMEOUT,
@@ -196,7 +209,7 @@ LOADING: tuple[Flag[Any], ...] = (
 _SETTINGS: tuple[Flag[Any], ...] = (
     MODEL, PP, MEMORY, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, DOWNLOAD,
     KV_CACHE_BYTES, KV_CACHE_DTYPE, KV_SPLIT, EXACT, ATTENTION_SINKS, BLOCK_SIZE, INTEGRITY_CHECK,
-    LOG_DIR, ELASTIC, SPARES,
+    LOG_DIR, ELASTIC, SPARES, DRAFT_MODEL, DRAFT_QUANT,
 )  # fmt: skip
 
 
@@ -319,7 +332,36 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
         seed=flags[SEED],
         attention_sinks=flags[ATTENTION_SINKS],
     )
+    _check_draft_model(flags, inputs, n_ranks)
     return inputs, n_ranks
+
+
+def _check_draft_model(flags: Flags, inputs: "InputProcessor", n_ranks: int) -> None:
+    """Raises: UsageError if the draft model does not exist or cannot run with the model."""
+    name, quant = flags[DRAFT_MODEL], flags[DRAFT_QUANT]
+    if name is None:
+        if quant is not None:
+            raise UsageError(
+                f"--draft-quant {quant} without --draft-model: use both, or drop --draft-quant"
+            )
+        return
+    require_draft_model(
+        flags[DEVICE],
+        flags[KV_SPLIT],
+        pp=flags[PP],
+        elastic=flags[ELASTIC],
+        attention_sinks=flags[ATTENTION_SINKS],
+    )
+    files = found_model(flags, name)
+    try:
+        if flags[RANDOM_WEIGHTS] is None:
+            files.require_weights()
+        args = load_model_args(files, _count_vocab)
+        shared_tables(inputs.args, args)
+        context_length(args, inputs.max_seq_len)
+        make_plan(args, n_ranks, exact=bool(flags[EXACT]))
+    except UsageError as error:
+        raise UsageError(f"--draft-model {name}: {error}") from error
 
 
 def _check_calibration(flags: Flags, found: Calibration, n_ranks: int) -> None:

@@ -14,6 +14,7 @@ from parallel_llama.cli.host_checks import warn_of_host
 from parallel_llama.cli.model import (
     ADAPTER,
     CACHE,
+    DRAFTS,
     ELASTIC,
     LOADING,
     MODEL,
@@ -255,7 +256,7 @@ VERB = Verb(
     "Serves a model over HTTP: an OpenAI-compatible API and a web page.",
     "[MODEL] [--nproc N] [flags]",
     (
-        MODEL, MODEL_NAME, ADAPTER, ADAPTER_ROOT, HOST, PORT, API_KEY_FILE, ORIGINS,
+        MODEL, MODEL_NAME, *DRAFTS, ADAPTER, ADAPTER_ROOT, HOST, PORT, API_KEY_FILE, ORIGINS,
         MAX_REQUESTS, RESTARTS, DRAIN, LOG_FORMAT, *RANKS, ELASTIC, SPARES, *CACHE, *LOADING,
     ),
     "parallel-llama serve --nproc 2",

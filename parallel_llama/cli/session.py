@@ -170,14 +170,22 @@ def capacity_line(capacity: "Capacity", max_seq_len: int) -> str:
     )
 
 
-def closing_line(meter: Meter, weight_bytes: Sequence[int], seed: int | None) -> str:
-    """The speed, each rank's weights and the seed, in one line."""
+def closing_line(
+    meter: Meter, weight_bytes: Sequence[int], seed: int | None, drafts: tuple[int, int] = (0, 0)
+) -> str:
+    """The speed, each rank's weights and the seed, in one line.
+
+    `drafts` are the numbers of draft tokens that were accepted, and of all draft tokens.
+    """
     least, most = size(min(weight_bytes)), size(max(weight_bytes))
     pieces = [f"{meter.n_tokens} token{'s' * (meter.n_tokens != 1)}"]
     if meter.n_tokens:
         pieces.append(f"the first after {meter.first_token_s:.2f} s")
     if meter.tokens_per_s:
         pieces.append(f"{meter.tokens_per_s:.1f} tokens/s")
+    n_accepted, n_drafts = drafts
+    if n_drafts:
+        pieces.append(f"{n_accepted} of {n_drafts} draft tokens accepted")
     weights = most if least == most else f"{least} to {most}"
     n_ranks = len(weight_bytes)
     pieces.append(

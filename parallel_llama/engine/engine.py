@@ -11,12 +11,14 @@ import struct
 import time
 import weakref
 from collections import abc, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from parallel_llama.engine.block_pool import BlockPool
+from parallel_llama.engine.draft_model import DraftModel, DraftRequest
+from parallel_llama.engine.drafts import SequenceDrafts
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.machine import tick_of
@@ -39,7 +41,7 @@ from parallel_llama.engine.step_buffer import Chunk, SamplingKey
 from parallel_llama.errors import DISAGREE, NumericalError, UsageError, listed
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
-from parallel_llama.request import FinishReason, Request, TokenLogprob
+from parallel_llama.request import FinishReason, Request, SamplingParams, TokenLogprob
 from parallel_llama.sampling.draw import History, SampledToken, SamplingRow, both, mask_of
 from parallel_llama.sampling.pending import PendingDraws, can_pend
 from parallel_llama.sampling.scoring import score_tokens
@@ -60,8 +62,8 @@ class _SequenceState:
     output: SequenceOutput
     allowed: bytes | None  # the mask of the request's allowed_token_ids
     history: History | None  # for penalties
+    drafts: PromptLookup | SequenceDrafts
     has_begun: bool = False  # whether a step has run any of its tokens
-    lookup: PromptLookup = field(default_factory=PromptLookup)
 
 
 class Engine:
@@ -78,6 +80,7 @@ class Engine:
         step_tokens: maximum tokens per step; by default that of `capacity`.
         max_drafts: maximum draft tokens per sequence and step.
         integrity_check: look for flipped bits, on CPU ranks only; see `IntegrityCheck`.
+        draft_model: drafts tokens instead of prompt lookup, on CPU ranks only.
 
     Collective: the constructor and `step`.
     """
@@ -99,8 +102,10 @@ class Engine:
         step_tokens: int | None = None,
         max_drafts: int = LLMConfig.max_drafts,
         integrity_check: bool = False,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.runner, self.comm, self.capacity = runner, runner.comm, capacity
+        self._draft_model = draft_model
         self.step_tokens = step_tokens or capacity.step_tokens
         self.max_drafts = max_drafts
         self.rpc = b""
@@ -113,6 +118,8 @@ class Engine:
         self._n_tickets = 0
         self._in_flight: _InFlightStep | None = None
         runner.reserve(capacity.n_blocks, capacity.block_size)
+        if draft_model is not None:
+            draft_model.reserve(capacity.n_blocks, capacity.block_size)
         self._integrity = runner.check_integrity() if integrity_check else None
         self._reset()
 
@@ -132,6 +139,8 @@ class Engine:
             n_prompt_tokens=self.scheduler.n_prompt_tokens,
             n_prefix_tokens=self.scheduler.n_prefix_tokens,
             n_preempted=self.scheduler.n_preempted,
+            n_draft_tokens=self.scheduler.n_draft_tokens,
+            n_accepted_tokens=self.scheduler.n_accepted_tokens,
             times=replace(self.times),
         )
 
@@ -288,6 +297,7 @@ class Engine:
             if not state.has_begun and state.output.sequence.number == 0:
                 self.begun.append(state.output.ticket)
             state.has_begun = True
+        scheduled = self._with_drafts(scheduled)
         drawing, scoring = self._wanted_rows(scheduled)
         if in_flight is None:
             chunks = [_chunk(item, item.start, item.tokens) for item in scheduled]
@@ -388,6 +398,7 @@ class Engine:
                 SequenceOutput(ticket, sequence, matcher, prompt_logprobs),
                 allowed,
                 History(request.prompt) if params.has_penalties else None,
+                self._new_drafts(params),
             )
 
     def _fits(self, ticket: int, request: Request) -> bool:
@@ -438,13 +449,30 @@ class Engine:
         if sequence.request.params.grammar is not None:
             return ()
         most = min(most, self._most_drafts())
-        return self._states[sequence].lookup.draft(sequence.tokens, most) if most > 0 else ()
+        return self._states[sequence].drafts.draft(sequence.tokens, most) if most > 0 else ()
 
     def _most_drafts(self) -> int:
         """Maximum draft tokens per sequence in this step; no drafts if not positive."""
         return min(self.max_drafts, _MAX_ROWS // len(self.scheduler.running) - 1)
 
     # The step
+
+    def _new_drafts(self, params: SamplingParams) -> PromptLookup | SequenceDrafts:
+        if self._draft_model is None:
+            return PromptLookup()
+        return self._draft_model.sequence_drafts(params)
+
+    def _with_drafts(self, scheduled: abc.Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
+        """Run the draft model on a step, which has placeholders for its drafts."""
+        if self._draft_model is None:
+            return list(scheduled)
+        requests = []
+        for item in scheduled:
+            state = self._states[item.sequence]
+            assert isinstance(state.drafts, SequenceDrafts)
+            requests.append(DraftRequest(item, state.drafts, state.history, state.allowed))
+        drafts = self._draft_model.run(requests)
+        return list(map(self.scheduler.replace_drafts, scheduled, drafts))
 
     def _wanted_rows(
         self, scheduled: abc.Sequence[ScheduledTokens]
@@ -603,7 +631,7 @@ class Engine:
                 state.history.append(one.token)
             if one.logprobs is not None:
                 state.output.logprobs.append(self._outputs.with_texts(one.logprobs))
-        state.lookup.update(item.n_drafts, max(0, len(kept) - 1))
+        state.drafts.update(item.n_drafts, max(0, len(kept) - 1))
         self.scheduler.commit(item, ids)
         return self._finish(state.output, ids, text, reason)
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
+from operator import add, mul
 from types import TracebackType
 
 import torch
@@ -114,7 +114,8 @@ class CacheSize:
 
     `max_seq_len` is the length of the longest sequences, `working` the bytes that each rank's GPU
     must keep free (empty on the CPU), `step_tokens` the maximum tokens per step, `limits` the
-    memory that the user gives each rank (empty for no limit).
+    memory that the user gives each rank (empty for no limit). `draft_bytes` are the bytes per token
+    of a draft model's KV cache, for each rank and each KV group of the model.
 
     Raises: UsageError if `n_bytes` is less than one block of each KV group, or a rank's limit is
     less than its weights, the wanted cache and its working memory together.
@@ -131,15 +132,17 @@ class CacheSize:
         working: Sequence[int] = (),
         step_tokens: int = STEP_TOKENS["cpu"],
         limits: Sequence[MemoryLimit] = (),
+        draft_bytes: Sequence[Sequence[int]] = (),
     ) -> None:
         if block_size < 1:
             raise UsageError(f"block_size={block_size}: a block holds at least 1 token")
         self._working, self._step_tokens = working or [0] * plan.tp_size, step_tokens
         self.args, self.max_seq_len = args, max_seq_len
         self.block_size, self.n_bytes = block_size, n_bytes
-        self._block_bytes = [
-            [n * block_size for n in kv_bytes_per_token(args, shard, form)] for shard in plan.shards
-        ]
+        token_bytes = [kv_bytes_per_token(args, shard, form) for shard in plan.shards]
+        for rank, drafts in enumerate(draft_bytes):
+            token_bytes[rank] = tuple(map(add, token_bytes[rank], drafts))
+        self._block_bytes = [[n * block_size for n in own] for own in token_bytes]
         widest = max(map(sum, self._block_bytes))
         if n_bytes is not None and n_bytes < widest:
             raise UsageError(

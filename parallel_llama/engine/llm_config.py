@@ -60,6 +60,29 @@ def require_pipeline(
             raise UsageError(f"pp={pp} and {name} cannot be combined; drop one")
 
 
+def require_draft_model(
+    device: str,
+    kv_split: KVSplit,
+    *,
+    pp: int = 1,
+    elastic: bool = False,
+    attention_sinks: int = 0,
+    slice_of: tuple[int, int] | None = None,
+) -> None:
+    """Raises: UsageError for settings with which a draft model cannot run."""
+    what = {
+        "device=cuda": device == "cuda",
+        "kv_split='sequence'": kv_split == "sequence",
+        "pp": pp > 1,
+        "elastic": elastic,
+        "attention_sinks": attention_sinks > 0,
+        "slice_of": slice_of is not None,
+    }
+    for name, is_given in what.items():
+        if is_given:
+            raise UsageError(f"draft_model and {name} cannot be combined; drop one")
+
+
 def require_spares(n_spares: int, size: int) -> None:
     """Raises: UsageError for spares that no rank needs, or that are too many."""
     if n_spares and size == 1:
@@ -112,6 +135,8 @@ class Settings(TypedDict, total=False):
     attention_sinks: int
     block_size: int
     max_drafts: int
+    draft_model: str | None
+    draft_quant: str | None
     integrity_check: bool | None
     timeout_s: float
     start_timeout_s: float
@@ -164,8 +189,12 @@ class LLMConfig:
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache; rounded up to a multiple of 128 with exact
             sums and kv_split='sequence'.
-        max_drafts: maximum draft tokens per sequence and step, guessed from earlier text and then
-            verified; 0 for none, at most 8. Drafts change the speed and never the tokens.
+        max_drafts: maximum draft tokens per sequence and step, guessed from earlier text or by
+            `draft_model`, and then verified; 0 for none, at most 8. Drafts change the speed and
+            never the tokens.
+        draft_model: a small model with the tokenizer of `model`, which drafts tokens; as `model`.
+            It runs on the same CPU ranks.
+        draft_quant: as `quant`, for the draft model.
         integrity_check: on the CPU, check weights and KV cache for flipped bits, and products for
             wrong results. By default True with exact sums.
         timeout_s: seconds that a rank waits for another one in a step.
@@ -201,6 +230,8 @@ class LLMConfig:
     attention_sinks: int = 0
     block_size: int = 16
     max_drafts: int = MAX_DRAFTS
+    draft_model: str | None = None
+    draft_quant: str | None = None
     integrity_check: bool | None = None
     timeout_s: float = Timeouts.step_s
     start_timeout_s: float = Timeouts.start_s
@@ -223,6 +254,20 @@ class LLMConfig:
             require_elastic(self.device, self.kv_split, self.slice_of)
         elif self.spares:
             raise UsageError(f"spares={self.spares!r} without elastic: use both, or drop spares")
+        if self.draft_model is not None:
+            require_draft_model(
+                self.device,
+                self.kv_split,
+                pp=self.pp,
+                elastic=self.elastic,
+                attention_sinks=self.attention_sinks,
+                slice_of=self.slice_of,
+            )
+        elif self.draft_quant is not None:
+            raise UsageError(
+                f"draft_quant={self.draft_quant!r} without draft_model: use both, or drop "
+                "draft_quant"
+            )
         for name in ("memory", "speeds"):
             if (listed := getattr(self, name)) is None:
                 continue
@@ -276,5 +321,5 @@ class LLMConfig:
 
     def facts(self) -> Mapping[str, str]:
         """The settings that must be equal on all ranks; paths may differ."""
-        own = ("model", "download", "device", "tp_size", "log_dir", "adapters")
+        own = ("model", "draft_model", "download", "device", "tp_size", "log_dir", "adapters")
         return {name: str(value) for name, value in asdict(self).items() if name not in own}

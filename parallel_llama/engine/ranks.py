@@ -21,6 +21,7 @@ import parallel_llama
 from parallel_llama.checkpoint.prefetch import started_thread
 from parallel_llama.config.adapter import adapter_digest
 from parallel_llama.engine import rank_rpc
+from parallel_llama.engine.draft_model import DraftModel
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.free_memory import give_back_memory, keep_freed_memory
 from parallel_llama.engine.kv_capacity import Capacity, MemoryFor, memory_of
@@ -120,6 +121,7 @@ class Ranks:
         self.cuda_bytes: tuple[int, ...] = ()  # peak on each rank's GPU until the model is ready
         self._engine: Engine | None = None
         self._runner: ModelRunner | None = None
+        self._draft_model: DraftModel | None = None
         self._comm: Communicator | None = None
         self._stage_comm: Communicator | None = None  # None without a pipeline
         self._local_ranks: LocalRanks | None = None
@@ -328,7 +330,7 @@ class Ranks:
                 rank_rpc.close(self._engine)
         if self._engine is not None:
             self._engine.runner.close()
-        self._engine = self._runner = None
+        self._engine = self._runner = self._draft_model = None
         if self._stage_comm is not None:
             self._stage_comm.close()
         if self._comm is not None:
@@ -529,12 +531,33 @@ class Ranks:
                 for name, adapter in setup.adapters.items():
                     runner.load_adapter(name, adapter)
                     comm.keepalive()
+                if setup.draft is not None:
+                    self._draft_model = self._load_draft(setup.draft, comm, note)
             tokenizer.result()
         if not keeps_open:
             del setup.checkpoint  # its headers may be large
         give_back_memory()
         comm.barrier()
         return runner
+
+    def _load_draft(
+        self, draft: ModelSetup, comm: Communicator, on_bytes: Callable[[int], None]
+    ) -> DraftModel:
+        """Read this rank's weights of the draft model."""
+        with closing(draft.checkpoint):
+            runner = ModelRunner.load(
+                draft.args,
+                draft.checkpoint,
+                draft.plan,
+                comm,
+                precision=draft.precision,
+                device=draft.device,
+                kv_format=draft.kv_format,
+                on_bytes=on_bytes,
+            )
+        setup, n_bytes = self.setup, sum(draft.weight_bytes)
+        relative_cost = n_bytes / (sum(setup.weight_bytes) - n_bytes)
+        return DraftModel(runner, setup.draft_tables, setup.args.vocab_size, relative_cost)
 
     def _capacity(self, runner: ModelRunner) -> Capacity:
         """The capacity that all ranks agree on."""
@@ -552,6 +575,7 @@ class Ranks:
                 inputs.grammars if has_text else None,
                 max_drafts=config.max_drafts,
                 integrity_check=self.setup.integrity_check,
+                draft_model=self._draft_model,
             )
 
 
@@ -596,18 +620,27 @@ def _record(runner: ModelRunner, on_graph: Callable[[int], None]) -> None:
 
 def shared_facts(setup: ModelSetup) -> dict[str, str]:
     """The values that must be the same on all ranks, by name."""
-    files, config = setup.inputs.files, setup.config
-    contents = {} if config.random_weights is not None else fingerprint(files)
+    drafts = {} if setup.draft is None else _model_facts(setup.draft)
     return {
         "version of parallel_llama": parallel_llama.__version__,
         "version of torch": torch.__version__,
         "device": setup.kind,
         **_gpu_facts(setup),
-        **config.facts(),
+        **setup.config.facts(),
+        **_model_facts(setup),
+        **{f"draft model's {name}": value for name, value in drafts.items()},
+        **{f"adapter {name}": adapter_digest(each) for name, each in setup.adapters.items()},
+    }
+
+
+def _model_facts(setup: ModelSetup) -> Mapping[str, str]:
+    """The values of a model that must be the same on all ranks."""
+    has_files = setup.config.random_weights is None
+    contents = fingerprint(setup.inputs.files) if has_files else {}
+    return {
         "model's arguments": _digest(setup.args),
         "plan": _digest(setup.plan),
         **{f"file {name}": digest for name, digest in contents.items()},
-        **{f"adapter {name}": adapter_digest(each) for name, each in setup.adapters.items()},
     }
 
 

@@ -4,16 +4,17 @@ A sequence that draws has one row for its last known token and one for each draf
 draft samples the token after it, on condition that the draft and all drafts before it are accepted.
 """
 
-from collections.abc import Sequence
+from collections import abc
 from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from parallel_llama.engine.scheduler import ScheduledTokens
+from parallel_llama.engine.scheduler import ScheduledTokens, Sequence
 from parallel_llama.engine.step_buffer import SamplingKey
 from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.request import SamplingParams
 from parallel_llama.sampling.draw import (
     History,
     NoTokenLeft,
@@ -28,27 +29,36 @@ def sampling_rows_of(
     item: ScheduledTokens, history: History | None, mask: bytes | None
 ) -> list[SamplingRow]:
     """The rows of one sequence; `mask` marks the tokens that are allowed next."""
-    sequence, request, drafts = item.sequence, item.request, item.drafts
-    draws = []
-    for n in range(1 + len(drafts)):
-        banned = request.banned_ids(sequence.n_drawn + n)
-        if request.bad_ids:
-            drawn = [*sequence.tokens[sequence.n_prompt :], *drafts[:n]]
-            banned |= request.ends_of_bad_words(drawn)
-        draws.append(
-            SamplingRow(
-                request.params,
-                request.seed,
-                sequence.number,
-                len(sequence.tokens) + n,
-                request.index,
-                history,
-                drafts[:n],
-                banned,
-                mask,
-            )
-        )
-    return draws
+    drafts, params = item.drafts, item.request.params
+    return [
+        sampling_row(item.sequence, params, drafts[:n], history, mask)
+        for n in range(1 + len(drafts))
+    ]
+
+
+def sampling_row(
+    sequence: Sequence,
+    params: SamplingParams,
+    drafts: tuple[int, ...],
+    history: History | None,
+    mask: bytes | None,
+) -> SamplingRow:
+    """The row that samples the token after a sequence and `drafts`."""
+    request = sequence.request
+    banned = request.banned_ids(sequence.n_drawn + len(drafts))
+    if request.bad_ids:
+        banned |= request.ends_of_bad_words([*sequence.tokens[sequence.n_prompt :], *drafts])
+    return SamplingRow(
+        params,
+        request.seed,
+        sequence.number,
+        len(sequence.tokens) + len(drafts),
+        request.index,
+        history,
+        drafts,
+        banned,
+        mask,
+    )
 
 
 def sampling_keys_of(item: ScheduledTokens, n_later: int = 0) -> list[SamplingKey]:
@@ -63,7 +73,7 @@ def sampling_keys_of(item: ScheduledTokens, n_later: int = 0) -> list[SamplingKe
 def draw_each(
     logits: Tensor,
     vocab: range,
-    draws: Sequence[Sequence[SamplingRow]],
+    draws: abc.Sequence[abc.Sequence[SamplingRow]],
     comm: Communicator,
     best: Tensor | npt.NDArray[np.float64] | None = None,
 ) -> list[list[SampledToken]]:

@@ -21,7 +21,7 @@ import math
 from bisect import bisect_left, insort
 from collections import abc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from parallel_llama.engine.block_pool import BlockPool, prefix_keys
@@ -157,6 +157,8 @@ class Scheduler:
         self.n_preempted = 0
         self.n_prompt_tokens = 0  # of all admissions, those after a preemption included
         self.n_prefix_tokens = 0  # of n_prompt_tokens, those found in the prefix cache
+        self.n_draft_tokens = 0  # of all steps
+        self.n_accepted_tokens = 0  # of n_draft_tokens, those that the model has accepted
         self._context, self._draft = context, draft
         self.waiting: list[Sequence] = []  # both in order of arrival
         self.running: list[Sequence] = []
@@ -282,6 +284,14 @@ class Scheduler:
         self._scheduled = {item.sequence.arrival: item for item in items}
         return items
 
+    def replace_drafts(self, item: ScheduledTokens, drafts: tuple[int, ...]) -> ScheduledTokens:
+        """Replace the drafts of a scheduled sequence by at most as many. Returns: the new item."""
+        assert len(drafts) <= item.n_drafts
+        pending = item.tokens[: len(item.tokens) - item.n_drafts]
+        changed = replace(item, tokens=(*pending, *drafts), n_drafts=len(drafts))
+        self._scheduled[item.sequence.arrival] = changed
+        return changed
+
     def commit(self, item: ScheduledTokens, drawn: abc.Sequence[int]) -> None:
         """Record a sequence's step: its tokens are cached, and `drawn` is appended.
 
@@ -294,6 +304,8 @@ class Scheduler:
         n_accepted = max(len(drawn) - 1, 0)
         assert (item.draws or not drawn) and n_accepted <= item.n_drafts
         assert tuple(drawn[:n_accepted]) == item.tokens[n_pending : n_pending + n_accepted]
+        self.n_draft_tokens += item.n_drafts
+        self.n_accepted_tokens += n_accepted
         n_full = sequence.n_cached // self.block_size
         sequence.tokens += drawn
         sequence.n_cached = item.start + n_pending + n_accepted

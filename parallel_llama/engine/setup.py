@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import add
 
 import torch
 
@@ -22,11 +23,13 @@ from parallel_llama.config.layouts import (
     why_own_kv_scales,
 )
 from parallel_llama.dtypes import DenseFormat, kv_format, make_precision
+from parallel_llama.engine.drafts import shared_tables
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import CacheSize, MemoryLimit
 from parallel_llama.engine.llm_config import (
     LLMConfig,
+    require_draft_model,
     require_elastic,
     require_pipeline,
     require_spares,
@@ -34,11 +37,12 @@ from parallel_llama.engine.llm_config import (
 from parallel_llama.engine.model_download import require_downloaded
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
-from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.memory import (
     GIB,
     adapter_bytes,
+    kv_bytes_per_token,
     values_of_stages,
     weight_bytes,
     working_bytes,
@@ -54,7 +58,7 @@ from parallel_llama.parallel.device_choice import (
 )
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_one_host, is_started_as_rank, world
-from parallel_llama.plan import make_plan, resolve_exact, stage_sizes, why_unrecorded
+from parallel_llama.plan import Shard, make_plan, resolve_exact, stage_sizes, why_unrecorded
 from parallel_llama.shares import choose_shares
 
 logger = logging.getLogger(__name__)
@@ -121,6 +125,7 @@ class ModelSetup:
         if is_checked is None:
             is_checked = self.exact and slice_of is None
         self.integrity_check = is_checked
+        self.draft = self._draft_setup()
         self.shard_over(n_shards, None if slice_of is None else played)
         slower = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
         if self.exact and config.exact is None and self.precision.dtype == "bfloat16":
@@ -180,6 +185,10 @@ class ModelSetup:
             + sum(adapter_bytes(each, shard, self.precision) for each in self.adapters.values())
             for shard in self.plan.shards
         )
+        draft_bytes: list[list[int]] = []
+        if self.draft is not None:
+            self.weight_bytes = tuple(map(add, self.weight_bytes, self.draft.weight_bytes))
+            draft_bytes = [self._draft_bytes(self.draft, shard) for shard in self.draft.plan.shards]
         step_tokens = STEP_TOKENS[self.kind]
         # A GPU reserves memory for the largest batch; the CPU allocates what the batch needs.
         n_drawn = MAX_RUNNING if self.kind == "cuda" else 1
@@ -197,7 +206,42 @@ class ModelSetup:
             working if self.kind == "cuda" else (),
             step_tokens,
             self._limits(working),
+            draft_bytes,
         )
+
+    def _draft_setup(self) -> "ModelSetup | None":
+        """The setup of the draft model on the same ranks.
+
+        Raises: UsageError for a draft model that cannot run with this model.
+        """
+        config = self.config
+        if config.draft_model is None:
+            return None
+        require_draft_model(self.kind, config.kv_split)
+        try:
+            draft = ModelSetup(
+                replace(
+                    config,
+                    model=config.draft_model,
+                    quant=config.draft_quant,
+                    draft_model=None,
+                    draft_quant=None,
+                    kv_cache_bytes=None,
+                    adapters={},
+                )
+            )
+            self.draft_tables = shared_tables(self.args, draft.args)
+        except UsageError as error:
+            raise UsageError(f"draft_model={config.draft_model!r}: {error}") from error
+        return draft
+
+    def _draft_bytes(self, draft: "ModelSetup", shard: Shard) -> list[int]:
+        """Bytes of the draft model's KV cache per token, for each KV group of this model."""
+        n_bytes = [0] * len(kv_groups(self.args))
+        own = kv_bytes_per_token(draft.args, shard, draft.kv_format)
+        for number, each in zip(self.draft_tables, own, strict=True):
+            n_bytes[number] += each
+        return n_bytes
 
     def _is_decoded(self, matrix: str) -> bool:
         return isinstance(self.precision.form_of("matrix", matrix), DenseFormat)

@@ -35,6 +35,8 @@ class EngineStatistics:
     n_prompt_tokens: int
     n_prefix_tokens: int
     n_preempted: int
+    n_draft_tokens: int
+    n_accepted_tokens: int
     times: StepTimes
 
 

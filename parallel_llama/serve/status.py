@@ -157,6 +157,10 @@ class EngineCollector(Collector):
         yield self._total("prefix_cache_queries", queries, state.n_prompt_tokens)
         hits = "Prefix cache hits, in terms of number of cached tokens."
         yield self._total("prefix_cache_hits", hits, state.n_prefix_tokens)
+        drafts = "Number of draft tokens."
+        yield self._total("spec_decode_num_draft_tokens", drafts, state.n_draft_tokens)
+        accepted = "Number of accepted tokens."
+        yield self._total("spec_decode_num_accepted_tokens", accepted, state.n_accepted_tokens)
         phases = ("messages", "schedule", "forward", "sample", "decide")
         phase_s = {name: getattr(times, f"{name}_s") for name in phases}
         spent = "Time spent in each step phase, in seconds; forward and sample include collectives."

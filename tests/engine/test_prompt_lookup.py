@@ -6,7 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_llama.engine import prompt_lookup
+from parallel_llama.engine import drafts
 from parallel_llama.engine.prompt_lookup import LONGEST, SHORTEST, PromptLookup
 
 SEQUENCES = st.lists(st.integers(0, 3), max_size=60)
@@ -88,4 +88,4 @@ def test_drafts_that_cost_as_much_as_they_bring_are_not_made():
 
 
 def test_the_examples_in_the_docstrings_hold():
-    assert doctest.testmod(prompt_lookup).failed == 0
+    assert doctest.testmod(drafts).failed == 0

@@ -30,7 +30,7 @@ from parallel_llama.serve.wire import (
 )
 
 LOADED = Loaded("float32", "none", 1, 1000, 16, 1000, (RankFacts(0, 1),))
-STATISTICS = EngineStatistics(1, 0, 1, 0, 9, 1, 0, 0, StepTimes())
+STATISTICS = EngineStatistics(1, 0, 1, 0, 9, 1, 0, 0, 0, 0, StepTimes())
 
 
 class Played:

@@ -19,6 +19,7 @@ OF_VLLM = (
     "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket",
     "request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket",
     "request_inference_time_seconds_bucket", "iteration_tokens_total_bucket",
+    "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
     "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "cache_config_info",
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ The oracle uses neither the scheduler nor blocks: it runs the whole sequence for
 
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,6 +13,7 @@ import torch
 
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import KVFormat, Precision
+from parallel_llama.engine.draft_model import DraftModel
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import ModelRunner
@@ -210,10 +211,11 @@ def make_runner(
     ops: TorchOps | None = None,
     *,
     exact: bool = False,
+    seed: int = 1,
 ) -> ModelRunner:
     return ModelRunner.load(
         args,
-        random_checkpoint(args, seed=1),
+        random_checkpoint(args, seed),
         make_plan(args, comm.size, kv_split=kv_split, exact=exact),
         comm,
         precision=Precision.plain("float64"),
@@ -231,6 +233,7 @@ def make_engine(
     max_drafts: int = 0,
     *,
     integrity_check: bool = False,
+    draft_model: DraftModel | None = None,
 ) -> Engine:
     """An engine with `n_blocks` for full-attention layers, and as few as possible for others."""
     windows = [kv_group.window for kv_group in runner.kv_groups]
@@ -244,6 +247,7 @@ def make_engine(
         step_tokens=step_tokens,
         max_drafts=max_drafts,
         integrity_check=integrity_check,
+        draft_model=draft_model,
     )
 
 
@@ -372,13 +376,16 @@ def run_mixes(
     args: ModelArgs = ARGS,
     kv_format: KVFormat | None = None,
     kv_split: KVSplit = "heads",
+    draft_model: Callable[[Communicator], DraftModel] | None = None,
 ) -> list[str]:
     """All differences in the mixes of these seeds, on rank 0. Collective: every rank calls it."""
     runner = make_runner(comm, args, kv_format, kv_split)
+    drafts = None if draft_model is None else draft_model(comm)
     found = []
     for seed in seeds:
         mix = random_mix(seed)
-        engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
+        limits = mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts
+        engine = make_engine(runner, *limits, draft_model=drafts)
         outcomes = run_mix(engine, mix)
         if comm.rank == 0:
             found += [f"mix {seed}: {each}" for each in differences(mix, outcomes, args, kv_format)]

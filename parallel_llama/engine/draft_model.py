@@ -1,0 +1,144 @@
+"""Speculative decoding with a draft model: a small model of the same vocabulary drafts tokens.
+
+In each step the draft model runs the tokens that the model will run, and then extends the sequences
+token by token. The model verifies these drafts in one forward pass, so they change the speed and
+never a token. Both models run on the same ranks and share block tables: a token has the same slot
+in both KV caches, and a block in the prefix cache has the keys and values of both.
+
+A draft is sampled with the parameters and the noise of the token that it stands for. Two models
+with similar logits then mostly sample the same token, at any temperature.
+
+Source: speculative decoding, arXiv 2211.17192.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel_llama.engine.drafts import SequenceDrafts, row_costs
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.recorded_steps import Logits
+from parallel_llama.engine.sampling_rows import draw_each, sampling_row
+from parallel_llama.engine.scheduler import ScheduledTokens
+from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.errors import NumericalError
+from parallel_llama.request import SamplingParams
+from parallel_llama.sampling.draw import History, SamplingRow
+
+
+@dataclass
+class DraftRequest:
+    """A sequence in a step, and `item.n_drafts` wanted drafts, perhaps none.
+
+    Args:
+        history: for penalties, as in `SamplingRow`.
+        mask: of the tokens that the request allows, as in `SamplingRow`.
+        found: the drafts so far.
+    """
+
+    item: ScheduledTokens
+    drafts: SequenceDrafts
+    history: History | None = None
+    mask: bytes | None = None
+    found: tuple[int, ...] = ()
+
+    @property
+    def n_known(self) -> int:
+        """The tokens of the sequence up to this step, without drafts."""
+        return self.item.start + len(self.item.tokens) - self.item.n_drafts
+
+    def next_row(self) -> SamplingRow:
+        """The row that samples the next draft."""
+        sequence, params = self.item.sequence, self.drafts.params
+        return sampling_row(sequence, params, self.found, self.history, self.mask)
+
+
+class DraftModel:
+    """A draft model on this rank.
+
+    Args:
+        tables: as `shared_tables`.
+        vocab_size: that of the model.
+        relative_cost: as in `row_costs`; the same on all ranks.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, tables: Sequence[int], vocab_size: int, relative_cost: float
+    ) -> None:
+        self.runner, self._tables, self._vocab_size = runner, tables, vocab_size
+        self._costs = row_costs(relative_cost)
+        # A window may have lost the keys of a token of the last step, so all drafts run at once.
+        self._has_windows = any(group.window is not None for group in runner.kv_groups)
+
+    def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
+        """Allocate the KV cache; `n_blocks` has the blocks of each KV group of the model."""
+        self.runner.reserve([n_blocks[number] for number in self._tables], block_size)
+
+    def sequence_drafts(self, params: SamplingParams) -> SequenceDrafts:
+        """The drafts of a new sequence."""
+        return SequenceDrafts(params, self._costs)
+
+    def run(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        """Run the tokens of a step, and draft what follows.
+
+        Returns: the drafts of each sequence. They are fewer than `item.n_drafts` if no token is
+            allowed, or the draft model produces NaN or Inf.
+        Collective: those of a forward pass; for each draft those of `draw_each` and of a forward
+            pass.
+        """
+        logits = self._catch_up(requests)
+        active = [each for each in requests if each.item.n_drafts]
+        while active:
+            drawn = self._draw(active, logits)
+            active = [each for each in drawn if len(each.found) < each.item.n_drafts]
+            running = drawn if self._has_windows else active
+            if running:
+                logits = self._extend(running).rows([running.index(each) for each in active])
+        return [each.found for each in requests]
+
+    def _catch_up(self, requests: Sequence[DraftRequest]) -> Logits:
+        """Run the tokens of a step. Returns: one row of logits for each sequence with drafts."""
+        chunks, rows, n_rows = [], [], 0
+        for each in requests:
+            start, drafts = each.item.start, each.drafts
+            # The last one of the drafts of the last step, if all were right, has not run here.
+            if not self._has_windows and drafts.n_run == start - 1:
+                start = drafts.n_run
+            chunks.append(self._chunk(each, each.item.sequence.tokens[start : each.n_known], start))
+            drafts.n_run = each.n_known + max(each.item.n_drafts - 1, 0)
+            n_rows += each.n_known - start
+            if each.item.n_drafts:
+                rows.append(n_rows - 1)
+        if not all(chunk.is_decoded for chunk in chunks):
+            return self.runner.step(chunks, rows)[0]
+        logits, _ = self.runner.step(chunks, range(n_rows))  # a recorded step has all rows
+        return logits if len(rows) == n_rows else logits.rows(rows)
+
+    def _chunk(self, request: DraftRequest, tokens: Sequence[int], start: int) -> Chunk:
+        sequence = request.item.sequence
+        tables = [sequence.tables[number] for number in self._tables]
+        return Chunk(tokens, start, tables, sequence.n_prompt)
+
+    def _draw(self, active: Sequence[DraftRequest], logits: Logits) -> list[DraftRequest]:
+        """Sample one draft of each sequence. Returns: the sequences that have got one."""
+        rows = [[each.next_row()] for each in active]
+        is_greedy = all(each.drafts.params.is_greedy for each in active)
+        best = logits.largest if is_greedy else None
+        try:
+            drawn = draw_each(logits.values, self.runner.shard.vocab, rows, self.runner.comm, best)
+        except NumericalError:  # on all ranks
+            return []
+        found = []
+        for each, own in zip(active, drawn, strict=True):
+            if own and own[0].token < self._vocab_size:
+                each.found += (own[0].token,)
+                found.append(each)
+        return found
+
+    def _extend(self, running: Sequence[DraftRequest]) -> Logits:
+        """Run the latest draft of each sequence."""
+        chunks = [
+            self._chunk(each, each.found[-1:], each.n_known + len(each.found) - 1)
+            for each in running
+        ]
+        logits, _ = self.runner.step(chunks, range(len(chunks)))
+        return logits

@@ -1,0 +1,148 @@
+"""How many draft tokens of a sequence to run in a step, and which draft models fit a model.
+
+The model verifies drafts in one forward pass. Each draft costs a row of it, so a budget for each
+sequence limits the drafts by their acceptance rate and the cost of rows.
+
+Source: speculative decoding, arXiv 2211.17192, sections 3.1 and 3.3, for the expected number of
+tokens and the speed-up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs, kv_groups
+from parallel_llama.request import SamplingParams
+
+# (rows, cost of a step with this many rows relative to a step of one row), measured on two CPU
+# cores. Costs in between are interpolated; a step has at most as many rows as the last entry.
+ROW_COSTS = ((1, 1.0), (2, 1.1), (4, 1.4), (8, 1.55), (16, 1.8))
+
+MIN_GAIN = 1.05  # tokens per cost, against 1 without drafts
+MEMORY = 0.9  # decay of earlier observations with each new one
+PRIOR_KEPT, PRIOR_TRIED = 1.0, 2.0
+FIRST_WAIT, LONGEST_WAIT = 16, 256  # steps between the probes of an empty budget
+
+# Models of one tokenizer may pad their vocabularies to different sizes.
+MAX_PADDING = 128
+
+
+def shared_tables(args: ModelArgs, draft: ModelArgs) -> tuple[int, ...]:
+    """For each KV group of a draft model, the number of the model's KV group with its block table.
+
+    Raises: UsageError if the draft model has another vocabulary, or another sliding window.
+    """
+    if abs(args.vocab_size - draft.vocab_size) > MAX_PADDING:
+        raise UsageError(
+            f"its vocabulary has {draft.vocab_size} tokens and that of the model "
+            f"{args.vocab_size}; use a draft model with the tokenizer of the model"
+        )
+    own = [(each.window, each.has_chunks) for each in kv_groups(args)]
+    tables = []
+    for group in kv_groups(draft):
+        if (group.window, group.has_chunks) not in own:
+            seen = f"the last {group.window} tokens" if group.window else "all tokens"
+            raise UsageError(
+                f"some of its layers attend to {seen} and none of the model's do; use a draft "
+                "model with the sliding windows of the model"
+            )
+        tables.append(own.index((group.window, group.has_chunks)))
+    return tuple(tables)
+
+
+class DraftBudget:
+    """The number of drafts that maximises expected tokens per cost, by recent acceptance.
+
+    An empty budget allows a single draft as a probe, ever more rarely while probes fail.
+    """
+
+    def __init__(self, row_costs: Sequence[tuple[int, float]]) -> None:
+        self._costs = _interpolated(row_costs)  # [rows - 1]
+        self._kept = self._tried = 0.0
+        self._wait = self._passed = 0
+
+    @property
+    def most(self) -> int:
+        """The most drafts of a step."""
+        return len(self._costs) - 1
+
+    def n_allowed(self) -> int:
+        """How many drafts to run now."""
+        best = self._best()
+        if best:
+            self._wait = self._passed = 0
+            return best
+        self._wait = self._wait or FIRST_WAIT
+        self._passed += 1
+        if self._passed < self._wait:
+            return 0
+        self._wait, self._passed = min(2 * self._wait, LONGEST_WAIT), 0
+        return 1
+
+    def update(self, n_drafts: int, n_kept: int) -> None:
+        """Update the acceptance rate; drafts after the first wrong one do not count."""
+        if n_drafts:
+            self._kept = MEMORY * self._kept + n_kept
+            self._tried = MEMORY * self._tried + min(n_kept + 1, n_drafts)
+
+    def _best(self) -> int:
+        """The number of drafts with the most expected tokens per cost; 0 if none pays off."""
+        right = (self._kept + PRIOR_KEPT) / (self._tried + PRIOR_TRIED)
+        best, best_gain = 0, MIN_GAIN
+        n_tokens = all_right = 1.0
+        for n_drafts in range(1, len(self._costs)):
+            all_right *= right
+            n_tokens += all_right
+            if n_tokens / self._costs[n_drafts] > best_gain:
+                best, best_gain = n_drafts, n_tokens / self._costs[n_drafts]
+        return best
+
+
+def _interpolated(row_costs: Sequence[tuple[int, float]]) -> list[float]:
+    """The cost of 1, 2, 3, ... rows.
+
+    >>> _interpolated([(1, 1.0), (3, 2.0)])
+    [1.0, 1.5, 2.0]
+    """
+    costs = [row_costs[0][1]]
+    for (rows, cost), (more_rows, more_cost) in pairwise(row_costs):
+        step = (more_cost - cost) / (more_rows - rows)
+        costs += [cost + step * n for n in range(1, more_rows - rows + 1)]
+    return costs
+
+
+class SequenceDrafts:
+    """The drafts of one sequence: how many to make, and which tokens the draft model has run.
+
+    Args:
+        params: the sampling parameters of its request.
+        costs: as `row_costs`.
+    """
+
+    def __init__(self, params: SamplingParams, costs: Sequence[tuple[int, float]]) -> None:
+        self.params = replace(params, logprobs=None, prompt_logprobs=None)
+        self.n_run = 0  # leading tokens, and drafts, whose keys and values are in its KV cache
+        self._budget = DraftBudget(costs)
+
+    def draft(self, _tokens: Sequence[int], most: int) -> Sequence[int]:
+        """Placeholders for at most `most` drafts, which `DraftModel.run` replaces."""
+        return (0,) * min(most, self._budget.n_allowed())
+
+    def update(self, n_drafts: int, n_kept: int) -> None:
+        """Update the acceptance rate: the first `n_kept` of a step's drafts were right."""
+        self._budget.update(n_drafts, n_kept)
+
+
+def row_costs(relative_cost: float) -> list[tuple[int, float]]:
+    """The cost of verifying 0, 1, 3, ... drafts and of making them, relative to no drafts.
+
+    The draft model runs every token of the model, so it takes a step even without drafts.
+
+    Args:
+        relative_cost: the cost of a step of the draft model, relative to a step of the model.
+    """
+    return [
+        (rows, (cost + max(rows - 1, 1) * relative_cost) / (1 + relative_cost))
+        for rows, cost in ROW_COSTS
+    ]

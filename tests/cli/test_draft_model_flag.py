@@ -1,0 +1,63 @@
+"""`generate` and `chat` with --draft-model."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from parallel_llama.cli.main import main
+
+KV_CACHE = "--kv-cache-bytes=8MiB"
+
+
+@pytest.fixture(scope="module")
+def short(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a context of 16 tokens."""
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("drafts") / "short")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    return folder
+
+
+@pytest.mark.parametrize("n_ranks", ["1", "2"])
+def test_a_draft_model_gives_the_same_text_and_its_drafts_are_counted(model, capsys, n_ranks):
+    argv = ["generate", f"--model={model}", KV_CACHE, "--prompt=Once", "--max-tokens=24"]
+    argv += ["--min-tokens=24", "--temperature=0.7", "--seed=5", f"--nproc={n_ranks}"]
+    found = []
+    for flags in ([], [f"--draft-model={model}", "--draft-quant=int8"]):
+        assert main([*argv, *flags]) == 0
+        found.append(capsys.readouterr())
+    assert found[0].out == found[1].out
+    assert " draft tokens accepted" in found[1].err
+
+
+def test_an_answer_of_a_chat_is_the_same_with_a_draft_model(model, monkeypatch, capsys):
+    answers = []
+    for flags in ([], [f"--draft-model={model}"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+        assert main(["chat", str(model), "--max-tokens=9", "--temperature=0", *flags]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--draft-model=/no/such"], "/no/such"),
+        (["--draft-quant=int4"], "--draft-quant int4 without --draft-model"),
+        (["--draft-model={short}"], "this model's context is 16 tokens"),
+        (["--draft-model=smollm2"], "its vocabulary has 49152 tokens and that of the model 211"),
+        (["--draft-model={model}", "--elastic", "--nproc=2"], "draft_model and elastic"),
+        (["--draft-model={model}", "--pp=2", "--nproc=2"], "draft_model and pp"),
+        (["--draft-model={model}", "--kv-split=sequence"], "draft_model and kv_split"),
+        (["--draft-model={model}", "--device=cuda"], "draft_model and device=cuda"),
+        (["--draft-model={model}", "--attention-sinks=4"], "draft_model and attention_sinks"),
+    ],
+)
+def test_a_draft_model_that_cannot_run_is_refused_at_once(model, short, capsys, flags, error):
+    given = [flag.format(model=model, short=short) for flag in flags]
+    assert main(["generate", f"--model={model}", "--prompt=Once", *given]) == 2
+    out, err = capsys.readouterr()
+    assert error in err and "Traceback" not in err and not out
