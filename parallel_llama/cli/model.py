@@ -95,8 +95,8 @@ DRAFT_MODEL: Flag[str | None] = Flag(
     subject="model",
 )  # fmt: skip
 DRAFT_QUANT: Flag[str | None] = Flag(
-    "draft-quant", "as --quant, for --draft-model",
-    quant_name, "FORMAT", default_text="as --quant", subject="model",
+    "draft-quant", "as --quant, for --draft-model", quant_name, "FORMAT",
+    default_text="as without --quant", subject="model",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
     "device", "auto, cpu or cuda", device_name, "DEVICE", default=LLMConfig.device, subject="ranks"
