@@ -407,11 +407,12 @@ class LLM:
         ]
 
     def close(self) -> None:
-        """End the other ranks; may be called twice, and after an error.
+        """End the other ranks and the processes of the tokenizer.
 
-        LLMs left open are closed at exit.
+        May be called twice, and after an error. LLMs left open are closed at exit.
         """
         self._end()
+        self.input_processor.close()
 
     def __repr__(self) -> str:
         if not self._end.alive:

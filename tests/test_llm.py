@@ -886,3 +886,15 @@ def test_an_interruption_in_the_middle_of_a_step_leaves_the_model_usable(llm, mo
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["Hello"], PARAMS)
     assert llm.generate(["Hello"], PARAMS) == before
+
+
+def test_a_closed_llm_leaves_no_process_and_its_tokenizer_works(model):
+    """A tokenizer's process ended only with the LLM object."""
+    before = set(psutil.Process().children(recursive=True))
+    params = SamplingParams(max_tokens=3, grammar=Grammar("regex", "[a-z]+"))
+    with LLM(str(model), kv_cache_bytes=CACHE_BYTES, tp_size=2) as llm:
+        llm.chat([{"role": "user", "content": "Hello"}], params)
+        ids = llm.input_processor.tokenizer.encode("Hello")
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [each for each in left if "parallel_llama" in " ".join(each.cmdline())]
+    assert llm.input_processor.tokenizer.encode("Hello") == ids

@@ -40,6 +40,7 @@ from parallel_llama.tokenizer import (
     load_tokenizer,
 )
 from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, has_marks
+from parallel_llama.tokenizer.jinja_chat import JinjaChat
 
 Prompt = str | Sequence[int] | Sequence[Message] | Chat | Mapping[str, Any]
 Prompts = Prompt | Iterable[Prompt]
@@ -204,6 +205,19 @@ class InputProcessor:
     def grammars(self) -> GrammarCompiler:
         """The compiler of grammars to masks over this model's vocabulary."""
         return GrammarCompiler(self.tokenizer, self.args.vocab_size, self._eos_ids)
+
+    def close(self) -> None:
+        """End the processes of the tokenizer, the chat template and the grammars.
+
+        They start again on demand.
+        """
+        used = vars(self)  # properties that have been read
+        if "tokenizer" in used:
+            self.tokenizer.close()
+        if isinstance(used.get("chat_template"), JinjaChat):
+            used["chat_template"].close()
+        if "grammars" in used:
+            self.grammars.close()
 
     @cached_property
     def defaults(self) -> GenerationDefaults:

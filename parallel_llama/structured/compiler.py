@@ -107,6 +107,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._checker = BoundedProcess(grammar_check.__file__, grammar_check.MAX_EXTRA_BYTES)
 
+    def close(self) -> None:
+        """Ends the process that checks grammars; the next grammar starts it again."""
+        self._checker.close()
+
     def matcher(
         self, grammar: Grammar, *, begins_text: bool = False, is_checked: bool = False
     ) -> Matcher:

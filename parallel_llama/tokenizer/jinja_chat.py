@@ -121,6 +121,10 @@ class JinjaChat:
             special_ids[text] for text in ends if text in special_ids and text in written
         }
 
+    def close(self) -> None:
+        """Ends the renderer's process; the next call starts it again."""
+        self._renderer.close()
+
     def encode(self, chat: Chat) -> list[int]:
         cut = "" if chat.parse_special else self._cut_for(chat)
         text = self.render(chat, cut)

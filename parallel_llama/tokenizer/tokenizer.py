@@ -89,6 +89,10 @@ class Tokenizer(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(vocab_size={self.vocab_size})"
 
+    def close(self) -> None:
+        """Ends the tokenizer's process, if it has one; the next call starts the process again."""
+        return
+
     def encode(self, text: str, *, bos: bool = True, special: bool = True) -> list[int]:
         """Token ids of a text.
 

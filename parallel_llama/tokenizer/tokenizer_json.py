@@ -110,6 +110,12 @@ class FileEncoder:
         ids: list[int] = self._answer(process.ask, request)["ids"]
         return ids
 
+    def close(self) -> None:
+        """Ends the processes; the next call starts them again."""
+        self._small.close()
+        if "_large" in vars(self):
+            self._large.close()
+
     @cached_property
     def _large(self) -> BoundedProcess:
         process = BoundedProcess("sandbox_tokenizers", self._limit_bytes)
@@ -179,6 +185,10 @@ class TokenizersTokenizer(Tokenizer):
         if adds_bos is not None:
             prefix = [bos_id] if adds_bos and bos_id is not None else []
         super().__init__(_vocabulary(contents, source), bos_id, eos_ids, prefix)
+
+    def close(self) -> None:
+        if isinstance(self._encoder, FileEncoder):
+            self._encoder.close()
 
     def _encoded(self, text: str, special: bool) -> list[int]:
         return self._encoder.encode(text, special)
