@@ -55,7 +55,7 @@ __all__ = [
     "part_tiles",
 ]
 
-_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # those of the Triton kernels
+_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # supported by the Triton kernels
 
 
 def choose_ops(

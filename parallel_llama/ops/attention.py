@@ -1,9 +1,9 @@
 """Which queries of a batch attend to which keys, and the score function of attention.
 
 A query attends to itself and to the keys before it in its sequence; with a sliding window, to the
-last `window` keys only; with chunks, to those of its chunk of `window` positions. `Queries` says
-this for the layers of a KV group. From it, operators make the `Plan` that their kernels read:
-`SlotPlan` for torch, `PagedPlan` for CUDA, and `CPUPlan`.
+last `window` keys only; with chunks, to the keys of its chunk of `window` positions. `Queries` has
+the queries of the layers of a KV group. From `Queries`, operators make the `Plan` that their
+kernels read: `SlotPlan` for torch, `PagedPlan` for CUDA, and `CPUPlan`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ NO_WINDOW = 2**31 - 1  # a window that is longer than any sequence
 # prompt skip its last keys.
 MAX_QUERIES = 64
 
-# The keys that a query attends to: the position of the first, and the slots of all in order, as
-# slices that are not empty.
+# The keys that a query attends to: the position of the first key, and the slots of all keys in
+# order, as non-empty slices.
 SeenKeys = tuple[int, Sequence[slice]]
 
 
@@ -33,8 +33,7 @@ SeenKeys = tuple[int, Sequence[slice]]
 class Scores:
     """The attention score of a query and a key: scale q k, or c tanh(scale q k / c).
 
-    With sinks, each head has one more number, its sink. The softmax includes the sink, and no value
-    is multiplied by the sink's weight.
+    With sinks, each head has one more score in its softmax, the sink, which has no value.
 
     Args:
         scale: The factor on q k; None for 1 / sqrt(head_dim).
@@ -132,7 +131,7 @@ class QueryChunk:
 
 @dataclass(frozen=True)
 class QueryTile:
-    """Consecutive queries of one sequence, and those of their keys that are on this rank.
+    """Consecutive queries of one sequence, and their keys on this rank.
 
     Args:
         rows: The queries' rows of the batch.
@@ -257,7 +256,7 @@ class Queries:
                 yield KeyPart(row, number, start, slots)
 
     def tiles(self, dtype: torch.dtype, device: torch.device) -> Iterator[QueryTile]:
-        """The queries for `TorchOps.partial_attention`, without those that have no key here."""
+        """The queries for `TorchOps.partial_attention`; a query without a key here is left out."""
         for row, positions, first_key, blocks, is_decoded in self.ranges:
             size = 1 if is_decoded else MAX_QUERIES
             for first in range(0, len(positions), size):

@@ -60,6 +60,10 @@ class DenseWeight:
         self._values, self._parts, self._fused = values, [], None
 
     @property
+    def n_inputs(self) -> int:
+        return self.values.shape[1]
+
+    @property
     def is_loaded(self) -> bool:
         return self._values is None or not self._values.is_meta
 
@@ -144,6 +148,7 @@ class QuantWeight:
         self.computed = computed
         self.n_outputs = sum(part.shape[0] for part in self._parts)
         self.panels = self._parts[0].panel_shape(panel_rows)
+        self.n_inputs = self.panels.n_inputs
 
     @property
     def values(self) -> Tensor:
@@ -261,12 +266,12 @@ def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWei
     Weights of one format are concatenated and hold no memory of their own afterwards.
     """
     dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
-    groups = [weight for weight in weights if isinstance(weight, QuantWeight)]
-    forms: set[object] = {weight.panels for weight in groups}
+    quantised = [weight for weight in weights if isinstance(weight, QuantWeight)]
+    forms: set[object] = {weight.panels for weight in quantised}
     forms |= {(weight.values.dtype, weight.inputs) for weight in dense}
     if len(forms) > 1:
         return MixedWeight(weights)
-    return DenseWeight.concat_outputs(dense) if dense else QuantWeight.concat_outputs(groups)
+    return DenseWeight.concat_outputs(dense) if dense else QuantWeight.concat_outputs(quantised)
 
 
 def grouped_linear(

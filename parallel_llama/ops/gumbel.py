@@ -82,7 +82,7 @@ def _words(keys: Tensor, places: Tensor) -> Tensor:
 
     Shapes: keys [n] int64; places [n, m] or [m] int64; returns [n, m] int64.
     Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014, section 5;
-    the multipliers are those of Vigna's splitmix64.c.
+    the multipliers are from Vigna's splitmix64.c.
     """
     z = places * _signed(GAMMA) + keys[:, None]  # [n, m]
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):

@@ -206,7 +206,7 @@ def _in_runs(rows: Tensor, size: int = QUANT_GROUP_SIZE) -> Tensor:
 
 
 def _repeated(rows: Tensor, n: int) -> Tensor:
-    """Each number n times in turn. Shapes: [rows, m] -> [rows, m * n].
+    """Repeats each number n times. Shapes: [rows, m] -> [rows, m * n].
 
     Not `repeat_interleave`, with which a step cannot be captured in a CUDA graph.
     """

@@ -136,7 +136,7 @@ class TorchOps:
         """The routing weights and the experts of each token, the best first.
 
         The weights are the softmax of the scores of all experts, with their bias, in at least
-        float32; with `normed`, those of a token sum to 1. Ties go to the expert with the lower
+        float32; with `normed`, each token's weights sum to 1. Ties go to the expert with the lower
         number.
 
         Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] in at least float32 ->
@@ -244,9 +244,8 @@ class TorchOps:
         Shapes: parts [T * n, dim], routing_weights [T, n] -> [T, dim] partial, dtype of the parts.
         """
         each = parts.view(*routing_weights.shape, -1)
-        total = (
-            each[:, 0] * routing_weights[:, :1]
-        )  # in order: torch.sum may depend on the number of rows
+        # In order, because the bits of torch.sum may depend on the number of rows.
+        total = each[:, 0] * routing_weights[:, :1]
         for number in range(1, routing_weights.shape[1]):
             total += each[:, number] * routing_weights[:, number : number + 1]
         return total.to(parts.dtype)
@@ -483,7 +482,7 @@ class TorchOps:
         kv_rows.store(qkv[:, -n_kv_heads:], slots, v)
 
     def plan(self, queries: Queries, device: torch.device) -> Plan:
-        """What `attention` reads for these queries, made once for all layers of a KV group.
+        """The plan of these queries, made once for all layers of a KV group.
 
         The keys of all queries must be on this rank.
         """
@@ -528,7 +527,7 @@ class TorchOps:
     def plan_sinks(
         self, window: Queries, sinks: Queries, dtype: torch.dtype, device: torch.device
     ) -> Iterator[SinkPlan]:
-        """Yields what `sink_attention` reads for queries that attend to their windows and to sinks.
+        """Yields the plans of queries that attend to their windows and to sinks.
 
         `window` has the queries with the keys of their windows. `sinks` has the same queries with
         the sinks, at positions one window earlier: each sees exactly the sinks before its window.
@@ -610,7 +609,7 @@ class TorchOps:
         n_rows, n_kv_heads = len(q), k.shape[1]
         if sinks is not None:
             o, lse = self._partial(q, k, v, mask)
-            # The part of the weights that is not the sink's.
+            # The fraction of the softmax weights that the sink leaves to the keys.
             return o * torch.sigmoid(lse - sinks)[..., None].to(o.dtype)
         if self._scores.soft_cap is not None:
             # scaled_dot_product_attention has no soft cap.
@@ -672,7 +671,7 @@ class TorchOps:
         sinks: Tensor | None,
     ) -> None:
         """`attention` for ranges of queries over keys in blocks."""
-        groups = [slice(*bounds) for bounds in pairwise(heads.bounds.tolist())]
+        of_kv_heads = [slice(*bounds) for bounds in pairwise(heads.bounds.tolist())]
         window = queries.window
         for row, n_queries, start, first_key, blocks in queries.rows.tolist():
             if not n_queries:
@@ -683,14 +682,13 @@ class TorchOps:
             keys, values = (kv_rows.take(each, slots)[None] for each in (k, v))
             own = slice(row, row + n_queries)
             mask = causal_mask(range(start, seen.stop), [seen], window, q.dtype, q.device)
-            for head, group in enumerate(groups):
-                of_head = slice(head, head + 1)
-                out[own, group] = self._attend(
-                    q[own, group],
-                    keys[:, of_head],
-                    values[:, of_head],
+            for kv_head, q_heads in enumerate(of_kv_heads):
+                out[own, q_heads] = self._attend(
+                    q[own, q_heads],
+                    keys[:, kv_head : kv_head + 1],
+                    values[:, kv_head : kv_head + 1],
                     mask,
-                    None if sinks is None else sinks[group],
+                    None if sinks is None else sinks[q_heads],
                 )
 
 

@@ -1,4 +1,4 @@
-"""What Triton needs on a host before it can launch a kernel.
+"""Checks whether a host has what Triton needs to launch kernels.
 
 Before the first launch, Triton compiles a small C module with the host's C compiler and Python's
 headers. Slim containers often have neither.

@@ -48,8 +48,8 @@ class DecodeBatch:
         max_len: The largest number of keys of a row.
         taken: [1] int64, the number of pairs of a part and a KV head that a kernel's threads have
             taken; 0 while no kernel runs.
-        done: [room] int64, at each row's first part the number of the row's results that are done,
-            one for each part and KV head; 0 while no kernel runs.
+        done: [room] int64, at each row's first part: how many of the row's results, one for each
+            part and KV head, have been computed; 0 while no kernel runs.
     """
 
     parts: Tensor
@@ -85,7 +85,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class CPUPlan(Plan):
-    """The queries that are computed together, and those that are computed alone."""
+    """Chunks of queries that are computed together, and the queries that are computed alone."""
 
     chunks: tuple[QueryChunk, ...]
     decode: DecodeBatch | None
@@ -111,7 +111,7 @@ class PartTile:
         n_most: The largest number of parts on a rank.
         order: [m] int64, the parts by query and position, as indices of the parts of all ranks,
             which have `n_most` parts each.
-        bounds: [t + 1] int64: the parts bounds[i] to bounds[i + 1] of `order` are those of query i.
+        bounds: [t + 1] int64: the parts bounds[i] to bounds[i + 1] of `order` belong to query i.
     """
 
     rows: Tensor
@@ -189,7 +189,7 @@ class DecodeRoom:
     """A `CPUPlan` of decode rows at fixed addresses, which is filled anew for every step.
 
     Args:
-        queries: Those of the first step. Later steps have as many rows, and may have more keys.
+        queries: The queries of the first step. Later steps have as many rows, perhaps more keys.
     """
 
     def __init__(self, queries: Queries) -> None:

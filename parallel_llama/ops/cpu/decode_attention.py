@@ -14,7 +14,7 @@ https://pytorch.org/blog/flash-decoding.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -40,7 +40,7 @@ from parallel_llama.ops.cpu.ir import (
     in_this_order,
     larger,
     loop,
-    shuffle,
+    reduced,
     smaller,
     when,
     where,
@@ -51,7 +51,7 @@ from parallel_llama.ops.cpu.vector_math import exp, tanh
 from parallel_llama.plan import PART_KEYS
 
 _MAX_CHUNK = 4  # queries of a KV head whose outputs are in registers together
-_BLOCK_BYTES = 1 << 13  # of values per block; each query of a KV head reads the whole block in turn
+_BLOCK_BYTES = 1 << 13  # of values per block; each query of a KV head reads the whole block
 # The distance, in blocks of keys or values, from the block that is read to the one prefetched.
 _AHEAD = 2
 # Per result: the largest score, and the sum of exp(score - largest).
@@ -71,7 +71,7 @@ class _Shape:
 
     @property
     def block(self) -> int:
-        """Keys per block; all queries of a KV head use a block's values before the next block's."""
+        """Keys per block; all queries of a KV head read a block's values before the next block."""
         return max(1, _BLOCK_BYTES // (self.head_dim * self.lanes.stored.itemsize))
 
     @property
@@ -387,26 +387,7 @@ def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
             total = fma(x, lanes.load(key + i), total)
         sums.append(total)
         in_this_order(q.b)
-    return _summed(lanes, sums)
-
-
-def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
-    """A vector whose lane i is the sum of the lanes of the i-th vector, all in the same order.
-
-    Each step adds the two halves of every run of lanes, for two vectors at a time, and halves the
-    runs: W - 1 additions for W vectors instead of log2(W) for each. With runs of four lanes, abcd
-    and ABCD become a+c b+d A+C B+D.
-    """
-    while len(vectors) > 1:
-        half = len(vectors) // 2
-        # The first half of each run: that of the first vector, then of the second.
-        first = [n + n // half % 2 * (lanes.width - half) for n in range(lanes.width)]
-        second = [n + half for n in first]
-        vectors = [
-            shuffle(x, first, y) + shuffle(x, second, y)
-            for x, y in zip(vectors[:half], vectors[half:], strict=True)
-        ]
-    return vectors[0]
+    return reduced(sums)
 
 
 def _weigh(lanes: Lanes, row: Value, n: Value, own_partial: Value) -> None:
@@ -415,7 +396,7 @@ def _weigh(lanes: Lanes, row: Value, n: Value, own_partial: Value) -> None:
     Stores the maximum and the sum of the results at `own_partial`.
     """
     b = row.b
-    lanes.store(row + n, lanes.constant(b, -math.inf))  # exp makes it 0
+    lanes.store(row + n, lanes.constant(b, -math.inf))  # weights of 0
     largest = Variable(lanes.constant(b, torch.finfo(lanes.computed).min))
     with loop(b, 0, n, lanes.width) as t:
         largest.value = larger(lanes.load(row + t), largest.value)

@@ -182,7 +182,7 @@ class _ActivationArguments(Generic[T]):
 class ActivationKernel:
     """f(gate) * up, or f(x) if not gated.
 
-    It does not call torch's functions: their results depend on the position of an element.
+    torch's functions are not used, because their results depend on the position of an element.
 
     Args:
         kind: silu, gelu, gelu_tanh for its tanh approximation, or relu2 for the squared ReLU.

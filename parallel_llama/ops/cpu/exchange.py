@@ -3,8 +3,8 @@
 Ranks of one host exchange messages in shared memory, and ranks of several hosts also over sockets;
 `parallel.shared_memory` and `parallel.sockets` describe the messages and the protocols. In one
 exchange some ranks may run this kernel and others Python. If messages do not arrive while the
-kernel waits, or belong to another collective, or a socket fails, Python finishes the exchange: it
-waits, and reports lost ranks.
+kernel waits, or belong to another collective, or a socket fails, Python waits for them, finishes
+the exchange and reports lost ranks.
 """
 
 from array import array
@@ -249,7 +249,7 @@ def _wait_for_ranks(phase: Value, signed: Value, args: _ExchangeArguments[Value]
             n_agreeing.value += where(differs, size.like(0), 1)
             n_arrived.value += 1
         with when(has_arrived ^ 1):
-            _rest(args.policy)
+            _pause_by(args.policy)
             n_left.value -= 1
     return n_agreeing.value
 
@@ -346,7 +346,7 @@ def _receive(
                 n_missing.value += where(cells[sockets.RECEIVED] < n_all, args.size.like(1), 0)
         n_left.value -= 1
         leave_if((n_missing.value < 1) | (n_left.value < 0))
-        _rest(larger(args.policy, args.policy.like(WaitPolicy.YIELD)))
+        _pause_by(larger(args.policy, args.policy.like(WaitPolicy.YIELD)))
 
 
 def _n_incomplete(
@@ -371,7 +371,7 @@ def _n_behind(rows_ready: Value, n_before: Value, args: _ExchangeArguments[Value
         ready = rows_ready + other * (sockets.ROW_BYTES // 8)
         with repeat(b) as leave_if:
             leave_if((ready.acquired() > n_before) | (n_left.value < 0))
-            _rest(args.policy)
+            _pause_by(args.policy)
             n_left.value -= 1
         n.value += where(ready.acquired() > n_before, args.size.like(0), one)
     return n.value
@@ -386,8 +386,8 @@ def _header_of(rows: Value, rank: Value) -> Value:
     return (rows + rank * sockets.ROW_BYTES + sockets.HEADER_AT).bits_as(I64.as_pointer())
 
 
-def _rest(policy: Value) -> None:
-    """What a waiting rank does between two looks."""
+def _pause_by(policy: Value) -> None:
+    """Emits what a waiting rank does between two looks."""
     b = policy.b
     with when(policy < WaitPolicy.YIELD):
         pause(b)

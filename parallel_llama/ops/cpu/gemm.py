@@ -4,7 +4,7 @@ Rows of x are packed in blocks, and outputs of the weight in panels, both input 
 step reads sequentially from two places. A thread packs a panel and multiplies rows by it before it
 packs the next panel.
 
-The sums have the same bits as those of `gemv`. There a vector of W lanes runs along the inputs:
+The sums have the same bits as in `gemv`. There a vector of W lanes runs along the inputs:
 lane i sums the inputs i, i + W, i + 2 W, ..., and then one half of the lanes is added to the other
 until one lane is left. Here the lanes are outputs: for each output, the inputs of each lane of
 `gemv` are summed, one lane's inputs after another's, and these sums are added in the same order as
@@ -242,9 +242,8 @@ class _LaneSums:
     ) -> None:
         """Adds the sums of the number-th lane; after the last, calls `put` with the totals.
 
-        The level is a variable of the kernel, so that LLVM keeps the buffer in memory. It would
-        hold levels that are constants in registers, and spill these to addresses that are not
-        aligned to cache lines.
+        The level is a variable of the kernel, so that LLVM keeps the buffer in memory. With
+        constant levels LLVM would keep sums in registers, and spill them to unaligned addresses.
         """
         width, n_completed = self._lanes.width, self._n_completed(number)
         with loop(number.b, 0, n_completed) as level:

@@ -104,7 +104,7 @@ def _round(
     """
     for row in this thread's rows:
         for each group of the row:
-            scale, zero = those of the group
+            scale, zero = the group's scale and zero point
             for each input:
                 y = (clamp(x / scale + zero) rounded - zero) * scale
     """

@@ -309,7 +309,8 @@ def transposed(rows: Sequence[Value]) -> list[Value]:
 def reduced(vectors: Sequence[Value]) -> Value:
     """A vector of the sums of W vectors of W lanes; lane i has the bits of `Lanes.reduce(add, ..)`.
 
-    In each step, half of a vector is added to its other half, for two vectors at once.
+    Each step adds the two halves of every run of lanes, for two vectors at a time, and halves the
+    runs: of four lanes, abcd and ABCD become a+c b+d A+C B+D.
     """
     sums, width = list(vectors), len(vectors)
     half = width // 2

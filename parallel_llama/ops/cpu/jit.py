@@ -3,10 +3,10 @@
 Kernels run on torch's copy of GNU OpenMP: a second pool of threads would compete with torch's own
 operations for the cores.
 
-Machine code is cached in the user's cache folder. The process runs what it finds there, so it only
-accepts files that no other user can have written: the folder and the file belong to the user, and
-nobody else may write to them. A file starts with the digest of its key and content; a file that is
-damaged, cut short or renamed is compiled again. Without such a folder, every kernel is compiled.
+Machine code is cached in the user's cache folder. The process executes these files, so it accepts
+only files that no other user can have written: the folder and the file belong to the user, and
+nobody else may write to them. A file starts with the digest of its key and content; a kernel whose
+file is damaged, cut short or renamed is compiled again. Without a folder, all kernels are compiled.
 
 Sources: libgomp's ABI, section "Implementing PARALLEL construct" of its manual; XDG base directory
 specification.
@@ -96,7 +96,7 @@ def compute_alone() -> None:
     Each thread that calls torch has its own team of OpenMP threads. Two teams have more threads
     than there are cores, and then GNU OpenMP lets its threads sleep after every operation.
     """
-    torch.get_num_threads()  # torch's first call of it resets the number of threads, so call it now
+    torch.get_num_threads()  # called here, because the first call resets the number of threads
     library = openmp()
     if library is not None:
         library.omp_set_num_threads(1)
@@ -270,7 +270,7 @@ def _part(module: ir.Module, signature: Signature[Any], body: Body) -> ir.Functi
     """The function that each thread runs, with the packed arguments."""
     packed = ir.LiteralStructType(signature.types).as_pointer()
     function = ir.Function(module, ir.FunctionType(VOID, [packed, I64, I64]), "part")
-    function.attributes.add("noinline")  # a second copy of it would take as long to compile
+    function.attributes.add("noinline")  # an inlined copy would double the time to compile
     b = ir.IRBuilder(function.append_basic_block())
     address, number, count = function.args
     fields = (b.gep(address, [I32(0), I32(i)]) for i in range(len(signature.types)))

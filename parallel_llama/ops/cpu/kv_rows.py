@@ -1,7 +1,7 @@
 """Rows of a KV cache in kernels: how they are read and written, and a kernel that unpacks them.
 
-`ops.kv_rows` describes the layout. Kernels compute in one dtype; rows of another are converted to
-it, a whole row at a time.
+`ops.kv_rows` describes the layout. Kernels compute in one dtype, and convert rows of another dtype
+a whole row at a time.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from parallel_llama.ops.kv_rows import LARGEST, LEAST_SCALE, row_width
 
 @dataclass(frozen=True)
 class KVRows:
-    """Rows of D numbers, stored in one dtype and computed with in that of the lanes.
+    """Rows of D numbers: the dtype in which they are stored, and the lanes that compute with them.
 
     Raises: KeyError for a dtype that no cache has.
     """

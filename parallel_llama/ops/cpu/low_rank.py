@@ -2,11 +2,11 @@
 
 Rows with the same adapter are a segment. The first kernel multiplies the rows of each segment by
 the matrix A of its adapter, and the second kernel multiplies these products by B and adds them to
-the outputs of a layer. Both kernels read from memory where the matrices of each adapter are stored,
-so an adapter may be loaded or unloaded without recording a step again. Rows without an adapter are
-in no segment: nothing reads or writes these rows.
+the outputs of a layer. Both kernels read the addresses of each adapter's matrices from memory, so
+an adapter may be loaded or unloaded without recording a step again. Rows without an adapter are in
+no segment: nothing reads or writes these rows.
 
-Sums have the same bits as those of `gemv`, for any segments and any number of threads.
+Sums have the same bits as in `gemv`, for any segments and any number of threads.
 
     adapter   cells of 8 bytes, LAYER_CELLS for each layer: the address of A, the number of its
               rows, and for each part of the layer's outputs that has a matrix B: the address of B,
@@ -62,7 +62,7 @@ _N_SEGMENTS, _SUMS, _SUMS_STRIDE, _SEGMENTS = range(4)
 
 
 class AdapterAddresses:
-    """Where the matrices of an adapter are stored, for each layer.
+    """The addresses of an adapter's matrices, for each layer.
 
     The matrices must stay alive as long as the addresses are used.
 

@@ -153,5 +153,5 @@ class PanelReader:
 
 
 def _signed(word: int) -> int:
-    """The 32 bits as a signed integer, as LLVM's constants are."""
+    """The bits of a 32-bit word as a signed integer, the form of LLVM's constants."""
     return word - (1 << 32) if word >> 31 else word

@@ -340,7 +340,7 @@ class _Softmax:
     def weigh(self, n: Value, block: QueryBlock) -> tuple[list[Value], list[Value]]:
         """Converts the scores of n keys to weights.
 
-        Returns: the factors for the sums of earlier tiles, and those for the sums of this tile.
+        Returns: the factors for the sums of earlier tiles, and the factors for those of this tile.
         """
         shape, scores, b = self._shape, block.scores, n.b
         own = [Variable(self._least) for _ in self.largest]
@@ -388,7 +388,7 @@ class _Softmax:
 def _final_scales(
     shape: BlockShape, sinks: Value, columns: _Columns, softmax: _Softmax
 ) -> list[Value]:
-    """The factors that complete the softmax of each column; `sinks` are those of the KV head."""
+    """The factors that complete the softmax of each column, with the sinks of one KV head."""
     lanes, scales = shape.lanes, []
     for number, (largest, total) in enumerate(zip(softmax.largest, softmax.totals, strict=True)):
         sink = None
@@ -494,7 +494,7 @@ def _attention(
 
 
 class _VectorProducts:
-    """Products on vector registers; `_offsets` are those of a tile's rows in the cache."""
+    """Products on vector registers; `_offsets` has the offsets of a tile's rows in the cache."""
 
     def __init__(
         self,
@@ -528,7 +528,7 @@ class _VectorProducts:
     def _dots(self, keys: list[Value], lane: int, apart: int) -> list[Value]:
         """Dot products of keys with all columns, over dimensions `lane`, `lane + apart`, ... only.
 
-        The order of summation is that of `decode_attention`, whose lanes are added up by halves.
+        The order of summation is the same as in `decode_attention`, which adds lanes up by halves.
         """
         shape, lanes, b = self._shape, self._shape.lanes, keys[0].b
         if apart < shape.n_strided:

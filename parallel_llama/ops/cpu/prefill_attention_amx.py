@@ -154,7 +154,7 @@ def make_prefill_attention_amx(head_dim: int, scores: Scores) -> PrefillAttentio
 def _pack(head_dim: int, b: ir.IRBuilder, thread: Thread, args: _PackArguments[Value]) -> None:
     """Packs keys and values from position `start` on, in blocks of 32.
 
-    Positions without a key get those of the nearest position.
+    Positions without a key get the key and value of the nearest position.
 
     Shapes: k, v [K, n_slots, D] -> keys [K, n_rows, D], values [K, n_rows / 32, D, 32].
     """

@@ -1,9 +1,9 @@
 """Products of rows with a quantised matrix in panels, whose layout `ops.quant` describes.
 
-For integer formats the rows are rounded to bytes. Within a group, integers are summed exactly; the
-sum over groups is in float32, in their order. For 8-bit floats the rows are not rounded, and
-products are summed in the order of the inputs. So a row's result has the same bits for any number
-of rows and threads, and one kernel serves any number of rows.
+For integer formats the rows are rounded to bytes. Within a group, integers are summed exactly;
+groups are summed in order, in float32. For 8-bit floats the rows are not rounded, and products are
+summed in the order of the inputs. So a row's result has the same bits for any number of rows and
+threads, and one kernel serves any number of rows.
 """
 
 from abc import ABC, abstractmethod
@@ -249,7 +249,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _IntegerProducts(_Products[_Row]):
-    """Products of rounded inputs; those of a group are summed exactly."""
+    """Products of rounded inputs, summed exactly within a group."""
 
     byte_dots: ByteDots
 
@@ -301,7 +301,7 @@ class _IntegerProducts(_Products[_Row]):
 
 @dataclass(frozen=True)
 class _FloatProducts(_Products[Value]):
-    """Products of float32 inputs with 8-bit floats; those of a group are summed in order."""
+    """Products of float32 inputs with 8-bit floats, summed in order within a group."""
 
     def row_at(self, args: _FloatArguments[Value], number: Value) -> Value:
         return args.x + number * args.x_stride

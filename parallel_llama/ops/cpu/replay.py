@@ -189,7 +189,7 @@ class Recording:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena  # kept alive, since the calls use its memory
-        self._calls: list[tuple[CompiledKernel[Any], int, bytes]] = []  # with threads and arguments
+        self._calls: list[tuple[CompiledKernel[Any], int, bytes]] = []  # kernel, threads, arguments
         self._arguments = ctypes.create_string_buffer(0)
         self._fallbacks: dict[int, Callable[[], None]] = {}
         self._state = (ctypes.c_int64 * STATE_CELLS)()

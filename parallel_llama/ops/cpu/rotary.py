@@ -119,26 +119,26 @@ def _rotary(
         q = args.qkv + token * (n_heads + n_kv_heads * 2) * head_dim
         k = q + n_heads * head_dim
         v = k + n_kv_heads * head_dim
-        turns, slot = args.rotations + token * head_dim, args.slots[token] * rows.width
+        rotations, slot = args.rotations + token * head_dim, args.slots[token] * rows.width
         if rotates:
             with loop(b, 0, n_heads) as head:
                 own = q + head * head_dim
-                _rotate(lanes, head_dim, own, turns)
+                _rotate(lanes, head_dim, own, rotations)
         with loop(b, 0, n_kv_heads) as head:
             own, cached = head * head_dim, head * args.cache_stride + slot
             if rotates:
-                _rotate(lanes, head_dim, k + own, turns)
+                _rotate(lanes, head_dim, k + own, rotations)
             rows.write(k + own, args.k_cache + cached)
             rows.write(v + own, args.v_cache + cached)
 
 
-def _rotate(lanes: Lanes, head_dim: int, numbers: Value, turns: Value) -> None:
+def _rotate(lanes: Lanes, head_dim: int, numbers: Value, rotations: Value) -> None:
     """Rotates a head: (x + iy)(c + is) = (xc - ys) + i(yc + xs) for adjacent x and y."""
     element = lanes.vector.element
     signs = Value(numbers.b, lanes.vector([element(-1), element(1)] * (lanes.width // 2)))
     with loop(numbers.b, 0, head_dim, lanes.width) as i:
-        x, turn = lanes.load(numbers + i), lanes.load(turns + i)
-        cos = shuffle(turn, [lane & ~1 for lane in range(lanes.width)])
-        sin = shuffle(turn, [lane | 1 for lane in range(lanes.width)])
+        x, rotation = lanes.load(numbers + i), lanes.load(rotations + i)
+        cos = shuffle(rotation, [lane & ~1 for lane in range(lanes.width)])
+        sin = shuffle(rotation, [lane | 1 for lane in range(lanes.width)])
         other = shuffle(x, [lane ^ 1 for lane in range(lanes.width)])
         lanes.store(numbers + i, fma(x, cos, other * sin * signs))

@@ -1,8 +1,8 @@
 """A limit on the number of threads of a kernel while other programs need the cores.
 
-The threads of a kernel wait for each other at its end, and a step calls hundreds of kernels. A
-thread that waits for a core therefore delays all others, at each kernel by up to a time slice of
-the other program. Without that thread they are faster. Results do not depend on the number of
+The threads of a kernel wait for each other at its end, and a step calls hundreds of kernels. So a
+thread that waits for a core delays all others, at each kernel by up to a time slice of the other
+program, and a kernel with one thread less is faster. Results do not depend on the number of
 threads.
 
 Source: Linux, Documentation/scheduler/sched-stats.rst, section "/proc/<pid>/schedstat".

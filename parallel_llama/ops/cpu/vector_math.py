@@ -37,7 +37,7 @@ def exp(lanes: Lanes, x: Value) -> Value:
     for power in reversed(range(degree)):
         series = fma(series, r, 1 / math.factorial(power))
     integers = ir.VectorType(ir.IntType(numbers.bits), lanes.width)
-    # The exponent is above the mantissa; adding n to the exponent of 1 gives that of 2^n.
+    # The exponent is above the mantissa; adding n to the exponent of 1 gives 2^n.
     one = lanes.constant(x.b, 1).bits_as(integers)
     two_to_n = (one + (shifted.bits_as(integers) << n_mantissa)).bits_as(lanes.vector)
     too_small = x < math.ceil(math.log(numbers.tiny))

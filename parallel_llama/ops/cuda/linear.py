@@ -32,7 +32,7 @@ _SHAPE = {"ROWS": MAX_ROWS, "OUTPUTS": _OUTPUTS, "num_warps": 4, "num_stages": 4
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# Rows per step, at least those of the largest CUDA graph. More would read a weight too often.
+# Rows per step, at least as many as in the largest CUDA graph. More would read a weight too often.
 MAX_ROUTED_ROWS = 256
 
 _ALIGNMENT = 16  # bytes per load

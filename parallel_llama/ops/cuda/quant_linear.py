@@ -253,7 +253,7 @@ def _add_plane(
     dots, words, own_x, is_value, groups, first_row, n, n_groups,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, N_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of a plane to those of each row and part. FIRST is the plane's first bit.
+    """Adds a plane's products to the dots of each row and part. FIRST is the plane's first bit.
 
     Shapes: dots, ROWS * N_PARTS of [groups, outputs] int32; pointers to int32, words [groups,
     outputs, 1] and own_x [groups, 1, 1].

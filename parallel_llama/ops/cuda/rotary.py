@@ -27,15 +27,15 @@ def rotate_and_store(
     n, n_heads, head_dim = qkv.shape
     n_kv_heads = len(k)
     rotates = rotations is not None
-    turns = qkv if rotations is None else torch.view_as_real(rotations)  # read only if it rotates
+    real = qkv if rotations is None else torch.view_as_real(rotations)  # read only if it rotates
     assert qkv.stride(2) == 1 and slots.is_contiguous()
-    assert not rotates or turns.stride(-2) == 2
+    assert not rotates or real.stride(-2) == 2
     assert k.stride() == v.stride() and k.stride(2) == 1 and can_store(head_dim, k.dtype)
     largest = kv_rows.LARGEST.get(k.dtype, 0.0)
     (k, k_scales), (v, v_scales) = _parts_of(k), _parts_of(v)
-    strides = (*qkv.stride()[:2], turns.stride(0), *k.stride()[:2])
+    strides = (*qkv.stride()[:2], real.stride(0), *k.stride()[:2])
     launch(
-        _rotate_and_store, (n_heads, n), qkv, turns, slots, k, v, k_scales, v_scales,
+        _rotate_and_store, (n_heads, n), qkv, real, slots, k, v, k_scales, v_scales,
         n_heads - 2 * n_kv_heads, n_kv_heads, head_dim, *strides,
         ROTATES=rotates, LARGEST=largest, SIZE=tile(head_dim // 2), num_warps=1,
     )  # fmt: skip
@@ -48,10 +48,11 @@ def _parts_of(cache: Tensor) -> tuple[Tensor, Tensor]:
     return cache.view(torch.uint8), cache.view(torch.float32)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "turns"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "rotations"])
 def _rotate_and_store(
-    qkv, turns, slots, k, v, k_scales, v_scales,
-    n_queries, n_kv_heads, head_dim, token_stride, head_stride, turn_stride, kv_stride, slot_stride,
+    qkv, rotations, slots, k, v, k_scales, v_scales,
+    n_queries, n_kv_heads, head_dim,
+    token_stride, head_stride, rotation_stride, kv_stride, slot_stride,
     ROTATES: tl.constexpr, LARGEST: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     await_inputs()
@@ -62,8 +63,8 @@ def _rotate_and_store(
     own = qkv + token * token_stride + head * head_stride + numbers
     x = tl.load(own, is_there, 0)
     if ROTATES and head < n_queries + n_kv_heads:
-        turn = tl.load(turns + token * turn_stride + numbers, is_there, 0)
-        x = _turned(x.to(tl.float32), turn).to(qkv.dtype.element_ty)
+        rotation = tl.load(rotations + token * rotation_stride + numbers, is_there, 0)
+        x = _rotated(x.to(tl.float32), rotation).to(qkv.dtype.element_ty)
     if head < n_queries:
         if ROTATES:
             tl.store(own, x, is_there)
@@ -79,10 +80,10 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _turned(x, turn):
+def _rotated(x, rotation):
     """The complex product of pairs. Shapes: [pairs, 2] each."""
     even, odd = tl.split(x)
-    cos, sin = tl.split(turn)
+    cos, sin = tl.split(rotation)
     return tl.join(even * cos - odd * sin, even * sin + odd * cos)
 
 

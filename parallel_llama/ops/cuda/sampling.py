@@ -5,7 +5,7 @@ launches merge what they find. A candidate is one `sort_key` of a logit and its 
 keys are found without sorting: a bit-by-bit search finds the smallest of the K keys. The last
 launch orders the keys by counting, for each key, the larger keys.
 
-The noise is that of `ops.gumbel`, in float64; only the last bits of a logarithm may differ from the
+The noise is `ops.gumbel`'s, in float64; only the last bits of a logarithm may differ from the
 CPU's.
 """
 
