@@ -62,7 +62,7 @@ class BlockPool:
         return self.n_blocks - self.n_free - self.n_cached
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the leading keys that the pool has; changes nothing."""
+        """The blocks of the longest prefix of `keys` in the pool; changes nothing."""
         found = []
         for key in keys:
             block = self._block_of.get(key)
@@ -160,10 +160,10 @@ class BlockPool:
         return None
 
     def _new_run(self, n: int, room: int) -> tuple[int, int]:
-        """Remove a free run for a sequence to start in. Returns: the run.
+        """Remove a free run in which a sequence can start. Returns: the run.
 
-        The shortest run with enough room, else the longest, else the second half of a run that is
-        promised to another sequence.
+        Prefers the shortest run with enough room, then the longest run, then the second half of a
+        run that is promised to another sequence.
         """
         promisable = max(self.n_blocks // MAX_PROMISED_PART - self._promised.n_blocks, 0)
         self._evict(max(n - self.n_free, min(room, promisable) - self._open.n_blocks))
@@ -242,11 +242,11 @@ def prefix_keys(
 ) -> list[bytes]:
     """One key per full block of a sequence, a hash of all tokens up to the block's end.
 
-    `context` identifies everything except tokens that must be equal for a block to be shared.
-    `known` has the keys of the first blocks, if they are known.
+    `context` has all else that must be equal for sharing a block. `known` has the keys of the first
+    blocks, if they are known.
     """
     keys = list(known)
-    # A different hash: a context chosen to look like a block's key must not find that block.
+    # With another `person`, so that no context can be chosen to equal the key of a block.
     root = blake2b(context, digest_size=KEY_BYTES, person=b"context").digest()
     for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
         content = struct.pack(f"<{block_size}I", *tokens[start : start + block_size])

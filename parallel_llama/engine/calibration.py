@@ -1,9 +1,9 @@
 """Measures the rates of CPU ranks from which `plan` predicts the speed of models like this one.
 
-The read rate is that of products of one row with every matrix of the model, and the exchanges are
-those of a layer. Both are recorded and replayed like a decode step. Products of many rows run as in
-a prefill. All ranks measure at the same time, and the result is the median of the repetitions, as
-in `bench`. Each rank times only its own work, so a slow rank does not make the others look slow.
+The read rate comes from products of one row with every matrix of the model, the latency from the
+exchanges of a layer. Both are recorded and replayed like a decode step. Products of many rows run
+as in a prefill. All ranks measure at the same time, and the result is the median of the
+repetitions. Each rank times only its own work, so a slow rank does not make the others look slow.
 """
 
 import statistics
@@ -57,7 +57,7 @@ def measure_rates(engine: Engine) -> list[RankRates]:
     n_bytes = sum(weight.values.nbytes for weight in matrices.values())
     read_s = _own_s(comm, _replayed(model, lambda: _multiply(model, matrices, 1)))
     some = dict(list(matrices.items())[:_N_MATRICES])
-    operations = 2 * n_rows * sum(each.n_outputs * _n_inputs(each) for each in some.values())
+    operations = 2 * n_rows * sum(each.n_outputs * each.n_inputs for each in some.values())
     multiply_s = _own_s(comm, lambda: _multiply(model, some, n_rows))
     own = torch.tensor([n_bytes / read_s, operations / multiply_s], dtype=torch.float64)
     waits = _exchange(engine, n_rows) if comm.size > 1 else (None, None)
@@ -86,7 +86,7 @@ def _exchange(engine: Engine, n_rows: int) -> tuple[float, float]:
 
 
 def _matrices(model: Transformer) -> dict[str, Weight]:
-    """The matrices that a decode step multiplies with, those of layers first."""
+    """The matrices of the products of a decode step, layers first."""
     found = {
         name: weight
         for name, weight in stored_weights(model).items()
@@ -100,14 +100,10 @@ def _matrices(model: Transformer) -> dict[str, Weight]:
 def _multiply(model: Transformer, matrices: Mapping[str, Weight], n_rows: int) -> None:
     inputs: dict[int, Tensor] = {}
     for weight in matrices.values():
-        n_inputs = _n_inputs(weight)
+        n_inputs = weight.n_inputs
         if n_inputs not in inputs:
             inputs[n_inputs] = torch.empty(n_rows, n_inputs, dtype=weight.computed)
         weight.apply(inputs[n_inputs], model.ops)
-
-
-def _n_inputs(weight: Weight) -> int:
-    return weight.panels.n_inputs if isinstance(weight, QuantWeight) else weight.values.shape[1]
 
 
 def _replayed(model: Transformer, calls: Callable[[], None]) -> Callable[[], None]:

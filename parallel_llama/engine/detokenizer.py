@@ -30,9 +30,9 @@ class _Prefix:
 class StopChecker:
     """Finds stop strings in a text that arrives in pieces, and releases only text that is final.
 
-    The occurrence that ends first wins, and the longest of those that end together. The text is cut
-    before it, or after it with `shows_stop`; so the result does not depend on how the text is split
-    into pieces. The longest suffix of the text that starts a stop string is held back.
+    The occurrence that ends first wins; if several end together, the longest. The text is cut
+    before that occurrence, or after it with `shows_stop`; so the result does not depend on how the
+    text is split into pieces. The longest suffix that starts a stop string is held back.
 
     Cost: building takes one step per character of the stop strings; `push` takes an amortised
     constant number of steps per character, independent of the number of stop strings.
@@ -84,10 +84,10 @@ def _automaton(stop: Sequence[str]) -> _Prefix:
 
 
 class Detokenizer:
-    """The growing text of a sequence; without a tokenizer, it only finds the end.
+    """Builds the text of a sequence and finds its end; without a tokenizer, only its end.
 
-    A sequence ends at a stop id or stop string after the request's min_tokens. Neither is a part of
-    the text, unless the request has include_stop_str_in_output.
+    A sequence ends at a stop id or stop string after the request's min_tokens. The text excludes
+    both, unless the request has include_stop_str_in_output.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:

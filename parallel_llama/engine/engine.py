@@ -48,7 +48,7 @@ from parallel_llama.sampling.scoring import score_tokens
 from parallel_llama.structured.compiler import GrammarCompiler, Matcher
 from parallel_llama.tokenizer import Tokenizer
 
-# Most rows of a step with drafts: more rows slow the step by more than the drafts gain.
+# Maximum rows of a step with drafts: more rows slow the step by more than the drafts gain.
 _MAX_ROWS = 16
 
 # Prompt positions whose logits exist at once.
@@ -57,7 +57,7 @@ SCORE_ROWS = 128
 
 @dataclass(eq=False)
 class _SequenceState:
-    """What the engine stores for a sequence."""
+    """The engine's state of a sequence."""
 
     output: SequenceOutput
     allowed: bytes | None  # the mask of the request's allowed_token_ids
@@ -85,12 +85,10 @@ class Engine:
     Collective: the constructor and `step`.
     """
 
-    # `_reset` sets these. On rank 0 only: requests not yet sent to the other ranks, and the message
-    # of the present step until it is applied. On all ranks: outputs of requests that a message has
-    # ended.
-    _incoming: deque[tuple[int, Request]]
-    _unapplied: StepMessage | None
-    _outputs_due: list[StepOutput]
+    # Set by `_reset`; the first two are for rank 0.
+    _incoming: deque[tuple[int, Request]]  # not yet sent to the other ranks
+    _unapplied: StepMessage | None  # the message of the present step until it is applied
+    _outputs_due: list[StepOutput]  # of requests that a message has ended
 
     def __init__(
         self,
@@ -110,7 +108,7 @@ class Engine:
         self.max_drafts = max_drafts
         self.rpc = b""
         self.begun: list[int] = []  # tickets of requests that began in the latest step
-        # Requests that no longer fit, by ticket, since the latest `resume`; of rank 0.
+        # Requests that no longer fit, by ticket, since the latest `resume`; for rank 0.
         self.refused: list[tuple[int, UsageError]] = []
         self.times = StepTimes()
         self._clock = StepClock(self.times, tick_of(runner.device))
@@ -174,7 +172,7 @@ class Engine:
     def unfinished(self) -> tuple[Unfinished, ...]:
         """The requests to continue after a step that raised a RankError, oldest first; rank 0.
 
-        The tokens are those of steps that have ended; the failed step is forgotten.
+        They have the tokens of all steps that ended; the tokens of the failed step are lost.
         """
         if self._unapplied is not None:
             self._outputs_due += self._apply(self._unapplied)
@@ -199,7 +197,7 @@ class Engine:
         Their keys and values are computed again, as after a preemption. On rank 0 requests that do
         not fit into `capacity` are moved to `refused`.
 
-        Collective: all ranks call it alike; it communicates nothing.
+        Collective: all ranks call it; no communication.
         """
         before = {
             (state.output.ticket, sequence.number): state.output
@@ -240,13 +238,13 @@ class Engine:
         Ranks above 0 wait for rank 0 without a timeout. If rank 0 sends a call instead of a step,
         `rpc` has the call afterwards; otherwise it is empty.
 
-        Collective: `broadcast_bytes` of a message; if any tokens run, those of a forward pass, of
-        `sample` and, for log-probabilities of prompts, of `score_tokens`, and one broadcast; for
-        grammars `broadcast_bytes` of the masks; those of `IntegrityCheck.after_step`; a barrier
-        after a NumericalError.
+        Collective: `broadcast_bytes` of a message; if any tokens run, as a forward pass, `sample`
+        and, for log-probabilities of prompts, `score_tokens`, and one broadcast; for grammars
+        `broadcast_bytes` of the masks; as `IntegrityCheck.after_step`; a barrier after a
+        NumericalError.
 
-        Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf; no request is
-        left then. IntegrityError if a bit has flipped, which ends the ranks.
+        Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf, which discards
+        all requests. IntegrityError if a bit has flipped, which ends the ranks.
         """
         try:
             self._clock.begin()
@@ -325,7 +323,7 @@ class Engine:
     def _reset(self) -> None:
         """Discard all requests and the contents of the KV cache, which may be invalid."""
         self._reset_scheduler()
-        # On rank 0 only: what is not yet sent to the other ranks, and when requests time out.
+        # For rank 0: requests and cancellations not yet sent to the other ranks, and deadlines.
         self._incoming = deque()
         self._outgoing: list[tuple[int, FinishReason]] = []
         self._matchers: dict[int, list[Matcher]] = {}
@@ -437,7 +435,7 @@ class Engine:
     # Callbacks of the scheduler
 
     def _context(self, request: Request) -> bytes:
-        """What cached blocks depend on in addition to tokens."""
+        """What determines the contents of cached blocks, besides tokens."""
         salt = (request.params.cache_salt or "").encode()
         # A name that is loaded again, with other weights, gets another number.
         adapter = -1 if request.adapter is None else self.runner.adapters[request.adapter]
@@ -517,8 +515,8 @@ class Engine:
     ) -> list[list[SampledToken]]:
         """Draw the tokens of each sequence: one after its last token and one after each draft.
 
-        A sequence gets fewer tokens if a row has no allowed token. If the device draws the tokens,
-        and the next step needs nothing else, it is launched before the host reads the tokens.
+        A sequence gets fewer tokens if a row has no allowed token. If the device draws the tokens
+        and the next step needs nothing else, the next step is launched before the host reads them.
         """
         masks = self._exchange_masks(drawing)
         draws = []

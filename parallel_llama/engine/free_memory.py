@@ -32,7 +32,7 @@ def n_kept_bytes() -> int:
 
 
 def give_back_memory() -> None:
-    """Return the free memory of the C library's arenas to the system, where it can."""
+    """Return the free memory of the C library's arenas to the system, if the library can."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
         trim(0)
 

@@ -191,7 +191,7 @@ class InputProcessor:
 
     @cached_property
     def has_marks(self) -> bool:
-        """Whether the model's answers to chats have marks of reasoning and calls."""
+        """Whether the model marks reasoning and tool calls in its answers to chats."""
         return self.chat_template is not None and has_marks(self.chat_template.template_text)
 
     def answer_reader(self, prompt: Sequence[int]) -> AnswerReader | None:

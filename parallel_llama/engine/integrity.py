@@ -42,7 +42,7 @@ from parallel_llama.parallel.failures import IntegrityError, differing_ranks
 _TIME_FRACTION = 0.002
 
 # A comparison that exceeds its time delays later comparisons by the excess, up to this time.
-# Without the limit, a rank that lost its core within a comparison would check nothing for long.
+# Without the limit, a rank preempted within a comparison would check nothing for a long time.
 _MAX_DEBT_S = 1e-3
 
 # Steps between two comparisons of memory. A call takes longest when a step has just evicted its
@@ -69,7 +69,7 @@ class IntegrityCheck:
         exact: whether products have the same bits on all ranks.
 
     Attributes:
-        n_rounds: how often all weights, and the KV cache as far as it is used, have been compared.
+        n_rounds: how often all weights and all used blocks of the KV cache have been compared.
         products: the check of products, if there is one.
     """
 
@@ -95,15 +95,15 @@ class IntegrityCheck:
     def forwarded(self, slots: Sequence[Sequence[int]], residual: memoryview) -> None:
         """Record what a forward pass wrote.
 
-        `slots` are those of its tokens in each KV group, and `residual` is the residual stream
+        `slots` has the slots of its tokens in each KV group. `residual` is the residual stream
         after the last block, which the next step may overwrite.
 
         Raises: IntegrityError, again, if one was raised before.
         """
         if self._failure is not None:
             raise self._failure
-        # Without numpy and torch: a step evicts their code from the CPU's caches, so a call would
-        # take ten times as long.
+        # Without numpy and torch: a step evicts their code from the CPU's caches, which makes a
+        # call ten times slower.
         self._unread.append((slots, bytes(residual)))
         if len(self._unread) > _MEMORY_STEPS or len(residual) > _UNREAD_BYTES:
             self._read()
@@ -129,7 +129,7 @@ class IntegrityCheck:
         self._time_left_s = max(stop_s - now_s, -_MAX_DEBT_S)
 
     def watch_adapters(self) -> None:
-        """Take the sums of adapters that are new in the model, and drop those of removed ones."""
+        """Take the sums of new adapters of the model, and drop the sums of removed adapters."""
         before = self._adapters
         self._adapters = {
             name: before.get(name) or _StoredSums(values)
@@ -143,7 +143,7 @@ class IntegrityCheck:
             sums.forget()
 
     def compare_all(self) -> None:
-        """Compare all memory, to explain numbers that are not finite.
+        """Compare all memory, to explain NaN or Inf.
 
         Raises: IntegrityError for memory that has changed.
         """

@@ -31,7 +31,7 @@ class BlockTable:
 
     @property
     def first(self) -> int:
-        """The number of the first held block that may be given up."""
+        """The number of the first block that may be given up."""
         return self.n_kept + self.n_given_up
 
     @property

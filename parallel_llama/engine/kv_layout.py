@@ -36,7 +36,6 @@ class KVLayout:
     """Converts the block tables of chunks to slots and ranges of keys, for every KV group.
 
     Args:
-        kv_groups: The KV groups.
         block_size: Slots per block.
         spare_slots: A slot of each KV group for tokens that are not kept on this rank.
         n_sinks: The number of attention sinks.

@@ -24,12 +24,12 @@ def require_elastic(
     device: str, kv_split: KVSplit, slice_of: tuple[int, int] | None = None
 ) -> None:
     """Raises: UsageError for settings with which ranks cannot go on after a loss."""
-    what = {
+    settings = {
         "device=cuda": device == "cuda",
         "kv_split='sequence'": kv_split == "sequence",
         "slice_of": slice_of is not None,
     }
-    for name, is_given in what.items():
+    for name, is_given in settings.items():
         if is_given:
             raise UsageError(
                 f"elastic and {name} cannot be combined: only CPU ranks with a KV cache "
@@ -45,17 +45,17 @@ def require_pipeline(
     elastic: bool = False,
     slice_of: tuple[int, int] | None = None,
 ) -> None:
-    """Raises: UsageError for a `pp` that is not a number of stages, or settings without stages."""
+    """Raises: UsageError if `pp` is not a number of stages, or settings do not allow stages."""
     if not isinstance(pp, Integral) or not 1 <= int(pp) <= MAX_RANKS:
         raise UsageError(f"pp={pp!r}: use a whole number of stages from 1 to {MAX_RANKS}")
     if device == "cuda" and int(pp) > 1:
         raise UsageError(f"pp={pp} on GPUs is not supported; use device='cpu', or drop pp")
-    what = {
+    settings = {
         "kv_split='sequence'": kv_split == "sequence",
         "elastic": elastic,
         "slice_of": slice_of is not None,
     }
-    for name, is_given in what.items():
+    for name, is_given in settings.items():
         if is_given and int(pp) > 1:
             raise UsageError(f"pp={pp} and {name} cannot be combined; drop one")
 
@@ -148,7 +148,7 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class LLMConfig:
-    """What an LLM runs and how. It can be sent to another process as JSON.
+    """The model and the settings of an LLM, which can be sent to another process as JSON.
 
     Args:
         model: a model folder, a .gguf file, or the name of a model.
@@ -282,7 +282,7 @@ class LLMConfig:
                     f"elastic and {name} cannot be combined: after a loss the others get equal "
                     "shares; drop one"
                 )
-        # The fields are frozen. Ranks compare their text, so each must have one type.
+        # Ranks compare the fields as text, so each field must have one type.
         for name in ("seed", "random_weights", "max_drafts", "spares"):
             if (value := getattr(self, name)) is not None:
                 if not isinstance(value, Integral) or int(value) < 0:

@@ -34,7 +34,7 @@ class StepResult(Generic[Key]):
 
 
 class Client(Protocol[Key]):
-    """What `EngineLoop.run` serves."""
+    """A client of `EngineLoop.run`."""
 
     def take_commands(self, wait: bool) -> bool:
         """Submit and cancel requests; with `wait`, block until there may be a command.
@@ -79,7 +79,7 @@ class EngineLoop(Generic[Key]):
     def step(self) -> StepResult[Key]:
         """Run one step.
 
-        Raises: whatever the step raises. The requests then stay here until `drop_all`.
+        Raises: as `Ranks.step`. The requests then stay here until `drop_all`.
         """
         began_s = time.perf_counter()
         outputs = [(self._keys[output.ticket], output) for output in self._ranks.step()]
@@ -101,7 +101,7 @@ class EngineLoop(Generic[Key]):
     def run(self, client: Client[Key]) -> None:
         """Serve a client until it ends the loop, then cancel its requests.
 
-        Raises: whatever a step raises, except NumericalError, which is reported to the client.
+        Raises: as `step`, except NumericalError, which is reported to the client.
         """
         while client.take_commands(wait=self._engine.idle):
             if not self._engine.idle:

@@ -46,8 +46,8 @@ def tick_of(device: torch.device) -> Callable[[], Tick]:
 class Machine:
     """Memory bandwidth of all ranks together, and the largest peaks of memory of any rank.
 
-    `peak_rss_bytes` and `peak_cuda_bytes` may be of different ranks. The latter counts tensors on a
-    GPU; it is None on the CPU.
+    `peak_rss_bytes` and `peak_cuda_bytes` may come from different ranks. `peak_cuda_bytes` counts
+    tensors on a GPU; it is None on the CPU.
     """
 
     read_bytes_per_s: float
@@ -89,13 +89,13 @@ def peak_cuda_bytes(device: torch.device) -> int | None:
 
 
 def reading(n_bytes: int) -> tuple[int, Callable[[], object]]:
-    """A sum over memory that is allocated as weights are, and the number of bytes it reads."""
+    """The bytes that a call reads, and the call: a sum over memory allocated like weights."""
     values = huge_pages(n_bytes // 4 * 4).view(torch.float32).fill_(1)
     return values.nbytes, lambda: values.sum().item()
 
 
 def _copying(device: torch.device) -> tuple[int, Callable[[], object]]:
-    """A copy on a GPU, and the number of bytes it moves."""
+    """The bytes that a call moves, and the call: a copy on a GPU."""
     source, target = (torch.ones(_COPIED_BYTES // 4, device=device) for _ in range(2))
     return source.nbytes + target.nbytes, lambda: target.copy_(source)
 

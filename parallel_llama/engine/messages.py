@@ -22,8 +22,8 @@ MAX_SIZE = 1 << 18
 class StepMessage:
     """Requests that begin and requests that end, each under its ticket; or a call of rank_rpc.
 
-    A ticket is a number that no other request of the engine has had. A message with an `rpc` starts
-    no step, so requests wait.
+    Tickets are numbers that are never reused. A message with an `rpc` starts no step, so requests
+    wait.
     """
 
     begin: tuple[tuple[int, Request], ...] = ()
@@ -58,7 +58,7 @@ class Unfinished:
 
 
 def encode_unfinished(unfinished: Sequence[Unfinished]) -> bytes:
-    """The message by which the ranks that are left continue requests after the loss of a rank."""
+    """The message with which the remaining ranks continue requests after the loss of a rank."""
     return _ENCODER.encode(unfinished)
 
 

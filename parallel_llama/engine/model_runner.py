@@ -87,10 +87,10 @@ class ModelRunner:
         self.args, self.plan, self.comm, self.model = args, plan, comm, model
         self.shard = plan.shards[comm.rank]
         self.weights: WeightLoader | None = None  # None unless `load` made this runner
-        # The loaded adapters, each with a number that no other one has had.
+        # The loaded adapters, each with a number that is never reused.
         self.adapters: dict[str, int] = {}
         self._n_adapters = 0
-        # Where their matrices are stored, if decode steps with adapters may be recorded.
+        # The addresses of their matrices, if decode steps with adapters may be recorded.
         self._adapter_addresses: dict[str, AdapterAddresses] = {}
         number_layers(model)
         weight = model.norm.weight.values
@@ -246,7 +246,7 @@ class ModelRunner:
         Args:
             recorder: by default a new `GraphRecorder`.
 
-        Collective: those of `CUDAGraphs.prepare`.
+        Collective: as `CUDAGraphs.prepare`.
         """
         if self._graphs is not None:
             with torch.inference_mode():
@@ -263,7 +263,7 @@ class ModelRunner:
 
         Returns: the residual stream after the last block, [T, dim] replicated. With `rows`, only
             these rows are computed, in this order, which saves most of the work of the last block.
-        Collective: those of `Transformer.__call__`.
+        Collective: as `Transformer.__call__`.
         """
         with _MEMORY:
             hidden = self._calls.hidden(chunks, rows)
@@ -282,11 +282,11 @@ class ModelRunner:
     ) -> tuple[Logits, Tensor]:
         """Run the chunks; return logits of the rows `drawing` and hidden states of the `others`.
 
-        `sampling_keys` are those of the sampled rows, if `draws_on_device`.
+        `sampling_keys` has the key of each sampled row, if `draws_on_device`.
 
         Shapes: [len(drawing), V_local] local, which the next step may overwrite; [len(others), dim]
         replicated.
-        Collective: those of `Transformer.__call__`.
+        Collective: as `Transformer.__call__`.
         """
         if drawing and not others:
             with _MEMORY:
@@ -309,7 +309,7 @@ class ModelRunner:
         Returns: the logits of all rows, which the next step may overwrite.
 
         Shapes: tokens [T] int64.
-        Collective: those of `Transformer.__call__`.
+        Collective: as `Transformer.__call__`.
         """
         assert self._graphs is not None
         with _MEMORY:

@@ -24,7 +24,7 @@ REASONS: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", NO_TOKEN: "n
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step produced for one sequence: tokens, new text, the completion if it ended.
+    """The tokens and new text of one sequence in one step, and its completion if it ended.
 
     Only rank 0 has `text` and the completion's text. `logprobs` has one entry for each token if the
     request asks for log-probabilities. A sequence that is cancelled or times out ends without a

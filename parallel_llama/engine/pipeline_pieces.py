@@ -17,12 +17,7 @@ from parallel_llama.plan import count_pieces
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a step.
-
-    Args:
-        chunks: its chunks.
-        rows: the wanted rows, as indices into its tokens; None for all.
-    """
+    """A part of a step; `rows` are the wanted rows as indices into its tokens, None for all."""
 
     chunks: Sequence[Chunk]
     rows: Sequence[int] | None
@@ -36,7 +31,7 @@ def cut_step(
     Args:
         rows: the wanted rows of the step, in any order; None for all.
 
-    Returns: the pieces, and the place of each wanted row in the concatenated results of all
+    Returns: the pieces, and the index of each wanted row in the concatenated results of all
         pieces; None if the results are in order. A piece has at least one row, so results may have
         rows that are not wanted.
     """

@@ -47,7 +47,7 @@ class ProductCheck:
 
     @torch.inference_mode()
     def compare(self, row: Tensor) -> None:
-        """Compare products of the next weight; their inputs repeat `row` as often as needed.
+        """Compare products of the next weight with `row`, repeated to the number of its inputs.
 
         Shapes: row [dim] replicated.
         Raises: IntegrityError, on all ranks, if they differ.
@@ -59,7 +59,7 @@ class ProductCheck:
             return
         number, place = divmod(self.n_compared, len(self._weights))
         name, weight = self._weights[place]
-        n_rows, n_inputs = _panel_rows(weight), _n_inputs(weight)
+        n_rows, n_inputs = _panel_rows(weight), weight.n_inputs
         first = number % (weight.n_outputs // n_rows) * n_rows
         x = row.repeat(-(-n_inputs // len(row)))[None, :n_inputs].contiguous()
         panels = self._comm.all_gather(_panel(weight, first))
@@ -104,7 +104,7 @@ def _name_in_stage(name: str, first_layer: int) -> str:
 def _kind(name: str, weight: Weight) -> int:
     """A hash of what must be equal on all ranks before they compare products of a weight."""
     form = weight.panels if isinstance(weight, QuantWeight) else weight.values.dtype
-    return zlib.crc32(repr((name, form, _panel_rows(weight), _n_inputs(weight))).encode())
+    return zlib.crc32(repr((name, form, _panel_rows(weight), weight.n_inputs)).encode())
 
 
 def _panel_rows(weight: Weight) -> int:
@@ -114,10 +114,6 @@ def _panel_rows(weight: Weight) -> int:
     else:
         n_rows = _DENSE_ROWS if weight.values.ndim == 2 else 0
     return n_rows if weight.n_outputs >= n_rows else 0
-
-
-def _n_inputs(weight: Weight) -> int:
-    return weight.panels.n_inputs if isinstance(weight, QuantWeight) else weight.values.shape[1]
 
 
 def _panel(weight: Weight, first: int) -> Tensor:

@@ -22,7 +22,7 @@ class PromptLookup:
         self._budget = DraftBudget(row_costs)
 
     def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most `most` drafts of what follows `tokens`; none if they would not pay off.
+        """At most `most` drafts that continue `tokens`; none if they would not pay off.
 
         `tokens` must start with the tokens of the previous call.
         """

@@ -1,6 +1,6 @@
 """Calls that all ranks run together between two steps: scoring, measuring, adapters, closing.
 
-Rank 0 calls one of these functions, which sends the call to the other ranks. There `serve_rank`
+Rank 0 calls one of these functions, which sends the call to the other ranks, where `serve_rank`
 runs it.
 """
 
@@ -63,9 +63,9 @@ def score_sequence(engine: Engine, tokens: Sequence[int]) -> list[float]:
 def windows(n_tokens: int, longest: int, stride: int) -> Iterator[range]:
     """The windows in which a sequence is scored, of at most `longest` tokens each.
 
-    Every window begins `stride` tokens after the previous one. In every window but the
-    first, the new tokens have at least `longest - stride` tokens before them. Source: "Perplexity
-    of fixed-length models" in the documentation of transformers.
+    Every window begins `stride` tokens after the previous one. Except in the first window, the new
+    tokens have at least `longest - stride` tokens before them. Source: "Perplexity of fixed-length
+    models" in the documentation of transformers.
     """
     start, stop = 0, min(longest, n_tokens)
     yield range(start, stop)
@@ -143,8 +143,8 @@ def _load_adapter(engine: Engine, name: str, folder: str) -> str:
 def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
     """Score a sequence in chunks, on every rank.
 
-    The chunks and the order of their rows are those of a single request with prompt_logprobs, so
-    the results are bitwise equal.
+    The chunks and the order of their rows are the same as for a single request with
+    prompt_logprobs, so the results are bitwise equal.
     """
     runner, kv_groups = engine.runner, engine.scheduler.kv_groups
     tables = [BlockTable() for _ in kv_groups]

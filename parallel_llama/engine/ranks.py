@@ -76,10 +76,10 @@ _RECOMPUTE_S = 2.0
 
 @dataclass(frozen=True)
 class Regroup:
-    """A new group of ranks, which continues the requests of the one before.
+    """A new group of ranks, which continues the requests of the previous group.
 
     Args:
-        lost: why ranks were lost; empty if none was.
+        lost: why ranks were lost; empty if no rank was.
         n_new: how many of its ranks were spares before.
         tp_size: its number of ranks.
         seconds: the time from when rank 0 detected the cause until the next step can run.
@@ -175,7 +175,7 @@ class Ranks:
                 memory = memory_of(setup.device)
                 setup.cache_size.require_room(self.comm, memory, setup.weight_bytes)
             runner = self._load(on_bytes)
-            if self._local_ranks is not None:  # spares take memory, which the KV cache must leave
+            if self._local_ranks is not None:  # the KV cache must leave memory for spares
                 self._local_ranks.await_spares(self._timeouts.step_s / 2)
             self._engine = self._make_engine(runner, self._capacity(runner))
             runner.comm.barrier()
@@ -213,7 +213,7 @@ class Ranks:
         return self.enduring(self._step)
 
     def _step(self) -> list[StepOutput]:
-        # The other ranks wait for the next step without a limit, but not for one that hangs here.
+        # Without `computing`, the other ranks would wait without a limit for a step that hangs.
         with self.engine.comm.computing():
             return self.engine.step()
 
@@ -238,7 +238,7 @@ class Ranks:
         Args:
             facts: the digest of the facts of the ranks.
 
-        Raises: UsageError for a spare with other facts.
+        Raises: UsageError for a spare whose facts differ.
         """
         if facts != _digest(self._facts):
             raise UsageError(
@@ -386,7 +386,7 @@ class Ranks:
         """Form a new group and continue all requests, on rank 0.
 
         Args:
-            error: the error of a step during which a rank was lost; None if none was lost and
+            error: the error of a step during which a rank was lost; None if no rank was lost and
                 only spares join the group.
 
         Raises: `error` if no rank has ended, or tokens may be wrong.
@@ -410,7 +410,7 @@ class Ranks:
                 self._go_on(lead_group(ranks, n_threads, self._timeouts), n_threads, unfinished)
                 break
             except RankError as another:
-                error = another  # lost meanwhile
+                error = another  # another rank was lost meanwhile
         seconds = time.monotonic() - began_s
         self.regroups.append(Regroup("; ".join(lost), n_new, self.comm.size, seconds))
         logger.warning("%s", self.regroups[-1])
@@ -440,7 +440,7 @@ class Ranks:
     def _go_on(
         self, comm: Communicator, n_threads: int, unfinished: Sequence[Unfinished] = ()
     ) -> None:
-        """Load this rank's new shard and continue requests, which rank 0 knows.
+        """Load this rank's new shard and continue the requests; rank 0 passes them.
 
         Collective: all ranks of `comm` call it.
         """
@@ -449,8 +449,8 @@ class Ranks:
             old.close()
         setup, engine = self.setup, self._engine
         setup.shard_over(comm.size)
-        # More threads only after loading: several threads load weights, each with its own team of
-        # OpenMP threads, and the teams would wait for cores.
+        # Raised only after loading: several threads load weights, each with its own team of OpenMP
+        # threads, and the teams would wait for cores.
         torch.set_num_threads(min(n_threads, torch.get_num_threads()))
         if engine is not None:  # gives up the KV cache
             engine.runner.reserve([0] * len(engine.capacity.n_blocks), 1)
@@ -499,7 +499,7 @@ class Ranks:
         return comm
 
     def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
-        """Read this rank's weights, then wait for all ranks; a rank that is reading is not late."""
+        """Read this rank's weights, then wait for all ranks; reading has no time limit."""
         setup, inputs = self.setup, self.setup.inputs
         slice_of = setup.config.slice_of
         comm = self.comm if slice_of is None else Slice(slice_of[1])
@@ -595,12 +595,12 @@ def _require_started_singly(n_spares: int) -> None:
 
 
 def _are_tokens_wrong(error: RankError | None) -> bool:
-    """Whether tokens that were given out may be wrong, so that ranks must not go on."""
+    """Whether tokens that were already returned may be wrong, so that ranks must not continue."""
     return isinstance(error, IntegrityError) or DISAGREE in str(error)
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Frees what the frames of an error and of its causes hold, such as the KV cache."""
+    """Frees the objects that the frames of an error and its causes hold, such as the KV cache."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

@@ -202,10 +202,10 @@ class KernelCalls:
     def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Logits | None:
         """The logits of these rows, or None if the step must run operator by operator.
 
-        The next step may overwrite them, and `residual`, the bytes of the residual stream. `slots`
-        are those of the step's tokens in each KV group.
+        The next step may overwrite the logits and `residual`, the bytes of the residual stream.
+        `slots` has the slots of the step's tokens in each KV group.
 
-        Collective: those of `Transformer.__call__`.
+        Collective: as `Transformer.__call__`.
         """
         step = self._replayed(chunks, rows)
         if step is None:
@@ -215,7 +215,7 @@ class KernelCalls:
 
     @torch.inference_mode()
     def hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Tensor | None:
-        """As `logits`, but the residual stream of these rows. Shapes: [T, dim] replicated."""
+        """As `logits`, but returns the residual stream. Shapes: [T, dim] replicated."""
         step = self._replayed(chunks, rows)
         return None if step is None else step.hidden.clone()
 
@@ -271,9 +271,9 @@ class KernelCalls:
 class _KernelCallStep:
     """A recorded step. It replays steps with its number of rows, if their keys fit its buffers.
 
-    `kv_groups` and `rotations` are those of the first step. `adapters` is filled before a replay.
+    `kv_groups` and `rotations` belong to the first step. `adapters` is filled before a replay.
 
-    Shapes: `hidden` [T, dim], of the step that ran last; `residual`, its bytes.
+    Shapes: `hidden` [T, dim], of the latest step; `residual`, its bytes.
     Raises: NotRecorded if an operator is not a kernel. A scaled embedding is not recorded; it is
     computed before each replay.
     """
@@ -314,7 +314,7 @@ class _KernelCallStep:
 
     @property
     def logits(self) -> Logits:
-        """The logits of the step that ran last; the next step may overwrite them."""
+        """The logits of the latest step; the next step may overwrite them."""
         if not self._model.has_logit_scaling:
             return self._scores
         with torch.inference_mode():
@@ -327,8 +327,8 @@ class _KernelCallStep:
         rotations: Sequence[HostRotations],
     ) -> bool:
         """Write a step's inputs. Returns: False if there is no room for its keys."""
-        # With numpy, since a call of torch touches so much code and data that it takes ten times as
-        # long once a step's weights have evicted them from the caches.
+        # With numpy: reading a step's weights evicts torch's code and data from the CPU's caches,
+        # which makes a call of torch ten times slower.
         self._token_ids[:] = tokens
         return all(map(_KVGroupRoom.fill, self._kv_groups, kv_groups, rotations))
 

@@ -12,9 +12,9 @@ first token soon. Long prompts wait while a short request runs, for at most MAX_
 
 The oldest unfinished sequence always makes progress: half of a step's prompt tokens are reserved
 for it, and younger sequences are preempted for it. The first sequence in the queue cannot starve:
-others are admitted ahead of it only until the blocks that these others may need, those of finished
-ones included, add up to the size of the cache. `add` refuses a request that does not fit into empty
-pools.
+others are admitted ahead of it only until the blocks that they may need add up to the size of the
+cache, including blocks that finished ones have released. `add` refuses a request that does not fit
+into empty pools.
 """
 
 import math
@@ -132,8 +132,8 @@ class Scheduler:
     """Schedules requests step by step: `schedule`, then `commit` for each sequence that ran.
 
     Each KV group has a pool, all with blocks of one size, and a window: the number of keys that a
-    token sees, None for all. `context` returns what a request's cached blocks depend on in addition
-    to its tokens; `draft` returns at most a given number of draft tokens of a sequence.
+    token sees, None for all. `context` returns what determines a request's cached blocks besides
+    its tokens; `draft` returns at most a given number of draft tokens of a sequence.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class Scheduler:
         return True
 
     def schedule_in_flight(self, sequences: abc.Iterable[Sequence]) -> list[ScheduledTokens]:
-        """Schedule the step of `prepare_next`, for those of its sequences that have not ended."""
+        """Schedule the step of `prepare_next`, for its sequences that have not ended."""
         assert not self._scheduled, "the last step is not committed"
         items = [_chunk(sequence, 1) for sequence in sequences if sequence in sequence.siblings]
         self._scheduled = {item.sequence.arrival: item for item in items}
@@ -357,7 +357,7 @@ class Scheduler:
                 continue
             n = 1 if decodes else shares.get(sequence, 0)
             if not self._allocate(sequence, n):
-                break  # preempted for an older one, and so are all younger ones
+                break  # preempted for an older sequence, and so are all younger ones
             if decodes:
                 ready.append(sequence)
         return ready
@@ -469,11 +469,10 @@ class Scheduler:
     def _admit_some(self, reading: list[Sequence], n_tokens: int) -> list[Sequence]:
         """Admit sequences that get tokens of this step even without prefix cache hits.
 
-        The first waiting sequence is tried first. Until it is admitted, others are admitted ahead
-        of it only until the blocks that these others may need, finished ones included, add up to
-        the size of the cache.
+        The first waiting sequence is tried first. The module's docstring says how many others may
+        be admitted ahead of it.
         """
-        # More could not run, and scanning a very long queue would be slow.
+        # More than max_running could not run, and scanning a very long queue would be slow.
         waiting = [
             sequence
             for sequence in self.waiting[: self.max_running]
@@ -554,7 +553,7 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence) -> int:
-        """The number of leading blocks in the prefix cache; at least one token is left over."""
+        """The number of leading blocks in the prefix cache; at least one token remains uncached."""
         if sequence.scores_prompt:  # each token must be computed to be scored
             return 0
         n = (len(sequence.tokens) - 1) // self.block_size

@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass
 class StepTimes:
-    """Where the time of all steps so far went. Units: seconds.
+    """The time that each part of all steps so far took, in seconds.
 
     On CUDA these are device times: concurrent work of the host counts as zero.
     """

@@ -21,8 +21,8 @@ from parallel_llama.ops import PagedPlan, PagedQueries, Queries, SamplingKeys
 
 _RANGE = 5  # integers of a range of queries, as in PagedQueries
 
-# Most tokens of a chunk that are decoded as separate queries: a token and its drafts, so that the
-# results are bitwise those of decoding without drafts.
+# Maximum tokens of a chunk that are decoded as separate queries: a token and its drafts, so that
+# the results are bitwise equal to decoding without drafts.
 MAX_DECODED = 1 + MAX_DRAFTS
 
 # The key and the temperature of a row's draw, as in `SamplingKeys`.
@@ -49,7 +49,7 @@ class Chunk:
 
     @property
     def is_decoded(self) -> bool:
-        """Whether its tokens are separate queries, and not tiles of queries."""
+        """Whether its tokens are separate queries instead of tiles of queries."""
         return len(self.tokens) <= MAX_DECODED
 
 
@@ -64,7 +64,7 @@ class KVGroupStep(NamedTuple):
     Args:
         slots: The slot of each token.
         spare_slot: A slot for tokens that are not kept.
-        queries: The queries, except those of `beyond_window`.
+        queries: The queries that are not in `beyond_window`.
         beyond_window: The queries that also attend to attention sinks outside of their window,
             twice: with the keys of their window; and with the sinks, at positions shifted back by
             the window, so that each query sees exactly the sinks before its window.
@@ -177,8 +177,8 @@ class StepBuffer:
     ) -> None:
         """Fill in a step, at most `size`, and copy it to the device; the rest is padding.
 
-        `sampling_keys` are those of the first output rows; the others draw the largest logit.
-        `tokens` are the tokens of the chunks if only the device knows them.
+        `sampling_keys` has the keys of the first output rows; the other rows draw the largest
+        logit. `tokens` has the tokens of the chunks if only the device knows them.
 
         Shapes: tokens [T] int64, on the device.
         """
@@ -233,7 +233,7 @@ class StepBuffer:
         )
 
     def _fill_kv_group(self, here: _Parts, number: int, step: KVGroupStep, n_blocks: int) -> int:
-        """Returns: the number of blocks so far; `n_blocks` are those of previous KV groups."""
+        """Returns: `n_blocks`, the number of blocks of previous KV groups, plus this group's."""
         slots = here.slots[number].numpy()
         slots[: len(step.slots)] = step.slots
         slots[len(step.slots) :] = step.spare_slot

@@ -22,7 +22,7 @@ from parallel_llama.sampling.pending import PendingDraws
 from parallel_llama.sampling.sampler import sample
 from parallel_llama.sampling.scoring import score_tokens
 
-# More tokens than decode attention takes, and more rows than the kernels for few rows take.
+# More tokens than decode attention supports, and more rows than the kernels for few rows support.
 _N_PROMPT = max(MAX_DECODED, 16) + 1
 
 
