@@ -12,11 +12,8 @@ from parallel_llama.model.layers import ColumnParallelLinear, RowParallelLinear
 from parallel_llama.model.low_rank import LowRank, LowRanks
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.model.transformer import Transformer
-from parallel_llama.model.weights import part_at
+from parallel_llama.model.weights import fused_at
 from parallel_llama.ops import AdapterAddresses
-
-# Fused layers, and the layers that they compute, in the order of their outputs.
-_FUSED = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
 
 
 def number_layers(model: Transformer) -> None:
@@ -33,8 +30,8 @@ def add_adapter(model: Transformer, adapter: str, pairs: Sequence[LoadedPair]) -
     """
     of_layers: dict[int, tuple[LowRanks, list[LowRank]]] = {}
     for pair in pairs:
-        low_ranks, first = _layer_of(model, pair.weight)
-        found = of_layers.setdefault(id(low_ranks), (low_ranks, []))[1]
+        layer, first = fused_at(model, pair.weight)
+        found = of_layers.setdefault(id(layer.low_ranks), (layer.low_ranks, []))[1]
         found.append(LowRank(pair.a, pair.b, first))
     parts = [sorted(found, key=lambda each: each.first) for _, found in of_layers.values()]
     if pairs and pairs[0].a.device.type == "cpu":
@@ -50,7 +47,7 @@ def remove_adapter(model: Transformer, adapter: str) -> None:
 
 
 def adapter_addresses(model: Transformer, adapter: str) -> AdapterAddresses:
-    """Where the matrices of an adapter are stored on this CPU, until it is removed."""
+    """The addresses of an adapter's matrices on this CPU, valid until the adapter is removed."""
     layers = [layer.low_ranks for _, layer in _layers(model)]
     found = AdapterAddresses(len(layers))
     for low_ranks in layers:
@@ -70,18 +67,6 @@ def low_rank_matrices(model: Transformer) -> Iterator[tuple[str, Tensor]]:
             for at, pair in enumerate(pairs):
                 name = f"{at} for {layer_name} of adapter {adapter!r}"
                 yield from ((f"A {name}", pair.a), (f"B {name}", pair.b))
-
-
-def _layer_of(model: Transformer, weight: str) -> tuple[LowRanks, int]:
-    """The matrices of the layer with a weight, and the weight's first output in that layer."""
-    path, leaf, _ = weight.rsplit(".", 2)
-    part: Any = part_at(model, path)
-    name = next((fused for fused, leaves in _FUSED.items() if leaf in leaves), leaf)
-    leaves = _FUSED.get(name, (leaf,))
-    before = leaves[: leaves.index(leaf)]
-    return getattr(part, name).low_ranks, sum(
-        getattr(part, each).weight.n_outputs for each in before
-    )
 
 
 def _in_one_region(layers: Sequence[Sequence[LowRank]]) -> list[list[LowRank]]:

@@ -36,8 +36,8 @@ class Attention:
     `fuse` concatenates the loaded wq, wk and wv; it must run before a call.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: that of wo; with `qk_norm_across_heads` one all_reduce before it; if the cache is
-        sharded by token also two all_gathers, or with exact sums one for each tile and one more.
+    Collective: as wo; with `qk_norm_across_heads` one all_reduce before it; if the cache is sharded
+        by token also two all_gathers, or with exact sums one for each tile and one more.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
@@ -90,8 +90,8 @@ class Attention:
         """The output of the heads, before wo. Shapes: [T, dim] replicated -> [T, H * D] local."""
         own, cache = batch.kv_groups[self.kv_group], caches[self.kv_group]
         qkv = self.wqkv(x, batch.adapters).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
+        n_rotated = self.n_local_heads + self.n_local_kv_heads
         if self.q_norm is not None and self.k_norm is not None:
-            n_rotated = self.n_local_heads + self.n_local_kv_heads
             q, k = qkv[:, : self.n_local_heads], qkv[:, self.n_local_heads : n_rotated]
             if self.is_normed_across_heads:
                 self._norm_across_heads(q, self.q_norm, k, self.k_norm)
@@ -100,7 +100,6 @@ class Attention:
                 self.k_norm.in_place(k)
         if self.unit_eps is not None:
             # Before rotation, which does not change the norm.
-            n_rotated = self.n_local_heads + self.n_local_kv_heads
             self.ops.unit_norm_(qkv[:, :n_rotated], self.unit_eps)
         k, v = cache.layer(self.layer)
         rotations = own.rotations if self.is_rotated else None

@@ -16,7 +16,7 @@ from parallel_llama.ops import PartTile, Plan, QueryTile, SamplingKeys, SinkPlan
 
 @dataclass(frozen=True)
 class SinkTile:
-    """Queries that attend to their window, and to attention sinks as if these came right before it.
+    """Queries that attend to their window, and to sinks as if these came right before the window.
 
     Args:
         plan: The queries.
@@ -37,7 +37,7 @@ class KVGroupBatch:
     Args:
         slots: [T] int64 replicated, the slot of each token.
         rotations: [T, 1, head_dim / 2] complex, replicated, the rotary embedding of each token.
-        plan: The queries, except those in `sink_tiles`.
+        plan: The queries that are not in `sink_tiles`.
         sink_tiles: The queries that attend to attention sinks outside of their window.
         tiles: If the cache is sharded by token: the queries with keys on this rank; then `plan` and
             `sink_tiles` are unused.

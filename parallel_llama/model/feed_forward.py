@@ -23,7 +23,7 @@ class FeedForward:
     a call.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: that of w2.
+    Collective: as w2.
     Source: arXiv 2002.05202.
     """
 

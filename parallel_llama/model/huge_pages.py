@@ -59,7 +59,7 @@ class HugePages:
         return range(first, self._n_used)
 
     def release(self, where: range) -> None:
-        """Give the whole pages among some bytes back to the system; what they hold is lost."""
+        """Return all whole pages of a byte range to the system; their contents are lost."""
         start, stop = -(-where.start // mmap.PAGESIZE), where.stop // mmap.PAGESIZE
         if start < stop:
             size = mmap.PAGESIZE

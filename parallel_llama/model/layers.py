@@ -1,8 +1,8 @@
 """Tensor-parallel layers: column-, row- and vocabulary-parallel weights, and the norms.
 
-Names and meaning are those of fairscale's layers. Shards may be uneven or empty, and a layer
-allocates nothing before its weights are loaded. The layers know neither how shards are chosen nor
-how a weight is stored.
+Names and semantics are fairscale's. Shards may be uneven or empty, and a layer allocates nothing
+before its weights are loaded. The layers know neither how shards are chosen nor how a weight is
+stored.
 
 With Y = X A, a column-parallel layer holds columns of A and computes columns of Y; a row-parallel
 layer holds rows of A and computes a partial sum of Y. torch stores A transposed, [out, in].
@@ -77,9 +77,9 @@ class ColumnParallelLinear:
 
 
 def concat_outputs(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
-    """One layer whose output is the outputs of several layers side by side, in one product.
+    """One layer that computes the outputs of several layers side by side, in one product.
 
-    No weight is stored twice: those of `layers` become views or parts of the new weight.
+    No weight is stored twice: the weights of `layers` become views or parts of the new weight.
     """
     whole = copy(layers[0])
     whole.weight = formats.concat_outputs([layer.weight for layer in layers])
@@ -97,7 +97,7 @@ class RowCut:
         inputs: This rank's number of inputs.
         all_inputs: The number of inputs of each rank, if sharded by outputs.
         all_outputs: The number of outputs of each rank, if sharded by outputs.
-        rank: The number of this rank among those that share the layer.
+        rank: The number of this rank among the ranks that share the layer.
     """
 
     inputs: int
@@ -113,7 +113,7 @@ class RowCut:
 
     @classmethod
     def of_channels(cls, shard: Shard, axis: Axis) -> "RowCut":
-        """The cut of w2, and of each expert's w2; `axis` is that of its channels."""
+        """The cut of w2, and of each expert's w2; `axis` is the axis of the channels."""
         every = () if shard.exact is None else shard.exact.channels(axis)
         return cls._of(shard, len(shard.extent(axis)), [len(channels) for channels in every])
 

@@ -56,7 +56,7 @@ Adapters = Sequence[AdapterRows] | AdapterRoom
 class LowRanks(dict[str, Sequence[LowRank]]):
     """The matrices that each adapter adds to a layer, by the adapters' names.
 
-    `number` is that of the layer among all layers that may have such matrices; see
+    `number` is the layer's number among all layers that may have adapters; see
     `adapters.number_layers`.
     """
 

@@ -193,7 +193,7 @@ def _longrope(freqs: Tensor, args: ModelArgs, scaling: RopeScaling) -> Tensor:
 
 
 def _longrope_attention_factor(scaling: RopeScaling) -> float:
-    """Source: as for `_longrope`: its scale of attention scores."""
+    """Source: as `_longrope`, the scale of attention scores."""
     assert scaling.original_max_seq_len is not None
     if scaling.attention_factor is not None:
         return scaling.attention_factor

@@ -142,9 +142,9 @@ class Transformer:
 
         Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] for the
         batch's rows: the last block runs wo and the feed-forward for these rows only.
-        Collective: those of the embedding, and in each block those of `Attention` and of the
-        feed-forward; a `ParallelBlock` has one `row_parallel_sum` instead of those of wo and w2.
-        In a pipeline also a broadcast after each stage.
+        Collective: as the embedding and, in each block, `Attention` and the feed-forward; a
+        `ParallelBlock` has one `row_parallel_sum` instead of wo and w2. In a pipeline also a
+        broadcast after each stage.
         """
         return self.blocks(self.embedded(batch.tokens), batch, caches)
 

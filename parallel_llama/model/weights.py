@@ -45,16 +45,19 @@ _Layer = (
 )
 
 
+# Fused layers, and the layers that they compute, in the order of their outputs.
+_FUSED = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
+
+
 class WeightLoader:
-    """Puts weights into a model, by their names, and gives them to another model.
+    """Loads weights into a model, by name, and hands their values to the loader of another model.
 
     On a CPU the first weight reserves memory with huge pages for all weights.
 
     Args:
         model: The model, without weights.
-        args: Its arguments.
-        shard: The shard that this rank holds.
-        before: The loader of a model that is given up: it releases each part that is loaded here.
+        before: The loader of the model that this model replaces. It releases the memory of each
+            part that has been loaded here.
         inputs: The formats to which the inputs of matrices that are not quantised are rounded, by
             the names of the matrices.
     """
@@ -118,19 +121,10 @@ class WeightLoader:
         if isinstance(weight, DenseWeight):
             return weight.values.narrow(param.dim, start, len(rows))
         if not weight.values.numel():
-            weight, first = self._fused(param.name)
-        return weight.rows(range(first + start, first + start + len(rows)))
-
-    def _fused(self, name: str) -> tuple[QuantWeight, int]:
-        """The fused weight that holds a quantised weight, and the first of its rows there."""
-        path, leaf, _ = name.rsplit(".", 2)
-        whole, leaves = ("wqkv", ("wq", "wk", "wv")) if leaf[1] in "qkv" else ("w13", ("w1", "w3"))
-        part = part_at(self._model, path)
-        fused = getattr(part, whole)
-        weight = fused if isinstance(fused, QuantWeight) else fused.weight
+            fused, first = fused_at(self._model, param.name)
+            weight = fused if isinstance(fused, QuantWeight) else fused.weight
         assert isinstance(weight, QuantWeight)
-        before = leaves[: leaves.index(leaf)]
-        return weight, sum(getattr(part, each).weight.n_outputs for each in before)
+        return weight.rows(range(first + start, first + start + len(rows)))
 
     def _place(self, name: str) -> tuple[Any, str]:
         """The layer that holds a weight, and the weight's attribute."""
@@ -201,6 +195,16 @@ def part_at(model: Transformer, path: str) -> Any:
     for name in path.split("."):
         part = part[int(name)] if name.isdecimal() else getattr(part, name)
     return part
+
+
+def fused_at(model: Transformer, weight: str) -> tuple[Any, int]:
+    """The layer or fused weight with the outputs of a weight, and the first of these outputs."""
+    path, leaf, _ = weight.rsplit(".", 2)
+    part = part_at(model, path)
+    name = next((fused for fused, leaves in _FUSED.items() if leaf in leaves), leaf)
+    leaves = _FUSED.get(name, (leaf,))
+    before = leaves[: leaves.index(leaf)]
+    return getattr(part, name), sum(getattr(part, each).weight.n_outputs for each in before)
 
 
 def _parts_of(name: str) -> list[str]:
