@@ -1,4 +1,4 @@
-"""TCP connections between the ranks of a run, each proven on both sides before a byte is trusted.
+"""TCP connections between the ranks of a run; both sides authenticate before they trust any data.
 
 A rank connects to every lower rank and accepts every higher one:
 

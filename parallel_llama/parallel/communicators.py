@@ -220,9 +220,8 @@ def give_up(why: str) -> None:
             wait_s = 0.0 if env.rank > 0 else _TELL_S
             tell(store, env.rank, env.size, f"rank {env.rank} of {env.size}: {why}", wait_s)
 
-    with suppress(
-        UsageError, CheckpointError, RuntimeError, TimeoutError
-    ):  # no other rank can read the reason
+    # These errors mean that no other rank can read the reason.
+    with suppress(UsageError, CheckpointError, RuntimeError, TimeoutError):
         within(_TELL_S, tell_all)
 
 
@@ -241,7 +240,7 @@ def make_communicator(
     Args:
         shared_memory: if false, ranks of one host communicate like ranks of several hosts.
         endpoint: where ranks that do not share memory reach this one; None leaves them to gloo.
-        dtype: the dtype of the model's all-reduces, in which GPUs measure which exchange is faster.
+        dtype: the dtype of the model's all-reduces, for which GPUs choose the faster exchange.
 
     Raises: RankError if the ranks cannot connect.
     Collective: every rank calls it, with equal arguments except `rank` and `endpoint`.
@@ -297,9 +296,9 @@ def make_communicator(
 def _nccl_leaves_errors_to_us() -> Iterator[None]:
     """Disables torch's watchdog.
 
-    After the loss of a rank, the watchdog would kill a user's program 30 s later with a C++ stack
-    trace. Its threads also must not ask the store for dumps: the store is a Python object, invalid
-    once the interpreter has ended. torch reads these variables when it forms a group.
+    The watchdog would kill a user's program 30 s after the loss of a rank, with a C++ stack trace.
+    Its threads also must not read the store: the store is a Python object, invalid once the
+    interpreter has ended. torch reads these variables when it forms a group.
     """
     names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
     added = [name for name in names if name not in os.environ]

@@ -1,4 +1,4 @@
-"""Describes the GPU of this rank and its software, which ranks compare in the rendezvous."""
+"""Describes this rank's GPU and software, which ranks compare in the rendezvous."""
 
 import re
 from collections.abc import Mapping

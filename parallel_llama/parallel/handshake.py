@@ -31,7 +31,7 @@ _MAX_OBJECTION_CHARS = 2000
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What one rank publishes about itself.
+    """The facts that one rank publishes in the rendezvous.
 
     Args:
         facts: by name, values that must be equal on all ranks.

@@ -1,4 +1,4 @@
-"""Ranks that other programs have started, on any hosts, and that go on after the loss of a rank.
+"""Ranks that other programs have started, on any hosts, and that continue after a rank is lost.
 
 Each rank above 0 has a connection to rank 0, its link, as long as both run:
 
@@ -6,8 +6,8 @@ Each rank above 0 has a connection to rank 0, its link, as long as both run:
     to rank 0     why the rank ends, at most one line
 
 The system closes a link when either process ends, or when the other host has been unreachable for
-`_UNREACHABLE_S` seconds. A process that is stopped keeps its link. So rank 0 learns which ranks are
-lost, and orders the others to form a group without them; and every rank learns if rank 0 is lost.
+`_UNREACHABLE_S` seconds. A process that is stopped keeps its link. So rank 0 detects which ranks
+are lost, and orders the others to form a group without them; every rank detects the loss of rank 0.
 
 The rank of a process can change with each group. Its first rank, in the group of all processes,
 identifies it during the whole run.
@@ -163,7 +163,7 @@ def _address_of(rank: int, store: SealedStore, limit_s: float) -> tuple[str, int
 
 
 class Links:
-    """The links of rank 0, and how it forms a group of the ranks that are left.
+    """The links of rank 0, which forms groups of the ranks that are left.
 
     Args:
         connected: by first rank.
@@ -201,7 +201,7 @@ class Links:
         return "; ".join(ended.values()) or None
 
     def group(self) -> Communicator:
-        """Forms a new group of this rank and all that are left.
+        """Forms a new group of this rank and all remaining ranks.
 
         Raises: RankError if another rank is lost meanwhile, or cannot be reached.
         """
@@ -211,7 +211,7 @@ class Links:
             return Solo()
         for rank, own in enumerate(self._links.values(), 1):
             order = LinkOrder(self._number, rank, members)
-            with suppress(OSError):  # the rank is lost, as `require_alive` finds
+            with suppress(OSError):  # the rank is lost, and `require_alive` will raise
                 own.sendall(msgspec.json.encode(order) + b"\n")
         return self._meeting.group(self._number, 0, members, self.require_alive)
 

@@ -1,6 +1,6 @@
 """Collectives by torch.distributed, for GPUs and for CPU ranks that do not share memory.
 
-CPU tensors use gloo and CUDA tensors use NCCL. Neither's errors name the rank that failed, so
+CPU tensors use gloo and CUDA tensors use NCCL, whose errors do not name the rank that failed. So
 ranks write heartbeats to the store; after a failure the missing heartbeat shows which rank died.
 """
 
@@ -87,7 +87,7 @@ class ProcessGroup(Communicator):
             with self._naming_culprits("all_gather", x):
                 own = x.contiguous().view(-1)
                 work = self._group._allgather_base(gathered.view(-1), own)
-                # Watching all_gathers is enough: the last collective of every step is one.
+                # Watching all_gathers is enough: each step ends with an all_gather.
                 if self._watchdog is not None:
                     self._watchdog.add(work)
                 work.wait()
@@ -177,7 +177,7 @@ class ProcessGroup(Communicator):
         return own_evidence(self.rank, current)
 
     def culprits(self) -> str:
-        """Which ranks are lost, in words; it listens for heartbeats for `_LISTEN_S` seconds."""
+        """Which ranks are lost, in words; listens for heartbeats for `_LISTEN_S` seconds."""
         try:
             dead = self._heartbeats.dead_ranks()
         except RankError as error:
@@ -197,9 +197,8 @@ class _Heartbeats:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._heard: dict[
-            int, tuple[int, float]
-        ] = {}  # by rank: the last heartbeat, and when it was first seen
+        # By rank: the last heartbeat, and when it was first seen.
+        self._heard: dict[int, tuple[int, float]] = {}
         self._ended = threading.Event()
         start_thread(self._beat, "heartbeat", self._ended.set)
 
@@ -242,7 +241,7 @@ class _Heartbeats:
             while not self._ended.wait(_BEAT_S):
                 n_beats += 1
                 self._store.set(f"heartbeat/{self._rank}", str(n_beats))
-        except RuntimeError:  # the store has ended, and so has its owner
+        except RuntimeError:  # the store has ended with its owner
             pass
 
     def _read(self, key: str) -> int:

@@ -125,7 +125,7 @@ class StackFile:
         return os.pread(self.fd, _MAX_BYTES, start).decode("utf-8", "replace")
 
     def ask(self) -> bool:
-        """Makes the process write its stacks; returns whether it will."""
+        """Makes the process write its stacks. Returns: whether the process can."""
         if not self.n_bytes() or process_state(self.pid) in ("", "Z", "X", "T", "t"):
             return False
         if self.pid == os.getpid():
@@ -197,7 +197,7 @@ def own_evidence(rank: int, current: str) -> str:
     file = own_stack_file()
     start = file.n_bytes()
     stacks = gather_stacks({rank: file}, [rank])
-    # From the stacks, because the watchdog runs in another thread than the collective.
+    # The stacks come first, because the watchdog does not run in the thread of the collective.
     site = site_in(file.text(start)) or call_site()
     return f"\n  rank {rank} is in {current}, called at {site}{stacks}"
 
@@ -227,9 +227,9 @@ def _stack_of(rank: int, file: StackFile, start: int) -> list[str]:
 
 
 def _without_report(frames: list[str]) -> list[str]:
-    """The frames below those of this file, which a rank has called to report the failure itself.
+    """The frames without the frames of this file, if the rank itself reports the failure.
 
-    What this file calls is as deep as `pathlib`, and would hide the frames of the collective.
+    The calls of this file are deep enough to hide the frames of the collective.
     """
     own = [index for index, frame in enumerate(frames) if f'"{__file__}"' in frame]
     return frames[own[-1] + 1 :] if own else frames

@@ -56,7 +56,7 @@ class Orders:
         Thread(target=self._read, name="orders", daemon=True).start()
 
     def require_none(self) -> None:
-        """Raises: RankError if an order waits: the present group is no longer used."""
+        """Raises: RankError if an order has arrived, since the present group is then obsolete."""
         if not self._orders.empty():
             raise RankError("rank 0 forms a new group")
 
@@ -74,7 +74,7 @@ class Orders:
         return order
 
     def _read(self) -> None:
-        # From the file itself: a thread that holds Python's buffer would block the exit.
+        # Not from sys.stdin: a thread that holds the lock of its buffer would block the exit.
         held = b""
         try:
             while len(held) <= MAX_ORDER_BYTES and (piece := os.read(self._fd, MAX_ORDER_BYTES)):

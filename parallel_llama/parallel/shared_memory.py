@@ -186,7 +186,7 @@ class Region:
     def group(self, rank: int, pids: Sequence[int], timeouts: Timeouts) -> "SharedMemory":
         """The group of the processes `pids`, by rank; it needs no other communicator.
 
-        Raises: RankError if the memory or a process is not there any more.
+        Raises: RankError if the memory or a process no longer exists.
         """
         memory = _map(self.pid, self.fd, self.token, _total_bytes(self.size))
         if memory is None:
@@ -219,7 +219,7 @@ class HostMemory:
     @classmethod
     def alone(cls, size: int, n_bytes: int) -> "HostMemory":
         """Memory that no rank shares, as if each of `size` ranks were on a host of its own."""
-        with torch.inference_mode(False):  # written outside of it too
+        with torch.inference_mode(False):  # also written outside of inference mode
             memory = torch.zeros(n_bytes, dtype=torch.uint8)
         return cls(tuple((rank,) for rank in range(size)), memory, {})
 
@@ -253,7 +253,7 @@ class HostMemory:
             hosts += [ranks] if all(ready[r] for r in ranks) else [(r,) for r in ranks]
         is_shared = memory is not None and tuple(own) in hosts
         pids = {r: found[r].pid for r in own if r != comm.rank} if is_shared else {}
-        with torch.inference_mode(False):  # written outside of it too
+        with torch.inference_mode(False):  # also written outside of inference mode
             if memory is None or not is_shared:
                 return cls(tuple(hosts), torch.zeros(n_bytes, dtype=torch.uint8), pids)
             return cls(tuple(hosts), torch.frombuffer(memory, dtype=torch.uint8), pids)
@@ -266,7 +266,7 @@ class SharedMemory(Communicator):
 
     Args:
         leave: called by `close`.
-        part: what the ranks are called in error messages, if the group is a part of another one.
+        part: the numbers of the ranks in error messages, if the group is a part of another group.
     """
 
     def __init__(
@@ -389,16 +389,13 @@ class SharedMemory(Communicator):
         self._leave()
 
     def sum_exchange(self, x: Tensor) -> Exchange | None:
-        """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
+        """What a kernel needs to reduce tensors like x; None if x is empty or too large."""
         if x.nbytes >= SHARED_SUM_BYTES or not x.numel():
             return None
         return self._exchange(ALL_REDUCE, x, lambda slots, x: sum_in_order(slots, x.view(-1)))
 
     def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> Exchange | None:
-        """What a kernel needs to gather columns into tensors like `whole`.
-
-        None if the columns are empty or too large for it.
-        """
+        """What a kernel needs to gather columns into `whole`; None if empty or too large."""
         n_most = len(whole) * max(widths)
         if n_most * whole.itemsize > SLOT_BYTES or not whole.numel():
             return None
@@ -515,9 +512,9 @@ class SharedMemory(Communicator):
     def _wait(self, signature: int, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Waits, yielding the core, until all ranks have published this phase.
 
-        A rank is late after `limit_s` seconds in which it was never exempt. The collectives of the
-        ranks that have published are compared before the others publish: a rank that has found
-        the difference leaves after `_REPORT_S`, and a late report would miss its stack.
+        A rank is late after `limit_s` seconds in which it was never exempt. The collectives of
+        ranks that have published are compared before the others publish: a rank that finds a
+        difference leaves after `_REPORT_S`, and a later report would miss its stack.
         """
         seen_s = time.monotonic()
         waited_s = 0.0
@@ -627,11 +624,11 @@ def _total_bytes(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Host:
-    """What a rank sends to the others so that they can decide whether to share memory.
+    """What ranks send each other to decide whether to share memory.
 
     Args:
         fd: the descriptor of the memory on rank 0, or -1.
-        token: also written into the memory, so that another file cannot be taken for it.
+        token: also written into the memory, to recognise it.
         cores: a hexadecimal mask of the cores that the rank may use.
         stacks_fd: the descriptor of the rank's file of stacks.
     """
@@ -650,7 +647,7 @@ class _Host:
         return cls(host, os.getpid(), fd, token, f"{mask:x}", record_stacks())
 
     def gathered(self, comm: Communicator) -> "list[_Host]":
-        """What all ranks send, by rank.
+        """The messages of all ranks, by rank.
 
         Collective: every rank calls it.
         """

@@ -17,12 +17,12 @@ torch: larger tensors are exchanged in pieces, and no ranks share memory.
              has received completely, aligned to a cache line; and the rank's message. Two sets of
              rows are used alternately. Broadcasts and barriers use rows of this rank alone
     cells    per rank, 8 bytes each: descriptors to send to and to receive from, bytes sent and
-             received of the current exchange, whether the rank is another one of this host; then
-             the number of finished exchanges, and of those through the memory of the host
+             received in the current exchange, whether the rank is another rank of this host; then
+             the number of finished exchanges, and of exchanges through the memory of the host
 
 A rank writes its message into its row, sends it, receives messages into the rows of their senders,
 publishes that it has received them, and waits until all ranks of its host have published. Two sets
-of rows suffice for the reason that two slots do in `shared_memory`.
+of rows suffice for the same reason as two slots in `shared_memory`.
 
 Every pair of ranks is connected. A rank that finds a failure tells the other ranks which rank has
 failed before it leaves them, and a rank that waits looks at all its connections.
@@ -68,7 +68,7 @@ from parallel_llama.parallel.wait_policy import WaitPolicy, wait_policy
 
 logger = logging.getLogger(__name__)
 
-# Of one rank's values. gloo needs fewer bytes for a larger tensor of three or more ranks.
+# The limit on one rank's values. For larger tensors of three or more ranks, gloo sends fewer bytes.
 MAX_BYTES = 1 << 18
 
 HEADER_BYTES = 16
@@ -223,7 +223,7 @@ class Sockets(Communicator):
         }
         # Called again and again while this rank waits for others; it may raise a RankError.
         self.on_wait: Callable[[], None] = lambda: None
-        with torch.inference_mode(False):  # written outside of it too
+        with torch.inference_mode(False):  # also written outside of inference mode
             private = torch.zeros(self.size, ROW_BYTES, dtype=torch.uint8)
             self._memory = host.memory.view(_N_SHARED_SETS, self.size, ROW_BYTES)
             self._state = torch.zeros(self.size * CELLS + 2, dtype=torch.int64)
@@ -341,7 +341,7 @@ class Sockets(Communicator):
         self._sockets = {}
 
     def sum_exchange(self, x: Tensor) -> Exchange | None:
-        """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
+        """What a kernel needs to reduce tensors like x; None if x is empty or too large."""
         if not self._takes(x.nbytes):
             return None
         counts = [x.numel()] * self.size
@@ -352,10 +352,7 @@ class Sockets(Communicator):
         return self._kernel_exchange(ALL_REDUCE, x, counts, complete)
 
     def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> Exchange | None:
-        """What a kernel needs to gather columns into tensors like `whole`.
-
-        None if the columns are empty or too large for it.
-        """
+        """What a kernel needs to gather columns into `whole`; None if empty or too large."""
         columns = whole[:, : max(widths)]
         if not self._takes(columns.nbytes):
             return None
@@ -407,14 +404,14 @@ class Sockets(Communicator):
         receivers: Collection[int],
         limit_s: float,
     ) -> None:
-        """Sends this rank's values to the receivers, and receives those of other ranks.
+        """Sends this rank's values to the receivers, and receives the values of other ranks.
 
         After an exception inside, this rank cannot use the group any more.
 
         Args:
-            like: its dtype and size are the signature.
+            like: a tensor whose dtype and size are in the signature.
             own: this rank's values; None for a rank that only receives.
-            expected: the bytes of values that come from each rank that sends.
+            expected: the bytes of values to receive, by the rank that sends them.
         """
         if self._busy:
             raise RankError(
@@ -525,7 +522,7 @@ class Sockets(Communicator):
     def _overdue(self, to_receive: Collection[int], awaited: set[int]) -> list[int]:
         """The ranks that have not sent a message to this rank or to another rank of this host.
 
-        A rank of this host may wait for a rank of another host, so only the rows show who is late.
+        A rank of this host may wait for another host, so only the rows show which rank is late.
         """
         stopped = {rank for rank in awaited if process_state(self._pids[rank]) in ("T", "t")}
         current = self._n_finished + 1
@@ -537,7 +534,7 @@ class Sockets(Communicator):
         return sorted(missing or awaited)
 
     def _later_signature(self, rank: int, awaited: Collection[int]) -> int | None:
-        """Looks at what has come from a rank that does not send to this rank in this exchange.
+        """Looks at the data of a rank that does not send to this rank in this exchange.
 
         The rank may have left after the last collective. It may also have begun the next one; the
         message of the next collective stays in the socket. A rank that has failed in the next
@@ -606,7 +603,7 @@ class Sockets(Communicator):
             except BlockingIOError:
                 return False
             except OSError:
-                if is_heard:  # it may have said why before it left
+                if is_heard:  # the rank may have sent the reason before it left
                     return True
                 self._later_signature(rank, ())
                 self._fail_lost(rank)
@@ -694,7 +691,7 @@ class Sockets(Communicator):
         )
 
     def _fail(self, message: str, culprit: int, reason: int, finder: int) -> NoReturn:
-        """Tells the other ranks, and the one that has failed, why this one leaves; then raises."""
+        """Tells all other ranks why this rank leaves; then raises."""
         self._tell(culprit, reason, finder)
         what = f"exchange {self._n_finished + 1}, {described(self._signature)}"
         raise RankError(message + self._evidence(what, reason))
@@ -710,14 +707,14 @@ class Sockets(Communicator):
         failure = _FAILURE | reason << 2 * _RANK_BITS | finder << _RANK_BITS | culprit
         header = _HEADER.pack(failure, self._n_finished + 1)
         for rank, own in self._sockets.items():
-            # Only between messages, or it would be read as values.
+            # Only between messages: within a message, the header would be read as values.
             sent = self._cells[rank * CELLS + SENT]
             if sent in (0, self._n_own):
                 with suppress(OSError):
                     own.send(header)
 
     def _why_late(self) -> str:
-        """What is appended to the message of a rank that is late."""
+        """The end of the error message about a late rank."""
         return ""
 
     def _evidence(self, what: str, reason: int) -> str:
@@ -727,7 +724,7 @@ class Sockets(Communicator):
         return own_evidence(self.rank, what)
 
     def _n_moved(self) -> int:
-        """The bytes that this exchange has sent and received, and the notes until now."""
+        """The bytes sent and received in this exchange, plus the number of notes so far."""
         starts = (rank * CELLS for rank in self._sockets)
         n_bytes = sum(self._cells[at + SENT] + self._cells[at + RECEIVED] for at in starts)
         return n_bytes + self._n_notes
@@ -763,7 +760,7 @@ class SocketsBesideGloo(Sockets):
     """Sockets for small tensors; the group of torch takes larger ones, and barriers.
 
     Args:
-        group: its ranks are those of `connected`, and this one.
+        group: the group of this rank and the ranks of `connected`.
     """
 
     def __init__(

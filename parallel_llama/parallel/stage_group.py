@@ -25,7 +25,7 @@ def stage_group(comm: Communicator, stages: Sequence[range], timeouts: Timeouts)
     """
     own = next(ranks for ranks in stages if comm.rank in ranks)
     part = PartOfGroup(own, comm.size)
-    if isinstance(comm, Sockets):  # ranks of other hosts cannot see that a rank of this one fails
+    if isinstance(comm, Sockets):  # other hosts cannot detect that a rank of this host fails
         part = replace(part, on_failure=comm.tell_failure)
     group = share(_Members(comm, own), timeouts, part)
     is_formed = isinstance(group, SharedMemory) or len(own) == 1

@@ -1,4 +1,4 @@
-"""Threads that call torch's stores and groups, and that have ended before the interpreter ends.
+"""Threads that call torch's stores and groups, and that end before the interpreter ends.
 
 Until Python 3.14, a daemon thread that returns to Python while the interpreter ends is unwound
 through the C++ frames of torch, which calls std::terminate: the process dies of SIGABRT ("terminate

@@ -14,7 +14,7 @@ class WaitPolicy(IntEnum):
 
     SPIN = 0  # keeps the core: the others have their own
     YIELD = 1  # lets a rank on the same core run
-    SLEEP = 2  # leaves the core idle, so that the wait uses up nothing of a CPU quota
+    SLEEP = 2  # leaves the core idle, so that waiting uses none of a CPU quota
 
 
 def wait_policy(n_ranks: int, n_cores: int | None = None) -> WaitPolicy:

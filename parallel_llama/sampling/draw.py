@@ -186,10 +186,10 @@ class NoTokenLeft(NumericalError):
 def adjust(logits: Tensor, vocab: range, draws: Sequence[SamplingRow]) -> Tensor:
     """Apply biases, masks and penalties to logits.
 
-    In this order: logit_bias is added; banned tokens and tokens outside of the mask become -inf;
-    repetition_penalty divides positive logits and multiplies the others, for tokens of prompt and
-    completion; presence_penalty and frequency_penalty are subtracted, for tokens of the completion.
-    transformers (without presence and frequency penalties) and vLLM have the same order.
+    In this order: adds logit_bias; sets banned tokens and tokens outside of the mask to -inf; for
+    tokens of prompt and completion, divides positive logits by repetition_penalty and multiplies
+    other logits by it; for tokens of the completion, subtracts presence_penalty and
+    frequency_penalty. transformers (which lacks the last two) and vLLM have the same order.
 
     Shapes: logits [n, V_local] local, for the token ids in `vocab`, not changed; n draws; returns
     [n, V_local] local, `logits` itself if nothing changes.

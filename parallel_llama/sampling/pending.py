@@ -66,7 +66,7 @@ class PendingDraws:
         """Wait for the tokens, but not for later work on the device.
 
         Returns: the tokens, and whether they equal `tokens`. Rows whose candidates did not suffice
-        are sampled again and differ.
+        are sampled again, and then the tokens differ.
 
         Raises: NumericalError, on all ranks, if a row has NaN or +inf, or only -inf.
         Collective: `sample` for the rows that are sampled again.

@@ -1,8 +1,8 @@
 """Sampling one token per row from a vocabulary that is sharded over ranks.
 
-The shards are ascending ranges, some perhaps empty; ranks rarely exchange whole rows of logits. In
-the head exchange each rank sends a few numbers per row; all ranks then decide from the same
-gathered bytes, so all decide alike.
+The shards are ascending ranges, some perhaps empty. Ranks rarely exchange whole rows of logits: in
+the head exchange each rank sends a few numbers per row, and all ranks compute the token from the
+same gathered bytes.
 
 A token is the argmax of logits / temperature + Gumbel noise over the tokens that the filters keep.
 The noise depends on (seed, choice, position, token id) alone, so a token depends neither on the
@@ -29,8 +29,8 @@ from parallel_llama.sampling import scoring
 from parallel_llama.sampling.draw import NoTokenLeft, SampledToken, SamplingRow, adjust, filters_of
 from parallel_llama.sampling.tiles import Tiles, column
 
-# Candidates per rank for a row without top_k, and the most for a row with top_k. A row that needs
-# more is gathered whole.
+# Candidates per rank for a row without top_k, and the maximum for a row with top_k. A row that
+# needs more is gathered whole.
 N_CANDIDATES = 64
 MAX_CANDIDATES = 1024
 
