@@ -71,7 +71,7 @@ class _OutputMatrices(Checkpoint):
         self.bytes = ByteRanges(adapter.weights)
 
     def check(self, args: ModelArgs) -> None:
-        """Nothing to compare: the adapter was checked with its header."""
+        """Does nothing: the adapter was checked with its header."""
 
     def _stored(self, param: Param, rows: range) -> Tensor:
         stored_slice = self._slices[param.name]

@@ -58,7 +58,7 @@ _MAP_TOLERANCE = 1e-4  # backends of bitsandbytes round the values of fp4 in dif
 
 @dataclass(frozen=True)
 class Int8Matrix:
-    """A matrix [out, in] in int8; `stored_slice` is that of the plain matrix."""
+    """A matrix [out, in] in int8; `stored_slice` is the slice of the plain matrix."""
 
     stored_slice: StoredSlice
     has_format: bool  # whether weight_format is stored
@@ -101,7 +101,7 @@ class Int8Matrix:
 
 @dataclass(frozen=True)
 class FourBitMatrix:
-    """A matrix [out, in] in 4 bits; `stored_slice` is that of the plain matrix.
+    """A matrix [out, in] in 4 bits; `stored_slice` is the slice of the plain matrix.
 
     Args:
         dtype: the dtype in which the bytes of the weight are stored.
@@ -143,7 +143,7 @@ class FourBitMatrix:
         difference = (found - torch.tensor(CODES[self.state.code])).abs().max()
         if not difference <= _MAP_TOLERANCE:  # also NaN
             raise CheckpointError(
-                f"{self.base + 'weight.quant_map'!r:.200} has values that are not those of "
+                f"{self.base + 'weight.quant_map'!r:.200} differs from the values of "
                 f"{self.state.code}; the weights are damaged, fetch them again"
             )
 
@@ -163,7 +163,7 @@ class FourBitMatrix:
         return out
 
     def _units(self, rows: range, columns: range, read: ReadBytes) -> Tensor:
-        """What the 4 bits of a block stand for, in units of their scales.
+        """The values that the 4 bits of a block stand for, before scaling.
 
         Shapes: [rows, columns] float32.
         """

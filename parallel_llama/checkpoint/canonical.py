@@ -95,7 +95,7 @@ class CanonicalScaled(CanonicalTensor):
         Raises: DamagedWeights if they cannot be read, or a scale is NaN or Inf.
         """
         block = checkpoint.scaled(self.param, rows, self.form)
-        assert block is not None  # the format is that of the checkpoint
+        assert block is not None  # the checkpoint has this format
         step = max(1, ROW_PIECE_VALUES // self.param.shape[1])
         for start in range(0, len(block.rows), step):
             self._hasher.update(tensor_bytes(block.some(start, start + step).values()))

@@ -37,7 +37,7 @@ class Checkpoint(ABC):
     def check(self, args: ModelArgs) -> None:
         """Compare names, shapes and dtypes with the model, without reading the weights.
 
-        Raises: CheckpointError listing every kind of difference.
+        Raises: CheckpointError listing all differences.
         """
 
     def read(self, param: Param, rows: range, order: RotaryOrder = "half") -> Tensor:
@@ -168,7 +168,7 @@ class RandomCheckpoint(Checkpoint):
         self._dtype = torch_dtype(args.dtype)
 
     def check(self, args: ModelArgs) -> None:
-        """Nothing to compare: random weights fit every model."""
+        """Does nothing: random weights fit every model."""
 
     def _stored(self, param: Param, rows: range) -> Tensor:
         dim = param.file_dim

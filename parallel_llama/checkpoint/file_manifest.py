@@ -88,11 +88,11 @@ def damaged_files(
     report: Report,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Returns the files that differ from their hash in the manifest, and does not report these.
+    """Returns the files that differ from their hash in the manifest, without reporting them.
 
-    Reports files that are missing, lead out of the folder or have another size, and files in
-    `present` that the manifest does not list. An unlisted file is a problem if it could change the
-    model, else a note.
+    Reports files that are missing, outside of the folder or of another size, and files in `present`
+    that the manifest does not list. An unlisted file is a problem if it could change the model,
+    else a note.
     """
     damaged = []
     for name in names:

@@ -255,7 +255,7 @@ class HFFolder(TensorFiles):
         rows: range,
         columns: range,
     ) -> Tensor:
-        """A block of one tensor of a matrix with scales, which has `n_columns`."""
+        """A block of one tensor, with `n_columns` columns, of a matrix with scales."""
         dtype = TYPES[self._tensors[matrix.base + end][1].dtype]
         width = dtype.itemsize
         of_columns = range(columns.start * width, columns.stop * width)
@@ -291,7 +291,7 @@ class HFFolder(TensorFiles):
             )
 
     def _require_groups(self, matrix: ScaledMatrix) -> None:
-        """Refuse groups that do not exist, or have too many or too few inputs."""
+        """Refuse group numbers that are out of range, and groups of a wrong size."""
         name, n_inputs = matrix.base + "weight_g_idx", matrix.stored_slice.shape[1]
         n_groups, size = matrix.grid[1], matrix.scheme.block[1]
         groups = self._numbers(matrix, "weight_g_idx", n_inputs, range(1), range(n_inputs))[0]
@@ -314,7 +314,7 @@ class HFFolder(TensorFiles):
     def _require_no_bias(self, matrix: PackedMatrix) -> None:
         """Refuse a bias that the model lacks, unless it is zero; many programs write zeros."""
         name = matrix.base + "bias"
-        if name not in self._slices:  # the file has no such bias, or the model has it too
+        if name not in self._slices:  # the files lack the bias, or the model has it
             return
         path, tensor = self._tensors[name]
         bias = self._part(matrix, "bias", range(1), range(matrix.stored_slice.shape[0]))

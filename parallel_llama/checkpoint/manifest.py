@@ -55,7 +55,7 @@ class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
 class Source(Struct, frozen=True, forbid_unknown_fields=True):
     """The source of a converted folder.
 
-    `files` are sizes of the files of weights; `tensors` the hashes of tensors whose dtype changed.
+    `files` has the sizes of weight files; `tensors` the hashes of tensors whose dtype changed.
     """
 
     layout: LayoutName

@@ -32,7 +32,7 @@ from parallel_llama.ops.quant import QuantMatrix
 
 
 class MergedCheckpoint(Checkpoint):
-    """The weights of `base` with an adapter merged into them; `dtypes` are those of the results.
+    """The weights of `base` with an adapter merged into them; `dtypes` has the results' dtypes.
 
     Closes `base` as well. Weights that the adapter does not change are read from `base`.
     """
@@ -101,7 +101,7 @@ class MergedCheckpoint(Checkpoint):
         return finite(param, merged, dtype)
 
     def _in_base(self, param: Param) -> Param:
-        """The weight to read from the base: the embeddings for an output that the base lacks."""
+        """The weight to read from the base: the embeddings if the base has no output layer."""
         if param.name == "output.weight" and self.base.args.tied_embeddings:
             return replace(param, name="tok_embeddings.weight")
         return param

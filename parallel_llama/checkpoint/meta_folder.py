@@ -239,10 +239,10 @@ MAX_BYTES = 1 << 30
 def norm_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
     """The copies of norms that differ, by Meta's names, one for each file of the original folder.
 
-    Meta's 70B files have such norms, because rounding differed between the ranks in training.
-    The model uses the copy of the first file. A conversion stores all copies in a small file beside
-    the weights, so that a conversion back to as many Meta files restores the copy of each file.
-    Logs a warning if copies differ.
+    Copies differ in Meta's 70B files, because rounding differed between the ranks in training. The
+    model uses the copy of the first file. A conversion stores all copies in a small file beside the
+    weights, so that a conversion back to as many Meta files restores the copy of each file. Logs a
+    warning if copies differ.
 
     Raises: CheckpointError if a file is damaged.
     """

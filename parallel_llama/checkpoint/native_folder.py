@@ -1,6 +1,6 @@
 """Native folders, in which any range of units of a weight is one range of bytes.
 
-Weights that ranks cut by rows have this property in row-major order. Weights that they cut by
+Weights that ranks cut by rows have this property in row-major order. Weights that ranks cut by
 columns (wo and w2) are stored in unit-major order: the columns of unit 0, row by row, then the
 columns of unit 1, and so on. The last unit may be short.
 
@@ -15,7 +15,7 @@ The tensors of a quantised matrix are those of `QuantMatrix`, in the same order:
     NAME.mins       [out, n_blocks] float16, in formats with minima
     NAME.factors    [out, in / 32 * n_factors] int8, in formats with factors
 
-Those of a matrix that is decoded while loading (`ScaledFormat`) are the tensors of `ScaledBlock`:
+The tensors of a matrix that is decoded while loading (`ScaledFormat`) are those of `ScaledBlock`:
 
     NAME.integers   [out, in] int8
     NAME.floats     [out, in] e4m3; or [out, in / 2] uint8 with two e2m1 floats, the first in the
@@ -75,10 +75,10 @@ BYTE_DTYPES = {_BYTE: torch.int8, _PACKED: torch.uint8, _FLOAT: torch.float8_e4m
 class Part:
     """A tensor of a native folder: a plain weight, or one tensor of a quantised weight.
 
-    `param` names the tensor and has its shape, `unit` is its rows or columns per unit, and `n`
-    values stand for every `per` inputs of `height` outputs of the weight. Plain weights have any
-    dtype, so `dtype` is None. `is_packed` is true for integers of less than 8 bits that share
-    bytes.
+    `param` has the name and the shape of the tensor, `unit` is the rows or columns of a unit, and
+    the tensor has `n` values for every `per` inputs of `height` outputs of the weight. `dtype` is
+    None for plain weights, which may have any dtype. `is_packed` is true for integers of less than
+    8 bits that share bytes.
     """
 
     param: Param
@@ -103,7 +103,7 @@ class Part:
     ) -> "Part":
         """The tensor with `n` values for every `per` inputs of `height` outputs of a matrix.
 
-        If several units share these inputs or outputs, they are a unit of the tensor.
+        If several units share these inputs or outputs, they form one unit of the tensor.
         """
         n_rows, n_columns = weight.shape
         shape = -(-n_rows // height), -(-n_columns // per) * n
@@ -117,7 +117,7 @@ class Part:
         return stored_shape(self.param, self.unit)
 
     def rows(self, of_weight: range, dim: int) -> range:
-        """Converts rows (dim 0) or columns (dim 1) of the weight to those of the tensor."""
+        """Converts rows (dim 0) or columns (dim 1) of the weight to the tensor's."""
         per, n = (self.per, self.n) if dim else (self.height, 1)
         return range(of_weight.start // per * n, -(-of_weight.stop // per) * n)
 
@@ -137,7 +137,7 @@ class NativeStorage:
     Args:
         units: Rows or columns per unit of each axis.
         formats: The formats of quantised weights.
-        version: That of native.json.
+        version: The version of native.json.
     """
 
     units: Mapping[str, int]

@@ -40,8 +40,8 @@ def prefetch(
 def started_thread(begin: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
     """An executor whose one thread has already started and called `begin`.
 
-    A Ctrl-C while a thread starts leaves a thread that the executor does not know of. Here the
-    thread starts before any work is submitted, so no such thread has work.
+    A Ctrl-C while a thread starts leaves a thread that the executor does not know. Here the thread
+    starts before any work is submitted, so an unknown thread has no work.
     """
     executor = ThreadPoolExecutor(1, initializer=begin)
     executor.submit(int).result()

@@ -45,7 +45,7 @@ _ORDER = {"gptq": (0, 1, 2, 3, 4, 5, 6, 7), "awq": (0, 4, 1, 5, 2, 6, 3, 7)}
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix [out, in] quantised by GPTQ or AWQ; `stored_slice` is that of the plain one."""
+    """A matrix [out, in] of GPTQ or AWQ; `stored_slice` is the slice of the plain matrix."""
 
     packing: Packing
     stored_slice: StoredSlice
@@ -57,7 +57,7 @@ class PackedMatrix:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that it must have, by the suffixes of their names."""
+        """Shapes of the required tensors, by the suffixes of their names."""
         (n_outputs, n_inputs), packing = self.stored_slice.shape, self.packing
         n_words, is_gptq = n_outputs // packing.per_word, packing.method == "gptq"
         shapes: dict[str, tuple[int, ...]] = {
@@ -71,7 +71,7 @@ class PackedMatrix:
 
     @property
     def optional_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that it may have: g_idx, with groups in order; a bias of zeros."""
+        """Shapes of the optional tensors: g_idx, if groups are in order, and a bias of zeros."""
         n_outputs, n_inputs = self.stored_slice.shape
         ordered: dict[str, tuple[int, ...]] = (
             {} if self.packing.any_order else {"g_idx": (n_inputs,)}
@@ -88,7 +88,7 @@ class PackedMatrix:
         return -(-self.stored_slice.shape[1] // self.group_size)
 
     def values(self, block: MatrixBlock, read: Read) -> Tensor:
-        """Decodes a block of a GPTQ matrix. Its groups may have any size and any inputs.
+        """Decodes a block of a GPTQ matrix, whose groups may have any size and any inputs.
 
         Returns: [rows, columns] float32.
 
@@ -305,7 +305,7 @@ def _encode(type_name: str, block: _Block, matrix: QuantMatrix, blocks: Tensor) 
 
 
 def _require_bits(what: str, numbers: Tensor, n_bits: int) -> None:
-    """Raises: ValueError if an unsigned number has more than `n_bits`."""
+    """Raises: ValueError if an unsigned number has more than `n_bits` bits."""
     if n_bits < 8 and numbers.numel() and int(numbers.max()) >> n_bits:
         raise ValueError(f"{what} does not fit into {n_bits} bits")
 

@@ -40,7 +40,7 @@ QUANTISED_AT_ONCE = 1 << 17
 
 
 class HeldWeights(Protocol):
-    """Another shard of the same weights, which is in memory and is freed part by part."""
+    """Another shard of the same weights, in memory, which is freed part by part."""
 
     def rows_of(self, param: Param) -> range:
         """The rows (or columns) of a weight that can be taken; `param` as for `Shard.rows_of`."""
@@ -96,7 +96,7 @@ def load(
     Args:
         is_wanted: whether a weight is read.
         on_bytes: called with the size of each loaded piece; the sum is `memory.weight_bytes`.
-        held: rows that are taken from memory instead of read.
+        held: a shard in memory, whose rows are taken instead of read.
 
     Raises: CheckpointError if the checkpoint does not fit the model; DamagedWeights if a weight is
     NaN or Inf, or too large for its dtype.

@@ -66,12 +66,12 @@ class ScaledBlock:
     Args:
         block: the rows and columns of the matrix that share a scale; 0 stands for all.
         rows: the rows of the matrix in this block.
-        columns: its columns.
+        columns: the columns of the matrix in this block.
         numbers: e4m3 floats or int8, [rows, columns]; or e2m1 floats of 4 bits in uint8, two in a
             byte, [rows, bytes with these columns].
         scales: floats, or exponents of powers of two plus 127 in uint8: [row blocks, column
             blocks] that the block touches.
-        names: those of the tensors with the scales and with the divisor, for errors.
+        names: the names of the tensors with the scales and with the divisor, for errors.
         zeros: zero points, in the dtype of the numbers; shapes as `scales`.
         divisor: of all scales, [1] float32.
     """
@@ -100,7 +100,7 @@ class ScaledBlock:
         return tuple(parts)
 
     def some(self, start: int, stop: int) -> "ScaledBlock":
-        """The rows from the number `start` to `stop` of this block."""
+        """The rows from `start` to `stop`, counted within this block."""
         rows, height = self.rows[start:stop], self.block[0]
         held = slice(None)
         if height:
@@ -196,7 +196,7 @@ class ScaledBlock:
 
 
 def joined_rows(parts: Sequence[ScaledBlock], rows: range) -> ScaledBlock:
-    """Concatenates blocks with scales by row or for all rows; `rows` are those of the result."""
+    """Concatenates blocks with scales by row or for all rows; `rows` are the result's rows."""
     first = parts[0]
     if len(parts) == 1:
         return replace(first, rows=rows) if first.block[0] < 2 else first
@@ -221,7 +221,7 @@ def _selected(numbers: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ScaledMatrix:
-    """A matrix [out, in] in a scheme of config.json; `stored_slice` is that of the plain matrix."""
+    """A matrix [out, in] in a scheme of config.json, with the slice of the plain matrix."""
 
     scheme: Scheme
     stored_slice: StoredSlice
@@ -271,7 +271,7 @@ class ScaledMatrix:
 
     @property
     def optional_tensors(self) -> WantedTensors:
-        """The tensors that it may have: the groups of the inputs."""
+        """The optional tensor: the group of each input."""
         if not self.scheme.has_groups:
             return {}
         return {"weight_g_idx": (("I32",), [self.stored_slice.shape[1:]])}
@@ -454,7 +454,7 @@ def powers_of_two(exponents: Tensor, name: str) -> Tensor:
 def finite_scales(scales: Tensor, name: str) -> Tensor:
     """The scales of the tensor with this name.
 
-    Raises: DamagedWeights if one is NaN or Inf.
+    Raises: DamagedWeights if a scale is NaN or Inf.
     """
     if not torch.isfinite(scales).all():
         raise damaged_scale(name)

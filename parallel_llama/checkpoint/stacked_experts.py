@@ -1,8 +1,8 @@
 """Reads weights of experts that an HF folder stacks: all experts of a layer are in one tensor.
 
 Plain matrices are stored as [experts, in, out], so the rows of w1 and w3 of an expert are columns
-of one stored matrix: alternately (columns 0, 2, 4, ... and 1, 3, 5, ...) in gpt-oss, and those of
-w1 before those of w3 in Llama 4. In MXFP4 a matrix is stored as [out, in], in two tensors:
+of one stored matrix: alternating (columns 0, 2, 4, ... and 1, 3, 5, ...) in gpt-oss, and all of w1
+before all of w3 in Llama 4. In MXFP4 a matrix is stored as [out, in], in two tensors:
 
     _blocks    e2m1 floats of 4 bits, two in a byte, the first in the low bits: [experts, out,
                in / 32, 16]
@@ -51,7 +51,7 @@ def read_stacked(
 
 @dataclass(frozen=True)
 class MXFP4Matrix:
-    """An expert's matrix [out, in] in MXFP4; `stored_slice` is that of the plain matrix."""
+    """An expert's matrix [out, in] in MXFP4, with the slice of the plain matrix."""
 
     stored_slice: StoredSlice
 

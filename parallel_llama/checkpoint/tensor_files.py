@@ -103,7 +103,7 @@ class TensorFiles(Checkpoint):
         return stored_slices(args, self.layout)
 
     def _fits(self, found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether the shape of a tensor in a file is that of a stored tensor."""
+        """Whether a tensor in a file has the shape of a stored tensor."""
         return found == shape
 
     def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (subclasses use it)

@@ -62,7 +62,7 @@ def read_torch_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _opened(path: Path) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
-    """The tensors, and offset and size of the records of the archive."""
+    """The tensors, and the offset and size of each record of the archive."""
     records = _storage_records(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -78,7 +78,7 @@ def _opened(path: Path) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
 
 
 def _storage_records(path: Path) -> list[tuple[int, int]]:
-    """Offset and size of the records of tensor data, checked to be inside the file."""
+    """The offset and size of each record of tensor data, checked to be inside the file."""
     with open_file(path) as file:
         magic, size = file.read(4), os.fstat(file.fileno()).st_size
     if not _is_zip(path):
@@ -116,7 +116,7 @@ def _storage_records(path: Path) -> list[tuple[int, int]]:
             file.seek(offset)
             if file.read(len(b"little")) != b"little":
                 raise CheckpointError(
-                    f"{path}: its byte order is not that of this machine; load it where it was "
+                    f"{path}: its byte order differs from this machine's; load it where it was "
                     "written, and save it as safetensors"
                 )
     return [

@@ -48,7 +48,7 @@ from parallel_llama.files.safetensors_header import FileTensor
 def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list[tuple[str, range]]:
     """The weights of a .safetensors, .bin, .pth or .gguf file and their bytes, in order of offset.
 
-    A weight that shares a tensor with others gets the range from its first to its last byte.
+    A weight that shares a tensor with other weights gets the range from its first to its last byte.
     Tensors that are not weights of the model keep the name in the file.
 
     Args:
@@ -213,7 +213,7 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
     """
     path, other = _path_of(model), None if against is None else _path_of(against)
     report = Report()
-    inner = Report()  # structure and tensors; if a listed file is damaged, these explain it
+    inner = Report()  # faults of structure and tensors, which may explain a damaged file
     manifest = _manifest(path, report)
     damaged = _check_files(path, manifest, report, on_bytes)
     is_whole = report.ok and not damaged

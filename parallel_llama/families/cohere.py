@@ -141,7 +141,7 @@ COHERE2 = Family(
     models="Command R7B and A, and Tiny Aya",
     architecture="Cohere2ForCausalLM",
     base_architecture="Cohere2Model",
-    # The last key says how Cohere's own program shards the embedding.
+    # use_parallel_embedding is a setting of Cohere's own program.
     reads=frozenset({_BIAS, _SCALE, _PATTERN, _POSITIONS, "use_parallel_embedding"}),
     features=_features_of_2,
     writes=_writes_of_2,

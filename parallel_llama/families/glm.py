@@ -1,6 +1,6 @@
 """ChatGLM 2 and 3, and GLM 4: Llama with biases on queries, keys and values, and partial rotation.
 
-ChatGLM has its own keys, names and tokenizer code; GLM has those of transformers. Both rotate the
+ChatGLM has its own keys, names and tokenizer code; GLM uses those of transformers. Both rotate the
 first half of each head, in pairs of neighbours. GLM-4-0414 and GLM-Z1 have the model_type glm4, and
 normalise the outputs of attention and feed-forward.
 
@@ -11,12 +11,10 @@ THUDM/chatglm2-6b and 3.
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import ROTARY_PART, Family, written_rotary_part
+from parallel_llama.families.family import INTERLEAVED, ROTARY_PART, Family, written_rotary_part
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Names, in_layers, names_with
 from parallel_llama.files.fields import Fields
-
-_INTERLEAVED: Any = {"meta": "interleaved", "hf": "interleaved", "gguf": "interleaved"}
 
 
 def _glm_features(fields: Fields) -> dict[str, Any]:
@@ -49,7 +47,7 @@ GLM = Family(
     writes=_glm_writes,
     defaults={"max_seq_len": 131072, "head_dim": 128, "norm_eps": 1.5625e-7, "n_kv_heads": 2},
     names=names_with(*in_layers(*_GATE_AND_UP)),
-    rotary_order=_INTERLEAVED,
+    rotary_order=INTERLEAVED,
 )
 
 GLM4 = Family(
@@ -72,7 +70,7 @@ GLM4 = Family(
             ("post_ffn_norm.weight", "post_mlp_layernorm.weight", "post_ffw_norm.weight"),
         )
     ),
-    rotary_order=_INTERLEAVED,
+    rotary_order=INTERLEAVED,
 )
 
 # Switches of ChatGLM's code, with their values in all published models.
@@ -138,5 +136,5 @@ CHATGLM = Family(
             hf_layers="transformer.encoder.layers",
         ),
     ),
-    rotary_order=_INTERLEAVED,
+    rotary_order=INTERLEAVED,
 )

@@ -108,7 +108,7 @@ class RopeScaling:
 class ModelArgs:
     """Everything about a model that determines the shapes of its weights or its arithmetic.
 
-    Names are those of Meta's params.json, where that has the argument.
+    Names are those of Meta's params.json, if it has the argument.
 
     Raises: UsageError for values that no model can have.
     """
@@ -165,22 +165,20 @@ class ModelArgs:
     swiglu_alpha: float = 1.702  # clamped_swiglu: the factor inside the sigmoid
     swiglu_limit: float = 7.0  # clamped_swiglu: the bound of its inputs
     gated: bool = True  # w2(f(w1 x) * w3 x), else w2(f(w1 x))
-    n_experts: int = 0  # 0: one feed-forward; ffn_dim is that of one expert
+    n_experts: int = 0  # 0: one feed-forward; else ffn_dim has the channels of one expert
     n_active_experts: int = 0  # experts per token
     normed_experts: bool = True  # the routing weights of a token sum to 1
     routed_scale: float = 1.0  # of the routing weights
-    sigmoid_router: bool = (
-        False  # weights are sigmoids of scores; a bias is added to choose experts
-    )
+    sigmoid_router: bool = False  # weights are sigmoids; a bias is added only to choose experts
     router_bias: bool = True  # with sigmoid_router: whether it has that bias
     scaled_inputs: bool = False  # routing weights scale the inputs of experts, not their outputs
     n_expert_groups: int = 1  # with sigmoid_router: consecutive experts form a group,
     n_active_groups: int = 1  # and a token's experts are in its best groups
     expert_bias: bool = False  # biases of the router and of every expert
     shared_ffn_dim: int = 0  # channels of the expert that computes every token; 0: none
-    shared_gate: bool = False  # that expert's output is scaled by the sigmoid of a score
+    shared_gate: bool = False  # the shared expert's output is scaled by the sigmoid of a score
     dense_layers: tuple[int, ...] = ()  # layers with one feed-forward instead of experts
-    dense_ffn_dim: int = 0  # its channels
+    dense_ffn_dim: int = 0  # channels of that feed-forward
 
     def __post_init__(self) -> None:
         if self.wo_bias == self.attention_bias:
@@ -447,7 +445,7 @@ def context_length(args: ModelArgs, wanted: int | None = None) -> int:
 
 
 def for_context(args: ModelArgs, max_seq_len: int) -> ModelArgs:
-    """The model for sequences of at most `max_seq_len` tokens; LongRoPE's factors depend on it.
+    """The model for sequences of at most `max_seq_len` tokens, which decides LongRoPE's factors.
 
     All sequences of a run use the same factors, so that cached keys stay valid while sequences
     grow.
@@ -496,7 +494,7 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers that attend to the same keys: all keys, or those of the window.
+    """Layers that attend to the same keys: all keys, or the keys of a window.
 
     With `has_chunks`, a window begins at a multiple of its size.
     """

@@ -48,7 +48,7 @@ def _qwen3_features(fields: Fields) -> dict[str, Any]:
 
 
 def _dense_layers(fields: Fields) -> tuple[int, ...]:
-    """The layers without experts: those of mlp_only_layers, and those between sparse steps.
+    """The layers without experts: listed in mlp_only_layers, or between sparse steps.
 
     Raises: UsageError for a step below 1, or if no layer has experts.
     """

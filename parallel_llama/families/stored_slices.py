@@ -6,9 +6,9 @@ into equal groups:
 
     one group    q0 q1 q2 q3 k0 k1 v0 v1        two groups    q0 q1 k0 v0 | q2 q3 k1 v1
 
-A layout may store the rows of w1 and w3 of an expert in turn (w1, w3, w1, w3, ...), and each matrix
-of an expert transposed, with alternating rows or not: the rows of such a matrix are the columns in
-the file. A vector with values for each head may be stored as a matrix with a row for each head.
+A layout may alternate the rows of w1 and w3 of an expert (w1, w3, w1, w3, ...), and may store each
+matrix of an expert transposed, alternating or not: the rows of such a matrix are the columns in the
+file. A vector with values for each head may be stored as a matrix with a row for each head.
 """
 
 import math
@@ -33,7 +33,7 @@ class StoredSlice:
         step: The distance between the starts of two runs.
         count: The number of runs; None for as many as the stored tensor holds.
         is_transposed: Whether the file stores each of the tensor's matrices as [in, out]. `shape`
-            is then the shape in the file, and rows are those of the matrices as [out, in].
+            is then the shape in the file, and rows are rows of the matrices as [out, in].
         of_vector: Whether the weight is a vector, so that each value of the tensor is a row.
     """
 
@@ -118,8 +118,8 @@ def transposed(
 ) -> Iterator[tuple[str, StoredSlice]]:
     """The slices of experts' matrices that are stored as [in, out], by the weights' names.
 
-    `weights` are those of the first expert, then those of the second, and so on. The weights of
-    an expert are stored one after the other.
+    `weights` has the weights of the first expert, then of the second, and so on. The weights of an
+    expert are stored one after the other.
 
     Shapes: the weights have the same shape.
     """
@@ -134,9 +134,9 @@ def transposed(
 def interleaved(
     name: str, weights: Sequence[Param], n_experts: int
 ) -> Iterator[tuple[str, StoredSlice]]:
-    """The slices of experts' weights whose rows are stored in turn, by the weights' names.
+    """The slices of experts' weights whose rows alternate, by the weights' names.
 
-    `weights` are those of the first expert, then those of the second, and so on. Matrices are
+    `weights` has the weights of the first expert, then of the second, and so on. Matrices are
     stored as [in, out].
 
     Shapes: the weights have the same shape.
