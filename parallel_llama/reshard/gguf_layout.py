@@ -40,7 +40,7 @@ _BYTES_FIELD = "tokenizer.ggml.precompiled_charsmap"
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor with its type, shape (row-major) and size in the file."""
+    """A tensor with its type and shape (row-major) in the file."""
 
     name: str
     type: GGMLQuantizationType
@@ -58,7 +58,7 @@ class GGUFLayout(Layout):
     Args:
         name: the name of the file.
         types: the types of the tensors, by Meta's names of the weights.
-        fields: the fields of the header, with those of the model.
+        fields: all fields of the header.
 
     Raises: UsageError if the header cannot state the model.
     """

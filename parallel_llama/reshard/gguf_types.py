@@ -1,4 +1,4 @@
-"""Which type each tensor of a written GGUF file has. No torch."""
+"""The types of the tensors of a written GGUF file. No torch."""
 
 from collections.abc import Iterable, Mapping
 
@@ -16,7 +16,7 @@ from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
 
 # The type of the matrices of layers that --quant selects by llama.cpp's name; the gguf package
-# quantises them. The embedding and the head have Q8_0, because their errors reach the logits
+# quantises them. The embedding and the head are in Q8_0, because their errors reach the logits
 # directly.
 BLOCK_TYPES = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
 _OUTER_TYPE = "Q8_0"
@@ -58,7 +58,7 @@ def weight_types(
     formats: Mapping[str, QuantFormat],
     quant: str | None,
 ) -> dict[str, str]:
-    """The types of written tensors, by Meta's names; `dtypes` are those of unquantised matrices.
+    """The types of written tensors, by Meta's names; `dtypes` is for unquantised matrices.
 
     Vectors and routers are F32, as llama.cpp needs.
 
@@ -91,7 +91,7 @@ def weight_types(
 
 
 def _require_one_type(args: ModelArgs, types: Mapping[str, str]) -> None:
-    """Raises: UsageError if a tensor of the file, such as that of all experts, has two types."""
+    """Raises: UsageError if a stored tensor, such as one of all experts, would have two types."""
     slices, firsts = stored_slices(args, "gguf"), dict[str, str]()
     for name, kind in types.items():
         tensor = slices[name].name

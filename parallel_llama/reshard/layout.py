@@ -46,7 +46,7 @@ class Layout(ABC):
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         """Yields file name, byte offset and contiguous data of the parts of a tensor.
 
-        `pieces` are the tensor in canonical form: blocks of rows, cut only between heads, or one
+        `pieces` has the tensor in canonical form: blocks of rows, cut only between heads, or one
         piece if ranks cut the tensor by columns.
         """
 

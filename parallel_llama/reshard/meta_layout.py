@@ -73,9 +73,9 @@ class PthLayout:
 def pth_layout(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> PthLayout:
     """The layout of the file with these tensors, given as shape and dtype by name.
 
-    torch itself writes the archive, with tensors that have a shape but no memory, so every program
-    that loads files of torch.save loads these. The checksums of the data are zero until they are
-    written. The bytes are deterministic, because the archive holds no times or random numbers.
+    torch itself writes the archive, with tensors that have a shape but no memory, so the file loads
+    like any other file of torch.save. The checksums of the data are zero until they are written.
+    The bytes are deterministic, because the archive holds no times or random numbers.
     """
     sink = _Sink()
     # Storages are numbered in the order of the dictionary.

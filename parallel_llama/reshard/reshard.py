@@ -94,12 +94,12 @@ def reshard(
 
     Args:
         n_parts: number of files of weights.
-        dtype: dtype of unquantised weights; that of the source by default.
+        dtype: dtype of unquantised weights; by default the dtype of the source.
         quant: quantisation of the matrices, one of `QUANTS`, or of `BLOCK_TYPES` for a GGUF file.
         merge_adapter: the folder of a LoRA adapter that is merged into the weights.
         resume: continue an unfinished run.
-        on_start: called after all checks with the bytes of all weights, and those that an earlier
-            run has written.
+        on_start: called after all checks with the bytes of all weights, and the bytes that an
+            earlier run has written.
         on_bytes: called with the size of each piece that is written.
 
     Raises: UsageError for an invalid request and CheckpointError for a damaged source or adapter,
@@ -204,9 +204,9 @@ def _gguf_job(
 class ReshardJob:
     """A conversion that passed all checks and can be started.
 
-    `dtypes` and `formats` (of quantised weights) are those of the target, by Meta's names; `small`
-    are the files beside the weights, by name; `pieces` reads some weights. `adapter` is the adapter
-    that is merged into the weights.
+    `dtypes` and `formats` (of quantised weights) describe the target, by Meta's names; `small` has
+    the files beside the weights, by name; `pieces` reads some weights. `adapter` is merged into the
+    weights.
     """
 
     source: ModelFiles
@@ -254,21 +254,15 @@ class ReshardJob:
         return Result(n_files, n_bytes, time.monotonic() - began, peak)
 
     @property
-    def _configs(self) -> tuple[Path, ...]:
-        """The configurations that are read."""
-        return (self.source.config, *([] if self.adapter is None else [self.adapter.config]))
-
-    @property
     def _weights(self) -> tuple[Path, ...]:
         """The files with weights that are read."""
         return (*self.source.weights, *([] if self.adapter is None else [self.adapter.weights]))
 
     def _plan(self) -> dict[str, Any]:
         """Describes the run; an unfinished run is continued only if its description is equal."""
-        if self.layout.kind == "gguf":
-            header = {file.name: file.pieces[0][1] for file in self.layout.files}
-        else:
-            header = {}
+        configs = [self.source.config, *([] if self.adapter is None else [self.adapter.config])]
+        is_gguf = self.layout.kind == "gguf"
+        header = {file.name: file.pieces[0][1] for file in self.layout.files if is_gguf}
         return {
             "layout": self.layout.kind,
             "dtypes": {
@@ -276,7 +270,7 @@ class ReshardJob:
                 **{name: form.name for name, form in self.formats.items()},
             },
             "files": {file.name: file.n_bytes for file in self.layout.files},
-            "source": {p.name: _identity(p) for p in (*self._configs, *self._weights)},
+            "source": {p.name: _identity(p) for p in (*configs, *self._weights)},
             "beside": {
                 name: manifest.hash_bytes(data) for name, data in {**self.small, **header}.items()
             },

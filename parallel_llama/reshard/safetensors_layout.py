@@ -61,8 +61,8 @@ class StoredTensor:
 class SafetensorsLayout(Layout):
     """The tensors of a model distributed over files of about equal size.
 
-    `dtypes` are by Meta's names of the weights. `stored` are the tensors of the files, and
-    `locations` the file name and byte offset of each tensor, by the names in the files.
+    `dtypes` are by Meta's names of the weights. `stored` has the tensors of the files, `locations`
+    the file name and byte offset of each tensor; both are by the names in the files.
 
     Raises: UsageError if there are more files than tensors, or a stored tensor holds weights of
     several dtypes.
@@ -171,7 +171,8 @@ class HFLayout(SafetensorsLayout):
 class NativeLayout(SafetensorsLayout):
     """A native folder (see `checkpoint.native_folder`).
 
-    `formats` are those of quantised weights, and `inputs` those to which inputs are rounded.
+    `formats` has the formats of quantised weights, `inputs` the formats to which matrices round
+    their inputs.
 
     Raises: UsageError if there are more files than tensors.
     """

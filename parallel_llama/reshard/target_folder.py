@@ -2,8 +2,8 @@
 
 `.NAME.partial` holds the folder `files`, which is renamed to the target at the end; a journal of
 the tensors that are on the disk; and the lock of the writing process. For a GGUF target, the only
-file in `files` is renamed. However the process ends, the target is missing or complete, and another
-run can continue from the journal.
+file in `files` is renamed. Whenever the process ends, the target is missing or complete, and
+another run can continue from the journal.
 """
 
 import json
@@ -118,7 +118,7 @@ def target_formats(
     """The formats of the weights that are written quantised, by Meta's names.
 
     Without `quant`, a quantised folder stays quantised in a native folder or a GGUF file, unless an
-    adapter is merged into it. Matrices that do not run as stored can stay so in a native folder.
+    adapter is merged into it. A native folder can also keep matrices that do not run as stored.
 
     Raises: UsageError for formats that this model or layout does not support, or if quantised
     weights would be decoded without a requested `dtype`.

@@ -183,7 +183,7 @@ class FileHash:
 class UnitHashes:
     """The hash of each unit of a weight, given their `sizes` in bytes, in the order of the file.
 
-    They allow the shard of any rank to be checked alone.
+    With these hashes the shard of any rank can be checked alone.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
@@ -262,7 +262,7 @@ class TensorWriter:
                     yield Part(tensor, file, offset, tensor_bytes(value))
 
     def _hashed(self, parts: Generator[Part, None, None]) -> Generator[Part | Written, None, None]:
-        """Yields the parts, with a `Written` after those of each tensor."""
+        """Yields the parts, and a `Written` after the parts of each tensor."""
         with closing(prefetch(parts, N_PREFETCHED)) as laid_out:
             for tensor, group in groupby(laid_out, attrgetter("tensor")):
                 sizes = self._layout.unit_bytes(tensor.param)
