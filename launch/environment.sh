@@ -58,9 +58,9 @@ prepare_environment() {
     echo '*' >"$folder/.gitignore"
 
     # No index is named here, so pip uses the index that this machine is configured with. Without an
-    # NVIDIA GPU, and if the index has it, the CPU build (version suffix '+cpu') is installed: its
-    # size is a tenth. Otherwise the plain version is installed, which on Linux contains CUDA and
-    # also runs on the CPU. If the index has neither, setup.cfg's lower bound of torch applies below.
+    # NVIDIA GPU, pip installs the CPU build (version suffix '+cpu', a tenth of the size) if the
+    # index has it. Otherwise pip installs the plain version, which on Linux contains CUDA and also
+    # runs on the CPU. If the index has neither, setup.cfg's lower bound of torch applies below.
     echo "[2/3] installing torch (the largest part, once)" >&2
     if command -v nvidia-smi >/dev/null 2>&1; then
         install "$folder" "torch==$TORCH" || true

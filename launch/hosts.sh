@@ -61,7 +61,7 @@ trap 'close 0; is_stopped=yes' INT TERM
 trap 'close 0' USR1 # a session has failed
 
 # What a host runs, with the number of its ranks and the seconds from the end of the input to SIGTERM.
-# Rank 0 gets it at once and lets running requests finish; then the other ranks end by themselves.
+# Rank 0 gets SIGTERM at once and lets running requests finish; then the other ranks end by themselves.
 # shellcheck disable=SC2016 # the host expands it
 on_host='read -r secret
 file=$(mktemp) && trap "rm -f -- $file" EXIT

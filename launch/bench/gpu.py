@@ -16,7 +16,7 @@ After a crash, the remaining parts of the step run in a new process. FOLDER gets
 report.json, two plots, a log, and the compiled kernels, which a second run uses again.
 A configuration with wrong results gets no figure, and the exit code is 1.
 
-The steps that are most worth knowing come first. --first ends after 5 minutes at most; the report
+The most important steps come first. --first ends after 5 minutes at most; the report
 lists the steps that were not run. --resume continues an earlier run in the same FOLDER: it keeps
 the rows of that run, and runs the steps that are missing, have failed or were cut short. --steps
 chooses steps; together with --resume they run again, even if they have succeeded.
@@ -76,8 +76,8 @@ _1B, _8B = "Llama 3.2 1B's shape", "Llama 3 8B's shape"
 _PEERS = "transformers for comparison"
 _SLICES = "One rank of 8: measured work, modelled collectives"
 
-# What is most worth knowing comes first. Each model has a process of its own, so that its memory is
-# returned before the next model.
+# The most important steps come first. Each model has a process of its own, so that its memory is
+# freed before the next model.
 STEPS = (
     Step("gpu", "The GPU", 40),
     Step("parity", "Whole models", 70),
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _chosen(names: str | None, kept: Mapping[str, StepReport], is_rehearsal: bool) -> list[Step]:
     """The steps to run. The first one measures the rates that the shares of all rows need.
 
-    Raises: ValueError for a name with which no step's name begins.
+    Raises: ValueError for a name that no step's name begins with.
     """
     steps = [step for step in STEPS if step.is_rehearsed or not is_rehearsal]
     unfinished = [
@@ -220,7 +220,7 @@ def _run_all(
         not_run = [step.module for step in steps if step.module not in done]
         _write(out, Report(is_rehearsal, time.monotonic() - started, reports(), not_run))
 
-    write()  # with the list of steps that are not run, should the first step be killed
+    write()  # with the list of steps that are not run, in case the first step is killed
     with log_file.open("a" if kept else "w") as log:
         for step in steps:
             left_s = slower * limit_s - (time.monotonic() - started)
@@ -285,7 +285,7 @@ def _run(
 ) -> Iterator[Row]:
     """Yields the rows of a step, and one more for each part that crashed or reached the limit.
 
-    `rates` are the figures of the rows before, by name.
+    `rates` has the figures of earlier rows, by name.
     """
     has_rates = {READ, COPY, MATRIX} <= rates.keys()
     flags = ["--dry-run"] * is_rehearsal

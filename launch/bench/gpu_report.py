@@ -23,7 +23,7 @@ _LEGEND = (
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step has found.
+    """The results of a step.
 
     Args:
         is_whole: False if the run ended during the step.
@@ -75,7 +75,7 @@ def written(report: Report) -> Any:
 def read(found: Any) -> Report:
     """The report in the JSON of `written`.
 
-    Raises: TypeError, KeyError, ValueError if it is not such a report.
+    Raises: TypeError, KeyError, ValueError if it is not a report.
     """
     steps = [
         StepReport(

@@ -19,7 +19,7 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class GPUState:
-    """What a GPU reports about itself; None for what it does not report.
+    """The values that a GPU reports; None for a value that it does not report.
 
     Units: MHz, watts, degrees Celsius.
     """
@@ -52,7 +52,7 @@ def gpu_state() -> GPUState | None:
 
 
 def parsed(line: str) -> GPUState | None:
-    """The state in a line of nvidia-smi; None if it is not such a line."""
+    """The state in a line of nvidia-smi; None for any other line."""
     values = [each.strip() for each in line.strip().split(",")]
     if len(values) != len(_FIELDS):
         return None

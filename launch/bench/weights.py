@@ -25,7 +25,7 @@ _SAID = {"family", "wo_bias", "qk_norm"}
 
 @dataclass(frozen=True)
 class Weights:
-    """The files of a model, and a `folder` for converted ones."""
+    """The files of a model, and a `folder` for converted files."""
 
     files: ModelFiles
     args: ModelArgs

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the process, and the `Worker` that starts and asks it.
+"""An engine in a process of its own: the process, and the `Worker` that starts and calls it.
 
     python -m launch.bench.worker ENGINE_MODULE SETUP
     python -m launch.bench.worker ENGINE_MODULE SOURCE TARGET FORM

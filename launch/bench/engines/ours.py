@@ -17,9 +17,8 @@ VERSIONS = {"parallel_llama": parallel_llama.__version__, "torch": version("torc
 class Ours:
     def __init__(self, setup: Setup) -> None:
         # No drafts: random prompts lead to loops, on which drafts would be unfairly fast.
-        form = (
-            "stored" if setup.model.endswith(".gguf") else setup.form
-        )  # a GGUF file as llama.cpp quantised it
+        # A GGUF file stays as llama.cpp quantised it.
+        form = "stored" if setup.model.endswith(".gguf") else setup.form
         kept = {"quant": form} if form in QUANTS else {"dtype": form}
         self.llm = LLM(setup.model, tp_size=setup.n_ranks, device="cpu", max_drafts=0, **kept)
 

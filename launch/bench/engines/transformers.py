@@ -49,7 +49,7 @@ def load(setup: Setup) -> Loaded:
 class Whole:
     def __init__(self, model: Any) -> None:
         self.model = model
-        # The defaults of calls.
+        # The default configuration of calls.
         model.generation_config = greedy(1)
 
     @torch.inference_mode()

@@ -47,7 +47,7 @@ class Sample:
 
 
 def samples(setting: Setting) -> dict[str, Sample]:
-    """The samples by name; a rehearsal combines what needs most code."""
+    """The samples by name; a rehearsal combines the features that need most code."""
     windows = {"sliding_window": setting.pick(24, 3), "full_layers": (1,), "n_layers": 2}
     caps = {"attention_soft_cap": 0.5, "logit_soft_cap": 1.0}
     gemma = _tiny("gemma-2-9b", setting, **windows, **caps)
@@ -123,7 +123,7 @@ def _compared(name: str, sample: Sample, setting: Setting) -> Rows:
         is_expected = why_unrecorded(args, 1, "cuda") or (args.n_experts and sample.quant != "none")
         yield replace(row, note=why) if is_expected else Row(name, wrong=why)
     elif differs := difference(decode(runner), launched):
-        yield Row(name, wrong=f"logits are not those of launched steps: {differs}")
+        yield Row(name, wrong=f"logits differ from launched steps: {differs}")
     else:
         yield row
 

@@ -86,7 +86,7 @@ def _require_same(found: Tokens, expected: Tokens) -> None:
 
 
 def _sampling(plain: dict[str, Tokens], setting: Setting) -> Rows:
-    """Compares sampled tokens with those of the CPU, and keeps greedy ones for other checks."""
+    """Compares sampled tokens with the CPU's, and keeps the greedy tokens for other checks."""
     drawn = replace(_GREEDY, temperature=0.8)
     ways = [
         {},

@@ -1,7 +1,7 @@
 """Versions of the GPU and libraries, and the peak rates that other figures are compared with.
 
-The copy bandwidth counts bytes read and bytes written. The read bandwidth is that of the faster of
-two reductions.
+The copy bandwidth counts bytes read and bytes written. The read bandwidth is the rate of the
+faster of two reductions.
 """
 
 import platform

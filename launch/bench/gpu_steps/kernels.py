@@ -1,6 +1,6 @@
 """Compares each kernel with float64, checks batch invariance, and measures its bytes per second.
 
-Shares relate the bytes that a kernel reads and writes to the measured bandwidths; those of prompts
+Shares relate the bytes that a kernel reads and writes to the measured bandwidths; for prompts, they
 are fractions of the measured rate of matrix products. A kernel has no figure in a dtype in which it
 is wrong.
 """

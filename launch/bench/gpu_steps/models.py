@@ -118,7 +118,7 @@ def load(
     """A rank's shard with random weights, without a cache.
 
     Args:
-        comm: with a Slice, the shard is that of `shard_of`.
+        comm: with a Slice, `shard_of` is the rank of the shard.
         device, drawn_on: where the model is, and where its weights are drawn, which determines
             their values; by default the setting's device.
     """

@@ -142,7 +142,7 @@ def _recorded(name: str, args: ModelArgs, setting: Setting) -> Rows:
     if not recorded.replay(texts.n_sequences):
         yield Row(name, wrong=recorded.why_not or "no step could be recorded")
     elif differs := difference(decode(), launched):
-        yield Row(name, wrong=f"logits are not those of launched steps: {differs}")
+        yield Row(name, wrong=f"logits differ from launched steps: {differs}")
     else:
         yield Row(name, note="bit for bit as launched")
 
@@ -157,14 +157,12 @@ def in_any_batch(setting: Setting) -> Rows:
 def _in_any_batch(name: str, args: ModelArgs, setting: Setting) -> Rows:
     runner = load(args, ours(args), setting, "float32")
     found = []
-    for n_texts in (
-        1,
-        setting.pick(16, 2),
-    ):  # the first text is equal, but its blocks are elsewhere
+    # The first text is the same in both batches, but its blocks are elsewhere.
+    for n_texts in (1, setting.pick(16, 2)):
         reserve(runner, n_texts, 40)
         found.append(decode_logits(runner, Texts(n_texts, 40), _sizes(setting))[:, :1])
     if differs := difference(found[1], found[0]):
-        yield Row(name, wrong=f"logits are not those of the text alone: {differs}")
+        yield Row(name, wrong=f"logits differ from the text alone: {differs}")
     else:
         yield Row(name, note="bit for bit as alone")
 
