@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from parallel_llama.dtypes import (
     GGUF_QUANTS,
+    STORED,
     STORED_NAMES,
     DTypeName,
     QuantFormat,
@@ -47,9 +48,20 @@ def require_blocks(args: ModelArgs, quant: str) -> None:
 
 
 def copied_types(source: ModelFiles, args: ModelArgs) -> dict[str, str]:
-    """The types of a GGUF file's tensors, by Meta's names."""
+    """The types of a GGUF file's tensors, by Meta's names.
+
+    Raises: UsageError for a norm or a bias in blocks: a block has the values of several of its
+    rows, and tensors are copied row by row.
+    """
     tensors, slices = read_gguf_header(source.config).tensors, stored_slices(args, "gguf")
-    return {param.name: tensors[slices[param.name].name].dtype for param in parameters(args)}
+    types = {param.name: tensors[slices[param.name].name].dtype for param in parameters(args)}
+    for param in parameters(args):
+        if len(param.shape) == 1 and (kind := types[param.name]) not in STORED:
+            raise UsageError(
+                f"{source.path}: tensor {slices[param.name].name!r} is a vector in {kind}, and "
+                "llama.cpp needs vectors in F32; use --quant none with a --dtype"
+            )
+    return types
 
 
 def weight_types(

@@ -214,6 +214,19 @@ def test_a_gguf_file_is_copied_block_for_block(tmp_path):
     assert tensors_of(written(experts, tmp_path / "copy.gguf")) == tensors_of(experts)
 
 
+def test_vectors_in_blocks_are_not_copied(tmp_path, capsys):
+    """The bytes of a block were divided by its values, so the end of the vector became zeros."""
+    source, target = tmp_path / "source.gguf", tmp_path / "copy.gguf"
+    write_gguf(source, ARGS, weights_of(ARGS), {"ffn_norm.weight": "Q8_0"})
+    argv = ["reshard", str(source), str(target), "--format", "gguf"]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert "'blk.0.ffn_norm.weight' is a vector in Q8_0" in error and "--quant none" in error
+    assert not target.exists() and not partial_path(target).exists()
+    decoded = written(source, target, quant="none", dtype="float32")
+    assert same_bytes(read(decoded), read(source))
+
+
 def test_llama3_scaling_becomes_a_tensor_of_factors(tmp_path):
     folder = rounded(write_hf(TINY_MODELS["9/3 llama3, wide heads"], tmp_path / "hf"))
     path = written(folder, tmp_path / "written.gguf", dtype="float32")
