@@ -43,6 +43,7 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.partial_output import sync
 from parallel_llama.ops.formats import dtype_name, torch_dtype
 from parallel_llama.reshard.gguf_types import copied_types, copies_tensors, weight_types
 from parallel_llama.reshard.layout import Layout
@@ -280,7 +281,13 @@ class ReshardJob:
         self, unfinished: PartialFolder, done: list[Written], on_bytes: Callable[[int], None]
     ) -> tuple[int, int]:
         """Write the remaining tensors; returns the number of files and their bytes."""
+        if done:
+            self._require_files(unfinished)
         self.layout.create(unfinished.files)
+        if not done:
+            for file in self.layout.files:
+                sync(unfinished.files / file.name)
+            sync(unfinished.files)
         names = {tensor.name for tensor in done}
         left = [p for p in parameters(self.args) if self.layout.written_with(p) not in names]
         with closing(TensorWriter(self.layout, unfinished, on_bytes)) as writer:
@@ -299,6 +306,20 @@ class ReshardJob:
         sizes = [path.stat().st_size for path in unfinished.files.rglob("*") if is_file(path)]
         unfinished.commit()
         return len(sizes), sum(sizes)
+
+    def _require_files(self, unfinished: PartialFolder) -> None:
+        """Raises: UsageError unless all files of an earlier run have their final size.
+
+        The size is on the disk before the first tensor is recorded.
+        """
+        for file in self.layout.files:
+            path = unfinished.files / file.name
+            size = path.stat().st_size if is_file(path) else 0
+            if size != file.n_bytes:
+                raise UsageError(
+                    f"{path}: has {size} bytes, and the unfinished run wrote {file.n_bytes}; "
+                    f"remove {unfinished.path}, and run again"
+                )
 
     def _manifest(self, written: list[Written], hashes: Mapping[str, str]) -> manifest.Manifest:
         """The manifest, in the order of the model's parameters also for a continued run."""

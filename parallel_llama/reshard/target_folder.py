@@ -19,7 +19,7 @@ from parallel_llama.config.adapter import Adapter
 from parallel_llama.config.gguf_fields import written_form
 from parallel_llama.config.layouts import scaled_formats, stored_formats
 from parallel_llama.dtypes import ASKED, QuantFormat, StoredFormat, make_precision
-from parallel_llama.errors import UsageError, WriteError
+from parallel_llama.errors import CheckpointError, UsageError, WriteError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import (
@@ -29,6 +29,7 @@ from parallel_llama.files.bounded_files import (
     is_there,
     resolved,
 )
+from parallel_llama.files.fields import json_object
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.partial_output import changed, sync, take_lock, whole_lines
 from parallel_llama.reshard.gguf_types import (
@@ -264,7 +265,13 @@ class PartialFolder:
 def _locked(folder: Path, target: Path) -> int:
     """A descriptor with the lock of the folder; the system releases it when the process ends."""
     while True:
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise UsageError(
+                f"{folder}: is not a folder, and the files of {target.name} are written in it "
+                "first; move it away"
+            ) from None
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:  # the previous holder has just removed the folder
@@ -301,9 +308,9 @@ def _read_lines(journal: Path) -> list[dict[str, Any]]:
     lines = list(whole_lines(journal))
     os.truncate(journal, sum(map(len, lines)))
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise UsageError(f"{journal}: damaged ({error}); remove {journal.parent}") from error
+        return [json_object(journal, line) for line in lines]
+    except CheckpointError as error:
+        raise UsageError(f"{error}; remove {journal.parent}") from error
 
 
 def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:

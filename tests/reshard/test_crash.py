@@ -285,6 +285,47 @@ def test_a_torn_line_of_the_journal_is_forgotten(tmp_path):
     assert journal.read_text().splitlines()[1:] == ['{"name": "x"}', '{"name": "z"}']
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_files_that_others_removed_or_cut_are_not_filled_with_zeros(
+    is_there, small, tmp_path, monkeypatch
+):
+    """The file was created again, and the tensors that the journal names were zeros in it."""
+    target = tmp_path / "target"
+
+    def commit(_):
+        raise OSError(errno.EIO, "a fault")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialFolder, "commit", commit)
+        with pytest.raises(WriteError, match="a fault"):
+            moved(small, target)
+    path = next((partial_path(target) / "files").glob("*-00002-of-*.safetensors"))
+    if is_there:
+        os.truncate(path, 1000)
+    else:
+        path.unlink()
+    with pytest.raises(UsageError, match=rf"{path.name}: has {1000 * is_there} bytes, .*; remove"):
+        moved(small, target, resume=True)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("line", ["[1]", "5", "{"])
+def test_a_journal_with_other_lines_is_refused(line, tmp_path):
+    """A line that is JSON, but not an object, ended in a TypeError."""
+    target = tmp_path / "target"
+    PartialFolder(target, {"a": 1}, resume=False).close()
+    (partial_path(target) / "journal.jsonl").write_text(f"{line}\n")
+    with pytest.raises(UsageError, match=r"journal\.jsonl: .*; remove .*\.target\.partial"):
+        PartialFolder(target, {"a": 1}, resume=True)
+
+
+def test_a_file_with_the_name_of_the_partial_folder_is_refused(tmp_path):
+    target = tmp_path / "target"
+    partial_path(target).write_text("")
+    with pytest.raises(UsageError, match="is not a folder, and the files of target are written"):
+        PartialFolder(target, {"a": 1}, resume=False)
+
+
 def test_a_target_that_appears_meanwhile_is_not_touched(small, tmp_path, monkeypatch):
     target = tmp_path / "target"
     real = PartialFolder.commit
