@@ -81,6 +81,7 @@ class HFFolder(TensorFiles):
             for name, (_, tensor) in tensors.items()
         )
         packing, slices = hf_packing(files) if is_quantised else None, stored_slices(args, "hf")
+        self._method = None if packing is None else packing.method
         self._packed: dict[str, PackedMatrix] = {}
         self._scaled: dict[str, ScaledMatrix] = {}
         self._bits: dict[str, Int8Matrix | FourBitMatrix] = {}  # of bitsandbytes
@@ -111,9 +112,15 @@ class HFFolder(TensorFiles):
         for name, (path, _) in self._tensors.items():
             is_needed = not family_of(args).skips(name, "hf", args)
             if name.endswith(_QUANTISED) and name not in known and is_needed:
+                why = f"config.json states no supported quantisation; {_INSTEAD}"
+                if self._method is not None:
+                    why = (
+                        f"the model has no such weight in the format {self._method!r} that "
+                        "config.json states, or its other tensors are missing; use the "
+                        "config.json that belongs to the weights, or fetch the files again"
+                    )
                 raise CheckpointError(
-                    f"{path}: tensor {name!r:.200} is part of a quantised weight, and "
-                    f"config.json states no supported quantisation; {_INSTEAD}"
+                    f"{path}: tensor {name!r:.200} is part of a quantised weight, and {why}"
                 )
         self._require_dtypes()
         super().check(args)

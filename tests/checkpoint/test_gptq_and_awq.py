@@ -386,6 +386,10 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
             {"model.layers.0.mlp.gate.qweight": torch.zeros(2, 32, dtype=torch.int32)},
             "gate.qweight' is part of a quantised weight",
         ),
+        (
+            {f"{Q_PROJ}.qweight": None},
+            r"q_proj\.\w+' is part of a quantised weight.* its other tensors are missing",
+        ),
     ],
 )
 def test_tensors_that_are_otherwise_than_config_json_says_are_refused(
