@@ -6,6 +6,7 @@ Source: ggml's docs/gguf.md.
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from parallel_llama.checkpoint.quantised import encode_gguf
 from parallel_llama.config.gguf import args_from_gguf
 from parallel_llama.config.gguf_fields import require_equal, written_scaling
 from parallel_llama.dtypes import GGUF_QUANTS, STORED
-from parallel_llama.errors import DamagedWeights
+from parallel_llama.errors import DamagedWeights, WriteError
 from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
@@ -93,9 +94,9 @@ class GGUFLayout(Layout):
 
     def _check(self) -> None:
         """Read the arguments back from a file that has no tensor data."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.create(Path(folder))
-            path = Path(folder) / self.files[0].name
+        with _temporary_folder() as folder:
+            self.create(folder)
+            path = folder / self.files[0].name
             require_equal(self.args, args_from_gguf(read_gguf_header(path), path))
 
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
@@ -151,11 +152,24 @@ def _encoded_blocks(param: Param, kind: str, piece: Piece) -> Tensor:
         ) from error
 
 
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A folder for a header. Raises: WriteError if it cannot be written."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise WriteError(
+            f"the header of a GGUF file cannot be written to the folder of temporary files: "
+            f"{error.strerror}; free space there, or set TMPDIR to another folder"
+        ) from error
+
+
 def _header(fields: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:
     """All bytes before the data, which begins at a multiple of the alignment."""
     own = dict(fields)
-    with tempfile.TemporaryDirectory() as folder:  # the package writes headers to files only
-        path = Path(folder) / "header"
+    with _temporary_folder() as folder:  # the package writes headers to files only
+        path = folder / "header"
         writer = gguf.GGUFWriter(path, own.pop("general.architecture"))
         for key, value in own.items():
             writer.add_key_value(key, value, *_value_types(key, value))

@@ -227,6 +227,20 @@ def test_vectors_in_blocks_are_not_copied(tmp_path, capsys):
     assert same_bytes(read(decoded), read(source))
 
 
+def test_a_full_folder_of_temporary_files_is_named(tmp_path, monkeypatch, capsys):
+    """The message said that stdout cannot be written."""
+
+    def write_header(_: gguf.GGUFWriter) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = write_model(tmp_path / "hf", replace(ARGS, dtype="float32"))
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", write_header)
+    argv = ["reshard", str(source), str(tmp_path / "x.gguf"), "--format", "gguf"]
+    assert main(argv) == 1
+    assert "temporary files: No space left on device; free space" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_llama3_scaling_becomes_a_tensor_of_factors(tmp_path):
     folder = rounded(write_hf(TINY_MODELS["9/3 llama3, wide heads"], tmp_path / "hf"))
     path = written(folder, tmp_path / "written.gguf", dtype="float32")
