@@ -368,7 +368,7 @@ def why_unquantised(args: ModelSizes, dtype: str) -> str | None:
         if (size := getattr(args, name)) % QUANT_GROUP_SIZE:
             return (
                 f"{name}={size} is not a multiple of the {QUANT_GROUP_SIZE} values that share a "
-                "scale; use dtype='bfloat16'"
+                "scale; use unquantised weights, such as dtype='bfloat16'"
             )
     if dtype == "float64":
         return "dtype='float64': quantised matrices are computed in float32; use dtype='float32'"

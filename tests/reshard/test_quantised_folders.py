@@ -437,6 +437,7 @@ def test_a_run_goes_on_where_an_error_stopped_it(quant, share, tmp_path, monkeyp
         ("hf x --format=native --quant=stored", "use int8, int4 or fp8"),
         ("hf x --format=native --quant=int3", "--quant"),
         ("small x --format=native --quant=int8", "head_dim=4 is not a multiple of the 32"),
+        ("small x.gguf --format=gguf --quant=q4_0 --dtype=bfloat16", "use unquantised weights"),
         ("int8 x --format=hf", "its weights are quantised; .* with --dtype, .* --format native"),
         ("int8 x --format=meta", "its weights are quantised"),
         ("int8 x --format=native --quant=none", "its weights are quantised"),
