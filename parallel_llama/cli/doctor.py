@@ -87,9 +87,9 @@ def _lines(checks: Sequence[Check]) -> list[str]:
         first, *rest = textwrap.wrap(escaped(check.seen), columns, break_on_hyphens=False) or [""]
         lines.append(f"{status}  {check.id.ljust(width)}  {first}")
         lines += [indent + line for line in rest]
-        if check.cure and check.status in ("warn", "fail"):
-            # In one line, to be copied.
-            lines.append(f"{indent}{painted('cure: ' + escaped(check.cure), BOLD, sys.stdout)}")
+        if check.remedy and check.status in ("warn", "fail"):
+            # Not wrapped, to be copied.
+            lines.append(f"{indent}{painted('remedy: ' + escaped(check.remedy), BOLD, sys.stdout)}")
     return [*lines, "", _verdict(checks)]
 
 

@@ -66,8 +66,10 @@ def needs_of(
     least = sum(rank.weights + rank.working for rank in here)
     cache = sum(flags[KV_CACHE_BYTES] or rank.kv.needed for rank in here)
     each = max(1, (available_memory() // n_local) >> 20)
-    cure = f"parallel-llama plan --model {shlex.quote(model)} --nproc {n_ranks} --memory {each}MiB"
-    return Needs(least, least + cache, cure)
+    remedy = (
+        f"parallel-llama plan --model {shlex.quote(model)} --nproc {n_ranks} --memory {each}MiB"
+    )
+    return Needs(least, least + cache, remedy)
 
 
 def warn_of_host(
@@ -77,4 +79,4 @@ def warn_of_host(
     if SECRET_FD in os.environ or local_world(n_ranks)[0] > 0:
         return
     for check in startup_checks(host_of(n_ranks, needs_of(flags, model, files, args, n_ranks))):
-        warn(f"{check.id}: {check.seen}; try: {check.cure}")
+        warn(f"{check.id}: {check.seen}; try: {check.remedy}")

@@ -1,1 +1,1 @@
-"""Checks of hosts and ranks that a model needs: each with an id, what was seen, and a cure."""
+"""Checks of hosts and ranks; each result has an id, the values seen, and a remedy."""

@@ -1,12 +1,12 @@
 """The result of a check, and the ids of all checks. No torch."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Status = Literal["pass", "warn", "fail", "skip"]
 
-# By id, in the order of the report. Ids stay as they are, because scripts look for them.
+# By id, in the order of the report. Do not change ids: scripts depend on them.
 CHECKS: Mapping[str, str] = {
     "cores": "cores and CPU quota against the threads of all ranks",
     "load": "cores that other programs use",
@@ -46,26 +46,25 @@ class Check:
 
     Args:
         id: a key of `CHECKS`.
-        status: warn means that it works, but slowly or not everywhere; skip, that it was not
-            checked, and `seen` has the reason.
-        seen: the values that decided, and the rank where there are several.
-        cure: one command, or what to change; empty if nothing is wrong.
+        status: warn: works, but slowly or not everywhere; skip: not checked, see `seen`.
+        seen: the values that decided, with the rank if there are several ranks.
+        remedy: one command, or what to change; empty if nothing is wrong.
     """
 
     id: str
     status: Status
     seen: str
-    cure: str = ""
+    remedy: str = ""
 
     def __post_init__(self) -> None:
         assert self.id in CHECKS, self.id
 
     def to_json(self) -> dict[str, str]:
-        return asdict(self)
+        return {"id": self.id, "status": self.status, "seen": self.seen, "cure": self.remedy}
 
 
 def in_order(checks: Iterable[Check]) -> list[Check]:
-    """The checks in the order of `CHECKS`, several of one id in their own order."""
+    """The checks in the order of `CHECKS`; those with the same id keep their order."""
     places = list(CHECKS)
     return sorted(checks, key=lambda check: places.index(check.id))
 

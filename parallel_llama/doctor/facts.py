@@ -1,4 +1,4 @@
-"""What each rank knows about its process and host: compared between ranks, or judged on each."""
+"""Facts about each rank's process and host, compared between ranks or checked on each rank."""
 
 import hashlib
 import os
@@ -67,8 +67,8 @@ def versions(found: Sequence[Facts | None]) -> Check:
     """Compares the versions of all ranks."""
     lost = [rank for rank, facts in enumerate(found) if facts is None]
     if lost:
-        seen = f"rank {listed_ranks(lost)} sends facts that cannot be read: it runs another version"
-        seen += ", or what it sends arrives damaged"
+        seen = f"the facts of rank {listed_ranks(lost)} cannot be read: the rank runs another "
+        seen += "version, or its messages arrive damaged"
         return Check("versions", "fail", seen, "pip install the same version on all hosts")
     there = [facts for facts in found if facts is not None]
     for name in there[0].versions:
@@ -78,8 +78,8 @@ def versions(found: Sequence[Facts | None]) -> Check:
         if odd:
             rank, like = odd[0], values.index(usual)
             seen = f"{name}: rank {listed_ranks(odd)} has {values[rank]}, rank {like} has {usual}"
-            cure = "pip install the same version on all hosts, and look at PYTHONPATH of that rank"
-            return Check("versions", "fail", seen, cure)
+            remedy = "pip install the same version on all hosts, and check that rank's PYTHONPATH"
+            return Check("versions", "fail", seen, remedy)
     names = "parallel_llama", "torch", "llvmlite"
     seen = ", ".join(f"{name} {there[0].versions[name]}" for name in names)
     return Check("versions", "pass", f"{seen}, Python {there[0].versions['Python']}")
@@ -100,10 +100,13 @@ def clocks(found: Sequence[Facts]) -> Check:
 
 
 class Listener:
-    """Echoes bytes to other hosts, at the address that this rank uses towards other ranks."""
+    """Echoes bytes to other hosts, at the local address that routes to the store.
+
+    Args:
+        store: the address of the store; None to listen nowhere.
+    """
 
     def __init__(self, store: tuple[str, int] | None) -> None:
-        """Listens at the address by which this rank reaches the store; None for no address."""
         self.address = "", 0
         self._server: socket.socket | None = None
         own = store and address_to(*store)
@@ -129,7 +132,7 @@ class Listener:
 
 
 def hosts(comm: Communicator, found: Sequence[Facts]) -> Check:
-    """Connects every rank with those of other hosts, in both directions.
+    """Connects each rank to every rank on another host, in both directions.
 
     Collective: one all_gather, after every rank has a `Listener`.
     """
@@ -149,20 +152,19 @@ def hosts(comm: Communicator, found: Sequence[Facts]) -> Check:
         seen += f", and {n_more} more" if n_more else ""
         return Check("hosts", "fail", seen, f"allow TCP from {found[a].address} in the firewall")
     (a, b), slowest_s = max(pairs.items(), key=lambda item: item[1])
-    seen = (
-        f"{len({facts.host_id for facts in found})} hosts, {slowest_s * 1e3:.2f} ms there and back"
-    )
+    n_hosts = len({facts.host_id for facts in found})
+    seen = f"{n_hosts} hosts, round trip of at most {slowest_s * 1e3:.2f} ms"
     if slowest_s > _FAR_S:
         seen = (
             f"rank {a} ({found[a].address}) and rank {b} ({found[b].address}) are far apart: {seen}"
         )
-        cure = "export GLOO_SOCKET_IFNAME=INTERFACE (the fastest network of `ip -br addr`)"
-        return Check("hosts", "warn", seen, cure)
+        remedy = "export GLOO_SOCKET_IFNAME=INTERFACE (the fastest network of `ip -br addr`)"
+        return Check("hosts", "warn", seen, remedy)
     return Check("hosts", "pass", seen)
 
 
 def _round_trip(address: str, port: int) -> float:
-    """Seconds of the fastest byte there and back; -1 without a connection."""
+    """The fastest round trip of a byte in seconds; -1 without a connection."""
     try:
         times = []
         with socket.create_connection((address, port), _CONNECT_S) as far:
@@ -179,7 +181,7 @@ def _round_trip(address: str, port: int) -> float:
 
 
 def gpus(n_local: int, needed: int) -> Check:
-    """Looks at this rank's GPU; `needed` are its bytes, 0 without a model."""
+    """Checks that this rank's GPU has `needed` bytes of free memory, 0 without a model."""
     n_there, n_seen = count_gpus(), visible_gpus()
     if not n_there and not n_seen:
         return Check("cards", "skip", "there is no CUDA device")
@@ -188,13 +190,13 @@ def gpus(n_local: int, needed: int) -> Check:
         return Check("cards", "fail", seen, "nvidia-smi (then install a torch for its CUDA)")
     kinds = {torch.cuda.get_device_name(gpu) for gpu in range(min(n_local, n_seen))}
     if n_local > n_seen:
-        cure = f"use at most --nproc {n_seen}"
-        return Check("cards", "warn", f"{too_few(n_local, n_seen)}: running on the CPU", cure)
+        remedy = f"use at most --nproc {n_seen}"
+        return Check("cards", "warn", f"{too_few(n_local, n_seen)}: running on the CPU", remedy)
     n_free, n_all = torch.cuda.mem_get_info()
     seen = f"{torch.cuda.get_device_name()}, {n_free // _MIB} of {n_all // _MIB} MiB free"
     if needed > n_free:
         return Check(
-            "cards", "fail", f"{seen}, {needed // _MIB} needed", "nvidia-smi (what else runs)"
+            "cards", "fail", f"{seen}, {needed // _MIB} needed", "nvidia-smi (lists other programs)"
         )
     if len(kinds) > 1:
         seen = f"different GPUs: {', '.join(sorted(kinds))}"
@@ -209,9 +211,9 @@ def instruction_set(machine: CPUFeatures | None = None) -> Check:
         seen += "; no kernels for this CPU, so torch's operators run"
         return Check("instruction-set", "warn", seen, "use a CPU with AVX2 or NEON")
     if machine.vector_bytes < 32 and platform.machine() == "x86_64":
-        cure = "use a CPU model with AVX2 for the virtual machine: -cpu host"
-        return Check("instruction-set", "warn", f"{seen}: no AVX2", cure)
-    return Check("instruction-set", "pass", f"{seen}, byte products by {machine.byte_dots}")
+        remedy = "use a CPU model with AVX2 for the virtual machine: -cpu host"
+        return Check("instruction-set", "warn", f"{seen}: no AVX2", remedy)
+    return Check("instruction-set", "pass", f"{seen}, dot products of bytes by {machine.byte_dots}")
 
 
 def kernel_cache() -> Check:
@@ -221,14 +223,12 @@ def kernel_cache() -> Check:
         return Check("kernel-cache", "warn", seen, "export XDG_CACHE_HOME=DIR, an absolute path")
     if not cache.is_used:
         seen = f"{cache.folder} is not a writable folder that only this user can write to, so every"
-        cure = f"chmod -R go-w {cache.folder} && chown -R $(id -u) {cache.folder}"
-        return Check("kernel-cache", "warn", f"{seen} start compiles all kernels", cure)
+        remedy = f"chmod -R go-w {cache.folder} && chown -R $(id -u) {cache.folder}"
+        return Check("kernel-cache", "warn", f"{seen} start compiles all kernels", remedy)
     if cache.damaged:
         files = " ".join(str(cache.folder / name) for name in cache.damaged[:3])
-        seen = (
-            f"{len(cache.damaged)} of {cache.n_files} files are damaged or not this user's; these "
-        )
-        seen += "kernels are compiled again"
+        seen = f"{len(cache.damaged)} of {cache.n_files} files are damaged or another user's; "
+        seen += "these kernels are compiled again"
         return Check("kernel-cache", "warn", seen, f"rm {files}")
     return Check("kernel-cache", "pass", f"{cache.n_files} kernels in {cache.folder}")
 

@@ -1,4 +1,4 @@
-"""Checks of a model's files and layers: manifests, and some layers on all ranks and on one."""
+"""Checks a model's files, and some of its layers on all ranks against the same layers on one."""
 
 import time
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ _N_TOKENS = 16
 
 
 def files(comm: Communicator, setup: ModelSetup) -> Check:
-    """Compares the files with their manifest, as far as that is quick, and between ranks.
+    """Compares the files between ranks, and about 1 GiB per rank with the manifest.
 
     Collective: two all_gathers.
     """
@@ -63,20 +63,20 @@ def files(comm: Communicator, setup: ModelSetup) -> Check:
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if names:
             seen = f"rank {rank} and rank 0 differ in {listed(names, 3)}"
-            cure = f"copy the model from rank 0's host: rsync -a {setup.inputs.files.path} HOST:"
-            return Check("files", "fail", seen, cure)
+            remedy = f"copy the model from rank 0's host: rsync -a {setup.inputs.files.path} HOST:"
+            return Check("files", "fail", seen, remedy)
     return agreed(comm, _manifest(setup, own))
 
 
 def _manifest(setup: ModelSetup, digests: dict[str, str]) -> Check:
     """Hashes this rank's part of the files of its host."""
     path = setup.inputs.files.path
-    cure = f"parallel-llama verify {path}"
+    remedy = f"parallel-llama verify {path}"
     try:
         setup.checkpoint.check(setup.args)
         manifest = read_manifest(path) if is_folder(path) else None
     except CheckpointError as error:
-        return Check("files", "fail", str(error), cure)
+        return Check("files", "fail", str(error), remedy)
     if manifest is None:
         seen = f"samples of {len(digests)} files equal on all ranks; structure valid; no {MANIFEST}"
         return Check("files", "pass", seen)
@@ -93,17 +93,17 @@ def _manifest(setup: ModelSetup, digests: dict[str, str]) -> Check:
     damaged = damaged_files(path, manifest, chosen, present_files(path), report)
     faults = report.problems + [f"{path / name}: damaged" for name in damaged]
     if faults:
-        return Check("files", "fail", listed(faults, 3), cure)
+        return Check("files", "fail", listed(faults, 3), remedy)
     n_left = len(by_size[local_rank::n_local]) - len(chosen)
-    left = f"; {n_left} not hashed, to stay quick ({cure} hashes all)" if n_left else ""
-    return Check("files", "pass", f"as {MANIFEST} says{left}")
+    left = f"; {n_left} not hashed, to save time ({remedy} hashes all)" if n_left else ""
+    return Check("files", "pass", f"equal to {MANIFEST}{left}")
 
 
 def layers(comm: Communicator, setup: ModelSetup) -> Check:
     """Computes layers on all ranks, and again on one rank, which compares every exchange.
 
-    The ranks take turns to compute a layer alone. The layers are the first, the last, and those
-    between, as long as time allows.
+    The ranks take turns to compute a layer alone. The layers are the first, the last, and as many
+    others as time allows.
 
     Collective: one all_gather; then for each layer a broadcast, the collectives of the layer, and
     one or two all_gathers.
@@ -135,7 +135,7 @@ def layers(comm: Communicator, setup: ModelSetup) -> Check:
         _compute(setup, setup.plan, traced, layer, x)
         found, n_exchanges = _compared(comm, setup, alone, layer, x, traced.trace, checker)
         if found is not None:
-            # Another rank computes it too, to tell which one is wrong.
+            # A second rank also computes the layer alone, to tell which rank is wrong.
             second = (checker + 1) % comm.size
             again, _ = _compared(comm, setup, alone, layer, x, traced.trace, second)
             names = layer_names(layer, n_exchanges)

@@ -1,4 +1,4 @@
-"""Starts the ranks of this host for the checks among them, and outlives them. No torch.
+"""Starts the ranks of this host for the rank checks, and outlives the ranks. No torch.
 
 The ranks may crash, hang or be killed, because the checks look for such faults. So this process is
 not a rank: it reads the findings of rank 0 from a pipe, and names the rank that ends, stops or is
@@ -25,10 +25,10 @@ from parallel_llama.parallel.watchdog import Peers
 
 _MODULE = "parallel_llama.doctor.rank"
 _LOOK_S = 0.1
-_STOPPED_S = 2.0  # a rank that stays stopped for this long
+_STOPPED_S = 2.0  # a rank that is stopped for longer is reported
 _LAST_WORDS_S = 2.0
 _MAX_LINE_BYTES = 1 << 16
-# What the ranks need besides waiting for each other: loading torch, kernels, the checks.
+# Time of the ranks besides waiting for each other: for loading torch, kernels and the checks.
 _WORK_S = 60.0
 
 
@@ -103,7 +103,7 @@ def examine_here(
 def _watch(
     ranks: LocalRanks, peers: Peers, reader: int, results: _Results, timeouts: Timeouts
 ) -> Check | None:
-    """Reads until rank 0 is done; returns what ended the ranks before that."""
+    """Reads until rank 0 is done. Returns: the failed check if the ranks end before that."""
     stopped_s: dict[int, float] = {}
     pids, limit_s = ranks.pids(), max(timeouts.step_s, timeouts.start_s) + _WORK_S
     while True:
@@ -116,8 +116,8 @@ def _watch(
         long = [rank for rank, since_s in stopped_s.items() if now_s - since_s > _STOPPED_S]
         if long:
             seen = f"rank {listed_ranks(long)} does not answer: it is stopped by a signal"
-            cure = f"kill -CONT {' '.join(str(pids[rank]) for rank in long)}"
-            return Check(results.now, "fail", seen, cure)
+            remedy = f"kill -CONT {' '.join(str(pids[rank]) for rank in long)}"
+            return Check(results.now, "fail", seen, remedy)
         try:
             ranks.require_alive()
         except RankError as error:
@@ -127,7 +127,7 @@ def _watch(
             if results.is_done:
                 return None
             seen = str(error).partition("\n")[0]  # without the stacks
-            return Check(results.now, "fail", seen, _cure_of_end(seen))
+            return Check(results.now, "fail", seen, _remedy_for_end(seen))
         if now_s - results.heard_s > limit_s:
             silent = listed_ranks(pids)
             seen = f"rank {silent} has been silent for {limit_s:g} s"
@@ -135,12 +135,12 @@ def _watch(
 
 
 def _explained(ranks: LocalRanks, check: Check) -> Check:
-    """The check; if rank 0 saw only that a rank has died, with the message of that rank."""
+    """Adds the message of a dead rank to a check in which rank 0 saw only that it has died."""
     if check.status == "fail" and "has died" in check.seen:
         try:
             ranks.require_alive(_LAST_WORDS_S)
         except RankError as error:
-            return replace(check, seen=str(error), cure=_cure_of_end(str(error)))
+            return replace(check, seen=str(error), remedy=_remedy_for_end(str(error)))
     return check
 
 
@@ -154,7 +154,7 @@ def _read(reader: int, results: _Results, wait_s: float) -> None:
                 time.sleep(wait_s)
 
 
-def _cure_of_end(message: str) -> str:
+def _remedy_for_end(message: str) -> str:
     if "SIGKILL" in message:
         return "sudo dmesg | grep -i 'killed process' (free memory, or use fewer ranks)"
     if "SIGILL" in message or "SIGSEGV" in message:

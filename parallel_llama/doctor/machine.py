@@ -33,30 +33,30 @@ _OTHER_THREADS = 16
 _GPU_SHM, _GPU_LEAST_SHM, _CPU_SHM = GIB, 256 * MIB, 32 * MIB
 _LOCKED = 64 * MIB
 _TEMP_LEAST, _TEMP_USUAL = 1 * MIB, 64 * MIB
-_LOOK_S = 0.25  # long enough for 25 ticks of each core's clock
-_BUSY = 0.3  # cores of other programs that delay ranks
+_LOOK_S = 0.25  # 25 ticks of each core's clock
+_BUSY = 0.3  # number of cores that other programs may use without delaying ranks
 _NAME_S, _CONNECT_S = 1.0, 2.0
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 1
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of all ranks of a host.
+    """Bytes of memory that all ranks of a host need.
 
     Args:
         least: without a KV cache.
         usual: with the KV cache of one sequence of the full context.
-        cure: a command that shows how to use less memory.
+        remedy: a command that shows how to use less memory.
     """
 
     least: int
     usual: int
-    cure: str
+    remedy: str
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the checks of a host must know.
+    """A host, as its checks see it.
 
     Args:
         n_ranks: ranks on this host.
@@ -86,7 +86,7 @@ def machine_checks(host: Host) -> Iterator[Check]:
 
 
 def startup_checks(host: Host) -> list[Check]:
-    """What may break a run, found within milliseconds: checks that fail, and a low CPU quota.
+    """Quick checks that failed, and the warning about a low CPU quota.
 
     More ranks than cores are slow, but the user asked for them; threads beyond a quota are also
     throttled.
@@ -109,8 +109,8 @@ def cores(host: Host) -> Check:
     affinity = len(os.sched_getaffinity(0))
     if n_cores < affinity and n_cores < host.n_ranks:
         seen += f", the CPU quota of a control group (CPU affinity allows {affinity})"
-        cure = f"give the container or service {n_threads} cores, as in: docker update --cpus"
-        return Check("cores", "warn", seen, f"{cure} {n_threads} CONTAINER")
+        remedy = f"give the container or service {n_threads} cores, as in: docker update --cpus"
+        return Check("cores", "warn", seen, f"{remedy} {n_threads} CONTAINER")
     if host.n_ranks <= n_cores:
         return Check(
             "cores", "warn", seen, f"export OMP_NUM_THREADS={int(n_cores) // host.n_ranks}"
@@ -121,7 +121,7 @@ def cores(host: Host) -> Check:
 def load(host: Host, wait_s: float = _LOOK_S) -> Check:
     """Samples the cores for `wait_s` seconds, in which this process sleeps."""
     if host.is_launched and host.n_ranks > 1:
-        return Check("load", "skip", "the ranks have started at the same time, and use the cores")
+        return Check("load", "skip", "all ranks have started, and use the cores")
     mine = os.sched_getaffinity(0)
     before, worked = _core_times(host.root), _work_by_process(host.root)
     if not before:
@@ -139,13 +139,13 @@ def load(host: Host, wait_s: float = _LOOK_S) -> Check:
         return Check("load", "pass", seen)
     if stolen > busy / 2:
         seen += f"; other virtual machines of this host take {stolen:.1f}"
-        return Check("load", "warn", seen, "use --nproc 1, or a machine with cores of its own")
+        return Check("load", "warn", seen, "use --nproc 1, or a machine with dedicated cores")
     after = _work_by_process(host.root)
     gains = {pid: after[pid] - worked.get(pid, 0) for pid in after if pid != os.getpid()}
     most = max(gains, key=lambda pid: gains[pid], default=0)
     if not gains.get(most):
         seen += "; this container does not show them"
-        return Check("load", "warn", seen, "look at its host: ps -eo pid,pcpu,comm --sort=-pcpu")
+        return Check("load", "warn", seen, "on its host: ps -eo pid,pcpu,comm --sort=-pcpu")
     name = _read(host.root / f"proc/{most}/comm").strip() or "?"
     return Check(
         "load", "warn", f"{seen}, most of it process {most} ({name})", f"renice -n 19 -p {most}"
@@ -158,7 +158,7 @@ def numa(host: Host) -> Check:
     lists = {path.parent.name: _read(path) for path in folder.glob("node*/cpulist")}
     nodes = sorted(name for name, text in lists.items() if _numbers_in(text) & mine)
     if not nodes:
-        return Check("numa", "skip", "the system does not say which NUMA nodes it has")
+        return Check("numa", "skip", "the system does not list its NUMA nodes")
     seen = f"{_count(len(nodes), 'NUMA node')} for {_count(host.n_ranks, 'rank')}"
     if len(nodes) > host.n_ranks:
         return Check(
@@ -174,10 +174,10 @@ def memory(host: Host) -> Check:
     )
     seen = f"{_size(n_free)} available, {_size(needs.least)} needed"
     if n_free < needs.least:
-        return Check("memory", "fail", seen, needs.cure)
+        return Check("memory", "fail", seen, needs.remedy)
     if needs.usual > n_free:
         seen += f", {_size(needs.usual)} with the KV cache of one full context"
-        return Check("memory", "warn", seen, needs.cure)
+        return Check("memory", "warn", seen, needs.remedy)
     return Check("memory", "pass", seen)
 
 
@@ -190,15 +190,15 @@ def dev_shm(host: Host) -> Check:
     else:
         total, n_free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
         seen = f"{_size(n_free)} free of {_size(total)}"
-    cure = "mount -o remount,size=1G /dev/shm (for a container: docker run --shm-size 1g)"
+    remedy = "mount -o remount,size=1G /dev/shm (for a container: docker run --shm-size 1g)"
     if host.n_gpus > 1 and host.n_ranks > 1:
         if n_free < _GPU_LEAST_SHM:
-            return Check("dev-shm", "fail", f"{seen}; NCCL needs up to 1 GiB", cure)
+            return Check("dev-shm", "fail", f"{seen}; NCCL needs up to 1 GiB", remedy)
         if n_free < _GPU_SHM:
-            return Check("dev-shm", "warn", f"{seen}; NCCL needs up to 1 GiB", cure)
+            return Check("dev-shm", "warn", f"{seen}; NCCL needs up to 1 GiB", remedy)
     elif n_free < _CPU_SHM:
         seen += "; ranks on the CPU use unnamed memory instead, but NCCL on GPUs would fail"
-        return Check("dev-shm", "warn", seen, cure)
+        return Check("dev-shm", "warn", seen, remedy)
     return Check("dev-shm", "pass", seen)
 
 
@@ -207,16 +207,16 @@ def open_files(_: Host) -> Check:
     if soft == resource.RLIM_INFINITY or soft >= _USUAL_FILES:
         return Check("open-files", "pass", f"limit {_limit(soft)}")
     can_raise = hard == resource.RLIM_INFINITY or hard >= _USUAL_FILES
-    cure = "ulimit -n 4096" if can_raise else "sudo prlimit --pid $$ --nofile=4096:4096"
+    remedy = "ulimit -n 4096" if can_raise else "sudo prlimit --pid $$ --nofile=4096:4096"
     is_low = soft < _LEAST_FILES
     seen = f"limit {_limit(soft)} (hard limit {_limit(hard)}); "
     seen += f"a rank needs {_LEAST_FILES}" if is_low else "a server needs one for each client"
-    return Check("open-files", "fail" if is_low else "warn", seen, cure)
+    return Check("open-files", "fail" if is_low else "warn", seen, remedy)
 
 
 def processes(host: Host) -> Check:
     needed = host.n_ranks * (host.threads + _OTHER_THREADS)
-    rooms = []  # free places, the limit in words, the cure
+    rooms = []  # processes left, the limit in words, the remedy
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # root has no limit
         left = soft - _threads_of_user(host.root)
@@ -225,24 +225,24 @@ def processes(host: Host) -> Check:
         with suppress(OSError, ValueError):  # no limit: "max"
             most = int((folder / "pids.max").read_text())
             left = most - int((folder / "pids.current").read_text())
-            cure = "docker update --pids-limit -1 CONTAINER (or raise TasksMax of the service)"
-            rooms.append((left, f"pids.max of its control group is {most}", cure))
+            remedy = "docker update --pids-limit -1 CONTAINER (or raise TasksMax of the service)"
+            rooms.append((left, f"pids.max of its control group is {most}", remedy))
     if not rooms:
         return Check("processes", "pass", f"no limit; {needed} needed")
-    left, what, cure = min(rooms)
+    left, what, remedy = min(rooms)
     seen = f"{what}, {max(0, left)} left, {needed} needed"
-    return Check("processes", "pass" if left >= needed else "fail", seen, cure * (left < needed))
+    return Check("processes", "pass" if left >= needed else "fail", seen, remedy * (left < needed))
 
 
 def locked_memory(host: Host) -> Check:
     if not any((host.root / "sys/class/infiniband").glob("*")):
-        return Check("locked-memory", "skip", "no InfiniBand device, which would need it")
+        return Check("locked-memory", "skip", "no InfiniBand device")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= _LOCKED:
         seen = "no limit" if soft == resource.RLIM_INFINITY else f"limit {_size(soft)}"
         return Check("locked-memory", "pass", seen)
-    cure = "ulimit -l unlimited (for a container: docker run --ulimit memlock=-1)"
-    return Check("locked-memory", "warn", f"limit {_size(soft)}; InfiniBand needs more", cure)
+    remedy = "ulimit -l unlimited (for a container: docker run --ulimit memlock=-1)"
+    return Check("locked-memory", "warn", f"limit {_size(soft)}; InfiniBand needs more", remedy)
 
 
 def huge_pages(host: Host) -> Check:
@@ -254,7 +254,7 @@ def huge_pages(host: Host) -> Check:
     if not text:
         seen = "this kernel has no transparent huge pages; decoding may be slower"
         return Check("huge-pages", "warn", seen, "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE")
-    seen = f"{chosen or text}: decoding reads weights through small pages, which is slower"
+    seen = f"{chosen or text}: weights are in small pages, which makes decoding slower"
     return Check("huge-pages", "warn", seen, f"echo madvise | sudo tee /{path}")
 
 
@@ -276,8 +276,8 @@ def temp(_: Host) -> Check:
         return Check("temp", "warn", seen, f"export TMPDIR={folder}, or free space: df -h {asked}")
     seen = f"{folder}: {_size(n_free)} free"
     if n_free < _TEMP_USUAL:
-        cure = "export TMPDIR=DIR, a folder with free space"
-        return Check("temp", "fail" if n_free < _TEMP_LEAST else "warn", seen, cure)
+        remedy = "export TMPDIR=DIR, a folder with free space"
+        return Check("temp", "fail" if n_free < _TEMP_LEAST else "warn", seen, remedy)
     return Check("temp", "pass", seen)
 
 
@@ -285,8 +285,8 @@ def hostname(_: Host) -> Check:
     name = socket.gethostname()
     address = _within(_NAME_S, lambda: socket.getaddrinfo(name, None)[0][4][0])
     if address is None:
-        cure = f'echo "127.0.1.1 {name}" | sudo tee -a /etc/hosts'
-        return Check("hostname", "warn", f"{name} cannot be resolved", cure)
+        remedy = f'echo "127.0.1.1 {name}" | sudo tee -a /etc/hosts'
+        return Check("hostname", "warn", f"{name} cannot be resolved", remedy)
     return Check("hostname", "pass", f"{name} is {address}")
 
 
@@ -300,10 +300,12 @@ def interface(host: Host) -> Check:
     if not wrong:
         return Check("interface", "pass", f"GLOO_SOCKET_IFNAME={asked}")
     how = "is down" if wrong[0] in there else "does not exist"
-    seen = f"GLOO_SOCKET_IFNAME={asked}, and {wrong[0]} {how}; there are {', '.join(there)}"
+    seen = f"GLOO_SOCKET_IFNAME={asked}, and {wrong[0]} {how}; this host has {', '.join(there)}"
     if not host.is_launched:
         seen += "; ranks that --nproc starts use lo, but ranks of several hosts would fail"
-    return Check("interface", "fail" if host.is_launched else "warn", seen, _interface_cure(there))
+    return Check(
+        "interface", "fail" if host.is_launched else "warn", seen, _interface_remedy(there)
+    )
 
 
 def loopback(_: Host) -> Check:
@@ -331,8 +333,8 @@ def port(host: Host) -> Check:
             probe.bind(address)
     except OSError as error:
         seen = f"{address[0]}:{host.port}: {error.strerror}"
-        cure = f"parallel-llama serve --port 0 (who has it: ss -ltnp sport = :{host.port})"
-        return Check("port", "warn", seen, cure)
+        remedy = f"parallel-llama serve --port 0 (what uses it: ss -ltnp sport = :{host.port})"
+        return Check("port", "warn", seen, remedy)
     return Check("port", "pass", f"{address[0]}:{host.port} is free")
 
 
@@ -347,7 +349,7 @@ def interfaces() -> Mapping[str, bool]:
     return found
 
 
-def _interface_cure(there: Mapping[str, bool]) -> str:
+def _interface_remedy(there: Mapping[str, bool]) -> str:
     usable = [name for name, is_up in there.items() if is_up and name != "lo"]
     if usable:
         return f"export GLOO_SOCKET_IFNAME={usable[0]}"
@@ -369,7 +371,7 @@ def _core_times(root: Path) -> dict[int, tuple[int, int, int]]:
 
 
 def _work_by_process(root: Path) -> dict[int, int]:
-    """Ticks that each process has worked."""
+    """CPU ticks of each process."""
     work = {}
     for path in root.glob("proc/[0-9]*/stat"):
         # The name, in parentheses, may contain any characters.

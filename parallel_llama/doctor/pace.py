@@ -26,7 +26,7 @@ _LEAST_BANDWIDTH = 2e9  # bytes per second of all ranks; one channel of DDR3 has
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """What one rank has measured, in seconds, and bytes per second."""
+    """The measurements of one rank."""
 
     exchange_s: float
     product_s: float
@@ -48,8 +48,8 @@ def transport(
     if slowest_s > limit_s:
         rank = list(exchange_s).index(slowest_s)
         seen += f", more than {limit_s * 1e3:g} ms; slowest on rank {rank} ({hosts[rank]})"
-        cure = "ping -c 20 HOST (use a faster network: export GLOO_SOCKET_IFNAME=INTERFACE)"
-        return Check("transport", "warn", seen, "end other programs" if is_one else cure)
+        remedy = "ping -c 20 HOST (use a faster network: export GLOO_SOCKET_IFNAME=INTERFACE)"
+        return Check("transport", "warn", seen, "end other programs" if is_one else remedy)
     if is_one and not is_shared:
         seen += "; ranks of one host usually share memory, which is faster"
         return Check("transport", "warn", seen, "start all ranks in one container, on x86-64")
@@ -87,8 +87,8 @@ def pace(product_s: Sequence[float]) -> Check:
         return Check("pace", "pass", seen)
     most = max(product_s) / usual
     seen = f"rank {listed_ranks(slow)} is up to {most:.1f} times slower than the others: {seen}"
-    cure = "end what else runs on its cores (ps -eo pid,psr,pcpu,comm --sort=-pcpu | head)"
-    return Check("pace", "warn", seen, cure)
+    remedy = "end other programs on its cores (ps -eo pid,psr,pcpu,comm --sort=-pcpu | head)"
+    return Check("pace", "warn", seen, remedy)
 
 
 def bandwidth(bytes_per_s: Sequence[float]) -> Check:
@@ -97,11 +97,11 @@ def bandwidth(bytes_per_s: Sequence[float]) -> Check:
     seen = f"{total / 1e9:.1f} GB/s, {_range([each / 1e9 for each in bytes_per_s])} on each rank"
     usual = statistics.median_high(bytes_per_s)
     slow = [rank for rank, each in enumerate(bytes_per_s) if each < usual / _SLOW]
-    cure = "end what else runs (ps -eo pid,pcpu,comm --sort=-pcpu | head)"
+    remedy = "end other programs (ps -eo pid,pcpu,comm --sort=-pcpu | head)"
     if slow:
-        return Check("bandwidth", "warn", f"rank {listed_ranks(slow)} is slow: {seen}", cure)
+        return Check("bandwidth", "warn", f"rank {listed_ranks(slow)} is slow: {seen}", remedy)
     if total < _LEAST_BANDWIDTH:
-        return Check("bandwidth", "warn", f"{seen}; expected {_LEAST_BANDWIDTH / 1e9:g}", cure)
+        return Check("bandwidth", "warn", f"{seen}; expected {_LEAST_BANDWIDTH / 1e9:g}", remedy)
     return Check("bandwidth", "pass", seen)
 
 

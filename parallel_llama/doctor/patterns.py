@@ -1,6 +1,6 @@
 """Sends bit patterns through every collective, to find ranks and links that change bits.
 
-Every rank can compute what every other rank sends, so it compares all that it receives.
+Every rank knows the values that every other rank sends, and compares all that it receives.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SLOT_BYTES
 
-# Below and above what ranks of one host sum or send at once.
+# Below and above the bytes that ranks of one host sum or send at once.
 _SIZES = (8, 4096, SHARED_SUM_BYTES + 64, SLOT_BYTES + 4096)
 _ONE_SIZE = 4096
 # Every integer between -2 ** bits and 2 ** bits is exact in the dtype.
@@ -51,11 +51,11 @@ def patterns(comm: Communicator, device: torch.device) -> Check:
 
 
 def judged(by_rank: Sequence[list[Finding] | None]) -> Check:
-    """Make one check of the findings of all ranks. A rank's entry is None if it arrived damaged."""
+    """Merges the findings of all ranks; a rank's entry is None if it arrived damaged."""
     size = len(by_rank)
     lost = [rank for rank, found in enumerate(by_rank) if found is None]
     if lost:
-        seen = f"what rank {listed_ranks(lost)} sends arrives damaged"
+        seen = f"messages from rank {listed_ranks(lost)} arrive damaged"
         return Check("collectives", "fail", seen, HARDWARE)
     receivers: dict[int, set[int]] = {}
     first: dict[int, Finding] = {}
@@ -80,7 +80,7 @@ def judged(by_rank: Sequence[list[Finding] | None]) -> Check:
         if source < 0:
             faults.append(f"rank {listed_ranks(ranks)} has a wrong sum ({what})")
         elif len(ranks - {source}) >= max(1, size - 1) and size > 2:
-            faults.append(f"what rank {source} sends arrives changed on every rank ({what})")
+            faults.append(f"values from rank {source} arrive changed on every rank ({what})")
         else:
             where = listed_ranks(ranks - {source} or ranks)
             faults.append(f"the link from rank {source} to rank {where} changes bits ({what})")

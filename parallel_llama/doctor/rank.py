@@ -1,4 +1,4 @@
-"""All checks among the ranks, as every rank runs them; and the program of a rank of this host.
+"""The checks that all ranks run together, and the program of a rank of this host.
 
 Rank 0 passes on each check as soon as all ranks agree on it. If a rank is lost, the check that was
 running fails and names that rank, and the checks after it are skipped.
@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from threading import Thread
 
 from parallel_llama.doctor import facts, layers, pace, patterns, tiny_model
@@ -38,21 +38,20 @@ RANK_CHECKS = (
     "layers",
 )  # fmt: skip
 
-_CURES: Mapping[str, str] = {  # by a part of the message
+_REMEDIES: Mapping[str, str] = {  # by a part of the message of a RankError
     "stopped by a signal": "kill -CONT PID (ps -o pid,stat,args -C python)",
     "has died": "sudo dmesg | grep -iE 'killed process|segfault' (and the rank's own message)",
     "is late": "ps -eo pid,stat,pcpu,args --sort=-pcpu | head (is the rank running?)",
     "never joined": "start the missing ranks, with the same MASTER_ADDR and MASTER_PORT",
-    "found no other rank": "set MASTER_ADDR, MASTER_PORT to rank 0's (who has the port: ss -ltnp)",
-    "cannot listen at": "on all hosts: export MASTER_ADDR=ADDRESS, that of rank 0 (hostname -i)",
+    "found no other rank": "set MASTER_ADDR and MASTER_PORT to those of rank 0 (see ss -ltnp)",
+    "cannot listen at": "on all hosts: export MASTER_ADDR=ADDRESS of rank 0 (hostname -i)",
     "cannot connect to the other ranks": "export GLOO_SOCKET_IFNAME=INTERFACE (ip -br addr)",
     "different collectives": "install the same version on all hosts",
 }
 
 
-def cure_of(message: str) -> str:
-    """What to do about the message of a RankError."""
-    found = (cure for part, cure in _CURES.items() if part in message)
+def remedy_for(message: str) -> str:
+    found = (remedy for part, remedy in _REMEDIES.items() if part in message)
     return next(found, "parallel-llama doctor --nproc 1 (on each host, to find the one that fails)")
 
 
@@ -65,7 +64,7 @@ class Examination:
         timeouts: how long a rank waits for another.
         on_check: called on rank 0 with each check.
         on_now: called on every rank with the id of a check before it runs.
-        own: what this rank has found on its host already.
+        own: checks of this rank's host that have been run already.
     """
 
     model: str | None
@@ -79,7 +78,7 @@ class Examination:
     def run(self) -> None:
         """Runs the checks one after the other.
 
-        Raises: RankError on ranks above 0, if the group is lost.
+        Raises: RankError on ranks above 0, if a rank is lost.
 
         Collective: every rank calls it once.
         """
@@ -97,7 +96,7 @@ class Examination:
         except RankError as error:
             if rank > 0:
                 raise
-            self._give(Check(self.now, "fail", str(error), cure_of(str(error))))
+            self._give(Check(self.now, "fail", str(error), remedy_for(str(error))))
         finally:
             if rank == 0:
                 for check in self.own:
@@ -156,8 +155,8 @@ class Examination:
         yield tiny_model.tensor_parallel(comm, device, alone, wrong)
         self._begin("files")
         if self.model is None:
-            yield Check("files", "skip", "without --model there are no files")
-            yield Check("layers", "skip", "without --model there are no layers")
+            yield Check("files", "skip", "needs --model")
+            yield Check("layers", "skip", "needs --model")
             return
         usable = agreed(comm, unusable or Check("files", "pass", "can be opened"))
         if usable.status == "fail" or setup is None:
@@ -176,8 +175,8 @@ class Examination:
         try:
             return ModelSetup(LLMConfig(self.model, exact=True if is_on_cpu else None)), None
         except (UsageError, CheckpointError) as error:
-            cure = f"parallel-llama verify {self.model}"
-            return None, Check("files", "fail", str(error), cure)
+            remedy = f"parallel-llama verify {self.model}"
+            return None, Check("files", "fail", str(error), remedy)
 
 
 def _paces(comm: Communicator, found: Sequence[Facts]) -> Iterator[Check]:
@@ -197,11 +196,11 @@ def main() -> int:
     """Runs one rank that `doctor.local_ranks` has started; returns the exit code.
 
     It reads its settings from stdin, as one line of JSON, and ends when stdin ends. Rank 0 writes
-    each check, and the id of the one that begins, to the file of `results` as a line of JSON.
+    the id of each check before it runs, and then the check, as lines of JSON to `results`.
     """
     settings = json.loads(sys.stdin.buffer.readline())
     Thread(target=_end_with_stdin, daemon=True).start()
-    os.dup2(2, 1)  # stdout is that of the command, which may be JSON
+    os.dup2(2, 1)  # the command may print JSON to stdout
     rank, _ = world()
 
     def write(line: Mapping[str, object]) -> None:
@@ -212,7 +211,7 @@ def main() -> int:
         Examination(
             settings["model"],
             Timeouts(settings["step_s"], settings["start_s"]),
-            on_check=lambda check: write({"check": check.to_json()}),
+            on_check=lambda check: write({"check": asdict(check)}),
             on_now=lambda name: write({"now": name}),
         ).run()
         return 0

@@ -1,7 +1,6 @@
-"""What ranks find, exchanged as records, and merged into one check.
+"""Exchanges the findings of ranks as records, and merges them into one check.
 
-A fault of the collectives must not hide itself, so a record is sent in three copies, each with a
-digest.
+A record is sent in three copies, each with a digest, because the collectives may be faulty.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from parallel_llama.parallel.collectives import Communicator
 
 Record = TypeVar("Record")
 
-# The cure if the hardware may be faulty: a command that shows the errors it has reported.
+# The remedy if the hardware may be faulty: shows the errors that the hardware has reported.
 HARDWARE = "sudo dmesg | grep -iE 'mce|edac|memory error|xid'"
 
 _COPY_BYTES = 1 << 15
@@ -30,7 +29,7 @@ _SEVERITY: Sequence[Status] = ("pass", "skip", "warn", "fail")
 def exchange(
     comm: Communicator, own: Record, kind: type[Record], copy_bytes: int = _COPY_BYTES
 ) -> list[Record | None]:
-    """Exchange records. Returns: one per rank, or None where all copies arrived damaged.
+    """Returns: the record of each rank, or None if all its copies arrived damaged.
 
     Args:
         copy_bytes: the size of a copy, equal on all ranks; by default 32 KiB.
@@ -42,7 +41,7 @@ def exchange(
     head = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
     data = head + len(body).to_bytes(_LENGTH_BYTES, "big") + body
     if len(data) > copy_bytes:
-        raise ValueError(f"a record of {len(body)} bytes; at most {copy_bytes} are sent")
+        raise ValueError(f"a record of {len(body)} bytes; the maximum is {copy_bytes}")
     copies = data.ljust(copy_bytes, b"\0") * _COPIES
     rows = comm.all_gather(torch.frombuffer(bytearray(copies), dtype=torch.uint8))
     found: list[Record | None] = []

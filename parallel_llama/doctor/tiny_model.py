@@ -91,7 +91,7 @@ class Alone:
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The digest of one rank's logits, and their distance from float64 relative to the largest."""
+    """The digest of one rank's logits, and their largest error relative to the largest logit."""
 
     digest: str
     error: float
@@ -150,12 +150,12 @@ def judged(
             return Check("arithmetic", "fail", seen, HARDWARE), set(range(len(there)))
     if wrong:
         error = max(there[rank].error for rank in wrong)
-        like = f"bits that differ from {'the recorded' if recorded in counts else 'other ranks'}"
+        like = f"bits that differ from {'those recorded' if recorded in counts else 'other ranks'}"
         what = f"wrong values, error {error:.1e}" if error > limit else like
         seen = f"rank {listed_ranks(wrong)} computes {what}"
         return Check("arithmetic", "fail", seen, HARDWARE), wrong
     if recorded is not None and recorded not in counts:
-        seen = f"{seen}; all equal, but not the bits that were recorded for this kind of CPU"
+        seen = f"{seen}; all equal, but different from the bits recorded for this kind of CPU"
         return Check("arithmetic", "warn", seen, HARDWARE), set()
     how = "within the tolerance" if on_gpu else "equal bits"
     known = ", as recorded" if recorded is not None else ""

@@ -76,15 +76,13 @@ class Traced(Communicator):
         self._comm.require_alive()
 
     def close(self) -> None:
-        """The group stays open for what follows."""
+        """Leaves the communicator open for the next checks."""
 
 
 class Repeated(Solo):
-    """A group of `size` ranks, played by a larger group; several of its ranks may play one rank.
+    """Emulates `size` ranks on a larger communicator, whose rank r acts as rank r % size.
 
-    Rank r of the larger group plays rank r % size.
-
-    Collective: all ranks of the larger group call the same methods.
+    Collective: all ranks of the larger communicator call the same methods.
     """
 
     def __init__(self, comm: Communicator, size: int) -> None:
@@ -142,7 +140,7 @@ def differing(one: Tensor, other: Tensor, tolerance: float = 0.0) -> Tensor:
 
 
 def describe(found: Mapping[int, Difference | None], names: Sequence[str]) -> str:
-    """What some ranks have found, by rank, in words; `names` are those of the exchanges."""
+    """The findings of ranks in words; `names` are the names of the exchanges."""
     there = {rank: each for rank, each in found.items() if each is not None}
     first = min(there.values(), key=lambda each: (each.exchange, each.owners))
     what = names[first.exchange] if first.exchange < len(names) else "the number of exchanges"

@@ -37,14 +37,14 @@ def test_a_machine_is_checked_with_a_model():
 
 
 @pytest.mark.parametrize(
-    ("sent", "seen", "cure"),
+    ("sent", "seen", "remedy"),
     [
         (signal.SIGSTOP, "rank 1 does not answer", "kill -CONT {}"),
         (signal.SIGKILL, "rank 1 of 2 was killed by SIGKILL", "sudo dmesg"),
     ],
     ids=["stopped", "killed"],
 )
-def test_a_rank_that_is_lost_is_named_and_the_report_is_a_table(sent, seen, cure):
+def test_a_rank_that_is_lost_is_named_and_the_report_is_a_table(sent, seen, remedy):
     command = [sys.executable, "-m", "parallel_llama", "doctor", "--nproc", "2"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         deadline, ranks = time.monotonic() + LIMIT_S, {}
@@ -57,7 +57,7 @@ def test_a_rank_that_is_lost_is_named_and_the_report_is_a_table(sent, seen, cure
     assert process.returncode == 1
     (failed,) = [number for number, line in enumerate(lines) if line.startswith("FAIL")]
     assert seen in lines[failed]
-    assert f"cure: {cure.format(ranks[1].pid)}" in "".join(lines[failed : failed + 3])
+    assert f"remedy: {remedy.format(ranks[1].pid)}" in "".join(lines[failed : failed + 3])
     assert lines[-1].startswith("1 failed (start)")
     assert not psutil.pid_exists(ranks[1].pid)
 

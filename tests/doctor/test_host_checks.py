@@ -85,7 +85,7 @@ def host(root: Path, files: dict[str, str], **changed: object) -> Host:
 )
 def test_a_host(tmp_path, check: Callable[[Host], object], files, changed, expected):
     found = check(host(tmp_path, files, **changed))
-    assert re.match(expected, f"{found.status}: {found.seen}; {found.cure}"), found
+    assert re.match(expected, f"{found.status}: {found.seen}; {found.remedy}"), found
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_cores_that_others_use_are_measured(tmp_path, monkeypatch, busy, steal, 
     assert found.status == expected, found
     if busy:
         assert "1.6 of 2 cores" in found.seen and "77 (burn)" in found.seen
-        assert found.cure.endswith("-p 77")
+        assert found.remedy.endswith("-p 77")
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,14 @@ def test_a_small_dev_shm(tmp_path, monkeypatch, mib, n_gpus, status):
     blocks = SimpleNamespace(f_frsize=4096, f_blocks=mib * 256, f_bavail=mib * 256)
     monkeypatch.setattr(os, "statvfs", lambda _: blocks)
     found = machine.dev_shm(host(tmp_path, {f"dev/nvidia{gpu}": "" for gpu in range(n_gpus)}))
-    assert found.status == status and ("remount" in found.cure) == (status != "pass"), found
+    assert found.status == status and ("remount" in found.remedy) == (status != "pass"), found
 
 
 @pytest.mark.parametrize(("limit", "status"), [(64, "fail"), (512, "warn"), (1024, "pass")])
 def test_a_limit_of_open_files(monkeypatch, limit, status):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     found = machine.open_files(Host(1, 1))
-    assert found.status == status and ("prlimit" in found.cure) == (status != "pass")
+    assert found.status == status and ("prlimit" in found.remedy) == (status != "pass")
 
 
 def test_a_folder_of_temporary_files_that_is_full(tmp_path, monkeypatch):
@@ -134,20 +134,20 @@ def test_a_folder_of_temporary_files_that_is_full(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(tempfile, "tempdir", None)
     found = machine.temp(Host(1, 1))
-    assert found.status == "fail" and "full" in found.seen and "TMPDIR" in found.cure
+    assert found.status == "fail" and "full" in found.seen and "TMPDIR" in found.remedy
 
 
 def test_names_and_addresses(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         found = machine.port(Host(1, 1, port=taken.getsockname()[1]))
-    assert found.status == "warn" and "--port 0" in found.cure
+    assert found.status == "warn" and "--port 0" in found.remedy
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
     assert machine.interface(Host(1, 1)).status == "warn"
     found = machine.interface(Host(1, 1, is_launched=True))
-    assert found.status == "fail" and "eth99" in found.seen and "GLOO_SOCKET_IFNAME" in found.cure
+    assert found.status == "fail" and "eth99" in found.seen and "GLOO_SOCKET_IFNAME" in found.remedy
     monkeypatch.setattr(socket, "gethostname", lambda: "no such host")
     found = machine.hostname(Host(1, 1))
-    assert found.status == "warn" and "/etc/hosts" in found.cure
+    assert found.status == "warn" and "/etc/hosts" in found.remedy
 
 
 def test_every_check_of_a_host_has_a_result_and_the_quick_ones_are_silent_on_a_good_host(tmp_path):

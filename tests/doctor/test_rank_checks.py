@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel_llama.doctor import facts, layers, pace, patterns, tiny_model
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.facts import Facts, versions
-from parallel_llama.doctor.rank import _CURES, cure_of
+from parallel_llama.doctor.rank import _REMEDIES, remedy_for
 from parallel_llama.doctor.records import agreed, exchange
 from parallel_llama.doctor.tiny_model import ARGS, RECORDED, Result, compute_alone, judged
 from parallel_llama.dtypes import Precision
@@ -79,7 +79,7 @@ def receives_wrongly(comm: ThreadComm) -> None:
 @pytest.mark.parametrize(
     ("how", "size", "expected"),
     [
-        (sends_wrongly, 3, "what rank 1 sends arrives changed on every rank (all_gather"),
+        (sends_wrongly, 3, "values from rank 1 arrive changed on every rank (all_gather"),
         (sends_wrongly, 2, "the link from rank 1 to rank 0 changes bits (all_gather"),
         (receives_wrongly, 3, "rank 1 receives changed bits from every rank (all_reduce"),
     ],
@@ -87,7 +87,7 @@ def receives_wrongly(comm: ThreadComm) -> None:
 def test_a_changed_bit_in_a_collective_names_the_rank(how, size, expected):
     found = run_on_threads(size, lambda comm: patterns.patterns(damaging(comm, 1, how), CPU))
     assert [check.status for check in found] == ["fail"] * size
-    assert expected in found[0].seen and found[0].cure
+    assert expected in found[0].seen and found[0].remedy
 
 
 @pytest.mark.parametrize(
@@ -190,13 +190,13 @@ def test_slow_ranks_other_versions_and_far_hosts_are_named():
     assert "torch: rank 1 has 3, rank 0 has 2" in versions(ranks).seen
 
 
-def test_every_cure_is_for_a_message_of_the_ranks():
-    """The cure for a rank that is late was lost when its message was reworded."""
+def test_every_remedy_is_for_a_message_of_the_ranks():
+    """The remedy for a rank that is late was lost when its message was reworded."""
     source = "".join(path.read_text() for path in Path(failures.__file__).parent.glob("*.py"))
-    assert [part for part in _CURES if part not in source] == []
+    assert [part for part in _REMEDIES if part not in source] == []
     late = failures.late([1], 2, 30.0)
-    assert cure_of(f"{late}; it is alive").startswith("ps ")
-    assert cure_of(f"{late}; it is stopped by a signal or a debugger").startswith("kill -CONT")
+    assert remedy_for(f"{late}; it is alive").startswith("ps ")
+    assert remedy_for(f"{late}; it is stopped by a signal or a debugger").startswith("kill -CONT")
 
 
 def test_layers_are_skipped_on_all_ranks_if_one_rank_lacks_memory(monkeypatch):
@@ -212,7 +212,7 @@ def test_layers_are_skipped_on_all_ranks_if_one_rank_lacks_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("round_trip_s", "status", "expected"),
     [
-        (1e-4, "pass", "2 hosts, 0.10 ms there and back"),
+        (1e-4, "pass", "2 hosts, round trip of at most 0.10 ms"),
         (0.02, "warn", r"rank 0 \(10\.0\.0\.0\) and rank 1 \(10\.0\.0\.1\) are far apart"),
         (-1.0, "fail", r"rank 0 \(h0\) cannot connect to rank 1 \(10\.0\.0\.1\), and 1 more"),
     ],
@@ -229,7 +229,7 @@ def test_a_slow_or_cut_link_between_hosts_names_its_ranks(
 def test_slow_exchanges_name_the_slowest_rank_and_its_host():
     comm = ThreadComm(0, Meeting(2))
     found = pace.transport(comm, ["a", "b"], False, [1e-3, 9e-3])
-    assert found.status == "warn" and "slowest on rank 1 (b)" in found.seen and found.cure
+    assert found.status == "warn" and "slowest on rank 1 (b)" in found.seen and found.remedy
     assert pace.transport(comm, ["a", "b"], False, [1e-3, 1e-3]).status == "pass"
 
 
@@ -241,7 +241,7 @@ def test_a_damaged_kernel_in_the_cache_is_named(tmp_path, monkeypatch):
     path = next((tmp_path / "parallel_llama/kernels").iterdir())
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     found = facts.kernel_cache()
-    assert (found.status, found.cure) == ("warn", f"rm {path}")
+    assert (found.status, found.remedy) == ("warn", f"rm {path}")
     assert found.seen.startswith("1 of 2 files are damaged")
 
 
@@ -253,7 +253,7 @@ def test_a_rank_with_other_weights_is_named(tmp_path):
     weights.write_bytes(data)
     setups = [ModelSetup(LLMConfig(str(folder), tp_size=3)) for folder in folders]
     for check in run_on_threads(3, lambda comm: layers.files(comm, setups[comm.rank])):
-        assert check.status == "fail" and "rsync" in check.cure
+        assert check.status == "fail" and "rsync" in check.remedy
         assert check.seen == "rank 1 and rank 0 differ in model.safetensors"
 
 
