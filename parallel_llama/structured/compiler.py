@@ -1,5 +1,6 @@
 """Compiles grammars within bounds of time and memory; a matcher follows one completion."""
 
+import re
 import threading
 from collections import OrderedDict
 from functools import cached_property
@@ -83,6 +84,9 @@ _REASONS = {
     "NoExtensionBias": "it matches no text",
     "oneOf constraints are not supported": "oneOf whose parts overlap is not supported; use anyOf",
 }
+# llguidance wraps a regular expression in a Lark grammar; its messages quote that grammar.
+_IN_LARK = re.compile(r"\Aat \d+\(\d+\): .*?(?=regex parse error:)|\n +\d+ \| start: .*", re.DOTALL)
+_POSITION = re.compile(r"\A(?:at )?(\d+)\((\d+)\): ")
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
 
 
@@ -155,6 +159,9 @@ class GrammarCompiler:
             except ValueError as error:
                 problem = str(error)
         plain = (ours for theirs, ours in _REASONS.items() if problem.startswith(theirs))
+        if grammar.kind == "regex":
+            problem = _IN_LARK.sub("", problem)
+        problem = _POSITION.sub(r"line \1, column \2: ", problem, count=1)
         reason = next(plain, problem.removesuffix("<non-verbose/>").strip()[:400])
         raise UsageError(f"the {_NAMES[grammar.kind]} cannot be used: {reason}")
 
