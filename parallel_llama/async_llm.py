@@ -1,4 +1,4 @@
-"""AsyncLLM: runs requests of many coroutines at once, on a thread of its own.
+"""AsyncLLM: runs requests of many coroutines at once, on its own thread.
 
 For rank 0; the other ranks run `rank_rpc.serve_rank`.
 """
@@ -137,7 +137,7 @@ class AsyncLLM:
             self._input_thread, make, line, prompt, params, None, adapter
         )
         self._llm.engine.check(request)
-        self._require_open()  # no await until `put`: `close` cannot run between
+        self._require_open()  # no await until `put`, so `close` cannot run in between
         answer = RequestHandle(request, self._client.queue, deadline_s)
         self._client.queue.put(answer)
         return answer

@@ -182,7 +182,7 @@ class ScaledFormat:
 
     @property
     def kind(self) -> str:
-        """What users call the format."""
+        """The common name of the format."""
         if self.numbers == "e2m1":
             return "nvfp4" if self.has_divisor else "mxfp4"
         return "fp8" if self.numbers == "e4m3" else "int8"
@@ -368,10 +368,10 @@ def why_unquantised(args: ModelSizes, dtype: str) -> str | None:
         if (size := getattr(args, name)) % QUANT_GROUP_SIZE:
             return (
                 f"{name}={size} is not a multiple of the {QUANT_GROUP_SIZE} values that share a "
-                "scale; use unquantised weights, such as dtype='bfloat16'"
+                "scale; use unquantised weights, such as bfloat16"
             )
     if dtype == "float64":
-        return "dtype='float64': quantised matrices are computed in float32; use dtype='float32'"
+        return "quantised matrices are computed in float32, not in float64; use float32"
     return None
 
 

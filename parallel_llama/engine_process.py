@@ -47,7 +47,7 @@ class EngineProcess:
         self._compiling: set[int] = set()  # keys
         self._compiled: deque[wire.Submit] = deque()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK)
-        self._n_regroups = 0  # the number that the frontend has been sent
+        self._n_regroups = 0  # number of changes of ranks that the frontend has received
 
     def run(self) -> None:
         """Serve the frontend until it closes the socket.
@@ -55,7 +55,7 @@ class EngineProcess:
         Raises: RankError, and whatever else a step raises except NumericalError.
         """
         self._warm_up()
-        with suppress(BrokenPipeError, ConnectionError):  # the frontend has gone
+        with suppress(BrokenPipeError, ConnectionError):  # the frontend has closed the socket
             try:
                 self._frames.send(self._loaded())
                 self._loop.run(self)
@@ -131,7 +131,7 @@ class EngineProcess:
     def _wait(self) -> None:
         """Wait until the frontend has sent something or a grammar is compiled.
 
-        Raises: RankError as soon as another rank has died, unless the others go on.
+        Raises: RankError as soon as another rank has died, unless the other ranks continue.
         """
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
@@ -145,7 +145,7 @@ class EngineProcess:
             os.eventfd_read(self._woken)
 
     def _send_regroups(self) -> None:
-        """Send the frontend each group of ranks that was formed since the last call."""
+        """Send the frontend each change of ranks since the last call."""
         regroups = self._ranks.regroups[self._n_regroups :]
         self._n_regroups += len(regroups)
         for each in regroups:

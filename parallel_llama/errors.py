@@ -102,6 +102,10 @@ def _spelled(char: str) -> str:
     return char if char in _JOINERS else char.encode("unicode_escape").decode()
 
 
+def counted(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n != 1)}"
+
+
 def listed(names: Iterable[str], limit: int = 10) -> str:
     """The first names, and the number of the others."""
     every = list(names)

@@ -321,7 +321,7 @@ class LLM:
                     if kv_group.n_held(n_tokens) > n_allocatable:
                         raise UsageError(
                             f"{n_tokens} tokens, but the KV cache has room for "
-                            f"{n_allocatable * kv_group.pool.block_size}; raise kv_cache_bytes"
+                            f"{n_allocatable * kv_group.pool.block_size}; enlarge the KV cache"
                         )
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error

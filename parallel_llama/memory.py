@@ -44,15 +44,15 @@ CPU_FRACTION, CUDA_FRACTION = 0.5, 0.9
 # Default upper bound per rank on the CPU, where other programs need memory too.
 MAX_CPU_BYTES = 2 << 30
 
-# What a weight's size on a rank is proportional to: the rank's units of an axis, the channels or
-# outputs of its experts, or nothing ("rank"), for a replicated weight.
+# The size of a weight on a rank is proportional to one of these: the rank's units of an axis, the
+# channels or outputs of its experts, or 1 ("rank") for a replicated weight.
 Counted = Axis | Literal["expert ffn", "expert outputs", "rank"]
 
 
 def values_by_form(
     args: ModelArgs, precision: Precision, *, exact: bool = False, layers: range | None = None
 ) -> dict[MatrixFormat, Counter[Counted]]:
-    """Number of weight values per `Counted` unit, for each format; `exact` is that of the plan.
+    """Number of weight values per `Counted` unit, for each format; `exact` as in `make_plan`.
 
     Args:
         layers: the layers that count, beside the weights outside of layers; by default all.
@@ -87,8 +87,8 @@ def values_of_stages(
 def _kinds_of_layers(args: ModelArgs, precision: Precision, own: range) -> dict[int, int]:
     """A layer of each kind among the layers `own`, and the number of layers of this kind.
 
-    All layers with experts are equal, and all without, unless their files store matrices in formats
-    of their own.
+    All layers with experts are alike, and so are all layers without experts, unless the files store
+    their matrices in different formats.
     """
     if precision.stored is not None:
         return dict.fromkeys(own, 1)
@@ -110,8 +110,8 @@ def values_multiplied(
 ) -> tuple[int, int]:
     """Weight values of a rank that one token is multiplied with: those of all layers, and the head.
 
-    Of the experts a token selects `n_active_experts`, spread evenly over the ranks. `values` comes
-    from `values_by_form`.
+    A token selects `n_active_experts` experts, which are taken to be spread evenly over the ranks.
+    `values` comes from `values_by_form`.
     """
     n_layers = 0
     for per_unit in values.values():

@@ -58,7 +58,7 @@ VOCAB_TILE = 128
 # How the KV cache is sharded: by head (a head may be replicated) or by token.
 KVSplit = Literal["heads", "sequence"]
 
-# With so many tokens, the products of a piece of a step take longer than reading the weights.
+# With this many tokens, the products of a piece of a step take longer than reading the weights.
 MIN_PIECE_TOKENS = 64
 # More pieces leave the stages idle for less time, but each takes an exchange of all ranks.
 MAX_PIECES_PER_STAGE = 4
@@ -257,8 +257,8 @@ class ShardPlan:
         """
         if self.kv_parts > 1:
             raise UsageError(
-                f"rank {rank} of {self.tp_size} cannot run alone with kv_split='sequence', because "
-                "its queries need keys of other ranks; use kv_split='heads'"
+                f"rank {rank} of {self.tp_size} cannot run alone with a KV cache sharded by "
+                "sequence: its queries need keys of other ranks; shard the KV cache by heads"
             )
         return replace(self, shards=(self.shards[rank],))
 
@@ -381,8 +381,8 @@ def make_plan(
         return _pipeline(args, tp_size, shares, quant_group_size, kv_split, pp, exact=exact)
     if not 1 <= tp_size <= args.n_heads:
         raise UsageError(
-            f"n_heads={args.n_heads} and tp_size={tp_size}: a rank needs at least one query head; "
-            f"use 1 to {args.n_heads} ranks"
+            f"{args.n_heads} query heads cannot be split over {tp_size} ranks; use 1 to "
+            f"{args.n_heads} ranks"
         )
     if exact:
         if ranks_per_expert not in (None, tp_size):
@@ -453,16 +453,16 @@ def _pipeline(
     if not 1 <= pp <= min(tp_size, args.n_layers):
         more_ranks = "" if pp > args.n_layers else ", or more ranks"
         raise UsageError(
-            f"pp={pp}, tp_size={tp_size} and n_layers={args.n_layers}: a stage needs at least one "
-            f"rank and one layer; use pp from 1 to {min(tp_size, args.n_layers)}{more_ranks}"
+            f"{tp_size} ranks and {args.n_layers} layers cannot be split into {pp} stages; use 1 "
+            f"to {min(tp_size, args.n_layers)} stages{more_ranks}"
         )
     if kv_split == "sequence":
-        raise UsageError("pp and kv_split='sequence' cannot be combined; drop one")
+        raise UsageError("stages and a KV cache sharded by sequence cannot be combined; drop one")
     largest = max(stage_sizes(tp_size, pp))
     if largest > args.n_heads:
         raise UsageError(
-            f"n_heads={args.n_heads} and {largest} ranks in a stage: a rank needs at least one "
-            f"query head; use at most {args.n_heads * pp} ranks, or more stages"
+            f"{args.n_heads} query heads cannot be split over the {largest} ranks of a stage; use "
+            f"at most {args.n_heads * pp} ranks, or more stages"
         )
     weights = _weights(tp_size, shares)
     ranks = consecutive(stage_sizes(tp_size, pp))
@@ -532,14 +532,14 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
     """
     if kv_parts > 1:
         return (
-            "decode steps run operator by operator: with kv_split='sequence' the ranks exchange "
-            "their parts of each attention; use kv_split='heads' if the KV cache fits"
+            "decode steps run operator by operator: with a KV cache sharded by sequence the ranks "
+            "exchange their parts of each attention; shard it by heads if the KV cache fits"
         )
     if args.attention_sinks:
         where = f" beyond the window of {args.sliding_window} tokens" if device == "cpu" else ""
         return (
-            f"decode steps run operator by operator{where} because of attention sinks; drop "
-            "attention_sinks if sequences fit in the context"
+            f"decode steps run operator by operator{where} because of attention sinks; drop them "
+            "if sequences fit in the context"
         )
     if device == "cpu" and (args.norm == "layer" or args.qk_layer_norm):
         return "decode steps run operator by operator: LayerNorm has no kernel for the CPU"
@@ -572,7 +572,7 @@ def _spread(args: ModelArgs, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
     if widest * len(shards) <= args.n_kv_heads:  # nothing to save
         return shards
     if args.attention_sinks:
-        raise UsageError("kv_split='sequence' and attention_sinks cannot be combined; drop one")
+        raise UsageError("attention sinks cannot be combined with sharding by sequence; drop one")
     runs = equal_runs(range(args.n_heads), args.n_heads // args.n_kv_heads)
     every, peers = range(args.n_kv_heads), tuple(shard.heads for shard in shards)
     return tuple(replace(each, kv_heads=every, runs=runs, peers=peers) for each in shards)

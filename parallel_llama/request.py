@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from parallel_llama.errors import ContextExceeded, UsageError, shown
+from parallel_llama.errors import ContextExceeded, UsageError, counted, shown
 
 FinishReason = Literal["stop", "length", "interrupted", "cancelled", "timeout", "no_token"]
 GrammarKind = Literal["json_schema", "regex", "lark"]
@@ -468,14 +468,16 @@ def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) 
     most = max(room, params.min_tokens, 1) if params.max_tokens is None else params.max_tokens
     if most <= room:
         return most
+    least = max(1, params.min_tokens)
     remedy = (
-        f"lower max_tokens to {room}"
-        if room >= max(1, params.min_tokens)
-        else f"shorten the prompt to at most {max_seq_len - max(1, params.min_tokens)} tokens"
+        f"ask for at most {counted(room, 'new token')}"
+        if room >= least
+        else f"shorten the prompt to at most {counted(max_seq_len - least, 'token')}"
     )
     raise ContextExceeded(
-        f"a prompt of {n_prompt} tokens and max_tokens={most} need {n_prompt + most} positions, "
-        f"but the context has {max_seq_len}; {remedy} or raise max_seq_len"
+        f"{counted(n_prompt, 'prompt token')} and {counted(most, 'new token')} need "
+        f"{n_prompt + most} positions, but the context has {max_seq_len}; {remedy}, or enlarge the "
+        "context"
     )
 
 

@@ -710,7 +710,7 @@ def test_a_score_that_a_suspended_stream_leaves_no_room_for_is_refused(model):
     (whole,) = small.score([[5] * room])
     pieces = small.stream([5] * (room - 40), SamplingParams(max_tokens=40, ignore_eos=True))
     next(pieces)
-    with pytest.raises(UsageError, match=rf"sequence 0: {room} tokens,.* raise kv_cache_bytes"):
+    with pytest.raises(UsageError, match=rf"sequence 0: {room} tokens,.* enlarge the KV cache"):
         small.score([[5] * room])
     pieces.close()
     assert small.score([[5] * room]) == [whole]
@@ -789,7 +789,7 @@ def test_a_prompt_and_its_answer_may_fill_the_context_exactly(llm):
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     (completion,) = llm.generate([[5] * n_prompt], params)
     assert len(completion.tokens) == 2
-    with pytest.raises(UsageError, match=r"prompt 0: .*lower max_tokens to 1"):
+    with pytest.raises(UsageError, match=r"prompt 0: .*ask for at most 1 new token,"):
         llm.generate([[5] * (n_prompt + 1)], params)
 
 
@@ -851,7 +851,7 @@ def test_a_request_that_the_cache_cannot_hold_is_refused_before_any_begins(model
     small = LLM(str(model), dtype="float64", kv_cache_bytes=50_000)
     n_tokens = small.engine.capacity.n_tokens
     params = SamplingParams(max_tokens=n_tokens)
-    with pytest.raises(UsageError, match=f"the KV cache has {n_tokens // 16}; lower max_tokens to"):
+    with pytest.raises(UsageError, match=f"the KV cache has {n_tokens // 16}; ask for at most"):
         small.generate(["Hello", "and goodbye"], params)
     assert small.engine.times.n_steps == 0 and small.engine.idle
     small.close()

@@ -171,8 +171,8 @@ def test_an_open_length_goes_to_the_end_of_the_context():
 @pytest.mark.parametrize(
     ("n_prompt", "max_tokens", "words"),
     [
-        (100, 29, ["100", "29", "128", "lower max_tokens to 28"]),
-        (128, 1, ["128 tokens", "shorten the prompt to at most 127"]),
+        (100, 29, ["100", "29", "128", "ask for at most 28 new tokens, or enlarge"]),
+        (128, 1, ["128 prompt tokens and 1 new token need", "shorten the prompt to at most 127"]),
         (5000, 128, ["5000", "shorten the prompt to at most 127"]),
         (0, 1, ["empty"]),
     ],

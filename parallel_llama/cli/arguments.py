@@ -123,14 +123,15 @@ def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
     unexpected argument; HelpRequested for -h or --help where a flag is expected.
     """
     given: dict[str, Any] = {}
-    for flag, text in _pairs(verb, argv):
+    for flag, name, text in _given(verb, argv):
         if flag.repeatable:
-            given.setdefault(flag.name, []).append(_value(verb, flag, text))
+            given.setdefault(flag.name, []).append(_value(flag, name, text))
         elif flag.name in given:
             places = f", as an argument or as --{flag.name}" if flag is verb.placed else ""
-            raise UsageError(f"--{flag.name} is given twice; give it once{places}")
+            also = f" (also {_listed(flag.aliases)})" if flag.aliases else ""
+            raise UsageError(f"--{flag.name}{also} is given twice; give it once{places}")
         else:
-            given[flag.name] = _value(verb, flag, text)
+            given[flag.name] = _value(flag, name, text)
     for flag in verb.positionals:
         if flag.name not in given:
             raise UsageError(f"{verb.name} needs {flag.name.upper()}: {verb.name} {verb.usage}")
@@ -139,8 +140,8 @@ def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
     return Flags(verb.name, defaults | given)
 
 
-def _pairs(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag[Any], str]]:
-    """Each flag of the command line with its text; 'true' or 'false' for a switch."""
+def _given(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag[Any], str, str]]:
+    """Each flag of the command line, its name there, and its text: true or false for a switch."""
     words = iter(argv)
     places = iter((*verb.positionals, *([verb.placed] if verb.placed else ())))
     for word in words:
@@ -148,22 +149,24 @@ def _pairs(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag[Any], str]]:
             raise HelpRequested(verb.name)
         if not word.startswith("-"):
             if (positional := next(places, None)) is not None:
-                yield positional, word
+                name = positional.name
+                yield positional, f"--{name}" if positional is verb.placed else name.upper(), word
                 continue
             raise UsageError(f"{verb.name}: unexpected argument {quoted(word)}; {_where(verb)}")
         name, equals, text = word.partition("=")
         flag, negated = _find(verb, name)
+        name = name.replace("_", "-")
         if flag.parse is None:
             if equals:
                 raise UsageError(f"--{flag.name} is a switch and takes no value; write {name}")
-            yield flag, "false" if negated else "true"
+            yield flag, name, "false" if negated else "true"
         elif equals:
-            yield flag, text
+            yield flag, name, text
         else:
             following = next(words, None)
             if following is None:
-                raise UsageError(f"--{flag.name} needs a value: --{flag.name} {flag.metavar}")
-            yield flag, following
+                raise UsageError(f"{name} needs a value: {name} {flag.metavar}")
+            yield flag, name, following
 
 
 def _find(verb: Verb, word: str) -> tuple[Flag[Any], bool]:
@@ -187,13 +190,12 @@ def _where(verb: Verb) -> str:
     return f"parallel-llama {verb.name} --help lists the flags"
 
 
-def _value(verb: Verb, flag: Flag[Any], text: str) -> Any:
+def _value(flag: Flag[Any], name: str, text: str) -> Any:
     if flag.parse is None:
         return text == "true"
     try:
         return flag.parse(text)
     except ValueError as error:
-        name = f"--{flag.name}" if flag in verb.flags else flag.name.upper()
         raise UsageError(f"{name} {quoted(text)}: {error}") from None
 
 
@@ -276,10 +278,14 @@ def _left(flag: Flag[Any]) -> str:
     return f"--{flag.name} {flag.metavar}".rstrip()
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name}" for name in names)
+
+
 def _right(flag: Flag[Any]) -> str:
     notes = []
     if flag.aliases:
-        notes.append("also " + ", ".join(f"--{name}" for name in flag.aliases))
+        notes.append(f"also {_listed(flag.aliases)}")
     if flag.repeatable:
         notes.append("repeatable")
     default = flag.default_text or ("" if flag.default is None else str(flag.default))

@@ -30,6 +30,7 @@ from parallel_llama.cli.model import (
     START_TIMEOUT,
     TIMEOUT,
     check_model,
+    device_kind,
     in_dtypes,
 )
 from parallel_llama.cli.parsers import one_of_many, output_file, token_count, whole
@@ -38,9 +39,8 @@ from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import size, table
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.engine.scheduler import MAX_RUNNING
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, counted
 from parallel_llama.memory import kv_bytes_per_token
-from parallel_llama.parallel.device_choice import choose_device, count_gpus
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.plan import make_plan
@@ -64,8 +64,8 @@ SLICE: Flag[tuple[int, int] | None] = Flag(
     one_of_many("rank", "R", MAX_RANKS), "R/N",
 )  # fmt: skip
 CALIBRATE: Flag[Path | None] = Flag(
-    "calibrate", "also measure how fast these CPU ranks read, multiply and exchange, and write it "
-    "to a file for plan --calibration",
+    "calibrate", "also measure the rates at which these CPU ranks read, multiply and exchange, and "
+    "write them to a file for plan --calibration",
     output_file, "FILE",
 )  # fmt: skip
 
@@ -116,7 +116,7 @@ def prepare(flags: Flags) -> Job:
             figures |= _slice_figures(llm, slice_of, figures, batch, longest)
         if calibrated is not None:
             rates = llm.rank_rates()
-            formats = llm.precision.dtype, llm.precision.quant  # as `plan` names them
+            formats = llm.precision.dtype, llm.precision.quant  # with the names that `plan` uses
             write_calibration(calibrated, *formats, rates, _layer_s(llm, rates))
         print(json.dumps(figures) if flags[JSON] else "\n".join(_report(flags[MODEL], figures)))
         return 0
@@ -127,9 +127,9 @@ def prepare(flags: Flags) -> Job:
 
 
 def _layer_s(llm: "LLM", rates: Sequence["RankRates"]) -> float:
-    """Seconds of a layer in a decode step that are neither reads nor exchanges.
+    """Seconds of a layer in a decode step, without reads and exchanges.
 
-    Measured with one sequence, which is so short that its KV cache takes no measurable time.
+    Measured with one short sequence, whose KV cache takes no measurable time to read.
     """
     n_tokens = min(_SHORT_TOKENS, llm.input_processor.max_seq_len - 1)
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
@@ -159,8 +159,7 @@ def _check_calibrated(flags: Flags, path: Path, n_ranks: int) -> None:
             f"--calibrate and --pp {flags[PP]} cannot be combined: the exchanges between stages "
             "are not measured; drop one"
         )
-    asked = flags[DEVICE]
-    if choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks) == "cuda":
+    if device_kind(flags[DEVICE], n_ranks) == "cuda":
         raise UsageError(
             f"--calibrate {path} measures CPU ranks, but this command runs on GPUs; add --device "
             "cpu, or drop --calibrate"
@@ -279,7 +278,7 @@ def _count_collectives(llm: "LLM") -> int:
 
 
 def _rounded(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
-    """Four significant digits; None if there are no values, as with max-tokens 1."""
+    """Four significant digits; None if there are no values, as with --max-tokens 1."""
     return float(f"{choose(values):.4g}") if values else None
 
 
@@ -294,7 +293,7 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
     ):
         cells = [figures[key + suffix] for suffix in ("", "_min", "_max")]
         rows.append([*("-" if cell is None else f"{cell:g}" for cell in cells), label])
-    n_ranks = f"{figures['tp_size']} rank{'s' * (figures['tp_size'] > 1)}"
+    n_ranks = f"{counted(figures['tp_size'], 'rank')}"
     if "slice" in figures:
         n_ranks = f"rank {figures['slice'].partition('/')[0]} of {n_ranks}, alone, random weights"
     kinds = in_dtypes(figures["dtype"], figures["quant"], figures["kv_cache_dtype"])

@@ -36,8 +36,8 @@ class Calibration:
     """The rates of ranks that ran a model with weights in this dtype and quantisation.
 
     Args:
-        layer_s: seconds of a layer in a decode step that are neither reads nor exchanges.
-        n_files: the number of files that the ranks are from, one per host.
+        layer_s: seconds of a layer in a decode step, without reads and exchanges.
+        n_files: the number of files, one per host.
     """
 
     dtype: str
@@ -48,7 +48,7 @@ class Calibration:
 
     @property
     def speeds(self) -> tuple[float, ...] | None:
-        """The read rate of each rank, None if they differ so little that ranks are alike."""
+        """The read rate of each rank; None if the ranks count as equally fast."""
         rates = tuple(each.read_bytes_per_s for each in self.ranks)
         return None if are_alike(rates) else rates
 
@@ -56,7 +56,7 @@ class Calibration:
         """The hardware of a plan on the machines that were measured.
 
         One file is for any number of ranks on its machine. Several files are for exactly the ranks
-        that they list, which share no memory; the time of exchanges between files is not known.
+        that they list, on different hosts; the time of exchanges between hosts is not known.
         """
         rates = tuple(
             Rates(each.read_bytes_per_s, each.read_bytes_per_s, each.operations_per_s)
@@ -80,7 +80,7 @@ class Calibration:
 def write_calibration(
     path: Path, dtype: str, quant: str, rates: Sequence["RankRates"], layer_s: float
 ) -> None:
-    """Writes the file. Raises: WriteError if that is not possible."""
+    """Raises: WriteError if the file cannot be written."""
     content = {
         "version": _VERSION,
         "dtype": dtype,
@@ -110,7 +110,7 @@ def read_calibrations(paths: Sequence[str] | None) -> Calibration | None:
 
 
 def merged(found: Sequence[Calibration], paths: Sequence[str]) -> Calibration:
-    """The ranks of all files, in order. Raises: UsageError if the files are for other formats."""
+    """The ranks of all files, in order. Raises: UsageError if the files' formats differ."""
     first, *others = found
     for path, each in zip(paths[1:], others, strict=True):
         if (each.dtype, each.quant) != (first.dtype, first.quant):
@@ -148,7 +148,7 @@ def read_calibration(path: str) -> Calibration:
 
 
 def _entry(content: Any) -> RankEntry:
-    """Raises: UsageError unless it is an object of positive numbers."""
+    """Raises: UsageError if the content is not an object of positive numbers."""
     if not isinstance(content, dict):
         raise UsageError("ranks has an item that is not an object")
     names = [field.name for field in fields(RankEntry)]

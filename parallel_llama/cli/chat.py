@@ -107,8 +107,7 @@ class Conversation:
         self.turns: list[Message] = []
         # Tokens of the last prompt and answer if the answer was cut off; else empty.
         self.cut_off: tuple[int, ...] = ()
-        # If answers have marks: the reader of the last answer, and how many of its messages have
-        # begun.
+        # For answers with marks: the reader of the last answer, and the messages begun in it.
         self.reader: AnswerReader | None = None
         self.n_messages = 0
 

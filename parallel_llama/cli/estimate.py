@@ -45,14 +45,14 @@ BLOCK_TOKENS: int = BLOCK_SIZE.initial
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A requested plan, as given by flags: a model, and `batch` sequences in the KV cache.
+    """A requested plan: a model on some ranks, with `batch` sequences in the KV cache.
 
     Args:
         stored: formats of the matrices in the model's files.
         memory: bytes, one number for all ranks or one per rank; None if not known.
-        bandwidth: bytes per second that a rank can read, given like `memory`.
+        bandwidth: bytes per second that a rank can read, one number or one per rank.
         hardware: the rates and costs from which the speed is predicted; None if not known.
-        speeds: the measured speeds of the ranks, for a plan of as many ranks; None if not known.
+        speeds: measured speeds, used if the plan has as many ranks; None if not known.
         hosts: the hosts of the ranks; None if all ranks may be on one host.
         pp: the number of stages of the pipeline.
     """
@@ -146,7 +146,7 @@ class KVEstimate:
     Args:
         per_kv_group: bytes of a token in each KV group.
         per_sequence: bytes of a sequence of `max_seq_len` tokens.
-        per_step: bytes that a decode step reads for such a sequence.
+        per_step: bytes that a decode step reads for a sequence of that length.
         needed: bytes of all sequences.
     """
 
@@ -174,8 +174,8 @@ class RankEstimate:
         weights: bytes of the weights that the rank holds.
         read_weights: bytes of the weights that a decode step reads.
         read_kv: bytes of the KV cache that a decode step reads at the full context.
-        layer_values: weight values in layers that a token is multiplied with.
-        head_values: weight values of the head.
+        layer_values: values of the layers' weights that a token is multiplied with.
+        head_values: values of the head's weights.
         memory: bytes that the rank has; None if not known.
         bandwidth: bytes per second that the rank reads; None if not known.
     """
@@ -391,7 +391,7 @@ def estimate(asked: PlanRequest) -> Estimate:
 
 
 def _of_rank(given: int | tuple[int | None, ...] | None, rank: int) -> int | None:
-    """The number of a rank: that of all ranks, or its entry; None if there is no entry."""
+    """The value for a rank: the common one, or the rank's entry; None if there is no entry."""
     if isinstance(given, tuple):
         return given[rank] if rank < len(given) else None
     return given
@@ -405,7 +405,7 @@ def compare(asked: PlanRequest, sizes: range) -> Comparison:
     allowed: list[Estimate] = []
     refused: dict[int, str] = {}
     assert not isinstance(asked.memory, tuple)
-    asked.precision  # noqa: B018, raises for every number of ranks or for none
+    asked.precision  # noqa: B018, raises an error that does not depend on the ranks
     for tp_size in sizes:
         try:
             allowed.append(estimate(replace(asked, tp_size=tp_size)))

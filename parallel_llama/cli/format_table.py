@@ -82,7 +82,7 @@ class FormatTable:
 
 
 def format_table(asked: PlanRequest, *, finds_fewest: bool) -> FormatTable:
-    """Plans a request in each format; `finds_fewest` looks for the fewest ranks of each.
+    """Plans a request in each format; `finds_fewest` looks for the fewest ranks for each.
 
     Raises: UsageError if there is no plan for the request's number of ranks.
     """

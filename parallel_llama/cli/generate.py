@@ -79,7 +79,7 @@ def prepare(flags: Flags) -> Job:
                 )
                 file = ResultFile(path, requests, identity, resume)
                 requests = file.missing(requests)
-        if not requests and world()[1] == 1:  # other ranks wait for this one
+        if not requests and world()[1] == 1:  # otherwise the other ranks wait for this one
             what = f"no prompt is in part {part}/{n_parts}" if file is None else _count(file)
             warn(f"{what}; nothing to do")
             return 0
@@ -107,7 +107,7 @@ class Results:
     The reasoning of an answer with marks is shown on a terminal only, and has its own key in JSON.
 
     Args:
-        new_reader: returns a reader of the answer to a request, or None if it has no marks.
+        new_reader: returns a reader of the answer to a request; None for answers without marks.
 
     Raises: UsageError if the file cannot be written.
     """
@@ -256,7 +256,7 @@ def _has_marks(line: prompts.Line, inputs: InputProcessor) -> bool:
 def _readers(
     lines: Sequence[prompts.Line], inputs: InputProcessor
 ) -> Callable[[Request], AnswerReader | None]:
-    """Returns a reader of the answer to a request, or None if it has no marks."""
+    """The `new_reader` of `Results`."""
 
     def new_reader(request: Request) -> AnswerReader | None:
         has_marks = _has_marks(lines[request.index], inputs)

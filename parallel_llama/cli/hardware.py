@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from parallel_llama.cli.parsers import GPU
 
-# Measured on one H100 (docs/speed.md), and assumed for all GPUs. As fractions of the data sheet:
-# the rate of reading, that of decode attention over the KV cache, and that of a prefill of 8B.
+# Fractions of the data sheet's rates, measured on one H100 (docs/speed.md), assumed for all GPUs:
+# reading weights, decode attention over the KV cache, and the products of a prefill of 8B.
 READ_PART, KV_PART, PRODUCT_PART = 0.94, 0.73, 0.47
-# Also measured there: the launches and gaps of the 14 kernels of a layer in a CUDA graph, and the
-# time between two graphs. They explain the steps of 8B, of 1B and of one rank of 8 alike.
+# Measured on the same H100: the launches and gaps of a layer's 14 kernels in a CUDA graph, and the
+# time between two graphs. Both hold for the steps of 8B, of 1B and of one rank of 8.
 LAYER_S, STEP_S = 31e-6, 50e-6
-# An all-reduce of NCCL of a few kilobytes. It has not been measured with these kernels.
+# An NCCL all-reduce of a few kilobytes: an assumption, not a measurement.
 EXCHANGE_S = 20e-6
 
-# Read rates of equal ranks differ by up to this factor from one measurement to the next.
+# The measured read rates of equal ranks differ by up to this factor.
 _ALIKE = 1.05
 
 
@@ -48,10 +48,10 @@ class Hardware:
         link: bytes per second that a rank receives from others; None if not known.
         layer_s: seconds of each layer in each step for launching kernels.
         step_s: seconds between two steps.
-        is_shared: whether the ranks share one memory and its cores; another number of ranks than
-            `ranks` lists then gets equal parts of the sums.
-        messages: messages of a small exchange that the busiest host receives from others, if each
-            rank sends to one rank of every other host; 0 for other exchanges.
+        is_shared: whether the ranks are on one machine; if a plan has another number of ranks than
+            `ranks`, each rank then gets an equal part of the sum of their rates.
+        messages: messages that the busiest host receives in a small exchange, if every rank sends
+            to one rank of every other host; 0 for other exchanges.
         local_exchange_s: as `exchange_s`, between the ranks of one host.
         local_link: as `link`, between the ranks of one host.
     """

@@ -1,4 +1,4 @@
-"""What a command needs of its host, and warnings before it starts. No torch."""
+"""The memory that a command needs, and warnings about its host. No torch."""
 
 import os
 import shlex
@@ -75,7 +75,7 @@ def needs_of(
 def warn_of_host(
     flags: Flags, model: str, files: ModelFiles, args: ModelArgs, n_ranks: int
 ) -> None:
-    """Warns of what may make the run fail; once per host, so not in ranks that this run starts."""
+    """Warns about faults of the host, once per host: not in ranks that this run starts."""
     if SECRET_FD in os.environ or local_world(n_ranks)[0] > 0:
         return
     for check in startup_checks(host_of(n_ranks, needs_of(flags, model, files, args, n_ranks))):

@@ -138,7 +138,7 @@ def _hosts(hosts: Sequence[Host], folder: Path) -> Hosts:
         raise UsageError("the list has no host")
     are_gpus = {host.gpus is not None for host in hosts}
     if len(are_gpus) > 1:
-        raise UsageError("some hosts have gpus and others ranks; all ranks run on GPUs, or none")
+        raise UsageError("some hosts have gpus, others ranks; use gpus for all hosts, or for none")
     if len({host.memory is None for host in hosts}) > 1:
         raise UsageError("some hosts have no memory; give it for all hosts, or for none")
     gpus: list[GPU] = []
@@ -179,7 +179,7 @@ def _gpus(host: Host) -> list[GPU]:
         return []
     for name in ("memory", "calibration"):
         if getattr(host, name) is not None:
-            raise UsageError(f"{name} is for CPU ranks; GPUs have their own, drop {name}")
+            raise UsageError(f"{name} is for CPU ranks; GPUs have their own; drop {name}")
     found = gpu_list(host.gpus)
     if isinstance(found, GPU):
         raise UsageError(f"gpus={host.gpus!r:.80} has no number; use 8x{host.gpus:.40}")
@@ -194,7 +194,7 @@ def _bytes(memory: float | str | None) -> int:
 
 
 def _spread(found: Calibration, n_ranks: int) -> Calibration:
-    """The rates of a host's ranks: as measured, or with other ranks equal parts of the sums."""
+    """The rates of `n_ranks` ranks: as measured, or equal parts of the sums."""
     if len(found.ranks) == n_ranks:
         return found
     read = sum(each.read_bytes_per_s for each in found.ranks) / n_ranks

@@ -18,7 +18,7 @@ from parallel_llama.parallel.failures import DONE, WRONG_USE, exit_code
 from parallel_llama.parallel.launch import run_ranks, threads_per_rank
 from parallel_llama.parallel.rank_env import is_started_as_rank, use_secret_file
 
-# Each is a module of this package, imported only when it is called.
+# Each command is a module of this package, imported only when it is needed.
 VERBS = (
     "generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "doctor",
     "completion",
@@ -72,7 +72,7 @@ def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
     """Checks the flags, and lets fire dispatch to the command's function.
 
     fire does not see the flags: it would parse prompts as Python, keep only the last of repeated
-    flags, and report unknown flags only after the work.
+    flags, and report unknown flags only after the command has run.
     """
     flags = parse_flags(verb, argv)
     secret_file = flags[SECRET_FILE]

@@ -37,7 +37,7 @@ from parallel_llama.families.model_args import ModelArgs, context_length
 from parallel_llama.files.hub_cache import HubName
 from parallel_llama.files.model_files import ModelFiles, find_model, missing_from_hub
 from parallel_llama.memory import GIB
-from parallel_llama.parallel.device_choice import choose_device, count_gpus
+from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_gpus
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import (
     is_started_as_rank,
@@ -274,6 +274,11 @@ def rank_count(
     return size
 
 
+def device_kind(asked: str, n_ranks: int) -> DeviceKind:
+    """The kind of device for `n_ranks` ranks; an explicit --device need not exist here."""
+    return choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks)
+
+
 def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     """The model's input processor, and the number of ranks.
 
@@ -283,9 +288,7 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     Raises: UsageError if the model does not exist, has no weights, or cannot be sharded over that
     many ranks; CheckpointError if its files are damaged.
     """
-    from parallel_llama.engine.input_processor import (
-        InputProcessor,
-    )  # slow, and `plan` does not need it
+    from parallel_llama.engine.input_processor import InputProcessor  # slow; `plan` needs none
 
     require_log_dir(flags[LOG_DIR])
     require_pipeline(flags[PP], flags[DEVICE], flags[KV_SPLIT], elastic=flags[ELASTIC])
@@ -366,14 +369,13 @@ def _check_draft_model(flags: Flags, inputs: "InputProcessor", n_ranks: int) -> 
 
 def _check_calibration(flags: Flags, found: Calibration, n_ranks: int) -> None:
     """Raises: UsageError if the files of --calibration have other ranks than the command."""
-    paths, asked = flags[CALIBRATION], flags[DEVICE]
-    named = f"--calibration {','.join(paths or [])}"
+    named = f"--calibration {','.join(flags[CALIBRATION] or [])}"
     if len(found.ranks) != n_ranks:
         raise UsageError(
             f"{named} has {len(found.ranks)} ranks, but the command runs on {n_ranks}; use "
             f"{len(found.ranks)} ranks, or calibrate again"
         )
-    if choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks) == "cuda":
+    if device_kind(flags[DEVICE], n_ranks) == "cuda":
         raise UsageError(
             f"{named} has rates of CPU ranks, but this command runs on GPUs; add --device cpu, or "
             "drop --calibration"
@@ -428,7 +430,7 @@ def _verify_metadata(flags: Flags) -> None:
 
 
 def _count_vocab(files: ModelFiles) -> int:
-    # Meta's Llama 1 and 2 have the vocabulary size only in the weights, and those need torch.
+    # Meta's Llama 1 and 2 have the vocabulary size only in the weights, which torch reads.
     from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 
     return meta_vocab_size(files)

@@ -71,7 +71,7 @@ KNOWN_GPUS: Mapping[str, tuple[float, int, float | None, float]] = {
     "T4": (14.5, 320, None, 16),
 }
 
-# Given instead of a prompt or a file, it means stdin.
+# The prompt or file name that means stdin.
 STDIN = "-"
 
 
@@ -268,7 +268,7 @@ def memory_sizes(text: str) -> int | list[int]:
 
 
 def rank_sizes(text: str) -> list[int]:
-    """Bytes of each rank, as in `memory_sizes`; one size is that of a single rank."""
+    """Bytes of each rank, as in `memory_sizes`; one size is for a single rank."""
     sizes = memory_sizes(text)
     return [sizes] if isinstance(sizes, int) else sizes
 
@@ -390,7 +390,7 @@ def path_in_folder(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """The path of a file that is written whole, through another file beside it."""
+    """The path of a file that is replaced atomically, by renaming a file beside it."""
     path = path_in_folder(filled_text(text))
     if not has_short_name(growing_file(path)):
         raise ValueError("the name is too long; give a shorter one")

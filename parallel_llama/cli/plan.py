@@ -55,11 +55,11 @@ from parallel_llama.cli.prediction import why_unpredicted
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
 from parallel_llama.engine.llm_config import require_pipeline
-from parallel_llama.errors import UsageError, WriteError
+from parallel_llama.errors import UsageError, WriteError, counted
 from parallel_llama.families.model_args import context_length
 from parallel_llama.families.weights import Axis
 from parallel_llama.files.partial_output import growing_file, replace_file
-from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_gpus
+from parallel_llama.parallel.device_choice import DeviceKind
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
@@ -182,13 +182,13 @@ def _described_ranks(flags: Flags) -> _Ranks:
 
 
 def _request(flags: Flags, ranks: _Ranks) -> PlanRequest:
-    """The plan that is asked for, with the first number of ranks."""
+    """The requested plan, with the first number of ranks."""
     files = model.found_model(flags, flags[model.MODEL])
     args = model.args_of(files)
     hosts, gpus, tp_size = ranks.hosts, ranks.gpus, ranks.n_ranks[0]
     device: DeviceKind = "cuda" if gpus else "cpu"
     if hosts is None and gpus is None:
-        device = _device_kind(flags[model.DEVICE], tp_size)
+        device = model.device_kind(flags[model.DEVICE], tp_size)
     require_pipeline(flags[model.PP], device, flags[model.KV_SPLIT])
     dtype = flags[model.DTYPE] or default_dtype(files, args, device)
     if decoded := why_decoded(files, args, dtype, flags[model.QUANT]):
@@ -253,8 +253,8 @@ def _check_price(flags: Flags, planned: Sequence[Estimate]) -> None:
     for found in planned:
         if reason := why_unpredicted(found):
             raise UsageError(
-                f"--price {price:g} needs a predicted speed, which tp_size={found.plan.tp_size} "
-                f"does not have ({reason}); else drop --price"
+                f"--price {price:g} needs a predicted speed, which a plan for "
+                f"{counted(found.plan.tp_size, 'rank')} lacks: {reason}; or drop --price"
             )
 
 
@@ -349,7 +349,7 @@ def _hardware(flags: Flags, gpus: GPU | list[GPU] | None) -> Hardware | None:
         return gpu_hardware(gpus)
     if isinstance(given, list):
         listed = gpus if isinstance(gpus, list) else [gpus] * len(given)
-        if len(listed) != len(given):  # an error follows
+        if len(listed) != len(given):  # `_check_listed` refuses this
             return None
         both = zip(listed, given, strict=True)
         return gpu_hardware([gpu._replace(bandwidth=own) for gpu, own in both])
@@ -376,21 +376,16 @@ def _ranks_of(flags: Flags, found: Calibration) -> list[int]:
 
 
 def _calibrated(asked: PlanRequest, found: Calibration, named: str) -> PlanRequest:
-    """A request with the rates of files. Raises: UsageError if they are of something else."""
+    """A request with measured rates. Raises: UsageError if device or formats differ."""
     own = asked.precision
     if asked.device != "cpu":
         raise UsageError(f"{named} has rates of CPU ranks; drop --gpus, or add --device cpu")
     if (found.dtype, found.quant) != (own.dtype, own.quant):
         raise UsageError(
             f"{named} is for --dtype {found.dtype} --quant {found.quant}, and the plan has --dtype "
-            f"{own.dtype} --quant {own.quant}; use the same, or calibrate again"
+            f"{own.dtype} --quant {own.quant}; use the same formats, or calibrate again"
         )
     return replace(asked, hardware=found.hardware(), speeds=found.speeds)
-
-
-def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
-    """The device to plan for; an explicit --device need not exist on this machine."""
-    return choose_device(asked, n_ranks, count_gpus() if asked == "auto" else n_ranks)
 
 
 def _show_one(flags: Flags, found: Estimate) -> int:
@@ -459,9 +454,9 @@ def _draw(flags: Flags, found: Estimate) -> None:
     if (path := flags[SVG]) is None:
         return
     asked, n_ranks = found.asked, found.plan.tp_size
-    sequences = f"{asked.batch} sequence{'s' * (asked.batch > 1)} of {asked.max_seq_len:,} tokens"
+    sequences = f"{counted(asked.batch, 'sequence')} of {asked.max_seq_len:,} tokens"
     title = [
-        f"{flags[model.MODEL]} on {n_ranks} rank{'s' * (n_ranks > 1)}",
+        f"{flags[model.MODEL]} on {counted(n_ranks, 'rank')}",
         f"{model.in_dtypes(asked.precision.dtype, asked.precision.quant, asked.kv.dtype)}, for "
         f"{sequences}",
     ]

@@ -15,6 +15,7 @@ from parallel_llama.cli.parsers import GB
 from parallel_llama.cli.prediction import Prediction, RankSteps, predict, rank_steps
 from parallel_llama.cli.remedies import Remedy
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
+from parallel_llama.errors import counted
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Axis
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
@@ -67,9 +68,7 @@ def _channels(args: ModelArgs) -> str:
         channels += f", a shared expert of {args.shared_ffn_dim}"
     if args.dense_layers:
         n_dense = len(args.dense_layers)
-        channels += (
-            f", {args.dense_ffn_dim} in {n_dense} layer{'s' * (n_dense > 1)} without experts"
-        )
+        channels += f", {args.dense_ffn_dim} in {counted(n_dense, 'layer')} without experts"
     return channels
 
 
@@ -152,9 +151,9 @@ def _needs_row(rank: RankEstimate, scale: int) -> list[str]:
 
 
 def _steps_table(found: Estimate, steps: RankSteps | None) -> list[str]:
-    """What each rank reads in a decode step and how long it takes; empty for ranks that are alike.
+    """What each rank reads in a decode step, and for how long; empty for equally fast ranks.
 
-    The times have no exchanges, in which all ranks wait for each other.
+    The times exclude exchanges, in which all ranks wait for each other.
     """
     if steps is None or not steps.is_unlike:
         return []
@@ -172,7 +171,7 @@ def _steps_table(found: Estimate, steps: RankSteps | None) -> list[str]:
 
 
 def _slowest(steps: RankSteps | None) -> list[str]:
-    """The rank that limits the step, and the loss; empty for ranks that are alike."""
+    """The rank that limits the step, and the loss; empty for equally fast ranks."""
     if steps is None or not steps.is_unlike:
         return []
     return _line(
@@ -210,7 +209,7 @@ def _stages(plan: ShardPlan) -> list[str]:
         f"{_numbered('rank', stage.ranks)}: {_numbered('layer', stage.layers)}"
         for stage in plan.stages
     )
-    n_exchanges = len(plan.stages) + 3  # of the embedding, the output layer and the new tokens too
+    n_exchanges = len(plan.stages) + 3  # + embedding, output layer, new tokens
     return _line("stages", f"{text}; {n_exchanges} exchanges of all ranks in a decode step")
 
 
@@ -347,7 +346,7 @@ def format_table_lines(formats: FormatTable) -> list[str]:
         verdict = f"{chosen.flags} is the most precise that fits"
     if chosen is not None and formats.finds_fewest:
         verdict = "each row has the fewest ranks that are enough for its formats"
-    sequences = f"{asked.batch} sequence{'s' * (asked.batch > 1)} of {asked.max_seq_len:,} tokens"
+    sequences = f"{counted(asked.batch, 'sequence')} of {asked.max_seq_len:,} tokens"
     return [
         *format_lines(formats),
         "",

@@ -24,7 +24,7 @@ class StepTime:
     """The predicted time of a step, in seconds.
 
     Args:
-        memory_s: reading weights and KV cache, unless the products take longer than the weights.
+        memory_s: reading the KV cache, and the weights unless their products take longer.
         arithmetic_s: products, if they take longer than reading their weights.
         link_s: exchanges between ranks.
         launch_s: launching kernels.
@@ -103,8 +103,8 @@ class RankSteps:
     Args:
         seconds: of each rank.
         rates: bytes of weights per second that each rank reads.
-        balanced_s: the step of all ranks if each one read in proportion to its speed, as if units
-            could be cut anywhere and memory had no limit.
+        balanced_s: the step if each rank read exactly in proportion to its speed, regardless of
+            units and memory.
     """
 
     seconds: tuple[float, ...]
@@ -192,14 +192,14 @@ def _why_unknown_work(found: Estimate) -> str | None:
         return reason
     if asked.device == "cuda":
         if precision.quant in ("fp8", "stored"):
-            return f"decode steps in {precision.quant} have not been measured as a part of a model"
+            return f"decode steps in {precision.quant} have not been measured in a whole model"
         if precision.quant != "none" and asked.batch > 1:
             return (
                 f"the kernel for {precision.quant} multiplies row by row, so its speed with "
                 f"{asked.batch} sequences does not follow from bytes"
             )
         if ITEM_BYTES[precision.computed] != 2:
-            return f"on GPUs only 16 bits have been measured, not {precision.computed}"
+            return f"on GPUs only 16-bit dtypes have been measured, not {precision.computed}"
     return None
 
 
@@ -243,7 +243,7 @@ def _link_s(found: Estimate, hardware: Hardware, n_rows: int) -> float:
     assert hardware.exchange_s is not None and hardware.link is not None
     n_ranks, args = found.plan.tp_size, found.asked.args
     if hardware.messages and n_rows * args.dim * item_bytes <= _MAX_DIRECT_BYTES:
-        # A message has a rank's part of a gather, or all values of an all-reduce.
+        # A message holds one rank's part of a gather, or the whole tensor of an all-reduce.
         of_ring = 1 if found.asked.is_exact else 2 / n_ranks
         n_bytes *= hardware.messages / (n_ranks - 1) / of_ring
     return n_exchanges * hardware.exchange_s + n_rows * n_bytes / hardware.link
@@ -287,7 +287,7 @@ def _handover_s(found: Estimate, hardware: Hardware, n_rows: int, n_pieces: int)
     assert hardware.exchange_s is not None and hardware.link is not None
     n_stages, n_ranks = len(found.plan.stages), found.plan.tp_size
     x_bytes = n_rows * found.asked.args.dim * ITEM_BYTES[found.asked.precision.computed]
-    # After each stage, a copy of x for every rank of another host; for the embedding, a ring.
+    # After each stage, x is sent to every rank of another host; the embedding uses a ring.
     n_sent = n_ranks * (n_stages - 1) if hardware.messages else n_stages
     n_copies = n_sent + 2 * (n_ranks - 1) / n_ranks
     n_exchanges = n_pieces * n_stages + 2

@@ -121,12 +121,12 @@ def read_lines(path: str) -> list[Line]:
 def check_tokens(value: Any, what: str = "tokens") -> list[int]:
     """Returns `value` if it is a non-empty list of token ids, else raises ValueError."""
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{what} must be a list of token ids, at least one")
+        raise ValueError(f"{what} must be a list of token ids with at least one")
     for position, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:  # excludes bool
             raise ValueError(
-                f"{what}[{position}] is {quoted(json.dumps(token))}, not a token id, "
-                f"0 to {MAX_TOKEN_ID}"
+                f"{what}[{position}] is {quoted(json.dumps(token))}, not a token id from 0 to "
+                f"{MAX_TOKEN_ID}"
             )
     return value
 

@@ -156,7 +156,7 @@ def _fewest_more(asked: PlanRequest) -> list[Remedy]:
 
 
 def _bytes_of_one_rank(asked: PlanRequest) -> int:
-    """The weights and the KV cache of a single rank; several ranks need no less in all."""
+    """The weights and the KV cache of a single rank; several ranks together need at least this."""
     try:
         alone = replace(asked, tp_size=1, memory=None, bandwidth=None, hosts=None, pp=1)
         (found,) = estimate(replace(alone, hardware=None, speeds=None, kv_split="heads")).ranks

@@ -11,7 +11,7 @@ from parallel_llama.cli.model import DOWNLOAD, args_of, found_model
 from parallel_llama.cli.parsers import dtype_name, filled_text, one_of, quant_name, whole
 from parallel_llama.cli.terminal import StatusLine, ctrl_c_raises, duration, size
 from parallel_llama.config.adapter import load_adapter
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, counted
 from parallel_llama.files.bounded_files import expanded
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.reshard.gguf_types import BLOCK_TYPES
@@ -123,7 +123,7 @@ def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, fla
 
     from parallel_llama.reshard.reshard import reshard
 
-    # The work is reading, hashing and writing, in threads of its own.
+    # `reshard` reads, hashes and writes in its own threads.
     torch.set_num_threads(1)
     folder, progress = flags[MERGE_ADAPTER], Progress(f"writing {target}")
     ctrl_c_raises()
@@ -151,7 +151,7 @@ def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, fla
     else:
         rate = size(result.bytes / max(result.seconds, 1e-3))
         print(
-            f"{target}: {result.files} file{'s' * (result.files > 1)}, {size(result.bytes)} "
+            f"{target}: {counted(result.files, 'file')}, {size(result.bytes)} "
             f"in {result.seconds:.1f} s ({rate}/s)"
         )
     return 0

@@ -224,7 +224,7 @@ class ResultFile:
         except OSError:  # a file system without locks
             is_mine = True
         if not is_mine:
-            raise UsageError(f"{self.path}: is being written by another run; wait for it")
+            raise UsageError(f"{self.path}: another run is writing it; wait until that run ends")
         if os.fstat(descriptor).st_size != self._n_found:
             raise UsageError(f"{self.path}: another run has written to it; start again")
 

@@ -29,7 +29,7 @@ from parallel_llama.cli.model import (
 from parallel_llama.cli.parsers import filled_text, number, one_of, origin, whole
 from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import DIM, painted
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, counted
 from parallel_llama.files.bounded_files import expanded, is_folder
 from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.serve.log import FORMATS, log_to_stderr
@@ -61,8 +61,8 @@ ADAPTER_ROOT: Flag[str | None] = Flag(
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
     "max-requests", "maximum completions that are prepared, waiting or running; further requests "
-    "get status 429. Large requests and requests for several completions get it from seven eighths "
-    "on; a client without a completion can start a small one up to an eighth above the maximum",
+    "get status 429. The limit is 7/8 of this for large requests and requests for several "
+    "completions, and 9/8 for a small request of a client that has no completion",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
 RESTARTS: Flag[int] = Flag(
@@ -148,7 +148,7 @@ def _front(
     from parallel_llama.serve.service import Service
     from parallel_llama.serve.wire import Loaded
 
-    # Texts must be encoded in the calling thread, at its priority.
+    # Tokenizers must encode in the calling thread, which has its own priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     names, adapters = _names(flags), list(adapters_of(flags))
     engine = EngineClient(
@@ -165,7 +165,7 @@ def _front(
         host, port = own.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         n_ranks, dtype = len(loaded.ranks), in_dtype(loaded.dtype, loaded.quant)
-        line = f"serving {names[0]} at http://{host}:{port} ({n_ranks} rank{'s' * (n_ranks > 1)}"
+        line = f"serving {names[0]} at http://{host}:{port} ({counted(n_ranks, 'rank')}"
         print(f"{line}, {dtype})", file=sys.stderr, flush=True)
 
     engine.on_loaded = announce

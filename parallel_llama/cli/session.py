@@ -13,7 +13,7 @@ from parallel_llama.cli.arguments import Flags, warn
 from parallel_llama.cli.model import MODEL, llm_config
 from parallel_llama.cli.terminal import DIM, Activity, duration, painted, size
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import counted, listed_ranks
 from parallel_llama.parallel.rank_env import world
 from parallel_llama.request import Request
 
@@ -111,7 +111,7 @@ def lead(
             activity.what = f"waiting for rank {listed_ranks(missing)} of {n_ranks}"
 
     def show_graph(n_rows: int) -> None:
-        activity.what = f"recording decode steps of {n_rows} row{'s' * (n_rows > 1)}"
+        activity.what = f"recording decode steps of {counted(n_rows, 'row')}"
 
     # Only rank 0 draws status lines: all ranks share a terminal.
     stream = sys.stderr if leads() else io.StringIO()
@@ -152,7 +152,7 @@ def _warn_of_busy_cores(n_threads: int) -> None:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Permanently exempts objects created inside from garbage collection."""
+    """Permanently exempts objects created in this context from garbage collection."""
     gc.disable()
     try:
         yield
@@ -166,7 +166,7 @@ def capacity_line(capacity: "Capacity", max_seq_len: int) -> str:
     n_full = capacity.n_full_requests(max_seq_len)
     return (
         f"KV cache: {capacity.n_tokens:,} tokens, {size(capacity.n_bytes)} on each rank, room for "
-        f"{n_full} request{'s' * (n_full != 1)} of {max_seq_len:,} tokens"
+        f"{counted(n_full, 'request')} of {max_seq_len:,} tokens"
     )
 
 
@@ -178,7 +178,7 @@ def closing_line(
     `drafts` are the numbers of draft tokens that were accepted, and of all draft tokens.
     """
     least, most = size(min(weight_bytes)), size(max(weight_bytes))
-    pieces = [f"{meter.n_tokens} token{'s' * (meter.n_tokens != 1)}"]
+    pieces = [f"{counted(meter.n_tokens, 'token')}"]
     if meter.n_tokens:
         pieces.append(f"the first after {meter.first_token_s:.2f} s")
     if meter.tokens_per_s:

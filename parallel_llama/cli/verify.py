@@ -9,7 +9,7 @@ from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
 from parallel_llama.cli.model import DOWNLOAD, found_model
 from parallel_llama.cli.parsers import filled_text
 from parallel_llama.cli.terminal import BOLD, GREEN, RED, Activity, painted, size
-from parallel_llama.errors import escaped, quoted
+from parallel_llama.errors import counted, escaped, quoted
 from parallel_llama.files.bounded_files import is_folder
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _lines(model: str, report: "Report", against: str | None) -> list[str]:
     verdict = (
         painted("whole", GREEN, sys.stdout)
         if report.ok
-        else painted(f"{count} problem{'s' * (count > 1)}", BOLD, sys.stdout)
+        else painted(f"{counted(count, 'problem')}", BOLD, sys.stdout)
     )
     if report.ok and against is not None:
         verdict += f", the same as {quoted(against)}"

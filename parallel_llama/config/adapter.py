@@ -38,7 +38,7 @@ _MERGE = "merge the adapter with reshard --merge-adapter, and run the merged mod
 
 _SAMPLES = 64  # of the weights, for a digest
 
-# What peft puts before the names of the base model's modules.
+# The prefix that peft adds to the names of the base model's modules.
 _PREFIX = "base_model.model."
 _A, _B, _BASE = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
 # Suffixes of tensors that belong to unsupported settings.

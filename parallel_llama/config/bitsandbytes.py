@@ -22,7 +22,7 @@ from parallel_llama.files.safetensors_header import FileTensor
 QUANT_STATE = "weight.quant_state.bitsandbytes__"
 MAX_STATE_BYTES = 4096
 
-# What the 4 bits of a value stand for, in units of its block's largest absolute value.
+# The value of each 4-bit code, in units of its block's largest absolute value.
 CODES = {
     "nf4": (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -35,7 +35,7 @@ CODES = {
     ),
 }  # fmt: skip
 
-# Values that share a scale, or scales that share one; consecutive, also across rows.
+# Numbers of consecutive values, or scales, that share a scale; a block may span several rows.
 _BLOCK_SIZES = 32, 64, 128, 256, 512, 1024, 2048, 4096
 
 # The tensors of a matrix with 4 bits, besides its weight and its quant_state.
@@ -50,7 +50,7 @@ _AGAIN = "fetch the file again"
 
 @dataclass(frozen=True)
 class BitsAndBytes:
-    """A quantization_config of bitsandbytes; `not_applied`: what it quantises besides weights."""
+    """A quantization_config of bitsandbytes; `not_applied` is quantised there, but not here."""
 
     not_applied: tuple[str, ...]
     method: str = "bitsandbytes"
@@ -93,8 +93,8 @@ def bitsandbytes_types(args: ModelArgs, held: Mapping[str, FileTensor]) -> dict[
         if codes or any(f"{base}weight.{end}" in held for end in _OF_4_BITS):
             if len(codes) != 1:
                 raise CheckpointError(
-                    f"{base + QUANT_STATE!r:.200}: needs exactly one tensor with this beginning, "
-                    f"which ends in {' or '.join(CODES)}, and has {len(codes)}; {_AGAIN}"
+                    f"{base + QUANT_STATE!r:.200}: needs exactly one tensor with this prefix and "
+                    f"the suffix {' or '.join(CODES)}, and has {len(codes)}; {_AGAIN}"
                 )
             if stored_slice.shape[1] % 2:
                 raise CheckpointError(

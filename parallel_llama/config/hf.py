@@ -238,8 +238,8 @@ def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dic
             f"layer_types has {_FULL!r} and sliding_window={window}, which every layer of "
             f"{family.name!r} has; remove the one that the weights were not trained with"
         )
-    # A window of all layers, at least as long as the longest sequence, has no effect, except that
-    # its layers may have a rotary base of their own.
+    # A window in every layer that covers the longest sequence has no effect, unless layers with a
+    # window have their own rotary base.
     is_idle = not full and window >= longest and not family.has_local_rope
     if len(full) == n_layers or is_idle:
         return {}
@@ -326,7 +326,7 @@ def _rope_by_layer(fields: Fields, family: Family) -> Fields:
         and for rope scaling of layers with a window, which no `ModelArgs` can express.
     """
     rope = Fields(fields.mapping("rope_parameters"))
-    # transformers writes keys for all layers beside those objects too; they have no effect.
+    # transformers also writes keys for all layers beside these objects; they have no effect.
     is_by_layer = rope.has(_FULL) or rope.has(_SLIDING)
     if not is_by_layer and (common := [key for key in rope.values if rope.has(key)]):
         raise UsageError(

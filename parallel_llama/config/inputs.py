@@ -36,7 +36,7 @@ class InputScheme:
     """The format of inputs, before a stored scale is known.
 
     Args:
-        form: the format; if the scale is stored, without it.
+        form: the format; without the scale if the scale is stored.
         is_stored: whether the files store one scale for all inputs of a matrix.
     """
 
@@ -45,7 +45,7 @@ class InputScheme:
 
     @property
     def by_token(self) -> "InputScheme":
-        """The same with one scale for all inputs of a token."""
+        """The scheme with one scale for all inputs of a token."""
         return replace(self, form=replace(self.form, group=0))
 
     def of(self, base: str, held: Located) -> InputFormat:
@@ -126,7 +126,7 @@ def why_differing_inputs(args: ModelArgs, inputs: Mapping[str, InputFormat]) -> 
         return None
     return (
         "decode steps run operator by operator: matrices that share an input, or the experts of a "
-        "layer, have different scales of inputs, and each rounds its own"
+        "layer, have different scales of inputs, so each matrix rounds its own inputs"
     )
 
 

@@ -99,9 +99,7 @@ def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat
 
 
 def scaled_formats(files: ModelFiles, args: ModelArgs) -> dict[str, ScaledFormat]:
-    """The formats of matrices that are decoded while loading and that a native folder can store.
-
-    Returns: the formats by Meta's names.
+    """The formats, by Meta's names, of decoded matrices that a native folder stores as they are.
 
     Raises: CheckpointError if a file is damaged.
     """

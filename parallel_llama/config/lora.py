@@ -56,12 +56,12 @@ class LoraConfig:
         is_rank_stabilised: whether the scaling divides by the square root of the rank.
         ranks: ranks by pattern of module names; the first match is used.
         alphas: numerators by pattern; the first match is used.
-        targets: the modules with A and B: ends of names that begin with a dot, a pattern, or None
-            for all linear modules of the layers.
+        targets: the modules with A and B: suffixes of names, each with a leading dot; a pattern; or
+            None for all linear modules of the layers.
         excluded: modules of `targets` without A and B.
         layers: the layers with A and B; None for all.
         layer_numbers: patterns of module names; the group `number` of a match is the layer.
-        saved: ends of the names of modules that were trained whole.
+        saved: suffixes of the names of modules that were trained whole.
         keeps_tied: whether tied embeddings stay tied if they were trained whole.
     """
 
@@ -193,7 +193,7 @@ def _names(fields: Fields, key: str) -> str | list[str]:
 
 
 def _compiled(names: str | list[str]) -> tuple[str, ...] | re.Pattern[str]:
-    """A pattern, or the ends of names that begin with a dot."""
+    """A pattern, or suffixes of names, each with a leading dot."""
     return compiled_pattern(names) if isinstance(names, str) else tuple(f".{n}" for n in names)
 
 
@@ -204,7 +204,7 @@ def _layer_number(of_list: str) -> re.Pattern[str]:
 
 
 def _ending(key: str) -> re.Pattern[str]:
-    """A pattern of whole module names, or of their ends from a dot on."""
+    """Matches a whole module name, or the part after one of its dots."""
     return re.compile(rf"(?:.*\.)?(?:{compiled_pattern(key).pattern})$")
 
 

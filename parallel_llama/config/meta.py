@@ -182,7 +182,7 @@ def beyond_meta(args: ModelArgs) -> list[str]:
 def _ffn_dim_multiplier(args: ModelArgs) -> float:
     """A multiplier for which Meta's formula, with multiple_of=1, gives exactly `ffn_dim`."""
     base = meta_ffn_dim(args.dim, 1, None)
-    # The plain ratio is the readable one, but rounding down may lose 1; adding a half avoids that.
+    # The plain ratio is easier to read, but rounding down may lose 1; adding a half avoids that.
     for multiplier in (args.ffn_dim / base, (args.ffn_dim + 0.5) / base):
         if (
             multiplier <= MAX_FFN_DIM_MULTIPLIER

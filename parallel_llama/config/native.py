@@ -19,14 +19,14 @@ VERSIONS = {
     "parallel_llama native 3": 3,
 }
 
-# The formats that all versions store alike. Version 2 packs 5-bit integers, and has all others of
-# QuantFormat; version 3 has those of ScaledFormat as well.
+# Formats that all versions store in the same way. Version 2 packs 5-bit integers and adds the other
+# formats of QuantFormat; version 3 adds those of ScaledFormat.
 _IN_EVERY_VERSION = {"int8", "int8 with minima", "int4", "int4 with minima", "fp8"}
 
 _KEYS = {"format", "args", "units", "quantised", "scaled", "inputs"}
 _INPUTS = {field.name: field.default for field in fields(InputFormat)}
 
-# The largest number of rows or columns that share a scale; far beyond every matrix.
+# The largest number of rows or columns that share a scale; far above the size of any matrix.
 _MAX_SIDE = 1 << 30
 
 # The dtypes of scales by type of number.
@@ -147,7 +147,7 @@ def native_inputs(values: Mapping[str, Any], matrices: Collection[str]) -> dict[
 def _stated(
     values: Mapping[str, Any], key: str, matrices: Collection[str], kind: type[_FormatT]
 ) -> Iterator[tuple[str, _FormatT, str]]:
-    """The names of matrices under a key of native.json, their formats, and how an error begins.
+    """The names of matrices under a key of native.json, their formats, and a prefix for errors.
 
     Raises: UsageError for a name that is not in `matrices`, or fields that `kind` does not have.
     """

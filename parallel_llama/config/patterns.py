@@ -42,7 +42,7 @@ def repeats(pattern: str) -> bool:
 
 
 def _repetitions(pattern: str) -> Iterator[str]:
-    """What comes before each quantifier of a pattern; "x" for an escaped character."""
+    """The character before each quantifier of a pattern; "x" for an escaped character."""
     plain = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)
     plain = re.sub(r"\(\?", "(", plain)  # not a quantifier
     for match in re.finditer(r"(.)(?:[*+?]|\{\d*,?\d*\})", plain, re.DOTALL):

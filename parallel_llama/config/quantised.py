@@ -227,11 +227,7 @@ def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
 
 
 def hf_scaled_formats(files: ModelFiles, args: ModelArgs) -> dict[str, ScaledFormat]:
-    """The formats of an HF folder's matrices that a native folder stores as they are.
-
-    Matrices that run as stored are not among them.
-
-    Returns: the formats by Meta's names.
+    """The formats, by Meta's names, of decoded matrices that a native folder stores as they are.
 
     Raises: CheckpointError as `hf_packing`, or if a file is damaged.
     """
@@ -385,7 +381,7 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | 
     for key, program in _OTHER_PROGRAMS.items():
         if values.get(key):
             raise UsageError(
-                f"has {key}, by which {program} describes quantised weights; only "
+                f"has {key}, where {program} describes quantised weights; only "
                 f"quantization_config is read; {_SUPPORTED}; {_INSTEAD}"
             )
     stated = Fields(Fields(values).mapping("quantization_config"))

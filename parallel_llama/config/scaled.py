@@ -167,7 +167,7 @@ def scaled_weights(
                 f"ignored or in no group; use the config.json that belongs to the weights"
             )
         if schemes.method == "fp8" and base + "weight_scale" in held:
-            # As AutoFP8 writes: one scale for a matrix.
+            # AutoFP8 writes one scale for each matrix.
             inputs = scheme.inputs and scheme.inputs.by_token
             scheme = replace(scheme, block=(0, 0), scale="weight_scale", inputs=inputs)
         has_zeros = not scheme.is_packed and base + "weight_zero_point" in held
@@ -327,7 +327,7 @@ def _block(weights: Fields) -> tuple[int, int]:
     strategy = weights.string("strategy", inferred)
     if strategy == "block":
         structure = weights.values.get("block_structure")
-        if isinstance(structure, str):  # as it was written at first: 128x128
+        if isinstance(structure, str):  # the older form: 128x128
             sides = [int(side) if side.isdecimal() else 0 for side in structure[:40].split("x")]
             structure = sides
         return _sides("block_structure", structure)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from parallel_llama.doctor.check import Check
 from parallel_llama.engine.available_memory import available_memory
+from parallel_llama.errors import counted
 from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.parallel.cgroups import cgroup_folders, cpu_cores
 from parallel_llama.parallel.device_choice import count_gpus
@@ -102,7 +103,7 @@ def startup_checks(host: Host) -> list[Check]:
 
 def cores(host: Host) -> Check:
     n_cores, n_threads = cpu_cores(host.root), host.n_ranks * host.threads
-    ranks = f"{_count(host.n_ranks, 'rank')} of {_count(host.threads, 'thread')}"
+    ranks = f"{counted(host.n_ranks, 'rank')} of {counted(host.threads, 'thread')}"
     seen = f"{ranks} on {n_cores:g} core{'s' * (n_cores != 1)}"
     if n_threads <= n_cores:
         return Check("cores", "pass", seen)
@@ -134,7 +135,7 @@ def load(host: Host, wait_s: float = _LOOK_S) -> Check:
             busy += 1 - (idle - was[1]) / (total - was[0])
             stolen += (steal - was[2]) / (total - was[0])
     n_threads = min(host.n_ranks * host.threads, len(mine))
-    seen = f"other programs use {busy:.1f} of {_count(len(mine), 'core')}"
+    seen = f"other programs use {busy:.1f} of {counted(len(mine), 'core')}"
     if busy < _BUSY or n_threads + busy <= len(mine) + _BUSY:
         return Check("load", "pass", seen)
     if stolen > busy / 2:
@@ -159,7 +160,7 @@ def numa(host: Host) -> Check:
     nodes = sorted(name for name, text in lists.items() if _numbers_in(text) & mine)
     if not nodes:
         return Check("numa", "skip", "the system does not list its NUMA nodes")
-    seen = f"{_count(len(nodes), 'NUMA node')} for {_count(host.n_ranks, 'rank')}"
+    seen = f"{counted(len(nodes), 'NUMA node')} for {counted(host.n_ranks, 'rank')}"
     if len(nodes) > host.n_ranks:
         return Check(
             "numa", "warn", f"{seen}: ranks read weights of other nodes", f"--nproc {len(nodes)}"
@@ -365,7 +366,7 @@ def _core_times(root: Path) -> dict[int, tuple[int, int, int]]:
     for line in _read(root / "proc/stat").splitlines():
         name, *words = line.split()
         if name.startswith("cpu") and name != "cpu":
-            ticks = [int(word) for word in words[:8]]  # time of guests is in `user` already
+            ticks = [int(word) for word in words[:8]]  # `user` includes the time of guests
             times[int(name[3:])] = sum(ticks), ticks[3] + ticks[4], ticks[7]
     return times
 
@@ -419,10 +420,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def _limit(n: int) -> str:

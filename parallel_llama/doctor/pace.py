@@ -20,7 +20,7 @@ _MESSAGE_BYTES, _N_MESSAGES = 8192, 40
 # a network. A busy machine delays most exchanges, but not the fastest.
 _SHARED_S, _LOOPBACK_S, _NETWORK_S = 0.5e-3, 5e-3, 2e-3
 _SIDE, _N_PRODUCTS = 384, 30
-_SLOW = 2.5  # times the median rank
+_SLOW = 2.5  # times slower than the median rank
 _READ_BYTES, _N_READS = 1 << 27, 3
 _LEAST_BANDWIDTH = 2e9  # bytes per second of all ranks; one channel of DDR3 has 10e9
 

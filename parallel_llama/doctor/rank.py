@@ -17,7 +17,7 @@ from parallel_llama.doctor.facts import Facts, Listener
 from parallel_llama.doctor.records import agreed, exchange
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.setup import ModelSetup
-from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.errors import CheckpointError, UsageError, counted
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import (
     give_up,
@@ -124,7 +124,7 @@ class Examination:
         found = exchange(comm, Facts.here(listener.address), Facts)
         there = [each for each in found if each is not None]
         n_hosts = len({each.host_id for each in there})
-        seen = f"{comm.size} rank{'s' * (comm.size > 1)} on {n_hosts} host{'s' * (n_hosts > 1)}"
+        seen = f"{counted(comm.size, 'rank')} on {counted(n_hosts, 'host')}"
         yield Check("start", "pass", seen)
         yield (same := facts.versions(found))
         if same.status == "fail":

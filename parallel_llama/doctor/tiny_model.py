@@ -31,7 +31,7 @@ from parallel_llama.doctor.trace import (
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import counted, listed_ranks
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.ops import Scores, TorchOps
@@ -46,8 +46,8 @@ ARGS = ModelArgs(
 )  # fmt: skip
 PROMPT = tuple(range(7, 7 + 23 * 41, 41))
 DECODED = (3, 1279, 640)
-# Digests of the logits, by the bytes of a vector register, on which the order of sums depends. A
-# change of that order in the kernels requires new digests; a test prints them.
+# Digests of the logits by the size of a vector register in bytes, which decides the order of sums.
+# If kernels change that order, replace these digests; a test prints the new ones.
 RECORDED: Mapping[int, str] = {
     32: "70aca10bc51b7b73a17e807462231ede",
     64: "ac8702b45d2e2e853d20f6c5dfd59581",
@@ -221,7 +221,7 @@ def _judged(found: Sequence[_Found | None], size: int, wrong: set[int]) -> Check
     """The check that has failed, or None."""
     trusted = [each for rank, each in enumerate(found) if each is not None and rank not in wrong]
     ranks = [rank for rank, each in enumerate(found) if each is not None and rank not in wrong]
-    on = f"on {size} rank{'s' * (size > 1)}"
+    on = f"on {counted(size, 'rank')}"
     if any(each.difference is not None for each in trusted):
         by_rank = {rank: each.difference for rank, each in zip(ranks, trusted, strict=True)}
         if all(each is None or set(each.owners) & wrong for each in by_rank.values()):

@@ -20,7 +20,7 @@ class Trace:
 
     def __init__(self) -> None:
         self.results: list[Tensor] = []
-        self.widths: list[tuple[int, ...]] = []  # of each rank's columns; () for a sum
+        self.widths: list[tuple[int, ...]] = []  # columns of each rank; () for a sum
 
     def add(self, result: Tensor, widths: Sequence[int] = ()) -> None:
         self.results.append(result.detach().clone())

@@ -26,7 +26,7 @@ from operator import attrgetter
 
 from parallel_llama.engine.block_pool import BlockPool, prefix_keys
 from parallel_llama.engine.kv_blocks import BlockTable, KVGroupBlocks
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, counted
 from parallel_llama.request import Request
 
 # Sequences that run at once; more rows would not increase the throughput.
@@ -185,13 +185,13 @@ class Scheduler:
         n_prompt, most, size = len(request.prompt), request.max_tokens, self.block_size
         room = n_blocks * size + 1 - n_prompt
         remedy = (
-            f"lower max_tokens to {room}"
+            f"ask for at most {counted(room, 'new token')}"
             if room > 0
-            else f"shorten the prompt to at most {n_blocks * size} tokens"
+            else f"shorten the prompt to at most {counted(n_blocks * size, 'token')}"
         )
         return (
-            f"a prompt of {n_prompt} tokens and max_tokens={most} need {needed} blocks of {size} "
-            f"tokens, but the KV cache has {n_blocks}; {remedy} or enlarge the KV cache"
+            f"{counted(n_prompt, 'prompt token')} and {counted(most, 'new token')} need {needed} "
+            f"blocks of {size}, but the KV cache has {n_blocks}; {remedy}, or enlarge the KV cache"
         )
 
     def add(

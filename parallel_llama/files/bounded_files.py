@@ -131,7 +131,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_bounded(file: BufferedReader, path: Path, max_bytes: int) -> bytes:
-    """The rest of an open file; `path` is named in errors, which are those of `read_bytes`."""
+    """The rest of an open file. Errors are those of `read_bytes`, and name `path`."""
     with reading(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:

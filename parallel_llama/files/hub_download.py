@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from parallel_llama.errors import UsageError, listed, printable
+from parallel_llama.errors import UsageError, counted, listed, printable
 from parallel_llama.files.bounded_files import is_file, is_there
 from parallel_llama.files.hub_cache import HubName, hub_folder, parse_hub_name
 from parallel_llama.files.model_files import (
@@ -66,11 +66,7 @@ def is_offline() -> bool:
 
 @dataclass(frozen=True)
 class _Commit:
-    """A commit of a model's repository.
-
-    Args:
-        sizes: the bytes of each file of the repository.
-    """
+    """A commit of a model's repository, with the bytes of each of its files."""
 
     name: HubName
     id: str
@@ -130,7 +126,7 @@ def download_model(name: HubName, announce: Callable[[str], None]) -> None:
         weights = names_in_index(commit.snapshot / first) if is_index else [first]
     if missing := commit.missing(weights):
         count, megabytes = len(missing), commit.n_bytes(missing) / 1e6
-        files = f"{count} file{'s' * (count > 1)}, {megabytes:,.1f} MB"
+        files = f"{counted(count, 'file')}, {megabytes:,.1f} MB"
         announce(f"downloading the weights of {name}: {files}, commit {commit.id}")
         commit.fetch(missing)
     with _explaining(name):
@@ -192,7 +188,7 @@ def _require_space(name: HubName, n_bytes: int) -> None:
 
 
 def _write_ref(name: HubName, commit: str) -> None:
-    """Makes a complete snapshot the one of its branch or tag."""
+    """Points the branch or tag to a complete snapshot."""
     if name.revision != commit:
         ref = hub_folder(name.repo) / "refs" / name.revision
         ref.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Finds the files of a model by a path or a name, and fingerprints them.
 
-File names and an index decide; no weights are opened to find a model. An existing path takes
+A model is found by file names and an index, without opening weights. An existing path takes
 priority over a name. No torch.
 """
 

@@ -49,12 +49,12 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def growing_file(path: Path) -> Path:
-    """The file beside `path` through which `replace_file` writes it."""
+    """The temporary file that `replace_file` renames to `path`."""
     return path.with_name(f"{path.name}.part")
 
 
 def replace_file(path: Path, growing: Path, data: bytes) -> None:
-    """Write a file through another file beside it: after a crash it is complete or unchanged."""
+    """Replace a file by renaming `growing`: after a crash it is complete or unchanged."""
     with growing.open("wb") as file:
         file.write(data)
         file.flush()

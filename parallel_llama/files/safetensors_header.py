@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 100_000
 MAX_DIMS = 8
 
-# Bits per value of each dtype of the format; `dtypes.STORED` has those of models.
+# Bits per value of each dtype of the format; `dtypes.STORED` has the dtypes of models.
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8,
     "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,

@@ -5,7 +5,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, counted
 from parallel_llama.parallel.rank_env import (
     asks_for_own_gpus,
     given_local_world,
@@ -84,7 +84,7 @@ def ranks_sharing_gpus(
 
 def too_few(n_ranks: int, n_gpus: int) -> str:
     """The part of an error message that says why the ranks cannot use GPUs."""
-    gpus = f"{n_gpus} GPU{'s' * (n_gpus != 1)}"
+    gpus = f"{counted(n_gpus, 'GPU')}"
     return f"{n_ranks} ranks on this host and {gpus}, but each rank needs its own GPU"
 
 

@@ -82,8 +82,8 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
         raise UsageError(f"{n_parts} files: --format gguf writes one file; leave out --tp")
     if kind == "meta" and n_parts > args.n_heads:
         raise UsageError(
-            f"n_heads={args.n_heads} and {n_parts} files: each file needs at least one query head; "
-            f"use --tp 1 to {args.n_heads}"
+            f"{args.n_heads} query heads cannot be split over {n_parts} files; use --tp 1 to "
+            f"{args.n_heads}"
         )
 
 

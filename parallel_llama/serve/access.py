@@ -71,9 +71,9 @@ class Access:
     """Passes authorised requests to the application and refuses others.
 
     If there are keys, every path except those in OPEN requires one: as a bearer token, or as the
-    password of HTTP basic authentication, for browsers. A server on loopback refuses other hosts'
-    names, against DNS rebinding. An authorised request admits its connection, and is refused if all
-    slots for connections are taken. Its account is its key, or its address if there are no keys.
+    password of HTTP basic authentication, for browsers. A server on loopback refuses the names of
+    other hosts, to prevent DNS rebinding. An authorised request admits its connection, and is
+    refused if all slots are taken. Its account is its key, or its address if there are no keys.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], host: str) -> None:

@@ -22,7 +22,7 @@ class Diverged(Exception):
 
 @dataclass
 class _Emitted:
-    """The outputs of a choice so far; `*_again` count what the current engine has generated."""
+    """The outputs of a choice so far; `*_again` count the outputs of the current engine."""
 
     tokens: list[int] = field(default_factory=list)
     n_chars: int = 0

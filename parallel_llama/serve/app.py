@@ -179,7 +179,7 @@ def _post(
     return Operation(name, path, summary, endpoint, reply, body, chunk, is_text)
 
 
-# Every route but those of the web page; /openapi.json describes them from this table.
+# All routes except those of the web page; /openapi.json is generated from this table.
 OPERATIONS = (
     _post(
         "chat", "/v1/chat/completions", "Chat completion", chat, bodies.ChatBody,
@@ -260,7 +260,7 @@ async def _body(context: RequestContext) -> bytes:
     A large body is read only as fast as earlier large bodies are processed; the rest stays in the
     client's socket.
 
-    Raises: HTTPError; Busy if the earlier ones take too long.
+    Raises: HTTPError; Busy if earlier large bodies take too long.
     """
     request = context.request
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -22,7 +22,7 @@ T = TypeVar("T")
 HEADER = "x-request-id"
 MAX_CHARS = 128
 CLIENT_GONE = 499  # nginx's status for the log; no client sees it
-REASON = "parallel_llama.reason"  # key in a refused request's scope: why, for the log
+REASON = "parallel_llama.reason"  # key in a scope: the code and parameter of an error, for the log
 PIECE_BYTES = 64 << 10
 DONE = b"data: [DONE]\n\n"
 
@@ -149,5 +149,5 @@ async def _while_connected(receive: Receive, work: Awaitable[T]) -> T:
             working.cancel()
             with suppress(asyncio.CancelledError):
                 await working
-        # Its exception's traceback refers to this frame: the cycle would keep the body in memory.
+        # The task's exception refers to this frame; the cycle would keep the body in memory.
         del working

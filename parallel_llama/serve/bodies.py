@@ -1,8 +1,8 @@
 """The JSON bodies of requests: every field with its type and bounds.
 
-Unknown fields are refused, with the nearest known name. SDKs send the fields below a comment
-"Ignored", which have no effect here: those in WITHOUT_EFFECT are logged once, and the others must
-have the one value that changes nothing.
+Unknown fields are refused, with the nearest known name. Fields below a comment "Ignored" are
+accepted because SDKs send them. Those in WITHOUT_EFFECT may have any value, and are logged once;
+the others must have the value that changes nothing.
 
 Source: the API reference of OpenAI; vLLM's extra parameters.
 """

@@ -1,4 +1,4 @@
-"""The reasoning, the calls and the text of answers with marks of reasoning and calls."""
+"""Separates the reasoning, the calls and the text of answers that mark them by special tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from parallel_llama.tokenizer.channels import CALLS, ChannelText
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A part of what a model writes before its answer."""
+    """A part of the reasoning before an answer."""
 
     text: str
 

@@ -112,7 +112,7 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     template, names = context.inputs.chat_template, body.chat_template_kwargs or {}
-    # A client that asks for special tokens gets the text as the model writes it.
+    # A client that asks for special tokens gets the model's text unchanged.
     has_parts = context.inputs.has_marks and body.skip_special_tokens is not False
     if has_parts or (tools is not None and tools.has_special_marks):
         params = replace(params, skip_special_tokens=False)

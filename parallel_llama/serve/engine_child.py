@@ -25,7 +25,7 @@ class EngineChild:
     It ends with the thread that started it.
 
     Args:
-        module: what the process runs, with a socket's number and `log_format` as arguments.
+        module: the module to run, with a socket's descriptor and `log_format` as arguments.
         settings: an LLMConfig as JSON, which the process reads from stdin.
         log_format: text or json.
     """
@@ -43,7 +43,7 @@ class EngineChild:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno()), log_format],
                 stdin=subprocess.PIPE,
-                stdout=2,  # stderr's number
+                stdout=2,  # to stderr
                 env=env,
                 pass_fds=[theirs.fileno(), self._report.fileno()],
                 **beyond_ctrl_c(),

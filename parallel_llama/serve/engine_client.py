@@ -28,8 +28,8 @@ FORGIVEN_AFTER_S = 600.0  # older restarts do not count as part of a crash loop
 MAX_BACKOFF_S = 30.0
 MAX_ENGINES = 3  # engines tried per request, because the request may crash them
 WRONG_USE = 2  # exit code of an engine that would end in the same way after a restart
-# The fraction of max_choices that is kept for requests of one choice without a large body, and the
-# fraction that is added to max_choices for such a request of an account with no unfinished choice.
+# Large requests and requests for several choices may use only 1 - SMALL_FRACTION of max_choices. A
+# small request of an account without unfinished choices may use 1 + SMALL_FRACTION of it.
 SMALL_FRACTION = 1 / 8
 _READ_BYTES = 1 << 18
 
@@ -92,7 +92,7 @@ class EngineClient:
         self.n_restarts = 0
         self.n_failed_steps = 0
         self.n_losses = 0  # times that ranks were lost and the others continued
-        self.n_returns = 0  # processes that have taken the places of lost ranks
+        self.n_returns = 0  # processes that have replaced lost ranks
         self.on_loaded: Callable[[wire.Loaded], None] = lambda _: None
 
     @property
@@ -124,7 +124,7 @@ class EngineClient:
         return self.state == "ready" and age_s is not None and age_s < self._step_timeout_s
 
     def require_room(self, n_choices: int, account: str, *, is_large: bool = False) -> None:
-        """Raises: NotReady; Busy without room for `n_choices` more of this account."""
+        """Raises: NotReady; Busy if this account cannot have `n_choices` more choices."""
         if self.state != "ready":
             self.metrics.rejected("not_ready")
             raise NotReady(_WHY[self.state])
@@ -326,7 +326,7 @@ class EngineClient:
             if answer.is_abandoned or key == self._probe_key:
                 self._forget(key)
             elif answer.n_engines == MAX_ENGINES:
-                self._forget(key).fail(NotReady("every engine that had this request has ended"))
+                self._forget(key).fail(NotReady("every engine that ran this request has ended"))
             else:
                 answer.begin_again()
                 self._send(wire.Submit(key, answer.request))

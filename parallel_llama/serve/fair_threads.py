@@ -16,7 +16,7 @@ LARGE_WORK = 64 << 10  # bytes of a body; more takes milliseconds and runs in th
 MAX_LARGE_WAITING = 4 << 20  # bytes of large work in all; above this no large body is read
 # Large work takes the interpreter lock from the event loop, and a core from the engine, for
 # milliseconds at a time. Without rests, many large bodies made a small request four times slower.
-_LARGE_REST = 3.0  # in units of the time that the work took
+_LARGE_REST = 3.0  # as a multiple of the work's time
 _MAX_REST_S = 0.3
 _NICE = 10  # of low-priority threads: they get a tenth of a contended core
 
@@ -77,8 +77,8 @@ class FairThreads:
 def yield_cores() -> None:
     """Lowers the priority of this thread and of the processes that it starts.
 
-    The threads of a step have hundreds of barriers, where all threads wait for one that has lost
-    its core.
+    At each of the hundreds of barriers in a step, all threads of the engine wait for a thread that
+    has lost its core.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 

@@ -28,7 +28,7 @@ MAX_BODIES_BYTES = 256 << 20  # total of all requests that have not been answere
 PIPELINE_GAP_S = 0.001  # between the starts of two pipelined requests, of all connections together
 MAX_UNREAD_BYTES = 64 << 10  # pipelined after a request that has not been answered
 MAX_CONNECTIONS = 1024  # admitted connections
-MAX_OTHERS = 128  # connections that have not been admitted; more if slots above are free
+MAX_OTHERS = 128  # other connections; they also use the slots of MAX_CONNECTIONS that are free
 UNREAD_LIMIT_S = 1.0  # for a client to read some of its response, if others need its slot
 
 # Bytes of an incomplete head or chunk, which the parser buffers. Twice the limits, because of the
@@ -118,7 +118,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unlimit()
-        self._unread.clear()  # reference cycles keep this object alive for long
+        self._unread.clear()  # reference cycles keep this object alive for a long time
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Converts what the engine generated to the parts of OpenAI's replies."""
+"""Converts the engine's outputs to the parts of OpenAI's replies."""
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
 

@@ -35,7 +35,7 @@ _TICKS_PER_TRIM = 100
 _MAX_KEPT_BYTES = 32 << 20  # freed memory that malloc may keep
 _CLOSING_S = 5  # for open connections to close at shutdown
 
-READ_LIMIT_S = 60.0  # for a client to read MIN_READ_BYTES of a response that waits for it
+READ_LIMIT_S = 60.0  # for a client to read MIN_READ_BYTES of a pending response
 MIN_READ_BYTES = 16 << 10
 MAX_UNSENT_BYTES = 256 << 20  # of all connections together
 

@@ -1,4 +1,4 @@
-"""The state of all route handlers, and operations of a request on it."""
+"""The state that all route handlers share, and the operations of one request."""
 
 import asyncio
 import time
@@ -95,10 +95,6 @@ class RequestContext:
         return replace(self, adapter=name if name in self.service.adapters else None)
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
-        """Awaits `work`, and cancels it if the client disconnects. The body must have been read.
-
-        Raises: ClientGone.
-        """
         return await unless_gone(self.request, work)
 
     async def in_thread(

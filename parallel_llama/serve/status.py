@@ -1,7 +1,7 @@
 """The server's status: GET /status, which the web page shows, and GET /metrics for Prometheus.
 
-Every metric has the prefix parallel_llama; those that vLLM has are repeated under its prefix, so
-that dashboards for vLLM work.
+Every metric has the prefix parallel_llama. Metrics that vLLM has are repeated under vLLM's prefix,
+so that dashboards for vLLM work.
 
 Source: Prometheus's text format.
 """
@@ -26,7 +26,7 @@ _PAGE_BYTES = 4096
 def status_of(service: Service) -> dict[str, Any]:
     """The model, and the engine's load and memory; None for values unknown before it has loaded.
 
-    Units: as the keys' suffixes say. `memory_bytes` is a rank's resident memory now;
+    Units are in the suffixes of the keys. `memory_bytes` is a rank's resident memory now;
     `weight_bytes`, `cuda_bytes` and `bytes_per_rank` are allocated sizes.
     """
     engine, loaded, step = service.engine, service.engine.loaded, service.engine.last_step
@@ -96,7 +96,7 @@ def _resident_bytes(pid: int | None) -> int | None:
 
 
 OWN, VLLM = "parallel_llama", "vllm"
-Value = float | Mapping[str, float]  # of a metric, or by a further label
+Value = float | Mapping[str, float]  # one value, or values by a further label
 
 # Series that vLLM does not have.
 OURS = frozenset((
@@ -125,7 +125,7 @@ class EngineCollector(Collector):
         yield self._total("engine_restarts", "Number of engine restarts.", engine.n_restarts)
         survived = "Number of times that ranks were lost and the others continued all requests."
         yield self._total("rank_losses", survived, engine.n_losses)
-        returned = "Number of processes that have taken the places of lost ranks."
+        returned = "Number of processes that have replaced lost ranks."
         yield self._total("rank_returns", returned, engine.n_returns)
         failed = "Number of steps that failed with a numerical error."
         yield self._total("failed_steps", failed, engine.n_failed_steps)

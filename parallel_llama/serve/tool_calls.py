@@ -48,11 +48,11 @@ PYTHONIC = ToolFormat(
 CHANNELS = ToolFormat("<|channel|>", "<|call|>")
 SECTIONS = ToolFormat("<|START_ACTION|>", "<|END_ACTION|>", "parameters", is_list=True)
 
-# What a template that asks for calls in Python's syntax says.
+# A template with this text asks for calls in Python's syntax.
 _ASKS_FOR_PYTHON = "[func_name1("
 
-# What begins a list of calls in Python's syntax, up to the first parenthesis. It is matched again
-# for each character, so its length is bounded.
+# The beginning of a list of calls in Python's syntax, up to the first parenthesis. The bounds limit
+# its cost, because it is matched again for every character.
 _PYTHON_HEAD = re.compile(r"\[\s{0,64}[\w.]{0,256}\s{0,64}")
 
 # Templates with these ask for calls in another syntax.
@@ -184,7 +184,7 @@ class CallReader:
             self._give_up()
 
     def _begins_python(self) -> bool:
-        """Whether what is held back can be calls in Python's syntax; else text would wait long."""
+        """Whether the held text can begin a list of calls; other text is not held back for long."""
         return (
             "(" in self._held
             or _PYTHON_HEAD.fullmatch("".join(self._held[1:]).lstrip()) is not None
@@ -203,7 +203,7 @@ class CallReader:
             self._read(char)
 
     def _give_up(self) -> None:
-        """Treats what is held back as text."""
+        """Emits the held text, which is not a call."""
         held = "".join(self._held)
         gap = self._gap
         self._begin_text()

@@ -74,9 +74,9 @@ class Regrouped(msgspec.Struct, frozen=True, array_like=True, tag="regrouped"):
     """The ranks of the engine have changed; the present ranks continue all requests.
 
     Args:
-        loaded: what the engine has now.
+        loaded: the new state of the engine.
         has_lost: whether ranks were lost.
-        n_new: how many processes have taken the places of lost ranks.
+        n_new: the number of processes that have replaced lost ranks.
     """
 
     loaded: Loaded
@@ -85,7 +85,7 @@ class Regrouped(msgspec.Struct, frozen=True, array_like=True, tag="regrouped"):
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """What a step produced for one choice of a request: tokens, new text, perhaps the end.
+    """The output of a step for one choice: tokens, new text, and at the end the completion.
 
     The completion has no log-probabilities: those of its tokens are in the outputs, those of its
     prompt in Scored.
@@ -119,7 +119,7 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
 
 
 class EngineRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """A request that the engine cannot run, and why."""
+    """A request that the engine cannot run, and the reason."""
 
     key: int
     reason: str
@@ -225,5 +225,5 @@ class FrameSocket:
             except BlockingIOError:
                 return
             if not data:
-                raise BrokenPipeError("the frontend has gone")
+                raise BrokenPipeError("the frontend has closed the socket")
             yield from self._frames.feed(data)

@@ -1,6 +1,6 @@
 """Separates the reasoning of a model's answers from their text.
 
-`tokenizer.channels` and `tokenizer.sections` read the marks that models write for it.
+`tokenizer.channels` and `tokenizer.sections` read the special tokens that mark the two.
 """
 
 from typing import Protocol

@@ -206,7 +206,7 @@ def _require_names(names: Any) -> None:
         if not isinstance(name, str) or not name.isidentifier():
             raise UsageError(f"template_vars: {name!r:.80} is not a name; use letters, digits, _")
         if name in RESERVED_NAMES:
-            raise UsageError(f"template_vars: {name} is set already; use another name")
+            raise UsageError(f"template_vars: {name} is a reserved name; use another name")
 
 
 def _size(value: Any, where: str, depth: int) -> int:

@@ -84,8 +84,8 @@ class Llama2Chat:
         if roles != expected or len(roles) % 2 == 0:
             raise UsageError(
                 f"roles are {', '.join(message['role'] for message in messages):.200}; Llama 2's "
-                "format needs an optional system message, then user and assistant in turn, and a "
-                "user message at the end"
+                "format allows a system message first, then alternating user and assistant "
+                "messages, and needs a user message at the end"
             )
         contents = [text_of(message) for message in spoken]
         if system is not None:

@@ -200,7 +200,7 @@ def _special_ids(
         text = config.names.get(name)
         found[key] = tokens.index(text) if text in tokens else None
     ends = [*(defaults.eos_ids or sorted(tokenizer.eos_ids))]
-    ends.sort(key=lambda id: id not in tokenizer.eos_ids)  # first the end of a turn
+    ends.sort(key=lambda id: id not in tokenizer.eos_ids)  # the end of a turn first
     if len(ends) > len(_END_KEYS):
         logger.warning(
             "a GGUF file states %d ids that end a text, and this model has %d: %s are left out",

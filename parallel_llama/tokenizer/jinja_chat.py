@@ -202,8 +202,8 @@ class JinjaChat:
         before, found, _ = text.rpartition(answer)
         if not found:
             raise UsageError(
-                f"{self._source}: the chat template does not write the last message as it is, so "
-                "it cannot be continued"
+                f"{self._source}: the chat template changes the text of the last message, so that "
+                "message cannot be continued"
             )
         return before + found
 

@@ -74,7 +74,7 @@ def _widest(text: str) -> int:
 
 def _require(is_within: bool) -> None:
     if not is_within:
-        raise BeyondLimit("an operator would make too large a value")
+        raise BeyondLimit("an operator would create a value that is too large")
 
 
 def _raise_exception(message: object) -> NoReturn:
@@ -139,6 +139,6 @@ class Job:
         except (BeyondLimit, SecurityError, OverflowError, RecursionError) as error:
             return {"failure": "limit", "message": str(error)[:1000]}
         except MemoryError:
-            return {"failure": "limit", "message": "it needs more memory than it may have"}
+            return {"failure": "limit", "message": "it exceeds the memory limit"}
         except Exception as error:
             return {"failure": "error", "message": f"{type(error).__name__}: {error}"[:1000]}

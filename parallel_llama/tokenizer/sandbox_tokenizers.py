@@ -33,7 +33,7 @@ class Library:
         return ids
 
     def contents(self) -> dict[str, Any]:
-        """What `TokenizersTokenizer` needs to know, as JSON values."""
+        """The contents that `TokenizersTokenizer` reads, as JSON values."""
         decoder = self.tokenizer.decoder
         added = self.tokenizer.get_added_tokens_decoder()
         return {

@@ -144,7 +144,7 @@ def _guarded(work: Callable[[], _T], source: str) -> _T:
 
 
 def _unusable(source: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{source}: `tokenizers` cannot use it: {reason}")
+    return CheckpointError(f"{source}: the library `tokenizers` cannot use it: {reason}")
 
 
 def _to_json(tokenizer: tokenizers.Tokenizer, prefix: Sequence[int]) -> str:

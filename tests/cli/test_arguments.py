@@ -129,13 +129,15 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--device", "tpu"], "--device 'tpu': not one of auto, cpu"),
     (["generate", "--prompt", "x", "--device", "cuda:1"], "GPUs listed in CUDA_VISIBLE_DEVICES"),
     (["generate", "--prompt", "x", "--tensor-parallel-sise", "2"], "'--tensor-parallel-size'?"),
-    (["generate", "--prompt", "x", "--tp", "2", "--nproc", "2"], "--nproc is given twice"),
+    (["generate", "--prompt", "x", "--tp", "2", "--nproc", "2"], "--nproc (also --tp, --tensor-"),
     (["serve", "a", "--model", "b"], "--model is given twice; give it once, as an argument or as"),
     (["bench", "a", "b"], "unexpected argument 'b'"),
     (["chat", "no-such-model"], "model 'no-such-model' is not a path that exists"),
     (["generate", "--prompt", "x", "--nproc", "0"], "--nproc '0': not a whole number from 1"),
+    (["generate", "--prompt", "x", "--tp", "0"], "--tp '0': not a whole number from 1 to"),
+    (["generate", "--prompt", "x", "--tensor_parallel_size"], "-parallel-size needs a value"),
     (["generate", "--prompt", "x", "--nproc", "1-4"], "--nproc '1-4': not a whole number"),
-    (["generate", "--prompt", "x", "--nproc", "10"], "n_heads=9 and tp_size=10"),
+    (["generate", "--prompt", "x", "--nproc", "10"], "9 query heads cannot be split over"),
     (["generate", "--prompt", "x", "--max-seq-len", "0"], "--max-seq-len '0'"),
     (["generate", "--prompt", "x", "--max-seq-len", "9000"], "this model's context is 8192 tokens"),
     (["generate", "--prompt", "x", "--max-tokens", "8192"], "8193 positions, but the context has"),
@@ -159,8 +161,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompts", "negative.jsonl"], "tokens[1] is '-1', not a token id"),
     (["generate", "--prompts", "bool.jsonl"], "tokens[1] is 'true', not a token id"),
     (["generate", "--prompts", "large.jsonl"], "large.jsonl, line 2: token id 400000 is outside"),
-    (["generate", "--prompts", "huge.jsonl"], "not a token id, 0 to 2147483647"),
-    (["generate", "--prompts", "long.jsonl"], "long.jsonl, line 1: a prompt of 9000 tokens"),
+    (["generate", "--prompts", "huge.jsonl"], "not a token id from 0 to 2147483647"),
+    (["generate", "--prompts", "long.jsonl"], "long.jsonl, line 1: 9000 prompt tokens"),
     (["generate", "--prompts", "messages.jsonl"], "messages[0] has content=None"),
     (["generate", "--prompts", "nomessages.jsonl"], "messages must be a list with at least one"),
     (["generate", "--prompts", "content.jsonl"], "give text or a list of text parts"),
@@ -598,7 +600,7 @@ def test_plan_of_a_range_gives_the_reason_for_each_refusal(capsys):
     plans = plan_json(capsys, "--nproc", "8-10")["plans"]
     assert [plan["tp_size"] for plan in plans] == [8, 9, 10]
     assert "use 1 to 9 ranks" in plans[2]["error"]
-    assert "for 10 ranks: n_heads=9 and tp_size=10" in plan_page(capsys, "--nproc", "8-10")
+    assert "for 10 ranks: 9 query heads cannot be" in plan_page(capsys, "--nproc", "8-10")
 
 
 def test_a_window_bounds_what_a_sequence_takes(capsys):
@@ -619,7 +621,7 @@ def test_sizes_that_are_refused_share_a_row(capsys):
     page = plan_page(capsys, "--nproc", "8-1024")
     assert len(page.splitlines()) < 16
     assert re.search(r"^10-1024 .* no$", page, re.M)
-    assert "no plan    for 10-1024 ranks: n_heads=9 and tp_size=10" in page
+    assert "no plan    for 10-1024 ranks: 9 query heads cannot be split over 10" in page
 
 
 def test_the_plans_of_all_sizes_of_the_largest_model_take_a_moment(capsys):

@@ -67,11 +67,11 @@ def test_the_good_model_runs(model, capsys):
 
 
 FLAGS: list[tuple[tuple[str, ...], Sequence[str]]] = [
-    (("--nproc", "10"), ["10", "n_heads", "9"]),
+    (("--nproc", "10"), ["9 query heads cannot be split over 10 ranks"]),
     (("--max-seq-len", "513"), ["513", "512"]),
-    (("--max-tokens", "511"), ["3 tokens", "511", "512", "lower max_tokens to 509"]),
+    (("--max-tokens", "511"), ["3 prompt tokens and 511 new", "512", "ask for at most 509 new"]),
     (("--prompt", ""), ["prompt 1 is empty", "at least one character"]),
-    (("--prompt", "x" * 600), ["prompt 1", "601 tokens", "512", "at most 511 tokens"]),
+    (("--prompt", "x" * 600), ["prompt 1", "601 prompt tokens", "512", "at most 511 tokens"]),
 ]  # fmt: skip
 
 

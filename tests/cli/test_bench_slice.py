@@ -88,7 +88,7 @@ def test_what_is_no_rank_of_some_is_refused(slice_of, capsys):
     ("flags", "rank", "says"),
     [
         (["--slice=0/10"], None, "use 1 to 9 ranks"),
-        (["--slice=3/5", "--kv-split=sequence"], None, "use kv_split='heads'"),
+        (["--slice=3/5", "--kv-split=sequence"], None, "shard the KV cache by heads"),
         (["--slice=0/8", "--nproc=2"], None, "omit --nproc"),
         (["--slice=0/8"], "0", "start it without torchrun"),
     ],

@@ -207,7 +207,7 @@ def test_predictions_for_an_h100_are_near_what_was_measured_on_one(
         (["--gpus", "2xT4"], "name the GPUs"),
         (["--gpus", "1xH100", "--quant", "fp8"], "fp8"),
         (["--gpus", "1xH100", "--quant", "int8", "--batch", "8"], "row by row"),
-        (["--gpus", "1xH100", "--dtype", "float32"], "only 16 bits"),
+        (["--gpus", "1xH100", "--dtype", "float32"], "only 16-bit"),
         (["--gpus", "4xH100", "--kv-split", "sequence"], "operator by operator"),
     ],
 )

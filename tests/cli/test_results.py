@@ -187,7 +187,7 @@ def test_two_runs_do_not_write_one_file(path):
     first = ResultFile(path, requests(), RUN, resume=False)
     second = ResultFile(path, requests(), RUN, resume=False)
     first.open()
-    with pytest.raises(UsageError, match="is being written by another run"):
+    with pytest.raises(UsageError, match="another run is writing it"):
         second.open()
     first.write(completion(0))
     first.close()

@@ -540,7 +540,7 @@ def test_a_newcomer_leaves_a_block_for_each_that_can_grow():
 def test_a_request_that_never_fits_is_refused_with_what_to_lower():
     scheduler, _ = make(2)
     assert scheduler.add(make_request([1] * 5, max_tokens=4))
-    with pytest.raises(UsageError, match=r"need 3 blocks .* has 2; lower max_tokens to 4 or"):
+    with pytest.raises(UsageError, match=r"3 blocks .* has 2; ask for at most 4 new tokens, or"):
         scheduler.add(make_request([1] * 5, max_tokens=5))
     with pytest.raises(UsageError, match="shorten the prompt to at most 8 tokens"):
         scheduler.add(make_request([1] * 9, max_tokens=1))

@@ -182,11 +182,11 @@ def test_settings_that_stages_cannot_run_with_are_refused(settings, reason):
 
 def test_stages_without_a_rank_or_a_layer_are_refused(folders):
     args = load_model_args(find_model(str(folders["mixtral"])))
-    with pytest.raises(UsageError, match=r"pp=3, tp_size=2 and n_layers=3.* 1 to 2, or more"):
+    with pytest.raises(UsageError, match=r"2 ranks and 3 layers .* use 1 to 2 stages, or more"):
         make_plan(args, 2, pp=3)
-    with pytest.raises(UsageError, match=r"pp=4, tp_size=8 and n_layers=3.* from 1 to 3$"):
+    with pytest.raises(UsageError, match=r"8 ranks and 3 layers .* 4 stages; use 1 to 3 stages$"):
         make_plan(args, 8, pp=4)
-    with pytest.raises(UsageError, match=r"n_heads=6 and 7 ranks in a stage.* at most 12 ranks"):
+    with pytest.raises(UsageError, match=r"6 query heads .* the 7 ranks of .* at most 12 ranks"):
         make_plan(args, 13, pp=2)
 
 

@@ -30,9 +30,9 @@ DYNAMIC = replace(ARGS, rope_scaling=RopeScaling("dynamic", factor=2.0))
         (
             ARGS,
             "sequence",
-            "with kv_split='sequence' the ranks .* use kv_split='heads'",
+            "sharded by sequence the ranks .* shard it by heads",
         ),
-        (SINKING, "heads", "operator by operator because of attention sinks; drop attention_sinks"),
+        (SINKING, "heads", "operator by operator because of attention sinks; drop them if"),
         (DYNAMIC, "heads", "operator by operator: dynamic scaling"),
     ],
     ids=["plain", "windows", "sequence", "sinks", "dynamic"],

@@ -139,6 +139,6 @@ def test_what_cannot_go_on_without_end_is_refused():
         with_sinks(replace(ARGS, unrotated_layers=(1,)), 4, 2048)
     with pytest.raises(UsageError, match="attention_sinks=64: use 1 to 63"):
         with_sinks(ARGS, 64, 64)
-    with pytest.raises(UsageError, match="attention_sinks cannot be combined; drop one"):
+    with pytest.raises(UsageError, match="attention sinks cannot be combined with sharding"):
         make_plan(with_sinks(replace(ARGS, n_kv_heads=1), 4, 64), 3, kv_split="sequence")
     assert with_sinks(ARGS, 4, 64).sliding_window == 60

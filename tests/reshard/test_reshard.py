@@ -202,7 +202,7 @@ HF = "--tp=1 --format=hf"
         (f"shape.json x {HF}", "without weights"),
         (f"hf x {HF} --dtype=bfloat", "did you mean 'bfloat16'"),
         ("hf x --tp=1 --format=nativ", "did you mean 'native'"),
-        ("hf x --tp=10 --format=meta", "n_heads=9 .*--tp 1 to 9"),
+        ("hf x --tp=10 --format=meta", "9 query heads .*--tp 1 to 9"),
         ("hf x --tp=900 --format=hf", "--tp 1 to 21"),
         ("hf x --tp=900 --format=native", "--tp 1 to 21"),
         *((f"hf x --tp {n} --format=hf", "not a whole number from 1") for n in (0, -1, 1.5, "two")),

@@ -293,14 +293,14 @@ def test_a_field_that_is_no_field_is_refused_by_name(tiny, body, place):
         (CompletionBody, {"prompt": "word " * 600}, "prompt", TOO_LONG, "512"),
         (
             CompletionBody, {"prompt": ["a", "word " * 600]},
-            "prompt", TOO_LONG, "prompt 1: a prompt of",
+            "prompt", TOO_LONG, "prompt 1: ",
         ),
         (CompletionBody, {"prompt": [["a"]]}, "prompt[0][0]", "invalid_type", ""),
         (CompletionBody, {"prompt": [[5], []]}, "prompt[1]", "invalid_value", "length"),
         (CompletionBody, {"n": 2, "best_of": 3}, "best_of", "invalid_value", "only n"),
         (
             ChatBody, {"chat_template_kwargs": {"messages": []}},
-            "chat_template_kwargs", "invalid_value", "set already",
+            "chat_template_kwargs", "invalid_value", "reserved name",
         ),
     ],
 )  # fmt: skip

@@ -172,7 +172,7 @@ async def test_a_request_goes_to_the_next_engines_but_not_to_a_fourth():
             engine.say(step(answer.key, 5))
             engine.die()
         await ready(client, engines, 3)
-        with pytest.raises(NotReady, match="every engine that had this request has ended"):
+        with pytest.raises(NotReady, match="every engine that ran this request has ended"):
             await answer.whole()
         assert client.n_choices == 0 and client.n_restarts == 3
 

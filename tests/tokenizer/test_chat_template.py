@@ -180,7 +180,7 @@ def test_an_answer_that_the_template_changes_cannot_be_continued(renderer):
     template = "{{ messages[-1].content | upper }}"
     chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
     messages = [*USER, {"role": "assistant", "content": "a"}]
-    with pytest.raises(UsageError, match="does not write the last message"):
+    with pytest.raises(UsageError, match="changes the text of the last message"):
         chat.render(Chat(messages, continues=True))
     for wrong in (USER, [*USER, {"role": "assistant", "content": " "}]):
         with pytest.raises(UsageError, match="cannot be continued"):
@@ -547,7 +547,7 @@ def test_template_vars_are_names_of_the_template(renderer):
 def test_every_name_that_the_renderer_sets_is_reserved():
     assert sandbox_templates.environment().globals.keys() <= RESERVED_NAMES
     for name in RESERVED_NAMES:
-        with pytest.raises(UsageError, match=f"template_vars: {name} is set already"):
+        with pytest.raises(UsageError, match=f"template_vars: {name} is a reserved name"):
             Chat(USER, template_vars={name: 1})
 
 
@@ -729,7 +729,7 @@ def test_memory_of_a_hostile_template_is_bounded():
     rendered(renderer, "ready")
     pid = renderer_pid(renderer)
     for name in ("doubling by +", "doubling by join", "center", "ljust", "expandtabs", "batch"):
-        with pytest.raises(CheckpointError, match="needs more memory than it may have"):
+        with pytest.raises(CheckpointError, match="exceeds the memory limit"):
             rendered(renderer, LARGE[name])
     assert renderer_pid(renderer) == pid
     status = Path(f"/proc/{pid}/status").read_text()
