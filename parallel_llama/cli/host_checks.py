@@ -39,7 +39,7 @@ def needs_of(
 ) -> Needs | None:
     """The memory of this host's ranks; None if they run on GPUs.
 
-    Raises: UsageError if there is no plan for so many ranks.
+    Raises: UsageError if there is no plan for that many ranks.
     """
     local_rank, n_local = local_world(n_ranks)
     n_gpus = count_gpus()

@@ -369,7 +369,8 @@ def _check_draft_model(flags: Flags, inputs: "InputProcessor", n_ranks: int) -> 
 
 def _check_calibration(flags: Flags, found: Calibration, n_ranks: int) -> None:
     """Raises: UsageError if the files of --calibration have other ranks than the command."""
-    named = f"--calibration {','.join(flags[CALIBRATION] or [])}"
+    paths = flags[CALIBRATION]
+    named = f"--calibration {','.join(paths or [])}"
     if len(found.ranks) != n_ranks:
         raise UsageError(
             f"{named} has {len(found.ranks)} ranks, but the command runs on {n_ranks}; use "

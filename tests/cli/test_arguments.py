@@ -591,7 +591,7 @@ def test_a_plan_for_gpus_counts_what_they_need_to_work(capsys):
 def test_plan_takes_cuda_only_where_each_rank_gets_a_gpu(capsys, monkeypatch):
     """--nproc 2 on a host with one GPU runs on the CPU, in float32."""
     for n_gpus, dtype in ((0, "float32"), (1, "float32"), (2, "bfloat16")):
-        monkeypatch.setattr("parallel_llama.cli.plan.count_gpus", lambda n=n_gpus: n)
+        monkeypatch.setattr("parallel_llama.cli.model.count_gpus", lambda n=n_gpus: n)
         assert plan_json(capsys, "--nproc", "2")["dtype"] == dtype
         assert plan_json(capsys, "--nproc", "2", "--device", "cuda")["dtype"] == "bfloat16"
 

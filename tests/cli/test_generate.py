@@ -179,7 +179,7 @@ def test_a_line_may_hold_a_chat_as_it_is_sent(run, tmp_path):
         ({"messages": [{"role": "user", "content": "x", "y": float("nan")}]}, "messages[0].y is"),
         ({"tools": {"type": "function"}}, "tools must be a list of objects"),
         ({"documents": ["x"]}, "documents[0] must be an object"),
-        ({"template_vars": {"messages": []}}, "messages is set already"),
+        ({"template_vars": {"messages": []}}, "messages is a reserved name"),
         ({"tool": []}, "unknown key 'tool'; did you mean 'tools'?"),
     ],
 )

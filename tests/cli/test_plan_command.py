@@ -28,7 +28,7 @@ from parallel_llama.plan import make_plan
 
 def test_gpus_of_another_machine_are_planned_in_bfloat16(capsys, monkeypatch):
     """GPUs given by their memory were planned like CPUs: in float32, without working memory."""
-    monkeypatch.setattr("parallel_llama.cli.plan.count_gpus", lambda: 0)
+    monkeypatch.setattr("parallel_llama.cli.model.count_gpus", lambda: 0)
     asked = ["--model", "llama-3.1-8b"]
     found = plan(capsys, *asked, "--gpus", "3x24")
     assert (found["tp_size"], found["device"]) == (3, "cuda")
@@ -117,7 +117,7 @@ def test_a_step_reads_the_window_of_layers_with_a_sliding_window(capsys):
 
 
 def test_the_page_says_what_it_plans_for(capsys, monkeypatch):
-    monkeypatch.setattr("parallel_llama.cli.plan.count_gpus", lambda: 0)
+    monkeypatch.setattr("parallel_llama.cli.model.count_gpus", lambda: 0)
     first = [
         page(capsys, *argv).splitlines()[0]
         for argv in (
