@@ -500,7 +500,7 @@ def stage_sizes(tp_size: int, pp: int) -> list[int]:
 
 
 def resolve_exact(asked: bool | None, args: ModelArgs, tp_size: int, device: str) -> bool:
-    """Whether sums are exact: `asked`, or by default on the CPU; docs/exactness.md has the cost.
+    """Whether sums are exact: as `asked`, else on the CPU; docs/exactness.md has the cost.
 
     The default excludes models with small experts, which the plan would distribute. On several
     hosts the caller passes False instead of None.

@@ -118,10 +118,10 @@ def input_formats(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
 def default_dtype(files: ModelFiles, args: ModelArgs, device: str) -> str:
     """A model's default dtype on 'cpu' or 'cuda'.
 
-    On CUDA it is bfloat16. A CPU computes in float32 from weights of 16 bits, so there it is the
-    dtype that the files state; float32 for Meta's files, which state none, and for files with a
-    matrix that can run as stored, so that decoding it instead does not round. A float64 model stays
-    in float64 on both.
+    A float64 model stays in float64. Other models have bfloat16 on CUDA, and on the CPU the dtype
+    that the files state, because the CPU computes in float32 from weights of 16 bits. Meta's files
+    state no dtype, so they have float32 there, as do files with a matrix that can run as stored:
+    decoding it then does not round.
 
     Raises: CheckpointError if a file is damaged.
     """

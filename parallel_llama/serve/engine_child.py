@@ -57,7 +57,7 @@ class EngineChild:
         return self._process.pid
 
     async def end(self, grace_s: float = _TERM_GRACE_S) -> tuple[int, str]:
-        """End the process, by force after `grace_s`. Returns: its exit code, and why it ended."""
+        """Ends the process, by force after `grace_s`. Returns: its exit code, and why it ended."""
         self.socket.close()
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = asyncio.get_running_loop().time() + grace_s
@@ -79,7 +79,7 @@ class AttachedEngine:
         self.socket = own
 
     async def end(self, _grace_s: float = 0.0) -> tuple[int, str]:
-        """Close the socket, which ends the engine; the engine reports its errors itself."""
+        """Closes the socket, which ends the engine; the engine reports its errors itself."""
         self.socket.close()
         return 1, "the engine has ended"
 

@@ -146,7 +146,7 @@ class EngineClient:
             raise self.busy(f"{n_here} of at most {most} completions are waiting or running")
 
     def busy(self, message: str) -> Busy:
-        """Count a rejected request. Returns: its error."""
+        """Counts a rejected request. Returns: its error."""
         self.metrics.rejected("busy")
         return Busy(message)
 
@@ -165,7 +165,7 @@ class EngineClient:
             self._preparing += Counter()  # drops accounts with a count of 0
 
     def submit(self, request: Request, account: str = "") -> Answer:
-        """Send a request of an account to the engine.
+        """Sends a request of an account to the engine.
 
         Raises: as `require_room`.
         """
@@ -183,7 +183,7 @@ class EngineClient:
         return answer
 
     async def change_adapter(self, name: str, folder: str | None) -> None:
-        """Load an adapter, or unload it if `folder` is None; also in an engine that is restarted.
+        """Loads an adapter, or unloads it if `folder` is None; also in an engine that is restarted.
 
         Raises: UsageError if the engine refuses; NotReady if it is not ready, or ends.
         """
@@ -197,11 +197,11 @@ class EngineClient:
         self._adapters[name] = folder
 
     def drain(self) -> None:
-        """Reject new requests; unfinished requests continue."""
+        """Rejects new requests; unfinished requests continue."""
         self._is_draining = True
 
     async def run(self) -> None:
-        """Keep an engine running until cancelled.
+        """Keeps an engine running until cancelled.
 
         Raises: EngineEnded if the engine is not restarted; all requests fail.
         """
@@ -241,7 +241,7 @@ class EngineClient:
         return 0.0 if is_first else min(MAX_BACKOFF_S, 2.0 ** (len(self._restarted_s) - 2))
 
     async def _converse(self, child: EngineChild | AttachedEngine) -> None:
-        """Receive the messages of one engine until it ends or hangs."""
+        """Receives the messages of one engine until it ends or hangs."""
         reader, writer = await asyncio.open_connection(sock=child.socket)
         frames = wire.Frames()
         watching = asyncio.create_task(self._watch(writer))
@@ -256,7 +256,7 @@ class EngineClient:
             writer.close()
 
     async def _watch(self, writer: asyncio.StreamWriter) -> None:
-        """Send probes to an idle engine, and stop an engine that does not step."""
+        """Sends probes to an idle engine, and stops an engine that does not step."""
         probe_every_s = min(PROBE_EVERY_S, self._step_timeout_s / 2)
         while True:
             await asyncio.sleep(probe_every_s / 5)
@@ -351,7 +351,7 @@ class EngineClient:
 
 
 def _log(answer: Answer) -> None:
-    """Log one line for an answer that has ended, without its text. Units: seconds."""
+    """Logs one line for an answer that has ended, without its text. Units: seconds."""
     now, asked_s = time.monotonic(), answer.submitted_s
     first_s = answer.first_token_s
     fields = {

@@ -109,7 +109,7 @@ class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
     """The outputs of one step, its duration in seconds, and the engine's load after it.
 
-    `begun` has the keys of requests whose first step it was.
+    `begun` has the keys of the requests that the step began.
     """
 
     outputs: tuple[Output, ...]
@@ -160,7 +160,7 @@ class Frames:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add a piece of the stream; yields the frames that it completes.
+        """Adds a piece of the stream; yields the frames that it completes.
 
         Raises: ValueError for a frame that is too long.
         """
@@ -196,7 +196,7 @@ class FrameSocket:
         return bool(self._unsent)
 
     def send(self, message: Any) -> None:
-        """Send a message, now or by a later `flush`."""
+        """Sends a message, now or by a later `flush`."""
         data = memoryview(framed(message))
         self._unsent.append(data)
         self._n_unsent += len(data)
@@ -205,7 +205,7 @@ class FrameSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as the socket takes."""
+        """Sends as much as the socket takes."""
         while self._unsent:
             try:
                 n_sent = self.socket.send(self._unsent[0])
