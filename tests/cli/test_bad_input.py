@@ -96,7 +96,7 @@ def test_a_stride_that_leaves_tokens_without_context_is_refused(model, tmp_path,
 
 def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_opened(folder, refused):
     (folder / "model.safetensors").write_bytes(b"")
-    refused("generate", "--model", str(folder), "--prompt", "x" * 600, says=["601 prompt tokens", "512"])
+    refused("generate", "--model", str(folder), "--prompt", "x" * 600, says=["601 prompt", "512"])
 
 
 def edit_json(file: Path, **changes: Any) -> None:
