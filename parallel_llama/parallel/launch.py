@@ -583,8 +583,8 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked, log_dir: st
     try:
         code = ranks[number].process.wait(_TERM_GRACE_S)
     except subprocess.TimeoutExpired:
-        code = 1
-    return code if code > 0 else 1
+        code = 0
+    return code if code > 0 else report.code
 
 
 def _stacks(ranks: Sequence[_Rank], culprits: Sequence[int], log_dir: str | None = None) -> str:

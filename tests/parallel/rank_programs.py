@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from parallel_llama.errors import UsageError
-from parallel_llama.parallel.failures import report_crash, report_error
+from parallel_llama.parallel.failures import WRONG_USE, report_crash, report_error
 from parallel_llama.parallel.launch import hear_ctrl_c
 from parallel_llama.parallel.rank_env import world
 from parallel_llama.parallel.rank_stacks import record_stacks
@@ -100,8 +100,8 @@ def is_alive(rank: int) -> bool:
 
 
 def end_slowly(ended: str) -> None:
-    """Reports an error, and creates a file 20 seconds later, before it ends."""
-    report_error("the cause of it all")
+    """Reports a wrong use, and creates a file 20 seconds later, before it ends."""
+    report_error("the cause of it all", WRONG_USE)
     time.sleep(20)
     Path(ended).touch()
 
