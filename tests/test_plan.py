@@ -136,7 +136,7 @@ def test_only_the_proportions_of_the_memory_matter(case):
 
 @pytest.mark.parametrize("tp_size", [0, -1, 10])
 def test_a_size_without_a_query_head_for_each_rank_is_refused_with_the_remedy(tp_size):
-    with pytest.raises(UsageError, match=rf"cannot be split over {tp_size} ranks; use 1 to 9 ranks"):
+    with pytest.raises(UsageError, match=rf"cannot be split over {tp_size} ranks; use 1 to 9"):
         make_plan(shape(9, 3), tp_size)
 
 
