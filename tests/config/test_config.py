@@ -466,7 +466,7 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
         *(
             (
                 {key: {"bits": 4}},
-                f"has {key}, by which {program} .*only quantization_config.*use the unquantised",
+                f"has {key}, where {program} .*only quantization_config.*use the unquantised",
             )
             for key, program in (
                 ("compression_config", "compressed-tensors"),
