@@ -2,8 +2,8 @@
 
 `.NAME.partial` holds the folder `files`, which is renamed to the target at the end; a journal of
 the tensors that are on the disk; and the lock of the writing process. For a GGUF target, the only
-file in `files` is renamed. Whenever the process ends, the target is missing or complete, and
-another run can continue from the journal.
+file in `files` is renamed. However the process ends, the target is missing or complete, and another
+run can continue from the journal.
 """
 
 import json

@@ -245,7 +245,7 @@ def test_a_skeleton_holds_no_data_and_knows_places_beyond_4_gib(tmp_path):
 
 @pytest.mark.parametrize("n_files", [0, 10])
 def test_a_file_needs_a_query_head(n_files):
-    with pytest.raises(UsageError, match="use --tp 1"):
+    with pytest.raises(UsageError, match="query heads cannot be split over"):
         MetaLayout(TINY, dtypes_of(weights_of(TINY)), n_files)
 
 
