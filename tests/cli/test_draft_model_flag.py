@@ -22,14 +22,14 @@ def short(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("n_ranks", ["1", "2"])
-def test_a_draft_model_gives_the_same_text_and_its_drafts_are_counted(model, capsys, n_ranks):
+def test_a_draft_model_gives_the_same_text_and_its_drafts_are_counted(model, capfd, n_ranks):
     argv = ["generate", f"--model={model}", KV_CACHE, "--prompt=Once", "--max-tokens=24"]
     argv += ["--min-tokens=24", "--temperature=0.7", "--seed=5", f"--nproc={n_ranks}"]
     found = []
-    for flags in ([], [f"--draft-model={model}", "--draft-quant=int8"]):
+    for flags in ([], [f"--draft-model={model}", "--draft-quant=none"]):
         assert main([*argv, *flags]) == 0
-        found.append(capsys.readouterr())
-    assert found[0].out == found[1].out
+        found.append(capfd.readouterr())
+    assert found[0].out == found[1].out != ""
     assert " draft tokens accepted" in found[1].err
 
 
