@@ -55,7 +55,8 @@ class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
 class Source(Struct, frozen=True, forbid_unknown_fields=True):
     """The source of a converted folder.
 
-    `files` has the sizes of weight files; `tensors` the hashes of tensors whose dtype changed.
+    `files` has the sizes of the weight files. `tensors` has the hashes of the tensors that were
+    converted to another dtype.
     """
 
     layout: LayoutName

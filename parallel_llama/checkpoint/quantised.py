@@ -88,7 +88,7 @@ class PackedMatrix:
         return -(-self.stored_slice.shape[1] // self.group_size)
 
     def values(self, block: MatrixBlock, read: Read) -> Tensor:
-        """Decodes a block of a GPTQ matrix, whose groups may have any size and any inputs.
+        """Decodes a block of a GPTQ matrix. Groups may have any size and any inputs.
 
         Returns: [rows, columns] float32.
 

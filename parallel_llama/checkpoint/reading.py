@@ -96,7 +96,7 @@ def load(
     Args:
         is_wanted: whether a weight is read.
         on_bytes: called with the size of each loaded piece; the sum is `memory.weight_bytes`.
-        held: a shard in memory, whose rows are taken instead of read.
+        held: a shard in memory. Its rows are copied instead of read.
 
     Raises: CheckpointError if the checkpoint does not fit the model; DamagedWeights if a weight is
     NaN or Inf, or too large for its dtype.

@@ -129,7 +129,7 @@ def prepare(flags: Flags) -> Job:
 def _layer_s(llm: "LLM", rates: Sequence["RankRates"]) -> float:
     """Seconds of a layer in a decode step, without reads and exchanges.
 
-    Measured with one short sequence, whose KV cache takes no measurable time to read.
+    Measured with one sequence, so short that reading its KV cache takes no measurable time.
     """
     n_tokens = min(_SHORT_TOKENS, llm.input_processor.max_seq_len - 1)
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)

@@ -288,7 +288,8 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     Raises: UsageError if the model does not exist, has no weights, or cannot be sharded over that
     many ranks; CheckpointError if its files are damaged.
     """
-    from parallel_llama.engine.input_processor import InputProcessor  # slow; `plan` needs none
+    # Slow, and `plan` does not need it.
+    from parallel_llama.engine.input_processor import InputProcessor
 
     require_log_dir(flags[LOG_DIR])
     require_pipeline(flags[PP], flags[DEVICE], flags[KV_SPLIT], elastic=flags[ELASTIC])

@@ -122,7 +122,7 @@ class SequenceDrafts:
 
     def __init__(self, params: SamplingParams, costs: Sequence[tuple[int, float]]) -> None:
         self.params = replace(params, logprobs=None, prompt_logprobs=None)
-        self.n_run = 0  # leading tokens, and drafts, whose keys and values are in its KV cache
+        self.n_run = 0  # tokens and drafts that the draft model has run
         self._budget = DraftBudget(costs)
 
     def draft(self, _tokens: Sequence[int], most: int) -> Sequence[int]:

@@ -41,7 +41,7 @@ from parallel_llama.engine.step_buffer import Chunk, SamplingKey
 from parallel_llama.errors import DISAGREE, NumericalError, UsageError, listed
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
-from parallel_llama.request import FinishReason, Request, SamplingParams, TokenLogprob
+from parallel_llama.request import FinishReason, Request, TokenLogprob
 from parallel_llama.sampling.draw import History, SampledToken, SamplingRow, both, mask_of
 from parallel_llama.sampling.pending import PendingDraws, can_pend
 from parallel_llama.sampling.scoring import score_tokens
@@ -239,9 +239,9 @@ class Engine:
         `rpc` has the call afterwards; otherwise it is empty.
 
         Collective: `broadcast_bytes` of a message; if any tokens run, as a forward pass, `sample`
-        and, for log-probabilities of prompts, `score_tokens`, and one broadcast; for grammars
-        `broadcast_bytes` of the masks; as `IntegrityCheck.after_step`; a barrier after a
-        NumericalError.
+        and, for log-probabilities of prompts, `score_tokens`, and one broadcast; with a draft
+        model, as `DraftModel.run`; for grammars `broadcast_bytes` of the masks; as
+        `IntegrityCheck.after_step`; a barrier after a NumericalError.
 
         Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf, which discards
         all requests. IntegrityError if a bit has flipped, which ends the ranks.
@@ -396,7 +396,9 @@ class Engine:
                 SequenceOutput(ticket, sequence, matcher, prompt_logprobs),
                 allowed,
                 History(request.prompt) if params.has_penalties else None,
-                self._new_drafts(params),
+                PromptLookup()
+                if self._draft_model is None
+                else self._draft_model.sequence_drafts(params),
             )
 
     def _fits(self, ticket: int, request: Request) -> bool:
@@ -454,11 +456,6 @@ class Engine:
         return min(self.max_drafts, _MAX_ROWS // len(self.scheduler.running) - 1)
 
     # The step
-
-    def _new_drafts(self, params: SamplingParams) -> PromptLookup | SequenceDrafts:
-        if self._draft_model is None:
-            return PromptLookup()
-        return self._draft_model.sequence_drafts(params)
 
     def _with_drafts(self, scheduled: abc.Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
         """Run the draft model on a step, which has placeholders for its drafts."""

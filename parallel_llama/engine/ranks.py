@@ -238,7 +238,7 @@ class Ranks:
         Args:
             facts: the digest of the facts of the ranks.
 
-        Raises: UsageError for a spare whose facts differ.
+        Raises: UsageError if the facts of the spare differ.
         """
         if facts != _digest(self._facts):
             raise UsageError(
@@ -516,23 +516,12 @@ class Ranks:
             # The tokenizer is parsed mostly in another process, while this one reads weights.
             tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
             with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
-                self._runner = runner = ModelRunner.load(
-                    setup.args,
-                    setup.checkpoint,
-                    setup.plan,
-                    comm,
-                    stage_comm=self._stage_comm,
-                    precision=setup.precision,
-                    device=setup.device,
-                    kv_format=setup.kv_format,
-                    on_bytes=note,
-                    before=self._runner,
-                )
+                self._runner = runner = self._load_model(setup, comm, note, self._runner)
                 for name, adapter in setup.adapters.items():
                     runner.load_adapter(name, adapter)
                     comm.keepalive()
                 if setup.draft is not None:
-                    self._draft_model = self._load_draft(setup.draft, comm, note)
+                    self._draft_model = self._load_draft_model(setup.draft, comm, note)
             tokenizer.result()
         if not keeps_open:
             del setup.checkpoint  # its headers may be large
@@ -540,21 +529,33 @@ class Ranks:
         comm.barrier()
         return runner
 
-    def _load_draft(
+    def _load_model(
+        self,
+        setup: ModelSetup,
+        comm: Communicator,
+        on_bytes: Callable[[int], None],
+        before: ModelRunner | None = None,
+    ) -> ModelRunner:
+        """Read this rank's weights of the model or of the draft model."""
+        return ModelRunner.load(
+            setup.args,
+            setup.checkpoint,
+            setup.plan,
+            comm,
+            stage_comm=self._stage_comm,
+            precision=setup.precision,
+            device=setup.device,
+            kv_format=setup.kv_format,
+            on_bytes=on_bytes,
+            before=before,
+        )
+
+    def _load_draft_model(
         self, draft: ModelSetup, comm: Communicator, on_bytes: Callable[[int], None]
     ) -> DraftModel:
-        """Read this rank's weights of the draft model."""
         with closing(draft.checkpoint):
-            runner = ModelRunner.load(
-                draft.args,
-                draft.checkpoint,
-                draft.plan,
-                comm,
-                precision=draft.precision,
-                device=draft.device,
-                kv_format=draft.kv_format,
-                on_bytes=on_bytes,
-            )
+            runner = self._load_model(draft, comm, on_bytes)
+        del draft.checkpoint  # its headers may be large
         setup, n_bytes = self.setup, sum(draft.weight_bytes)
         relative_cost = n_bytes / (sum(setup.weight_bytes) - n_bytes)
         return DraftModel(runner, setup.draft_tables, setup.args.vocab_size, relative_cost)

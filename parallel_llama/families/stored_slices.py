@@ -134,7 +134,7 @@ def transposed(
 def interleaved(
     name: str, weights: Sequence[Param], n_experts: int
 ) -> Iterator[tuple[str, StoredSlice]]:
-    """The slices of experts' weights whose rows alternate, by the weights' names.
+    """The slices of experts' weights that are stored with alternating rows, by weight name.
 
     `weights` has the weights of the first expert, then of the second, and so on. Matrices are
     stored as [in, out].

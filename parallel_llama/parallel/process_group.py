@@ -1,7 +1,8 @@
 """Collectives by torch.distributed, for GPUs and for CPU ranks that do not share memory.
 
-CPU tensors use gloo and CUDA tensors use NCCL, whose errors do not name the rank that failed. So
-ranks write heartbeats to the store; after a failure the missing heartbeat shows which rank died.
+CPU tensors use gloo, and CUDA tensors use NCCL. Their errors do not name the rank that failed.
+Therefore ranks write heartbeats to the store; after a failure the missing heartbeat shows which
+rank died.
 """
 
 import threading

@@ -409,7 +409,7 @@ class Sockets(Communicator):
         After an exception inside, this rank cannot use the group any more.
 
         Args:
-            like: a tensor whose dtype and size are in the signature.
+            like: a tensor with the dtype and size that the signature states.
             own: this rank's values; None for a rank that only receives.
             expected: the bytes of values to receive, by the rank that sends them.
         """

@@ -36,7 +36,7 @@ import signal, sys
 from parallel_llama.parallel import launch
 from parallel_llama.parallel.launch import run_ranks
 assert "torch" not in sys.modules
-# By default no force, and none is needed: whoever is to end hears of it.
+# By default ranks have time to end, and none is killed.
 launch._TERM_GRACE_S = 0.1 if sys.argv[2] == "hasty" else 1000.0
 launch._CTRL_C_LIMIT_S = 2.0 if sys.argv[2] == "impatient" else 1000.0
 code = run_ranks(sys.argv[3:], int(sys.argv[1]), 3, module="rank_programs",

@@ -5,8 +5,9 @@ operations for the cores.
 
 Machine code is cached in the user's cache folder. The process executes these files, so it accepts
 only files that no other user can have written: the folder and the file belong to the user, and
-nobody else may write to them. A file starts with the digest of its key and content; a kernel whose
-file is damaged, cut short or renamed is compiled again. Without a folder, all kernels are compiled.
+nobody else may write to them. A file starts with the digest of its key and content. If a file is
+damaged, cut short or renamed, its kernel is compiled again. Without a folder, all kernels are
+compiled.
 
 Sources: libgomp's ABI, section "Implementing PARALLEL construct" of its manual; XDG base directory
 specification.
