@@ -293,7 +293,7 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
     ):
         cells = [figures[key + suffix] for suffix in ("", "_min", "_max")]
         rows.append([*("-" if cell is None else f"{cell:g}" for cell in cells), label])
-    n_ranks = f"{counted(figures['tp_size'], 'rank')}"
+    n_ranks = counted(figures["tp_size"], "rank")
     if "slice" in figures:
         n_ranks = f"rank {figures['slice'].partition('/')[0]} of {n_ranks}, alone, random weights"
     kinds = in_dtypes(figures["dtype"], figures["quant"], figures["kv_cache_dtype"])

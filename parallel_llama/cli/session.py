@@ -178,7 +178,7 @@ def closing_line(
     `drafts` are the numbers of draft tokens that were accepted, and of all draft tokens.
     """
     least, most = size(min(weight_bytes)), size(max(weight_bytes))
-    pieces = [f"{counted(meter.n_tokens, 'token')}"]
+    pieces = [counted(meter.n_tokens, "token")]
     if meter.n_tokens:
         pieces.append(f"the first after {meter.first_token_s:.2f} s")
     if meter.tokens_per_s:

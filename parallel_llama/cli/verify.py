@@ -62,7 +62,7 @@ def _lines(model: str, report: "Report", against: str | None) -> list[str]:
     verdict = (
         painted("whole", GREEN, sys.stdout)
         if report.ok
-        else painted(f"{counted(count, 'problem')}", BOLD, sys.stdout)
+        else painted(counted(count, "problem"), BOLD, sys.stdout)
     )
     if report.ok and against is not None:
         verdict += f", the same as {quoted(against)}"

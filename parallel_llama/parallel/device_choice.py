@@ -84,7 +84,7 @@ def ranks_sharing_gpus(
 
 def too_few(n_ranks: int, n_gpus: int) -> str:
     """The part of an error message that says why the ranks cannot use GPUs."""
-    gpus = f"{counted(n_gpus, 'GPU')}"
+    gpus = counted(n_gpus, "GPU")
     return f"{n_ranks} ranks on this host and {gpus}, but each rank needs its own GPU"
 
 
