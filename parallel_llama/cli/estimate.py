@@ -1,42 +1,26 @@
 """Estimates the bytes that each rank of a plan needs; finds the fewest ranks that fit. No torch."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from operator import mul
+from operator import add, mul
 
-from parallel_llama.cli.hardware import Hardware
-from parallel_llama.cli.hosts import Hosts
 from parallel_llama.cli.model import BLOCK_SIZE
-from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision, kv_format, make_precision
-from parallel_llama.engine.kv_blocks import STEP_TOKENS
-from parallel_llama.engine.scheduler import MAX_RUNNING
+from parallel_llama.cli.plan_request import PlanRequest
+from parallel_llama.engine.drafts import shared_tables
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import ModelArgs, kv_groups
+from parallel_llama.families.model_args import kv_groups
 from parallel_llama.memory import (
-    blocks_held,
+    adapter_bytes,
     bytes_passed_over,
     default_cache_bytes,
     kv_bytes_per_token,
     most_blocks,
-    pool_sizes,
     values_multiplied,
     values_of_stages,
     weight_bytes,
-    working_bytes,
 )
-from parallel_llama.parallel.device_choice import DeviceKind
-from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.plan import (
-    KVSplit,
-    Shard,
-    ShardPlan,
-    make_plan,
-    resolve_exact,
-    stage_sizes,
-    why_unrecorded,
-)
+from parallel_llama.plan import Shard, ShardPlan, make_plan, why_unrecorded
 from parallel_llama.shares import choose_shares
 
 # The default of --block-size.
@@ -44,109 +28,13 @@ BLOCK_TOKENS: int = BLOCK_SIZE.initial
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """A requested plan: a model on some ranks, with `batch` sequences in the KV cache.
-
-    Args:
-        stored: formats of the matrices in the model's files.
-        memory: bytes, one number for all ranks or one per rank; None if not known.
-        bandwidth: bytes per second that a rank can read, one number or one per rank.
-        hardware: the rates and costs from which the speed is predicted; None if not known.
-        speeds: measured speeds, used if the plan has as many ranks; None if not known.
-        hosts: the hosts of the ranks; None if all ranks may be on one host.
-        pp: the number of stages of the pipeline.
-    """
-
-    args: ModelArgs
-    stored: Mapping[str, MatrixFormat]
-    device: DeviceKind
-    dtype: str
-    quant: str
-    kv_cache_dtype: str
-    kv_split: KVSplit
-    exact: bool | None
-    max_seq_len: int
-    batch: int
-    tp_size: int = 1
-    memory: int | tuple[int, ...] | None = None
-    bandwidth: int | tuple[int | None, ...] | None = None
-    hardware: Hardware | None = None
-    speeds: tuple[float, ...] | None = None
-    hosts: Hosts | None = None
-    pp: int = 1
-
-    @cached_property
-    def precision(self) -> Precision:
-        """Raises: UsageError if the model does not support the requested formats."""
-        return make_precision(self.args, self.dtype, self.device, self.quant, self.stored)
-
-    @property
-    def kv(self) -> KVFormat:
-        return kv_format(self.kv_cache_dtype, self.precision.computed)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the sums over ranks are exact."""
-        in_stage = max(stage_sizes(self.tp_size, self.pp))
-        return resolve_exact(self.exact, self.args, in_stage, self.device)
-
-    @property
-    def step_tokens(self) -> int:
-        return STEP_TOKENS[self.device]
-
-    def working(self, shard: Shard) -> int:
-        """Memory of a rank for its process or CUDA's libraries, and for the tensors of a step."""
-        # CUDA reserves memory for the largest batch; the CPU allocates what the batch needs.
-        n_drawn = MAX_RUNNING if self.device == "cuda" else min(self.batch, MAX_RUNNING)
-        return working_bytes(
-            self.args, shard, self.precision, self.step_tokens, n_drawn, self.device
-        )
-
-    @property
-    def tokens_each(self) -> tuple[int, ...]:
-        """Maximum tokens of a sequence in the cache of each KV group."""
-        return tuple(
-            blocks_held(self.max_seq_len, 1, kv_group.window, self.step_tokens)
-            for kv_group in kv_groups(self.args)
-        )
-
-    @property
-    def n_tokens(self) -> int:
-        """Maximum tokens of all sequences in the cache of the first KV group."""
-        return self.tokens_each[0] * self.batch
-
-    def pools(self, n_tokens: int) -> tuple[int, ...]:
-        """Capacity in tokens of each KV group if the first has a capacity of `n_tokens`."""
-        return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, self.step_tokens)
-
-    def cache_bytes(self, per_kv_group: Sequence[int], block_size: int) -> int:
-        """The --kv-cache-bytes needed, in whole blocks, given each KV group's bytes per token."""
-        full = kv_groups(self.args)[0]
-        each = blocks_held(self.max_seq_len, block_size, full.window, self.step_tokens)
-        n_blocks = self.batch * each
-        sizes = pool_sizes(self.args, n_blocks, block_size, self.max_seq_len, self.step_tokens)
-        n_bytes: int = block_size * sum(map(mul, sizes, per_kv_group))
-        return n_bytes
-
-    @property
-    def most_ranks(self) -> int:
-        """The largest number of ranks that can have a plan."""
-        return min(self.args.n_heads * self.pp, MAX_RANKS)
-
-    @property
-    def weights(self) -> int:
-        """Bytes of the model's weights, without replication."""
-        return estimate(replace(self, tp_size=1, pp=1, memory=None)).weights
-
-
-@dataclass(frozen=True)
 class KVEstimate:
-    """Bytes of a rank's KV cache.
+    """Bytes of a rank's KV cache, including that of a draft model.
 
     Args:
         per_kv_group: bytes of a token in each KV group.
         per_sequence: bytes of a sequence of `max_seq_len` tokens.
-        per_step: bytes that a decode step reads for a sequence of that length.
+        per_step: bytes that a decode step of the model reads for a sequence of that length.
         needed: bytes of all sequences.
     """
 
@@ -156,14 +44,16 @@ class KVEstimate:
     needed: int
 
     @classmethod
-    def of(cls, asked: PlanRequest, shard: Shard) -> "KVEstimate":
-        per_kv_group = kv_bytes_per_token(asked.args, shard, asked.kv)
+    def of(cls, asked: PlanRequest, shard: Shard, draft_kv: Sequence[int]) -> "KVEstimate":
+        """`draft_kv`: bytes of a token of the draft model in each KV group."""
+        of_model = kv_bytes_per_token(asked.args, shard, asked.kv)
+        per_kv_group = tuple(map(add, of_model, draft_kv))
         needed = sum(map(mul, per_kv_group, asked.pools(asked.n_tokens)))
         per_sequence = sum(map(mul, per_kv_group, asked.tokens_each))
         seen = [
             min(asked.max_seq_len, each.window or sys.maxsize) for each in kv_groups(asked.args)
         ]
-        return cls(per_kv_group, per_sequence, sum(map(mul, per_kv_group, seen)), needed)
+        return cls(per_kv_group, per_sequence, sum(map(mul, of_model, seen)), needed)
 
 
 @dataclass(frozen=True)
@@ -171,7 +61,9 @@ class RankEstimate:
     """Bytes that one rank needs for its shard of a workload, and reads in a decode step.
 
     Args:
-        weights: bytes of the weights that the rank holds.
+        weights: bytes of the model's weights that the rank holds.
+        adapters: bytes of the adapters.
+        draft_weights: bytes of the draft model's weights.
         read_weights: bytes of the weights that a decode step reads.
         read_kv: bytes of the KV cache that a decode step reads at the full context.
         layer_values: values of the layers' weights that a token is multiplied with.
@@ -182,6 +74,8 @@ class RankEstimate:
 
     shard: Shard
     weights: int
+    adapters: int
+    draft_weights: int
     read_weights: int
     read_kv: int
     layer_values: int
@@ -197,8 +91,13 @@ class RankEstimate:
         return sum(self.kv.per_kv_group)
 
     @property
+    def all_weights(self) -> int:
+        """Bytes of the weights of the model, the adapters and the draft model."""
+        return self.weights + self.adapters + self.draft_weights
+
+    @property
     def needed(self) -> int:
-        return self.weights + self.kv.needed + self.working
+        return self.all_weights + self.kv.needed + self.working
 
     def step_s(self, *, is_full: bool) -> float | None:
         """The shortest time of a decode step, bytes / bandwidth, with full or empty sequences."""
@@ -217,7 +116,14 @@ class Estimate:
 
     @property
     def weights(self) -> int:
+        """Bytes of the model's weights on all ranks, including replicas."""
         return sum(rank.weights for rank in self.ranks)
+
+    @property
+    def one_rank_weights(self) -> int:
+        """Bytes of the model's weights, without replicas."""
+        alone = replace(self.asked, tp_size=1, pp=1, memory=None, adapters=(), draft=None)
+        return estimate(alone).weights
 
     @property
     def n_kv_heads(self) -> int:
@@ -234,7 +140,7 @@ class Estimate:
     def room_for_tokens(self) -> int | None:
         """Capacity in tokens of the first KV group on the tightest rank, None without `memory`."""
         rooms = {
-            (rank.kv.per_kv_group, rank.memory - rank.weights - rank.working)
+            (rank.kv.per_kv_group, rank.memory - rank.all_weights - rank.working)
             for rank in self.ranks
             if rank.memory is not None
         }
@@ -261,13 +167,13 @@ class Estimate:
         """
         memory = [rank.memory for rank in self.ranks if rank.memory is not None]
         if self.asked.device == "cpu":
-            taken = sum(rank.weights + rank.working for rank in self.ranks)
+            taken = sum(rank.all_weights + rank.working for rank in self.ranks)
             free = sum(memory) - taken if memory else sys.maxsize
             return [default_cache_bytes("cpu", free, 0, len(self.ranks))] * len(self.ranks)
         if not memory:
             return None
         return [
-            default_cache_bytes("cuda", n_bytes - rank.weights, rank.working, 1)
+            default_cache_bytes("cuda", n_bytes - rank.all_weights, rank.working, 1)
             for n_bytes, rank in zip(memory, self.ranks, strict=True)
         ]
 
@@ -367,17 +273,21 @@ def estimate(asked: PlanRequest) -> Estimate:
         pp=asked.pp,
     )
     values = values_of_stages(asked.args, precision, plan)
-    kv: dict[tuple[int, range], KVEstimate] = {}  # by the number of KV heads, and the layers
+    drafts = _draft_bytes(asked)
+    kv: dict[tuple[int, range, tuple[int, ...]], KVEstimate] = {}  # ranks often have equal caches
 
     def rank(shard: Shard) -> RankEstimate:
-        key = shard.n_local_kv_heads, shard.layers
+        draft_weights, draft_kv = drafts[shard.rank]
+        key = shard.n_local_kv_heads, shard.layers, draft_kv
         if key not in kv:
-            kv[key] = KVEstimate.of(asked, shard)
+            kv[key] = KVEstimate.of(asked, shard, draft_kv)
         own, held = values[shard.stage], kv[key]
         weights = weight_bytes(shard, own)
         return RankEstimate(
             shard,
             weights,
+            sum(adapter_bytes(adapter, shard, precision) for adapter in asked.adapters),
+            draft_weights,
             weights - bytes_passed_over(asked.args, asked.batch, precision, shard, own),
             asked.batch * held.per_step,
             *values_multiplied(asked.args, shard, own),
@@ -388,6 +298,28 @@ def estimate(asked: PlanRequest) -> Estimate:
         )
 
     return Estimate(asked, plan, tuple(map(rank, plan.shards)))
+
+
+def _draft_bytes(asked: PlanRequest) -> list[tuple[int, tuple[int, ...]]]:
+    """Bytes of the draft model on each rank: its weights, and a token in each KV group.
+
+    Raises: UsageError if the draft model cannot run on the ranks of the request.
+    """
+    n_kv_groups = len(kv_groups(asked.args))
+    if (draft := asked.draft_on_ranks) is None:
+        return [(0, (0,) * n_kv_groups)] * asked.tp_size
+    tables = shared_tables(asked.args, draft.args)
+    try:
+        ranks = estimate(draft).ranks
+    except UsageError as error:
+        raise UsageError(f"draft model: {error}") from error
+    n_bytes = []
+    for rank in ranks:
+        per_token = [0] * n_kv_groups
+        for table, of_draft in zip(tables, rank.kv.per_kv_group, strict=True):
+            per_token[table] += of_draft
+        n_bytes.append((rank.weights, tuple(per_token)))
+    return n_bytes
 
 
 def _of_rank(given: int | tuple[int | None, ...] | None, rank: int) -> int | None:

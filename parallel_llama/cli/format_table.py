@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from parallel_llama.cli.estimate import Estimate, PlanRequest, estimate, fewest_that_fit
+from parallel_llama.cli.estimate import Estimate, estimate, fewest_that_fit
 from parallel_llama.cli.largest import Largest, find_largest
 from parallel_llama.cli.model import in_dtype
+from parallel_llama.cli.plan_request import PlanRequest
 from parallel_llama.cli.remedies import (
     Change,
     lossless_changes,

@@ -4,22 +4,12 @@ import os
 import shlex
 
 from parallel_llama.cli.arguments import Flags, warn
-from parallel_llama.cli.estimate import PlanRequest, estimate
-from parallel_llama.cli.model import (
-    DEVICE,
-    DTYPE,
-    EXACT,
-    KV_CACHE_BYTES,
-    KV_CACHE_DTYPE,
-    KV_SPLIT,
-    MAX_SEQ_LEN,
-    PP,
-    QUANT,
-)
-from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats
+from parallel_llama.cli.estimate import estimate
+from parallel_llama.cli.model import DEVICE, DRAFTS, KV_CACHE_BYTES, adapters_of
+from parallel_llama.cli.plan_request import plan_request
 from parallel_llama.doctor.machine import Host, Needs, startup_checks
 from parallel_llama.engine.available_memory import available_memory
-from parallel_llama.families.model_args import ModelArgs, context_length
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.parallel.device_choice import choose_device, count_gpus, ranks_sharing_gpus
 from parallel_llama.parallel.launch import threads_per_rank
@@ -46,30 +36,20 @@ def needs_of(
     _, n_sharing = ranks_sharing_gpus(flags[DEVICE], n_ranks, n_gpus)
     if choose_device(flags[DEVICE], n_sharing, n_gpus) != "cpu":
         return None
-    dtype = flags[DTYPE] or default_dtype(files, args, "cpu")
-    asked = PlanRequest(
-        args,
-        stored_formats(files, args),
-        "cpu",
-        dtype,
-        flags[QUANT] or default_quant(files, args, dtype),
-        flags[KV_CACHE_DTYPE],
-        flags[KV_SPLIT],
-        flags[EXACT],
-        context_length(args, flags[MAX_SEQ_LEN]),
-        batch=1,
-        tp_size=n_ranks,
-        pp=flags[PP],
-    )
+    asked = plan_request(flags, files, args, "cpu", n_ranks)
     first = world()[0] - local_rank
     here = estimate(asked).ranks[first : first + n_local]
-    least = sum(rank.weights + rank.working for rank in here)
+    least = sum(rank.all_weights + rank.working for rank in here)
     cache = sum(flags[KV_CACHE_BYTES] or rank.kv.needed for rank in here)
     each = max(1, (available_memory() // n_local) >> 20)
-    remedy = (
-        f"parallel-llama plan --model {shlex.quote(model)} --nproc {n_ranks} --memory {each}MiB"
-    )
-    return Needs(least, least + cache, remedy)
+    command = ["parallel-llama", "plan", "--model", model, "--nproc", f"{n_ranks}"]
+    command += ["--memory", f"{each}MiB"]
+    for name, folder in adapters_of(flags).items():
+        command += ["--adapter", f"{name}={folder}"]
+    for flag in DRAFTS:
+        if flags[flag] is not None:
+            command += [f"--{flag.name}", flags[flag]]
+    return Needs(least, least + cache, shlex.join(command))
 
 
 def warn_of_host(

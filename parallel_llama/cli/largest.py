@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from parallel_llama.cli.estimate import PlanRequest
+from parallel_llama.cli.plan_request import PlanRequest
 from parallel_llama.cli.remedies import most_that_fit
 from parallel_llama.families.model_args import context_length
 

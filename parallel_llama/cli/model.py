@@ -342,15 +342,36 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
 
 def _check_draft_model(flags: Flags, inputs: "InputProcessor", n_ranks: int) -> None:
     """Raises: UsageError if the draft model does not exist or cannot run with the model."""
+    found = draft_model(flags, inputs.args, inputs.max_seq_len, flags[DEVICE])
+    if found is None:
+        return
+    files, args = found
+    try:
+        if flags[RANDOM_WEIGHTS] is None:
+            files.require_weights()
+        make_plan(args, n_ranks, exact=bool(flags[EXACT]))
+    except UsageError as error:
+        raise UsageError(f"--draft-model {flags[DRAFT_MODEL]}: {error}") from error
+
+
+def draft_model(
+    flags: Flags, args: ModelArgs, max_seq_len: int, device: str
+) -> tuple[ModelFiles, ModelArgs] | None:
+    """The files of --draft-model, and their ModelArgs; None without the flag.
+
+    `args` and `max_seq_len` are those of the model that verifies the drafts.
+
+    Raises: UsageError if the draft model does not exist or cannot run with the model.
+    """
     name, quant = flags[DRAFT_MODEL], flags[DRAFT_QUANT]
     if name is None:
         if quant is not None:
             raise UsageError(
                 f"--draft-quant {quant} without --draft-model: use both, or drop --draft-quant"
             )
-        return
+        return None
     require_draft_model(
-        flags[DEVICE],
+        device,
         flags[KV_SPLIT],
         pp=flags[PP],
         elastic=flags[ELASTIC],
@@ -358,14 +379,12 @@ def _check_draft_model(flags: Flags, inputs: "InputProcessor", n_ranks: int) -> 
     )
     files = found_model(flags, name)
     try:
-        if flags[RANDOM_WEIGHTS] is None:
-            files.require_weights()
-        args = load_model_args(files, _count_vocab)
-        shared_tables(inputs.args, args)
-        context_length(args, inputs.max_seq_len)
-        make_plan(args, n_ranks, exact=bool(flags[EXACT]))
+        draft_args = args_of(files)
+        shared_tables(args, draft_args)
+        context_length(draft_args, max_seq_len)
     except UsageError as error:
         raise UsageError(f"--draft-model {name}: {error}") from error
+    return files, draft_args
 
 
 def _check_calibration(flags: Flags, found: Calibration, n_ranks: int) -> None:

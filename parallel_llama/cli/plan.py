@@ -12,7 +12,6 @@ from parallel_llama.cli.calibration import Calibration, read_calibrations
 from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
-    PlanRequest,
     compare,
     estimate,
     fewest_that_fit,
@@ -51,12 +50,12 @@ from parallel_llama.cli.plan_page import (
     title_lines,
 )
 from parallel_llama.cli.plan_picture import picture
+from parallel_llama.cli.plan_request import PlanRequest, plan_request
 from parallel_llama.cli.prediction import why_unpredicted
 from parallel_llama.cli.remedies import Remedy, find_remedies
-from parallel_llama.config.layouts import default_dtype, default_quant, stored_formats, why_decoded
+from parallel_llama.config.layouts import why_decoded
 from parallel_llama.engine.llm_config import require_pipeline
 from parallel_llama.errors import UsageError, WriteError, counted
-from parallel_llama.families.model_args import context_length
 from parallel_llama.families.weights import Axis
 from parallel_llama.files.partial_output import growing_file, replace_file
 from parallel_llama.parallel.device_choice import DeviceKind
@@ -190,26 +189,16 @@ def _request(flags: Flags, ranks: _Ranks) -> PlanRequest:
     if hosts is None and gpus is None:
         device = model.device_kind(flags[model.DEVICE], tp_size)
     require_pipeline(flags[model.PP], device, flags[model.KV_SPLIT])
-    dtype = flags[model.DTYPE] or default_dtype(files, args, device)
-    if decoded := why_decoded(files, args, dtype, flags[model.QUANT]):
-        warn(decoded)
-    asked = PlanRequest(
-        args,
-        stored_formats(files, args),
-        device,
-        dtype,
-        flags[model.QUANT] or default_quant(files, args, dtype),
-        flags[model.KV_CACHE_DTYPE],
-        flags[model.KV_SPLIT],
-        _exact(flags, hosts, flags[model.PP]),
-        context_length(args, flags[model.MAX_SEQ_LEN]),
-        flags[BATCH],
-        tp_size,
-        ranks.memory,
-        _bandwidth(flags, gpus),
-        _hardware(flags, gpus),
-        pp=flags[model.PP],
+    asked = replace(
+        plan_request(flags, files, args, device, tp_size),
+        exact=_exact(flags, hosts, flags[model.PP]),
+        batch=flags[BATCH],
+        memory=ranks.memory,
+        bandwidth=_bandwidth(flags, gpus),
+        hardware=_hardware(flags, gpus),
     )
+    if decoded := why_decoded(files, args, asked.dtype, flags[model.QUANT]):
+        warn(decoded)
     if ranks.calibration is not None:
         asked = _calibrated(asked, ranks.calibration, _named(flags))
     if hosts is not None:
@@ -521,6 +510,7 @@ VERB = Verb(
     (
         *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, CALIBRATION, HOSTS, PRICE),
         *(model.MAX_SEQ_LEN, BATCH),
+        *(model.ADAPTER, *model.DRAFTS),
         *(model.PP, model.DTYPE, model.QUANT, model.KV_CACHE_DTYPE, model.KV_SPLIT),
         *(model.EXACT, model.DEVICE, model.DOWNLOAD, SVG, JSON),
     ),

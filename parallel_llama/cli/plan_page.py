@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from parallel_llama.cli import model
 from parallel_llama.cli.arguments import Flags
-from parallel_llama.cli.estimate import Comparison, Estimate, PlanRequest, RankEstimate, estimate
+from parallel_llama.cli.estimate import Comparison, Estimate, RankEstimate, estimate
 from parallel_llama.cli.format_table import FormatTable, format_lines
 from parallel_llama.cli.largest import Largest
 from parallel_llama.cli.parsers import GB
+from parallel_llama.cli.plan_request import PlanRequest
 from parallel_llama.cli.prediction import Prediction, RankSteps, predict, rank_steps
 from parallel_llama.cli.remedies import Remedy
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
@@ -85,7 +86,7 @@ def plan_lines(found: Estimate, price: float | None) -> list[str]:
     needs += [f"{fills[0]}weights {fills[1]}KV {fills[2]}rest"]
     scale = max(max(rank.memory or 0, rank.needed) for rank in found.ranks)
     kv_per_token = sum(rank.kv_per_token for rank in found.ranks)
-    steps = rank_steps(found)
+    steps, model_bytes = rank_steps(found), found.one_rank_weights
     return [
         *table(held, [_held_row(rank, asked.args) for rank in found.ranks], sys.stdout),
         "",
@@ -99,9 +100,11 @@ def plan_lines(found: Estimate, price: float | None) -> list[str]:
         ),
         *_line(
             "weights",
-            f"{size(found.weights)} on all ranks, {found.weights / asked.weights:.3f} x the "
-            f"model's {size(asked.weights)}",
+            f"{size(found.weights)} on all ranks, {found.weights / model_bytes:.3f} x the "
+            f"model's {size(model_bytes)}",
         ),
+        *_adapters(found),
+        *_draft(found),
         *_line(
             "KV cache",
             f"for {sequences}, {size(kv_per_token)} per token on all ranks, {_copies(found)}",
@@ -118,6 +121,31 @@ def plan_lines(found: Estimate, price: float | None) -> list[str]:
         *_verdict(found),
         *_cache_flag(found),
     ]
+
+
+def _adapters(found: Estimate) -> list[str]:
+    """The weights of adapters; empty without --adapter."""
+    if not (adapters := found.asked.adapters):
+        return []
+    ranks = {pair.rank for adapter in adapters for pair in adapter.pairs.values()}
+    return _line(
+        "adapters",
+        f"{size(sum(rank.adapters for rank in found.ranks))} on all ranks, "
+        f"{counted(len(adapters), 'adapter')} of rank {', '.join(map(str, sorted(ranks)))}; "
+        "speeds are without adapters",
+    )
+
+
+def _draft(found: Estimate) -> list[str]:
+    """The weights of the draft model; empty without --draft-model."""
+    if (draft := found.asked.draft) is None:
+        return []
+    return _line(
+        "draft",
+        f"{size(sum(rank.draft_weights for rank in found.ranks))} of weights on all ranks, in "
+        f"{model.in_dtype(draft.precision.dtype, draft.precision.quant)}; its KV cache counts "
+        "as KV cache; speeds are without drafts",
+    )
 
 
 def more_channels(args: ModelArgs) -> dict[str, Axis]:
@@ -140,7 +168,7 @@ def _held_row(rank: RankEstimate, args: ModelArgs) -> list[str]:
 
 
 def _needs_row(rank: RankEstimate, scale: int) -> list[str]:
-    parts = rank.weights, rank.kv.needed, rank.working
+    parts = rank.all_weights, rank.kv.needed, rank.working
     limit = 1 if rank.memory is None else rank.memory / scale
     drawn = bar([part / scale for part in parts], _BAR_WIDTH, sys.stdout, limit)
     cells = [str(rank.shard.rank), *map(size, parts), size(rank.needed)]
@@ -291,7 +319,7 @@ def _copies(found: Estimate) -> str:
     if found.n_kv_heads == own:
         return "each KV head stored once"
     copies = f"{found.n_kv_heads} KV heads stored instead of {own} ({found.kv_overhead:+.0%})"
-    if found.asked.pp > 1:
+    if found.asked.pp > 1 or found.asked.draft is not None:
         return copies
     spread = estimate(replace(found.asked, kv_split="sequence"))
     if found.room_for_tokens is not None and spread.room_for_tokens is not None:
@@ -516,7 +544,7 @@ def _size_row(
         str(found.plan.tp_size),
         f"{found.plan.balance:.3f}",
         speed if has_speed else _CUTS[found.plan.cut],
-        size(max(rank.weights for rank in found.ranks)),
+        size(max(rank.all_weights for rank in found.ranks)),
         size(max(rank.kv_per_token for rank in found.ranks)),
         extra,
     ]

@@ -93,7 +93,7 @@ def _memory(ranks: Sequence[RankEstimate], y: int, lane: int) -> Iterator[str]:
         number = rank.shard.rank
         top, left = y + number * lane, 0
         yield _rect(_LEFT, top, (rank.memory or rank.needed) * scale, lane - 2, 'class="track"')
-        parts = {"weights": rank.weights, "kv": rank.kv.needed, "rest": rank.working}
+        parts = {"weights": rank.all_weights, "kv": rank.kv.needed, "rest": rank.working}
         for name, n_bytes in parts.items():
             tooltip = f"rank {number}: {size(n_bytes)} of {'KV cache' if name == 'kv' else name}"
             place = _LEFT + left * scale, top, n_bytes * scale, lane - 2

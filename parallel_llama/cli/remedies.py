@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 from typing import Any
 
-from parallel_llama.cli.estimate import Estimate, PlanRequest, estimate
+from parallel_llama.cli.estimate import Estimate, estimate
+from parallel_llama.cli.plan_request import PlanRequest
 from parallel_llama.cli.terminal import size
 from parallel_llama.dtypes import ITEM_BYTES, KVFormat
 from parallel_llama.errors import UsageError
@@ -30,10 +31,11 @@ class Remedy:
         flags = [
             f"--{FLAGS.get(name, name).replace('_', '-')} {value}"
             for name, value in self.change.items()
-            if not ("memory" in self.change and name in ("memory", "tp_size"))
+            if name != "draft" and not ("memory" in self.change and name in ("memory", "tp_size"))
         ]
         listed = [_ranks_of(self.change["memory"])] if "memory" in self.change else []
-        return ", ".join([*listed, *([" ".join(flags)] if flags else [])])
+        dropped = ["no --draft-model"] if "draft" in self.change else []
+        return ", ".join([*listed, *([" ".join(flags)] if flags else []), *dropped])
 
 
 def find_remedies(asked: PlanRequest) -> list[Remedy]:
@@ -42,7 +44,8 @@ def find_remedies(asked: PlanRequest) -> list[Remedy]:
     The order is: lossless changes, more ranks, fewer bits, fewer tokens. Only the most precise
     fitting format of each kind is suggested; formats are combined if none fits alone.
     """
-    lossless = _that_fit(asked, lossless_changes(asked))
+    without_draft: list[Change] = [{"draft": None}] if asked.draft else []
+    lossless = _that_fit(asked, [*lossless_changes(asked), *without_draft])
     ladders = [narrower_weights(asked), narrower_caches(asked)]
     narrower = [remedy for changes in ladders for remedy in _that_fit(asked, changes)[:1]]
     if not lossless and not narrower:
@@ -51,7 +54,9 @@ def find_remedies(asked: PlanRequest) -> list[Remedy]:
     found = [*lossless, *more, *narrower, *_fewer_tokens(asked)]
     if found:
         return found
-    narrowest = _joined(changes[-1] for changes in (*ladders, _splits(asked)) if changes)
+    narrowest = _joined(
+        changes[-1] for changes in (*ladders, _splits(asked), without_draft) if changes
+    )
     narrow = replace(asked, **narrowest)
     return [
         Remedy(_joined((each.change, narrowest)), each.found)
@@ -96,7 +101,8 @@ def lossless_changes(asked: PlanRequest) -> list[Change]:
 
 
 def _splits(asked: PlanRequest) -> list[Change]:
-    return [{"kv_split": "sequence"}] if asked.kv_split == "heads" and asked.pp == 1 else []
+    has_choice = asked.kv_split == "heads" and asked.pp == 1 and asked.draft is None
+    return [{"kv_split": "sequence"}] if has_choice else []
 
 
 def _is_wider(asked: PlanRequest, dtype: str) -> bool:
@@ -162,7 +168,7 @@ def _bytes_of_one_rank(asked: PlanRequest) -> int:
         (found,) = estimate(replace(alone, hardware=None, speeds=None, kv_split="heads")).ranks
     except UsageError:
         return 0
-    return found.weights + found.kv.needed
+    return found.all_weights + found.kv.needed
 
 
 def _combined(asked: PlanRequest) -> list[Remedy]:

@@ -528,6 +528,7 @@ def test_plan_json_covers_every_unit_once(capsys):
     keys = {"rank", "stage", "layers", "heads", "kv_heads", "ffn", "experts", "vocab", "outputs"}
     keys |= {"shared_ffn", "dense_ffn"}
     keys |= {"weight_bytes", "kv_bytes_per_token", "working_bytes", "needed_bytes", "memory_bytes"}
+    keys |= {"adapter_bytes", "draft_weight_bytes"}
     keys |= {"step_read_bytes", "step_s", "bandwidth_bytes_per_s"}
     assert [rank.keys() for rank in plan["ranks"]] == [keys] * plan["tp_size"] == [keys] * 4
     for axis, size in (("heads", 9), ("ffn", 1536), ("vocab", 49152)):

@@ -1,12 +1,14 @@
 """`plan` for GPUs and the CPU: what a rank needs, the printed page, and the suggested changes."""
 
 import json
+import shlex
 import sys
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from adapters import write_adapter
 from commands import run_python
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,10 +16,16 @@ from plan_output import page, plan
 
 from parallel_llama.cli import main as command_line
 from parallel_llama.cli import terminal
+from parallel_llama.cli.arguments import Flags
+from parallel_llama.cli.estimate import estimate
+from parallel_llama.cli.host_checks import needs_of
 from parallel_llama.cli.parsers import GB, GIB, GPU, KNOWN_GPUS, gpu_list
+from parallel_llama.cli.plan_request import PlanRequest
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.kv_capacity import CacheSize, DeviceMemory
+from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.collectives import Solo
@@ -200,6 +208,98 @@ def test_a_cache_of_the_bytes_that_plan_names_holds_the_sequences(capsys, argv):
         ]
         held = [each.agree(Solo(), DeviceMemory(1 << 40)) for each in sized]
         assert min(each.n_full_requests(1001) for each in held) == n_requests
+
+
+# Adapters and draft models
+
+
+def test_plan_counts_adapters_and_a_draft_model_as_the_start_does(model, tmp_path, capsys):
+    """`plan` left them out, so a plan that fits was refused at its start."""
+    adapters = {}
+    for rank in (2, 5):
+        folder, settings = tmp_path / f"{rank}", {"r": rank, "target_modules": "all-linear"}
+        write_adapter(folder, model, r".*\.\w+_proj", lambda _, rank=rank: rank, **settings)
+        adapters[f"{rank}"] = str(folder)
+    own: dict[str, Any] = {"draft_model": str(model), "draft_quant": "none", "adapters": adapters}
+    flags = [f"--adapter={name}={folder}" for name, folder in adapters.items()]
+    flags += [f"--draft-model={model}", "--draft-quant=none"]
+    for tp_size in (1, 3):
+        argv = [f"--model={model}", f"--nproc={tp_size}", "--quant=none"]
+        ranks = plan(capsys, *argv, *flags)["ranks"]
+        setup = ModelSetup(LLMConfig(str(model), tp_size=tp_size, quant="none", **own))
+        assert setup.draft is not None
+        assert [rank["draft_weight_bytes"] for rank in ranks] == [*setup.draft.weight_bytes]
+        parts = "weight_bytes", "adapter_bytes", "draft_weight_bytes"
+        assert all(rank[part] > 0 for rank in ranks for part in parts)
+        assert [sum(rank[part] for part in parts) for rank in ranks] == [*setup.weight_bytes]
+        plain = plan(capsys, *argv)["ranks"]
+        for rank, alone in zip(ranks, plain, strict=True):
+            assert rank["kv_bytes_per_token"] == 2 * alone["kv_bytes_per_token"]
+            assert rank["step_read_bytes"] == alone["step_read_bytes"]  # the model's alone
+            added = rank["adapter_bytes"] + rank["draft_weight_bytes"]
+            cache = alone["needed_bytes"] - alone["weight_bytes"] - alone["working_bytes"]
+            assert rank["needed_bytes"] == alone["needed_bytes"] + added + cache
+    shown = " ".join(page(capsys, *argv, *flags).split())
+    assert "2 adapters of rank 2, 5" in shown and "of weights on all ranks, in float64" in shown
+
+
+def test_the_memory_warning_of_a_start_counts_a_draft_model_and_names_its_plan(model, capsys):
+    files = find_model(str(model))
+    args = load_model_args(files)
+    needed = []
+    for values in ({}, {"draft-model": str(model), "draft-quant": "none"}):
+        flags = Flags("generate", {"model": str(model), "device": "cpu", **values})
+        needs = needs_of(flags, str(model), files, args, 1)
+        assert needs is not None
+        needed.append(needs)
+        (rank,) = plan(capsys, *shlex.split(needs.remedy)[2:], "--device=cpu")["ranks"]
+        assert needs.usual == rank["needed_bytes"]
+    assert needed[0].least < needed[1].least and "--draft-quant none" in needed[1].remedy
+
+
+def test_a_draft_model_takes_cache_of_the_kv_groups_that_it_has():
+    """Layers of a draft model use the block table of the model's layers with the same window."""
+    hybrid = load_model_args(find_model("gemma-2-9b"))
+    plain = replace(hybrid, n_layers=3, sliding_window=None, full_layers=())
+    asked = PlanRequest(hybrid, {}, "cpu", "float32", "none", "auto", "heads", None, 8192)
+    for draft, layers in ((plain, (3, 0)), (replace(hybrid, n_layers=42), (21, 21))):
+        with_draft = replace(asked, draft=replace(asked, args=draft))
+        (alone,), (drafted,) = estimate(asked).ranks, estimate(with_draft).ranks
+        per_layer = 2 * hybrid.n_kv_heads * hybrid.head_dim * 4
+        assert drafted.kv.per_kv_group == tuple(
+            own + n * per_layer for own, n in zip(alone.kv.per_kv_group, layers, strict=True)
+        )
+        assert drafted.kv.per_step == alone.kv.per_step
+
+
+def test_dropping_a_draft_model_is_a_remedy_that_fits(model, capsys):
+    argv = [f"--model={model}", "--quant=none", "--nproc=1", "--memory=400MiB"]
+    argv += [f"--draft-model={model}"]
+    full = ["--batch", f"{plan(capsys, *argv)['largest_batch'] + 1}"]
+    found = plan(capsys, *argv, *full)
+    assert not found["fits"] and "kv_split" not in json.dumps(found["remedies"])
+    (dropped,) = [each for each in found["remedies"] if "draft" in each]
+    assert dropped["change"] == "no --draft-model" and dropped["draft"] is None
+    again = plan(capsys, *argv[:-1], *full)
+    assert again["fits"] and again["room_for_kv_tokens"] == dropped["room_for_kv_tokens"]
+    assert "  no --draft-model" in page(capsys, *argv, *full)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--draft-quant=int4"], "--draft-quant int4 without --draft-model"),
+        (["--draft-model=smollm2"], "its vocabulary has 49152 tokens and that of the model 211"),
+        (["--draft-model={model}", "--gpus=2x80"], "cannot be combined; drop one"),
+        (["--draft-model={model}", "--kv-split=sequence"], "cannot be combined; drop one"),
+        (["--draft-model={model}", "--pp=2", "--nproc=2"], "cannot be combined; drop one"),
+        (["--adapter=a=/no/such"], "/no/such"),
+    ],
+)
+def test_a_draft_model_or_an_adapter_that_cannot_run_is_not_planned(model, capsys, flags, error):
+    given = [flag.format(model=model) for flag in flags]
+    assert command_line.main(["plan", f"--model={model}", *given]) == 2
+    assert error in capsys.readouterr().err
 
 
 # What makes a plan fit
