@@ -1,6 +1,6 @@
 """How many bytes a rank needs: weights, KV cache, and the tensors of a step.
 
-Pure integers from a `ShardPlan`: no torch, and no device is queried. The `plan` command and the
+Pure arithmetic on a `ShardPlan`: no torch, and no device is queried. The `plan` command and the
 engine compute every size with these functions.
 """
 
@@ -41,7 +41,7 @@ PROCESS_BYTES = 380 << 20
 # By default KV caches take this fraction of the memory that is free after loading. On the CPU the
 # fraction is for all ranks of a host together; on a GPU it includes the working memory.
 CPU_FRACTION, CUDA_FRACTION = 0.5, 0.9
-# Default upper bound per rank on the CPU, where other programs need memory too.
+# Default maximum per rank on the CPU, where other programs need memory too.
 MAX_CPU_BYTES = 2 << 30
 
 # The size of a weight on a rank is proportional to one of these: the rank's units of an axis, the
@@ -55,7 +55,7 @@ def values_by_form(
     """Number of weight values per `Counted` unit, for each format; `exact` as in `make_plan`.
 
     Args:
-        layers: the layers that count, beside the weights outside of layers; by default all.
+        layers: the layers to count, in addition to the weights outside of layers; by default all.
     """
     values: defaultdict[MatrixFormat, Counter[Counted]] = defaultdict(Counter)
     in_layers = (
@@ -84,17 +84,17 @@ def values_of_stages(
     }
 
 
-def _kinds_of_layers(args: ModelArgs, precision: Precision, own: range) -> dict[int, int]:
-    """A layer of each kind among the layers `own`, and the number of layers of this kind.
+def _kinds_of_layers(args: ModelArgs, precision: Precision, layers: range) -> dict[int, int]:
+    """The first layer of each kind among `layers`, and the number of layers of this kind.
 
     All layers with experts are alike, and so are all layers without experts, unless the files store
     their matrices in different formats.
     """
     if precision.stored is not None:
-        return dict.fromkeys(own, 1)
-    dense = [layer for layer in own if layer in args.dense_layers]
-    others = [layer for layer in own if layer not in args.dense_layers]
-    return {layers[0]: len(layers) for layers in (dense, others) if layers}
+        return dict.fromkeys(layers, 1)
+    dense = [layer for layer in layers if layer in args.dense_layers]
+    others = [layer for layer in layers if layer not in args.dense_layers]
+    return {alike[0]: len(alike) for alike in (dense, others) if alike}
 
 
 def weight_bytes(shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
@@ -113,27 +113,27 @@ def values_multiplied(
     A token selects `n_active_experts` experts, which are taken to be spread evenly over the ranks.
     `values` comes from `values_by_form`.
     """
-    n_layers = 0
+    n_in_layers = 0
     for per_unit in values.values():
         in_layers: dict[Counted, int] = {n: v for n, v in per_unit.items() if n != "vocab"}
         experts: dict[Counted, int] = {n: v for n, v in in_layers.items() if n.startswith("expert")}
-        n_experts = _n_values(shard, experts)
-        n_layers += _n_values(shard, in_layers) - n_experts
+        n_in_experts = _n_values(shard, experts)
+        n_in_layers += _n_values(shard, in_layers) - n_in_experts
         if args.n_experts:
-            n_layers += n_experts * args.n_active_experts // args.n_experts
-    return n_layers, len(shard.vocab) * args.dim
+            n_in_layers += n_in_experts * args.n_active_experts // args.n_experts
+    return n_in_layers, len(shard.vocab) * args.dim
 
 
 def adapter_bytes(adapter: Adapter, shard: Shard, precision: Precision) -> int:
-    """Bytes of the A and B that a rank holds of an adapter that is served."""
+    """Bytes of a rank's part of A and B, for all weights that an adapter changes."""
     n_values = 0
     for param, name in served_pairs(adapter):
         if not shard.holds(param):
             continue
         cut = shard.cut(param)
-        held = list(param.shape)
-        held[cut.dim] = len(shard.rows_of(cut))
-        n_values += adapter.pairs[name].rank * sum(held)
+        local_shape = list(param.shape)
+        local_shape[cut.dim] = len(shard.rows_of(cut))
+        n_values += adapter.pairs[name].rank * sum(local_shape)
     return n_values * ITEM_BYTES[precision.computed]
 
 
@@ -155,18 +155,18 @@ def bytes_passed_over(
     embedding = 0 if args.tied_embeddings else n_rows * args.dim
     n_bytes = precision.form_of("outer", "tok_embeddings.weight").n_bytes(embedding)
     if args.n_experts:
-        unmet = (1 - args.n_active_experts / args.n_experts) ** batch
+        unselected = (1 - args.n_active_experts / args.n_experts) ** batch
         if values is None:
             is_exact = shard is not None and shard.exact is not None
             layers = None if shard is None else shard.layers
             values = values_by_form(args, precision, exact=is_exact, layers=layers)
         for form, per_unit in values.items():
-            of_experts = per_unit["expert ffn"] * args.ffn_dim * args.n_experts
+            n_in_experts = per_unit["expert ffn"] * args.ffn_dim * args.n_experts
             if shard is not None:
-                of_experts = _n_values(
-                    shard, {each: per_unit[each] for each in ("expert ffn", "expert outputs")}
+                n_in_experts = _n_values(
+                    shard, {unit: per_unit[unit] for unit in ("expert ffn", "expert outputs")}
                 )
-            n_bytes += form.n_bytes(round(of_experts * unmet))
+            n_bytes += form.n_bytes(round(n_in_experts * unselected))
     return n_bytes
 
 
@@ -231,14 +231,14 @@ def _rotary_bytes(args: ModelArgs, precision: Precision) -> int:
     return n_tables * args.max_seq_len * args.head_dim * itemsize
 
 
-def kv_bytes_per_token(args: ModelArgs, shard: Shard, form: KVFormat) -> tuple[int, ...]:
+def kv_bytes_per_token(args: ModelArgs, shard: Shard, kv_format: KVFormat) -> tuple[int, ...]:
     """Bytes of KV cache that a rank needs for one token, for each KV group of layers.
 
     With a KV cache sharded by token this is the mean over all tokens of a sequence.
     """
-    per_layer = 2 * shard.n_local_kv_heads * form.n_bytes(args.head_dim)
-    layers = (shard.layers_of(kv_group) for kv_group in kv_groups(args))
-    return tuple(-(-len(own) * per_layer // shard.kv_parts) for own in layers)
+    per_layer = 2 * shard.n_local_kv_heads * kv_format.n_bytes(args.head_dim)
+    n_layers = (len(shard.layers_of(kv_group)) for kv_group in kv_groups(args))
+    return tuple(-(-n * per_layer // shard.kv_parts) for n in n_layers)
 
 
 def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) -> int:
@@ -264,12 +264,12 @@ def pool_sizes(
     first group can hold.
     """
     _, *windowed = kv_groups(args)
-    whole = blocks_held(max_seq_len, block_size, None, step_tokens)
+    n_full = blocks_held(max_seq_len, block_size, None, step_tokens)
 
     def size(window: int | None) -> int:
-        part = Fraction(blocks_held(max_seq_len, block_size, window, step_tokens), whole)
-        longest = blocks_held(n_blocks * block_size, block_size, window, step_tokens)
-        return max(math.ceil(n_blocks * max(part, MIN_WINDOW_PART)), longest)
+        part = Fraction(blocks_held(max_seq_len, block_size, window, step_tokens), n_full)
+        n_longest = blocks_held(n_blocks * block_size, block_size, window, step_tokens)
+        return max(math.ceil(n_blocks * max(part, MIN_WINDOW_PART)), n_longest)
 
     return (n_blocks, *(size(kv_group.window) for kv_group in windowed))
 
@@ -284,12 +284,12 @@ def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], r
     first, *others = n_bytes
     if not others:
         return max(room, 0) // first
-    most = int(max(room, 0) // (first + MIN_WINDOW_PART * sum(others)))
+    upper_bound = int(max(room, 0) // (first + MIN_WINDOW_PART * sum(others)))
 
-    def taken(n_blocks: int) -> int:
+    def pool_bytes(n_blocks: int) -> int:
         return sum(map(mul, sizes(n_blocks), n_bytes))
 
-    return bisect_right(range(most + 1), max(room, 0), key=taken) - 1
+    return bisect_right(range(upper_bound + 1), max(room, 0), key=pool_bytes) - 1
 
 
 def blocks_held(
@@ -306,9 +306,9 @@ def blocks_held(
     n_blocks = -(-n_tokens // block_size)
     if window is None:
         return n_blocks
-    n_live = window - 1 + step_tokens
-    n_kept = -(-n_sinks // block_size)
-    return min(n_blocks, n_kept + (n_live - 2 + block_size) // block_size + 1)
+    n_live_tokens = window - 1 + step_tokens
+    n_sink_blocks = -(-n_sinks // block_size)
+    return min(n_blocks, n_sink_blocks + (n_live_tokens - 2 + block_size) // block_size + 1)
 
 
 def _counted(param: Param) -> Counted:

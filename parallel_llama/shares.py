@@ -1,7 +1,7 @@
 """The share of a model that each rank gets: by memory, or by speed within its memory.
 
-Pure numbers: no torch, and no device is queried. The `plan` command and the engine call the same
-function, so that a run gets the shares that `plan` shows.
+Pure arithmetic: no torch, and no device is queried. The `plan` command and the engine call the same
+function, so a run has the shares that `plan` shows.
 """
 
 import math
@@ -22,7 +22,7 @@ from parallel_llama.memory import (
 )
 from parallel_llama.plan import KVSplit, make_plan
 
-# The smallest step by which the share of a rank without room is lowered.
+# The smallest step by which the share of a rank is lowered that does not fit into its memory.
 _STEP = Fraction(1, 1024)
 
 Shares = Sequence[float | Fraction]
@@ -34,7 +34,7 @@ def choose_shares(
     memory: Sequence[float] | None,
     speeds: Sequence[float] | None,
     precision: Precision,
-    form: KVFormat,
+    kv_format: KVFormat,
     kv_split: KVSplit,
     *,
     exact: bool,
@@ -82,44 +82,45 @@ def choose_shares(
             pp=min(pp, len(shares)),
         )
         values = values_of_stages(args, precision, plan)
-        held = [blocks_held(n_tokens, 1, each.window, step_tokens) for each in kv_groups(args)]
+        windows = [kv_group.window for kv_group in kv_groups(args)]
+        cache_tokens = [blocks_held(n_tokens, 1, window, step_tokens) for window in windows]
         return [
             weight_bytes(shard, values[shard.stage])
             + working_bytes(args, shard, precision, step_tokens, 1, device)
-            + sum(map(mul, kv_bytes_per_token(args, shard, form), held))
+            + sum(map(mul, kv_bytes_per_token(args, shard, kv_format), cache_tokens))
             for shard in plan.shards
         ]
 
     for n_tokens in (max_seq_len, 1):
         (total,) = needed(n_tokens, [1])
-        found = _within(speeds, memory, total, partial(needed, n_tokens))
-        if found is not None:
-            return found
+        shares = _within(speeds, memory, total, partial(needed, n_tokens))
+        if shares is not None:
+            return shares
     return memory
 
 
-def fill(speeds: Sequence[float], most: Sequence[Fraction]) -> list[Fraction] | None:
-    """Parts of 1 in proportion to the speeds, but no part above its maximum (water filling).
+def fill(speeds: Sequence[float], max_shares: Sequence[Fraction]) -> list[Fraction] | None:
+    """Shares of 1 in proportion to the speeds, but none above its maximum (water filling).
 
-    None if the maxima do not sum up to 1.
+    Returns: None if the maxima do not add up to 1.
 
-    >>> [str(part) for part in fill([2, 1, 1], [Fraction(1, 4), Fraction(1), Fraction(1)])]
+    >>> [str(share) for share in fill([2, 1, 1], [Fraction(1, 4), Fraction(1), Fraction(1)])]
     ['1/4', '3/8', '3/8']
     """
-    if sum(most) < 1 or min(most) <= 0:
+    if sum(max_shares) < 1 or min(max_shares) <= 0:
         return None
     rates = [Fraction(speed) for speed in speeds]
-    # Every rank that is not at its maximum works for the time `level`.
-    by_level = sorted(range(len(rates)), key=lambda rank: most[rank] / rates[rank])
-    left, speed = Fraction(1), sum(rates)
+    # Every rank below its maximum works for the time `level`. Ranks reach their maximum in order.
+    by_level = sorted(range(len(rates)), key=lambda rank: max_shares[rank] / rates[rank])
+    left, total_rate = Fraction(1), sum(rates)
     level = Fraction(0)
     for rank in by_level:
-        level = left / speed
-        if level * rates[rank] <= most[rank]:
+        level = left / total_rate
+        if level * rates[rank] <= max_shares[rank]:
             break
-        left -= most[rank]
-        speed -= rates[rank]
-    return [min(cap, level * rate) for cap, rate in zip(most, rates, strict=True)]
+        left -= max_shares[rank]
+        total_rate -= rates[rank]
+    return [min(cap, level * rate) for cap, rate in zip(max_shares, rates, strict=True)]
 
 
 def _within(
@@ -130,19 +131,20 @@ def _within(
 ) -> list[Fraction] | None:
     """Shares by speed that fit into the memory of every rank; None if no such shares exist.
 
-    Units are whole, so the maximum of a rank is found by lowering it until its units fit.
+    A rank gets whole units, so its maximum is found by lowering it until the units fit.
 
     Args:
         total: the bytes of a single rank that holds the whole model.
     """
-    most = [Fraction(1)] * len(speeds)
-    while (shares := fill(speeds, most)) is not None:
+    max_shares = [Fraction(1)] * len(speeds)
+    while (shares := fill(speeds, max_shares)) is not None:
         missing = [
-            Fraction(each) - Fraction(has) for each, has in zip(needed(shares), memory, strict=True)
+            Fraction(needs) - Fraction(has)
+            for needs, has in zip(needed(shares), memory, strict=True)
         ]
         if max(missing) <= 0:
             return shares
         for rank, n_bytes in enumerate(missing):
             if n_bytes > 0:
-                most[rank] = shares[rank] - max(n_bytes / total, _STEP)
+                max_shares[rank] = shares[rank] - max(n_bytes / total, _STEP)
     return None
