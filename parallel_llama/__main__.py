@@ -14,12 +14,12 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from parallel_llama.cli.main import main  # noqa: E402
-from parallel_llama.parallel.launch import hear_ctrl_c  # noqa: E402
+from parallel_llama.parallel.launch import unblock_ctrl_c  # noqa: E402
 from parallel_llama.parallel.rank_env import end_with_parent, is_under_torchrun  # noqa: E402
 
 
 def entry() -> None:
-    hear_ctrl_c()
+    unblock_ctrl_c()
     if is_under_torchrun():
         end_with_parent()
     code = main(sys.argv[1:])

@@ -260,7 +260,7 @@ class Ranks:
             self._follow_links()
             return
         if order is None and isinstance(self.comm, SharedMemory):
-            self.comm.on_wait = orders.require_none
+            self.comm.on_wait = orders.require_no_order
         while True:
             try:
                 if order is not None:
@@ -354,7 +354,7 @@ class Ranks:
             yield
         except Exception as error:
             if isinstance(self._links, Link):
-                self._links.tell(str(error) or type(error).__name__)
+                self._links.send_reason(str(error) or type(error).__name__)
             elif (others := self._others()) is not None and isinstance(error, RankError):
                 others.require_alive(_LAST_WORDS_S)
             raise
@@ -483,7 +483,7 @@ class Ranks:
             notes=gpu_notes(setup),
             timeouts=self._timeouts,
             log_dir=setup.config.log_dir,
-            look=look,
+            on_wait=look,
             form=self._link if is_linked else None,
         )
         is_shared = isinstance(self._comm, SharedMemory | Solo)

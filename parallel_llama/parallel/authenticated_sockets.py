@@ -3,11 +3,11 @@
 A rank connects to every lower rank and accepts every higher one:
 
     the higher rank sends a hello: both rank numbers, and 32 random bytes
-    the lower rank answers a valid hello with its own
-    the higher rank proves that it knows the secret: an HMAC-SHA256 of both hellos
-    the lower rank checks the proof, and only then sends its own
+    the lower rank replies to a valid hello with a hello
+    the higher rank sends its proof that it knows the secret: an HMAC-SHA256 of both hellos
+    the lower rank checks that proof, and only then sends its proof
 
-So a stranger receives at most a hello. Without a secret, the proof only distinguishes runs. Data
+So another program receives at most a hello. Without a secret, a proof only distinguishes runs. Data
 that is sent later is neither encrypted nor authenticated, as with gloo.
 """
 
@@ -23,11 +23,11 @@ from threading import BoundedSemaphore, Lock, Thread
 
 from parallel_llama.errors import listed_ranks
 
-_HELLO = struct.Struct("<8sII32s")  # magic, own rank, the other's rank, random bytes
+_HELLO = struct.Struct("<8sII32s")  # magic, sender, receiver, random bytes
 _MAGIC = b"pllama/1"
 _PROOF_BYTES = 32
-_ANSWER_S = 5.0  # for each message of a proof
-_MAX_UNPROVEN = 64  # connections at a time
+_REPLY_S = 5.0  # for each message of the handshake
+_MAX_UNPROVEN = 64  # connections that are authenticating at a time
 _ACCEPT_S = 0.1
 _REDIAL_S = 0.02
 
@@ -57,15 +57,16 @@ def connect_all(
     addresses: Mapping[int, tuple[str, int]],
     key: bytes,
     limit_s: float,
-    look: Callable[[], None] | None = None,
+    on_wait: Callable[[], None] | None = None,
 ) -> dict[int, socket.socket]:
-    """Connects this rank with all other ranks; the sockets have no timeout and do not block.
+    """Connects this rank to all other ranks. Returns: non-blocking sockets, by rank.
 
     Args:
         addresses: where each other rank listens.
         key: derived from the secret of the run.
-        look: called repeatedly while this waits; it may raise. With `look`, a failed connection to
-            a lower rank is retried until the time limit; without `look`, the first failure raises.
+        limit_s: the time limit for all connections, in seconds.
+        on_wait: called repeatedly while this waits; it may raise. Without it, a failed connection
+            to a lower rank raises at once; with it, the connection is retried until the time limit.
 
     Raises: NotConnected naming a rank.
     Collective: every rank calls it.
@@ -74,122 +75,123 @@ def connect_all(
     connected: dict[int, socket.socket] = {}
     try:
         for other in sorted(r for r in addresses if r < rank):
-            connected[other] = _dialled_again(rank, other, addresses[other], key, deadline, look)
+            connected[other] = _dial_until(rank, other, addresses[other], key, deadline, on_wait)
         higher = {r for r in addresses if r > rank}
-        connected |= _accepted(rank, higher, listener, key, deadline, look or (lambda: None))
+        connected |= _accept_all(rank, higher, listener, key, deadline, on_wait or (lambda: None))
     except BaseException:
         _close(connected.values())
         raise
-    for own in connected.values():
-        _prepare(own)
+    for sock in connected.values():
+        _prepare(sock)
     return connected
 
 
-def _dialled_again(
+def _dial_until(
     rank: int,
     other: int,
     address: tuple[str, int],
     key: bytes,
     deadline: float,
-    look: Callable[[], None] | None,
+    on_wait: Callable[[], None] | None,
 ) -> socket.socket:
     while True:
         try:
-            return _dialled(rank, other, address, key, deadline)
+            return _dial(rank, other, address, key, deadline)
         except NotConnected:
-            if look is None or time.monotonic() > deadline:
+            if on_wait is None or time.monotonic() > deadline:
                 raise
-            look()
+            on_wait()
             time.sleep(_REDIAL_S)
 
 
-def _dialled(
+def _dial(
     rank: int, other: int, address: tuple[str, int], key: bytes, deadline: float
 ) -> socket.socket:
     where = f"{address[0]}:{address[1]}"
     try:
-        own = socket.create_connection(address, max(0.1, deadline - time.monotonic()))
+        sock = socket.create_connection(address, max(0.1, deadline - time.monotonic()))
     except OSError as error:
         raise NotConnected(f"rank {other} at {where}: {error.strerror or error}") from error
     try:
         hello = _hello(rank, other)
-        own.sendall(hello)
-        answer = _read(own, _HELLO.size, deadline)
-        if _HELLO.unpack(answer)[:3] != (_MAGIC, other, rank):
+        sock.sendall(hello)
+        reply = _read(sock, _HELLO.size, deadline)
+        if _HELLO.unpack(reply)[:3] != (_MAGIC, other, rank):
             raise NotConnected(f"rank {other} at {where}: another program answers")
-        own.sendall(_proof(key, b"higher", hello, answer))
-        proof = _read(own, _PROOF_BYTES, deadline)
-        if not hmac.compare_digest(proof, _proof(key, b"lower", hello, answer)):
+        sock.sendall(_proof(key, b"higher", hello, reply))
+        proof = _read(sock, _PROOF_BYTES, deadline)
+        if not hmac.compare_digest(proof, _proof(key, b"lower", hello, reply)):
             raise NotConnected(f"rank {other} at {where}: another program answers")
     except OSError as error:
-        own.close()
+        sock.close()
         raise NotConnected(f"rank {other} at {where}: {error.strerror or error}") from error
     except NotConnected:
-        own.close()
+        sock.close()
         raise
-    return own
+    return sock
 
 
-def _accepted(
+def _accept_all(
     rank: int,
-    wanted: set[int],
+    expected: set[int],
     listener: socket.socket,
     key: bytes,
     deadline: float,
-    look: Callable[[], None],
+    on_wait: Callable[[], None],
 ) -> dict[int, socket.socket]:
-    """The connections of the ranks `wanted`.
+    """Accepts the connections of the ranks `expected`; returns their sockets, by rank.
 
-    Each connection is answered in its own thread, so a connection that sends nothing delays no
-    rank.
+    Each connection has its own thread, so a connection that sends nothing delays no rank.
     """
     proven: dict[int, socket.socket] = {}
-    lock, room = Lock(), BoundedSemaphore(_MAX_UNPROVEN)
+    lock, unproven = Lock(), BoundedSemaphore(_MAX_UNPROVEN)
 
-    def answer(own: socket.socket) -> None:
-        is_kept = False
+    def authenticate(sock: socket.socket) -> None:
+        is_accepted = False
         with suppress(OSError, NotConnected):
-            other = _prove(rank, own, key, min(deadline, time.monotonic() + 2 * _ANSWER_S))
+            other = _authenticate(rank, sock, key, min(deadline, time.monotonic() + 2 * _REPLY_S))
             with lock:
-                is_kept = other in wanted and other not in proven
-                if is_kept:
-                    proven[other] = own
-        if not is_kept:
-            own.close()
-        room.release()
+                is_accepted = other in expected and other not in proven
+                if is_accepted:
+                    proven[other] = sock
+        if not is_accepted:
+            sock.close()
+        unproven.release()
 
     listener.settimeout(_ACCEPT_S)
     try:
-        while missing := wanted - set(proven):
+        while missing := expected - set(proven):
             if time.monotonic() > deadline:
                 raise NotConnected(f"rank {listed_ranks(missing)}: it did not connect")
-            look()
+            on_wait()
             with suppress(TimeoutError):
-                own, _ = listener.accept()
-                if room.acquire(blocking=False):
-                    Thread(target=answer, args=(own,), name="prove", daemon=True).start()
+                sock, _ = listener.accept()
+                if unproven.acquire(blocking=False):
+                    Thread(
+                        target=authenticate, args=(sock,), name="authenticate", daemon=True
+                    ).start()
                 else:
-                    own.close()
+                    sock.close()
     except BaseException:
         with lock:
-            wanted.clear()
+            expected.clear()
         _close(proven.values())
         raise
     return proven
 
 
-def _prove(rank: int, own: socket.socket, key: bytes, deadline: float) -> int:
-    """The lower rank's part of a proof. Returns: the higher rank."""
-    hello = _read(own, _HELLO.size, deadline)
-    magic, other, asked, _ = _HELLO.unpack(hello)
-    if magic != _MAGIC or asked != rank:
-        raise NotConnected("a stranger")
-    answer = _hello(rank, other)
-    own.sendall(answer)
-    proof = _read(own, _PROOF_BYTES, deadline)
-    if not hmac.compare_digest(proof, _proof(key, b"higher", hello, answer)):
-        raise NotConnected("a stranger")
-    own.sendall(_proof(key, b"lower", hello, answer))
+def _authenticate(rank: int, sock: socket.socket, key: bytes, deadline: float) -> int:
+    """The lower rank's part of the handshake. Returns: the number of the higher rank."""
+    hello = _read(sock, _HELLO.size, deadline)
+    magic, other, addressee, _ = _HELLO.unpack(hello)
+    if magic != _MAGIC or addressee != rank:
+        raise NotConnected("another program connects")
+    reply = _hello(rank, other)
+    sock.sendall(reply)
+    proof = _read(sock, _PROOF_BYTES, deadline)
+    if not hmac.compare_digest(proof, _proof(key, b"higher", hello, reply)):
+        raise NotConnected("another program connects")
+    sock.sendall(_proof(key, b"lower", hello, reply))
     return int(other)
 
 
@@ -197,30 +199,30 @@ def _hello(rank: int, other: int) -> bytes:
     return _HELLO.pack(_MAGIC, rank, other, secrets.token_bytes(32))
 
 
-def _proof(key: bytes, side: bytes, hello: bytes, answer: bytes) -> bytes:
-    return hmac.digest(key, side + hello + answer, "sha256")
+def _proof(key: bytes, side: bytes, hello: bytes, reply: bytes) -> bytes:
+    return hmac.digest(key, side + hello + reply, "sha256")
 
 
-def _read(own: socket.socket, n_bytes: int, deadline: float) -> bytes:
+def _read(sock: socket.socket, n_bytes: int, deadline: float) -> bytes:
     """Receives exactly `n_bytes` bytes. Raises: OSError if they do not arrive in time."""
     data = b""
     while len(data) < n_bytes:
-        own.settimeout(max(1e-3, min(_ANSWER_S, deadline - time.monotonic())))
-        piece = own.recv(n_bytes - len(data))
-        if not piece:
+        sock.settimeout(max(1e-3, min(_REPLY_S, deadline - time.monotonic())))
+        chunk = sock.recv(n_bytes - len(data))
+        if not chunk:
             raise ConnectionResetError("the connection ended")
-        data += piece
+        data += chunk
     return data
 
 
-def _prepare(own: socket.socket) -> None:
-    own.setblocking(False)
-    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
-        own.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _close(sockets: Iterable[socket.socket]) -> None:
-    for each in sockets:
-        each.close()
+    for sock in sockets:
+        sock.close()

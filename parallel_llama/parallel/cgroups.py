@@ -1,4 +1,4 @@
-"""The control groups of this process, by which a container or a service limits it. No torch.
+"""Reads the limits of this process's control groups (containers, services). Without torch.
 
 Source: Linux, admin-guide/cgroup-v2.rst and cgroup-v1/; cgroups(7), section /proc/pid/cgroup.
 """
@@ -10,9 +10,13 @@ from pathlib import Path
 
 
 def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
-    """The folders that may limit a controller for this process, of versions 2 and 1, outer first.
+    """The cgroup folders (v2 and v1) that may limit this process, outermost first.
 
     Some of these folders may not exist. A limit of an outer group also applies to its inner groups.
+
+    Args:
+        controller: such as "cpu" or "memory".
+        root: the root of the file system.
     """
     base = root / "sys" / "fs" / "cgroup"
     folders = [base, base / controller]

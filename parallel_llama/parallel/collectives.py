@@ -1,4 +1,4 @@
-"""The collectives of a tensor-parallel group, as one of its ranks calls them.
+"""The interface of communicators, and what their implementations have in common.
 
 Models and engines reach other ranks only through a `Communicator`. CPU tensors go through
 `shared_memory` on one host, else through `sockets` and, if they are large, gloo. CUDA tensors go
@@ -49,9 +49,9 @@ class Communicator(Protocol):
 
         Shapes: x [T, widths[rank]] local; the result, `out` if given, [T, sum(widths)] replicated.
         """
-        own = x.new_empty(len(x), max(widths))  # padded for ranks with fewer columns
-        own[:, : x.shape[1]] = x
-        parts = [part[:, :n] for part, n in zip(self.all_gather(own), widths, strict=True)]
+        padded = x.new_empty(len(x), max(widths))  # all_gather needs equal shapes
+        padded[:, : x.shape[1]] = x
+        parts = [part[:, :n] for part, n in zip(self.all_gather(padded), widths, strict=True)]
         return torch.cat(parts, 1, out=out)
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
@@ -63,10 +63,10 @@ class Communicator(Protocol):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """A context in which this rank waits for nothing but other ranks.
+        """A context in which this rank computes, and does not wait for user input.
 
-        Inside this context, ranks that wait for this rank apply their time limit even in a
-        `broadcast` with `no_timeout`, except ranks that are connected through gloo alone.
+        Meanwhile, the time limit of the other ranks applies even to a `broadcast` with
+        `no_timeout`, except between ranks that are connected through gloo alone.
         """
         yield
 
@@ -171,23 +171,23 @@ class ByDevice(Communicator):
     """Routes CUDA tensors to `gpus` and all other tensors to `host`, two groups of the same ranks.
 
     Messages of a step take tens of microseconds through shared memory, and 0.4 to 0.9 ms through
-    gloo. `host` is closed last, and with it whatever both groups share.
+    gloo. `host` is closed last, because it owns what both groups share.
 
     Args:
-        require_whole: raises a RankError after the watchdog of `gpus` has aborted a collective,
-            so that no message based on its invalid result leaves this rank.
+        require_not_aborted: raises a RankError after the watchdog of `gpus` has aborted a
+            collective, so that no message based on its invalid result leaves this rank.
     """
 
     def __init__(
         self,
         host: Communicator,
         gpus: Communicator,
-        require_whole: Callable[[], None],
+        require_not_aborted: Callable[[], None],
         is_on_gpu: Callable[[Tensor], bool] = is_on_gpu,
     ) -> None:
         self.rank, self.size = host.rank, host.size
         self._host, self._gpus = host, gpus
-        self._require_whole, self._is_on_gpu = require_whole, is_on_gpu
+        self._require_not_aborted, self._is_on_gpu = require_not_aborted, is_on_gpu
         self._alone: Slice | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class ByDevice(Communicator):
         return self._route(x).broadcast(x, src, no_timeout=no_timeout)
 
     def barrier(self) -> None:
-        self._require_whole()
+        self._require_not_aborted()
         self._host.barrier()
 
     @contextmanager
@@ -236,7 +236,7 @@ class ByDevice(Communicator):
     def _route(self, x: Tensor) -> Communicator:
         if self._alone is not None:
             return self._alone
-        self._require_whole()
+        self._require_not_aborted()
         return self._gpus if self._is_on_gpu(x) else self._host
 
 

@@ -1,7 +1,8 @@
-"""Connects the ranks and forms their group, on the device of each rank.
+"""Makes this process a rank: meets the other ranks at the store, and forms the communicator.
 
-Only this module initialises torch.distributed and fairscale. Under torchrun the ranks use the store
-of torchrun's agent; otherwise rank 0 owns a store that listens only at MASTER_ADDR.
+`join` is the entry point. Only this module initialises torch.distributed and fairscale. Under
+torchrun the ranks use the store of torchrun's agent; otherwise rank 0 owns a store that listens
+only at MASTER_ADDR.
 """
 
 import errno
@@ -33,11 +34,11 @@ from parallel_llama.parallel.failures import RankError, first_line
 from parallel_llama.parallel.gpu import gpu_id
 from parallel_llama.parallel.handshake import (
     RankInfo,
+    acknowledge_objection,
+    publish_objection,
+    publishing_objection,
     read_objection,
     rendezvous,
-    say_goodbye,
-    tell,
-    telling,
 )
 from parallel_llama.parallel.one_shot import seconds_on_gpu, symmetric_memory, with_one_shot_sums
 from parallel_llama.parallel.process_group import ProcessGroup, within
@@ -82,9 +83,9 @@ def use_device(device: torch.device) -> None:
 _CONNECT_S = 0.05
 _LISTEN_S = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
-# A rank that gives up before joining waits at most this long for the others to read why.
-_TELL_S = 15.0
-_LATE_TELL_S = 4.0  # the same after the time limit for joining, when the store may not answer
+# How long a rank that gives up before joining waits for the other ranks to read its objection.
+_GIVE_UP_S = 15.0
+_LATE_GIVE_UP_S = 4.0  # after the time limit for joining, when the store may not answer
 
 _CPU = torch.device("cpu")
 
@@ -110,7 +111,7 @@ def join(
     notes: Mapping[str, str] | None = None,
     timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     log_dir: str | None = None,
-    look: Callable[[Sequence[int]], None] = lambda _: None,
+    on_wait: Callable[[Sequence[int]], None] = lambda _: None,
     form: Callable[[RankEnv, SealedStore, Endpoint | None], Communicator] | None = None,
 ) -> Communicator:
     """Joins the group of all ranks; a process that is not started as a rank gets a group of one.
@@ -123,9 +124,8 @@ def join(
         notes: describe the rank's GPU, and should be equal on all ranks; rank 0 warns of each
             difference.
         log_dir: the parent of the folder with the ranks' stacks, made after a failure.
-        look: called with the missing ranks while this waits; it may raise.
-        form: forms the group of the ranks that have met at the store, instead of
-            `make_communicator`.
+        on_wait: called repeatedly with the ranks that have not joined; it may raise.
+        form: forms the communicator after the rendezvous, instead of `make_communicator`.
 
     Raises: UsageError for an incomplete environment; RankError naming ranks that did not join or
     whose facts differ.
@@ -146,21 +146,21 @@ def join(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     missing = set(range(env.size))
 
-    heard: list[str] = []  # why another rank has given up
+    objections: list[str] = []  # of other ranks
     ended = threading.Event()
     stores: list[Store] = []
 
-    def come_together() -> Communicator:
+    def connect_ranks() -> Communicator:
         use_device(device)  # `within` calls this in a new thread
         store = _open_store(env, timeouts.start_s)
         stores.append(store)
-        with telling(store, env.rank, env.size):
+        with publishing_objection(store, env.rank, env.size):
             own = RankInfo.of_this_process(
                 env.rank, env.size, facts or {}, notes or {}, gpu_id(device)
             )
-            unlike = rendezvous(store, own, missing, ended)
+            gpu_differences = rendezvous(store, own, missing, ended)
             if env.rank == 0:
-                for difference in unlike:
+                for difference in gpu_differences:
                     logger.warning(
                         "the ranks have different GPUs or drivers, and a step takes as long as the "
                         "slowest rank; use equal ones, or --memory, which gives smaller GPUs "
@@ -168,8 +168,8 @@ def join(
                         difference,
                     )
             # gloo would wait for a rank that has given up until the timeout.
-            listen = partial(_listen, env, timeouts.start_s, ended, heard)
-            start_thread(listen, "listen", ended.set)
+            watch = partial(_watch_for_objections, env, timeouts.start_s, ended, objections)
+            start_thread(watch, "listen", ended.set)
             address = _own_address(env)
             key = store.key_for("sockets")
             endpoint = None if address is None else Endpoint(address, key, host_id())
@@ -180,19 +180,19 @@ def join(
                     env.rank, env.size, store, device, timeouts, endpoint=endpoint, dtype=dtype
                 )
 
-    def look_around() -> None:
-        if heard:
-            raise RankError(heard[0])
-        look(sorted(missing))
+    def check_for_objection() -> None:
+        if objections:
+            raise RankError(objections[0])
+        on_wait(sorted(missing))
 
     try:
-        return within(timeouts.start_s, come_together, look_around)
+        return within(timeouts.start_s, connect_ranks, check_for_objection)
     except TimeoutError as error:
         ended.set()
-        why = _never_came(env, missing, timeouts)
+        why = _why_not_joined(env, missing, timeouts)
         for store in stores:  # otherwise waiting ranks would only see that the store has ended
             with suppress(RuntimeError, TimeoutError):
-                within(_LATE_TELL_S, partial(tell, store, env.rank, env.size, why))
+                within(_LATE_GIVE_UP_S, partial(publish_objection, store, env.rank, env.size, why))
         raise RankError(why) from error
     except dist.DistNetworkError as error:
         others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
@@ -204,25 +204,27 @@ def join(
 
 
 def give_up(why: str) -> None:
-    """Tells the other ranks why this rank will not join; returns when they have read it.
+    """Publishes why this rank will not join; returns when the other ranks have read it.
 
     It does nothing after a call of `join`, because the other ranks then detect the end of this
     rank, and nothing under torchrun and our launcher, which end all ranks when one fails. It waits
-    at most `_TELL_S` seconds, and rank 0 keeps the store open meanwhile.
+    at most `_GIVE_UP_S` seconds, and rank 0 keeps the store open meanwhile.
     """
     if _has_begun or is_watched():
         return
 
-    def tell_all() -> None:
+    def publish() -> None:
         env = rank_env()
         if env.size > 1:
-            store = _open_store(env, _TELL_S)
-            wait_s = 0.0 if env.rank > 0 else _TELL_S
-            tell(store, env.rank, env.size, f"rank {env.rank} of {env.size}: {why}", wait_s)
+            store = _open_store(env, _GIVE_UP_S)
+            wait_s = 0.0 if env.rank > 0 else _GIVE_UP_S
+            publish_objection(
+                store, env.rank, env.size, f"rank {env.rank} of {env.size}: {why}", wait_s
+            )
 
     # These errors mean that no other rank can read the reason.
     with suppress(UsageError, CheckpointError, RuntimeError, TimeoutError):
-        within(_TELL_S, tell_all)
+        within(_GIVE_UP_S, publish)
 
 
 def make_communicator(
@@ -267,9 +269,13 @@ def make_communicator(
             "where hosts have several networks, GLOO_SOCKET_IFNAME names the one to use"
         ) from error
     group = fs_init.get_model_parallel_group()
-    for own in (group, fs_init.get_data_parallel_group(), fs_init.get_pipeline_parallel_group()):
+    for process_group in (
+        group,
+        fs_init.get_data_parallel_group(),
+        fs_init.get_pipeline_parallel_group(),
+    ):
         # fairscale's groups start with torch's default of 30 minutes.
-        own.set_timeout(timedelta(seconds=timeouts.step_s))
+        process_group.set_timeout(timedelta(seconds=timeouts.step_s))
     abort = partial(_abort, group, device) if has_gpu else None
     comm = ProcessGroup(group, store, timeouts, _leave, abort, partial(use_device, device))
     try:
@@ -286,7 +292,7 @@ def make_communicator(
         if is_shared:  # on one host, GPUs may read each other's memory
             shared = partial(symmetric_memory, group, device)
             gpus = with_one_shot_sums(comm, device, shared, seconds_on_gpu, dtype)
-        return ByDevice(host, gpus, comm.require_whole)
+        return ByDevice(host, gpus, comm.require_not_aborted)
     except RankError:
         comm.close()
         raise
@@ -318,11 +324,11 @@ def _gloo_on_interface_to(env: RankEnv) -> Iterator[None]:
     reach. GLOO_SOCKET_IFNAME takes precedence.
     """
     name = "GLOO_SOCKET_IFNAME"
-    found = None if name in os.environ else _interface_to(env)
-    if found is None:
+    interface = None if name in os.environ else _interface_to(env)
+    if interface is None:
         yield
         return
-    os.environ[name] = found
+    os.environ[name] = interface
     try:
         yield
     finally:
@@ -340,21 +346,23 @@ def address_to(host: str, port: int) -> ipaddress.IPv4Address | None:
 
 
 def _own_address(env: RankEnv) -> ipaddress.IPv4Address | None:
-    """The address at which other ranks reach this rank; None if this is not an IPv4 address."""
-    asked = os.environ.get("GLOO_SOCKET_IFNAME")
-    if asked is None:
+    """The IPv4 address at which the other ranks reach this rank, or None."""
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interfaces is None:
         return address_to(env.host, env.port)
-    return _address_of(asked.partition(",")[0])  # gloo takes the first of several names
+    return _address_of(interfaces.partition(",")[0])  # gloo takes the first of several names
 
 
 def _interface_to(env: RankEnv) -> str | None:
-    """The interface by which this rank reaches the store; None if it is not reached by IPv4."""
-    own = address_to(env.host, env.port)
-    if own is None:
+    """The network interface by which this rank reaches the store; None unless by IPv4."""
+    source = address_to(env.host, env.port)
+    if source is None:
         return None
     for _, name in socket.if_nameindex():
         address = _address_of(name)
-        if address is not None and (address == own or (address.is_loopback and own.is_loopback)):
+        if address is not None and (
+            address == source or (address.is_loopback and source.is_loopback)
+        ):
             return name
     return None
 
@@ -377,70 +385,72 @@ def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
 def _silent_stdout() -> Iterator[None]:
     """Discards what fairscale, and gloo from C++, print to stdout."""
     try:
-        kept = os.dup(1)
+        stdout_fd = os.dup(1)
     except OSError:  # stdout is closed
         yield
         return
     if sys.stdout is not None:
         sys.stdout.flush()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
+    os.close(devnull)
     try:
         with redirect_stdout(StringIO()):
             yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_fd, 1)
+        os.close(stdout_fd)
 
 
 def _open_store(env: RankEnv, limit_s: float) -> SealedStore:
     """The store of the ranks, owned by rank 0 or by torchrun."""
-    bound = None if env.is_served or env.rank > 0 else _bound_socket(env)
-    return _connect(env, limit_s, bound)
+    listen_fd = None if env.has_agent_store or env.rank > 0 else _bound_socket(env)
+    return _connect_to_store(env, limit_s, listen_fd)
 
 
-def _connect(env: RankEnv, limit_s: float, bound: int | None = None) -> SealedStore:
-    """A connection to the store, or the store itself if a `bound` socket is given."""
-    if bound is None:
+def _connect_to_store(env: RankEnv, limit_s: float, listen_fd: int | None = None) -> SealedStore:
+    """Connects to the store, or serves it at the socket with the descriptor `listen_fd`."""
+    if listen_fd is None:
         _wait_for_store(env, limit_s)
     store = TCPStore(
         env.host,
         env.port,
-        is_master=bound is not None,
+        is_master=listen_fd is not None,
         wait_for_workers=False,
         timeout=timedelta(seconds=limit_s),
-        master_listen_fd=bound,
+        master_listen_fd=listen_fd,
     )
     return SealedStore(store, env.secret, env.run)
 
 
-def _listen(env: RankEnv, limit_s: float, ended: threading.Event, heard: list[str]) -> None:
-    """Appends to `heard` why another rank gives up, until `ended` is set.
+def _watch_for_objections(
+    env: RankEnv, limit_s: float, ended: threading.Event, objections: list[str]
+) -> None:
+    """Appends the objection of another rank to `objections`; returns when `ended` is set.
 
     It needs its own connection, because gloo waits on the other one.
     """
     with suppress(RuntimeError, TimeoutError):  # the store has ended
-        store = _connect(env, limit_s)
+        store = _connect_to_store(env, limit_s)
         while not ended.wait(_LISTEN_S):
             if (objection := read_objection(store)) is not None:
-                heard.append(objection)
-                say_goodbye(store, env.rank)
+                objections.append(objection)
+                acknowledge_objection(store, env.rank)
                 return
 
 
 def _bound_socket(env: RankEnv) -> int | None:
-    """The descriptor of a socket bound to the store's address; None if the address is in use.
+    """The descriptor of a socket that is bound to the store's address; None if it is in use.
 
     A socket of torch would listen on every interface.
     """
-    if env.bound is not None:
-        return env.bound
+    if env.listen_fd is not None:
+        return env.listen_fd
     try:
         address = socket.getaddrinfo(env.host, env.port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(address[0], socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address[4])
+        sock = socket.socket(address[0], socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address[4])
     except OSError as error:
         if error.errno == errno.EADDRINUSE:  # the rendezvous detects a second rank 0
             return None
@@ -448,7 +458,7 @@ def _bound_socket(env: RankEnv) -> int | None:
             f"rank 0 of {env.size} cannot listen at MASTER_ADDR={env.host}, MASTER_PORT="
             f"{env.port}: {error.strerror or error}; give an address of rank 0's own host"
         ) from error
-    return bound.detach()
+    return sock.detach()
 
 
 def _wait_for_store(env: RankEnv, limit_s: float) -> None:
@@ -467,26 +477,26 @@ def _wait_for_store(env: RankEnv, limit_s: float) -> None:
             time.sleep(_CONNECT_S)
 
 
-def _never_came(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
-    where = f"MASTER_ADDR={env.host}, MASTER_PORT={env.port}"
+def _why_not_joined(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
+    address = f"MASTER_ADDR={env.host}, MASTER_PORT={env.port}"
     if len(missing) == env.size:
         who = (
             f"rank {env.rank} of {env.size} found no other rank: {_store_owner(env)} did not "
-            f"answer at {where}"
+            f"answer at {address}"
         )
     elif missing:
         who = f"rank {listed_ranks(missing)} of {env.size} never joined"
     else:
         who = f"all {env.size} ranks have joined, but at least one rank did not answer"
-    unseen = ", or has another secret file" if SECRET_FILE in os.environ else ""
+    secret_hint = ", or has another secret file" if SECRET_FILE in os.environ else ""
     return (
         f"{who} within {timeouts.start_s:g} s; check its output, and whether it was started"
-        f"{unseen} (--start-timeout waits longer)"
+        f"{secret_hint} (--start-timeout waits longer)"
     )
 
 
 def _store_owner(env: RankEnv) -> str:
-    return "torchrun's agent" if env.is_served else f"rank 0 of {env.size}"
+    return "torchrun's agent" if env.has_agent_store else f"rank 0 of {env.size}"
 
 
 def _leave() -> None:

@@ -1,9 +1,9 @@
 """Captures decode steps in CUDA graphs, and finds steps that cannot be captured.
 
 A step that waits for the device cannot be captured, and its capture fails only at the end of the
-step. Torch's allocator then still assumes a capture in progress, and no longer frees memory that
-another stream has used. So a step first runs with its operators watched; if a capture fails anyway,
-it is ended in the allocator too.
+step. Torch's allocator then still assumes that a capture is in progress, and no longer frees memory
+that another stream has used. So `require_capturable` first runs the step and checks its operators;
+if a capture fails anyway, `GraphRecorder` also ends the capture in the allocator.
 
 Source: CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph.
 """
@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
 
-# Operators by name. In inference mode some are not decomposed, so names of both forms are here.
+# Operators by name, both before and after decomposition: inference mode does not decompose some.
 _COPIES = ("to", "_to_copy", "copy_")
 _INDEXING = ("index", "index_put", "index_put_")
-# Operators that read values of a tensor on the host, or for the shape of their result.
+# Operators that read values of a tensor on the host, for example to size their result.
 _READS = (
     "item",
     "_local_scalar_dense",
@@ -38,7 +38,7 @@ class NotCapturable(RuntimeError):
     """An operator of a step waits for the device."""
 
 
-class _WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the first operator that waits for the device.
 
     The operator still runs, because other ranks may be about to enter the step's collectives.
@@ -46,26 +46,35 @@ class _WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.waiting: str | None = None
+        self.waiting_operator: str | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.waiting is None and _waits(func, args, kwargs):
-            self.waiting = str(func)
+        if self.waiting_operator is None and _waits_for_device(func, args, kwargs):
+            self.waiting_operator = str(func)
         return func(*args, **kwargs)
 
 
-def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _waits_for_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator copies between devices, or reads values of a GPU's tensor on the host."""
-    name, given = func.overloadpacket.__name__, (*args, *kwargs.values())
-    tensors = [each for each in given if isinstance(each, Tensor)]
-    devices = {each.device.type for each in tensors}
+    name, arguments = func.overloadpacket.__name__, (*args, *kwargs.values())
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    devices = {argument.device.type for argument in tensors}
     if name in _COPIES:
-        return len(devices | {each.type for each in given if isinstance(each, torch.device)}) > 1
+        return (
+            len(
+                devices
+                | {argument.type for argument in arguments if isinstance(argument, torch.device)}
+            )
+            > 1
+        )
     if name in _INDEXING:
-        return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        return any(
+            argument is not None and argument.dtype in (torch.bool, torch.uint8)
+            for argument in args[1]
+        )
     if name == "where":
         return len(args) == 1  # as nonzero
     return name in _READS and devices != {"cpu"}
@@ -73,31 +82,31 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def require_capturable(step: Callable[[], object]) -> None:
     """Runs a step. Raises: NotCapturable if one of its operators waits for the device."""
-    with _WatchedOperators() as watched:
+    with _OperatorWatch() as watch:
         try:
             step()
         except RuntimeError as error:
-            if watched.waiting is None:
+            if watch.waiting_operator is None:
                 raise
-            raise NotCapturable(_why(watched.waiting)) from error
-    if watched.waiting is not None:
-        raise NotCapturable(_why(watched.waiting))
+            raise NotCapturable(_message(watch.waiting_operator)) from error
+    if watch.waiting_operator is not None:
+        raise NotCapturable(_message(watch.waiting_operator))
 
 
-def _why(operator: str) -> str:
+def _message(operator: str) -> str:
     return f"the operator {operator} waits for the device"
 
 
 class GraphRecorder:
-    """Captures steps in CUDA graphs of one device, which share the memory of their intermediates.
+    """Captures steps in CUDA graphs that share the memory of their intermediates.
 
-    So a replay may overwrite the intermediates of other graphs. Results are not overwritten,
-    because the caller holds them. The graphs must be replayed on one stream.
+    A replay may overwrite the intermediates of other graphs, but not results, because the caller
+    holds them. All graphs are of one device, and must be replayed on one stream.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all graphs: cuBLAS keeps a workspace of 32 MiB for every stream that it has used.
+        # One stream for all graphs: cuBLAS keeps a workspace of 32 MiB for each stream.
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, step: Callable[[], Result]) -> tuple[Result, Callable[[], object]]:
@@ -107,14 +116,14 @@ class GraphRecorder:
 
         Raises: NotCapturable; RuntimeError if the capture fails.
         """
-        own = torch.cuda.current_stream()
-        self._stream.wait_stream(own)
+        caller_stream = torch.cuda.current_stream()
+        self._stream.wait_stream(caller_stream)
         with torch.cuda.stream(self._stream):
             # The first run compiles kernels, copies tables to the device and allocates workspaces,
             # which a capture does not allow.
             step()
             require_capturable(step)
-        own.wait_stream(self._stream)
+        caller_stream.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may launch kernels meanwhile, which are not captured.
@@ -123,7 +132,7 @@ class GraphRecorder:
             ):
                 result = step()
         except RuntimeError:
-            torch.cuda.set_stream(own)
+            torch.cuda.set_stream(caller_stream)
             self._end_capture()
             raise
         return result, graph.replay

@@ -1,4 +1,4 @@
-"""Chooses the device of the ranks of a host: one GPU each, or the CPU. Imports no torch."""
+"""Chooses the device of the ranks of a host: one GPU each, or the CPU. Without torch."""
 
 import os
 from itertools import takewhile
@@ -7,11 +7,11 @@ from typing import Literal
 
 from parallel_llama.errors import UsageError, counted
 from parallel_llama.parallel.rank_env import (
-    asks_for_own_gpus,
-    given_local_world,
     is_started_as_rank,
     is_watched,
+    known_local_world,
     local_world,
+    requests_gpu_per_rank,
 )
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -19,22 +19,22 @@ DeviceKind = Literal["cpu", "cuda"]
 _GPUS = "dev/nvidia[0-9]*"
 
 
-def choose_device(asked: str, n_ranks: int, n_gpus: int) -> DeviceKind:
+def choose_device(requested: str, n_ranks: int, n_gpus: int) -> DeviceKind:
     """The kind of device for `n_ranks` ranks on a host with `n_gpus` GPUs.
 
     Two ranks never share a GPU, because NCCL does not support that.
 
     Args:
-        asked: "auto", "cpu" or "cuda".
+        requested: "auto", "cpu" or "cuda".
 
     >>> [choose_device("auto", n_ranks=2, n_gpus=n) for n in (0, 1, 2)]
     ['cpu', 'cpu', 'cuda']
 
     Raises: UsageError for "cuda" with too few GPUs, and for any other value.
     """
-    if asked == "auto":
+    if requested == "auto":
         return "cuda" if n_ranks <= n_gpus else "cpu"
-    if asked == "cuda":
+    if requested == "cuda":
         if n_gpus == 0:
             raise UsageError("device=cuda: torch sees no CUDA device here; use --device cpu")
         if n_ranks > n_gpus:
@@ -43,13 +43,13 @@ def choose_device(asked: str, n_ranks: int, n_gpus: int) -> DeviceKind:
                 "(CUDA_VISIBLE_DEVICES may hide GPUs), or use --device cpu"
             )
         return "cuda"
-    if asked == "cpu":
+    if requested == "cpu":
         return "cpu"
-    raise UsageError(f"device={asked!r}: use auto, cpu or cuda")
+    raise UsageError(f"device={requested!r}: use auto, cpu or cuda")
 
 
 def ranks_sharing_gpus(
-    asked: str, size: int, n_gpus: int, root: Path = Path("/")
+    requested: str, size: int, n_gpus: int, root: Path = Path("/")
 ) -> tuple[int, int]:
     """This process's rank among the ranks that share its visible GPUs, and their number.
 
@@ -58,7 +58,7 @@ def ranks_sharing_gpus(
     the same GPU.
 
     Args:
-        asked: "auto", "cpu" or "cuda". With "cuda", a rank that sees one GPU uses it, if its
+        requested: "auto", "cpu" or "cuda". With "cuda", a rank that sees one GPU uses it, if its
             launcher may have hidden the other GPUs.
         size: the number of ranks on all hosts.
         n_gpus: the number of GPUs that this process sees.
@@ -72,18 +72,18 @@ def ranks_sharing_gpus(
     if is_watched():
         # torchrun and `--nproc` show all GPUs to all ranks. The exception is --virtual-local-rank:
         # then each rank is local rank 0 and sees only its own GPU.
-        return (0, 1) if asked == "cuda" and n_gpus == 1 and local_rank == 0 else (0, n_local)
+        return (0, 1) if requested == "cuda" and n_gpus == 1 and local_rank == 0 else (0, n_local)
     are_hidden = len(list(root.glob(_GPUS))) >= n_local * n_gpus
-    if asks_for_own_gpus() or are_hidden or (asked == "cuda" and n_gpus == 1):
+    if requests_gpu_per_rank() or are_hidden or (requested == "cuda" and n_gpus == 1):
         return 0, 1
-    known_rank, known_size = given_local_world()
+    known_rank, known_size = known_local_world()
     if known_rank is not None and known_size is None and known_rank < n_gpus:
         return known_rank, n_gpus  # the other ranks are on other hosts
     return local_rank, n_local
 
 
 def too_few(n_ranks: int, n_gpus: int) -> str:
-    """The part of an error message that says why the ranks cannot use GPUs."""
+    """Why ranks of a host cannot use GPUs, for error messages."""
     gpus = counted(n_gpus, "GPU")
     return f"{n_ranks} ranks on this host and {gpus}, but each rank needs its own GPU"
 
@@ -102,5 +102,7 @@ def count_gpus(root: Path = Path("/"), visible: str | None = None) -> int:
     # Like the driver: the first invalid name hides itself and all names after it.
     numbers = {str(number) for number in range(n_gpus)}
     names = (name.strip() for name in visible.split(","))
-    seen = takewhile(lambda name: name in numbers or name.startswith(("GPU-", "MIG-")), names)
-    return len(list(seen))
+    visible_names = takewhile(
+        lambda name: name in numbers or name.startswith(("GPU-", "MIG-")), names
+    )
+    return len(list(visible_names))

@@ -1,4 +1,4 @@
-"""Reports a failure to the launcher that started this rank, and as an exit code. Without torch.
+"""The errors and exit codes of ranks, and how a failed rank reports to its launcher. No torch.
 
 A rank of torchrun or of `launch` writes one message to the file that TORCHELASTIC_ERROR_FILE names,
 which is torchrun's convention. The launcher shows the first message.
@@ -29,9 +29,9 @@ from parallel_llama.errors import (
 from parallel_llama.parallel.rank_env import is_watched, world
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
-INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+INTERRUPTED, READER_GONE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
-# A report is one message, at most this long; `report_error` did not write a longer file.
+# The size limit of an error file; a longer file was not written by `report_error`.
 MAX_REPORT_BYTES = 1 << 16
 
 
@@ -48,7 +48,7 @@ def late(ranks: Iterable[int], size: int, limit_s: float) -> str:
 
 
 def differing_ranks(values: Sequence[Hashable]) -> str | None:
-    """Which ranks differ, in words, from a value of each rank; None if all values are equal."""
+    """Names the ranks whose value differs, given one value per rank; None if all are equal."""
     ((common, n_equal), *others) = Counter(values).most_common()
     if not others:
         return None
@@ -134,10 +134,10 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
     pipe has exited, as for a program that is ended by SIGPIPE.
 
     Args:
-        give_up: tells the other ranks why this rank has failed, so that they do not wait for it.
+        give_up: sends the other ranks the reason, so that they do not wait for this rank.
     """
 
-    def tell_ranks(error: Exception) -> None:
+    def inform_ranks(error: Exception) -> None:
         with suppress(UsageError):  # the launcher's variables are invalid
             if world()[1] > 1 and not is_watched():
                 give_up(str(error) or type(error).__name__)
@@ -149,17 +149,17 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
         return code
     except (DamagedWeights, NumericalError, OutOfMemory, WriteError, RankError) as error:
         report_error(str(error))
-        tell_ranks(error)
+        inform_ranks(error)
         return FAILED
     except (UsageError, CheckpointError) as error:
         report_error(str(error), WRONG_USE)
-        tell_ranks(error)
+        inform_ranks(error)
         return WRONG_USE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _give_up_stdout()
-        return UNHEARD
+        _discard_stdout()
+        return READER_GONE
     except MemoryError:
         report_error(_NO_MEMORY)
         return FAILED
@@ -169,12 +169,12 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
         elif error.filename is not None:
             report_crash(error)
         else:  # only stdout has no file name
-            _give_up_stdout()
+            _discard_stdout()
             report_error(f"stdout cannot be written: {error.strerror}; answers may be lost")
         return FAILED
     except Exception as error:
         report_crash(error)
-        tell_ranks(error)
+        inform_ranks(error)
         return FAILED
 
 
@@ -185,6 +185,6 @@ def _require_streams() -> None:
             raise WriteError(f"{name} is closed; send it to a file, or to /dev/null")
 
 
-def _give_up_stdout() -> None:
-    """Redirects stdout to /dev/null, because Python would raise again when it closes stdout."""
+def _discard_stdout() -> None:
+    """Redirects stdout to /dev/null; otherwise Python raises again when it closes stdout."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,4 +1,4 @@
-"""Describes this rank's GPU and software, which ranks compare in the rendezvous."""
+"""Describes a rank's GPU and its GPU libraries, for the comparison of ranks in the rendezvous."""
 
 import re
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ def gpu_id(device: torch.device) -> str:
 
 def library_versions() -> dict[str, str]:
     """The versions of Triton and NCCL; ranks with different versions may get different results."""
-    found = {"version of Triton": "none", "version of NCCL": "none"}
+    versions = {"version of Triton": "none", "version of NCCL": "none"}
     with suppress(PackageNotFoundError):
-        found["version of Triton"] = version("triton")
+        versions["version of Triton"] = version("triton")
     with suppress(AttributeError):  # a build of torch without NCCL
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        found["version of NCCL"] = ".".join(map(str, nccl))
-    return found
+        versions["version of NCCL"] = ".".join(map(str, nccl))
+    return versions
 
 
 def describe_gpu(device: torch.device, root: Path = Path("/")) -> Mapping[str, str]:
@@ -49,5 +49,5 @@ def _driver(root: Path) -> str:
         first_line = (root / "proc/driver/nvidia/version").read_text().partition("\n")[0]
     except OSError:
         return "unknown"
-    found = _DRIVER.search(first_line)
-    return found[1] if found else "unknown"
+    match = _DRIVER.search(first_line)
+    return match[1] if match else "unknown"

@@ -1,6 +1,7 @@
-"""The rendezvous of the ranks at a store, and the check that their facts are equal.
+"""The rendezvous: all ranks join at a store and compare their files, settings and versions.
 
-Ranks that differ in a file, a setting or a version would compute wrong results without an error.
+Ranks that differ would compute wrong results without an error. A rank that gives up publishes why,
+its objection, so that the other ranks raise the same error instead of waiting for it.
 """
 
 import os
@@ -102,10 +103,10 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> 
     """
     infos: dict[int, RankInfo] = {}
     key = f"info/{own.rank}"
-    there = RankInfo.decode(store.compare_set(key, "", own.encode()), own.rank)
-    if there.token != own.token:
+    published = RankInfo.decode(store.compare_set(key, "", own.encode()), own.rank)
+    if published.token != own.token:
         raise RankError(
-            f"two processes are rank {own.rank} of {own.size}: {there.process} and "
+            f"two processes are rank {own.rank} of {own.size}: {published.process} and "
             f"{own.process}; give each process a RANK of its own"
         )
     while len(infos) < own.size:
@@ -118,51 +119,53 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> 
                 missing.discard(rank)
         if len(infos) < own.size and ended.wait(_POLL_S):
             raise TimeoutError
-    in_order = [infos[rank] for rank in range(own.size)]
-    require_same(in_order)
-    require_own_gpus(in_order)
-    return differences([info.notes for info in in_order])
+    by_rank = [infos[rank] for rank in range(own.size)]
+    require_same(by_rank)
+    require_own_gpus(by_rank)
+    return differences([info.notes for info in by_rank])
 
 
 @contextmanager
-def telling(store: Store, rank: int, size: int) -> Iterator[None]:
-    """Publishes a RankError that ends this rank; raises the first one that any rank published."""
+def publishing_objection(store: Store, rank: int, size: int) -> Iterator[None]:
+    """Publishes a RankError raised inside; raises the first objection that any rank published."""
     try:
         yield
     except RankError as error:
-        own = first = str(error).partition("\n")[0]  # the stacks are for this host
+        objection = first = str(error).partition("\n")[0]  # the stacks are for this host
         with suppress(RuntimeError):  # the store may have ended already
-            first = tell(store, rank, size, own)
-        if first == own:
+            first = publish_objection(store, rank, size, objection)
+        if first == objection:
             raise
         raise RankError(first) from error
 
 
-def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:
-    """Publishes why this rank gives up, and returns the first reason that any rank published.
+def publish_objection(
+    store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0
+) -> str:
+    """Publishes why this rank gives up. Returns: the first objection that any rank published.
 
-    The store may end with this rank, so this waits until other ranks have read the reason: at most
-    `wait_s` seconds for all ranks or, if `wait_s` is 0, at most `_GOODBYE_S` seconds for the ranks
-    that have joined.
+    The store may end with this rank, so this waits until the other ranks have read the objection:
+    at most `wait_s` seconds for all ranks or, if `wait_s` is 0, at most `_GOODBYE_S` seconds for
+    the ranks that have joined.
     """
     first = _printable(store.compare_set("objection", "", objection))
-    say_goodbye(store, rank)
-    there = [r for r in range(size) if wait_s or store.check([f"info/{r}"])]
+    acknowledge_objection(store, rank)
+    readers = [r for r in range(size) if wait_s or store.check([f"info/{r}"])]
     deadline = time.monotonic() + max(wait_s, _GOODBYE_S)
     while time.monotonic() < deadline:
-        if all(store.check([f"goodbye/{r}"]) for r in there):
+        if all(store.check([f"goodbye/{r}"]) for r in readers):
             break
         time.sleep(_POLL_S)
     return first
 
 
 def read_objection(store: Store) -> str | None:
-    """Why a rank has given up; None if none has."""
+    """Why the first rank gave up; None if no rank has given up."""
     return _printable(store.get("objection")) if store.check(["objection"]) else None
 
 
-def say_goodbye(store: Store, rank: int) -> None:
-    """Publishes that this rank has read why another rank gives up."""
+def acknowledge_objection(store: Store, rank: int) -> None:
+    """Publishes that this rank has read the objection of another rank."""
     store.set(f"goodbye/{rank}", "")
 
 
@@ -179,31 +182,33 @@ def require_same(infos: Sequence[RankInfo]) -> None:
         )
 
 
-def differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """For each value that is not equal on all ranks, its name and a rank that differs, as text."""
-    found = []
-    for name in {name: None for own in of_ranks for name in own}:
-        values = [own.get(name, "nothing") for own in of_ranks]
-        usual, _ = Counter(values).most_common(1)[0]  # the first if several are equally common
-        odd = [rank for rank, value in enumerate(values) if value != usual]
-        if odd:
-            rank, like = odd[0], values.index(usual)
-            difference = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(of_ranks)} "
-            if max(len(usual), len(values[rank])) <= _SHOWN_CHARS:
-                others = printable(values[rank], _SHOWN_CHARS), printable(usual, _SHOWN_CHARS)
-                difference += f"has {others[0]} and rank {like} has {others[1]}"
+def differences(values_by_rank: Sequence[Mapping[str, str]]) -> list[str]:
+    """One message for each value that is not equal on all ranks; it names a rank that differs."""
+    messages = []
+    for name in {name: None for facts in values_by_rank for name in facts}:
+        values = [facts.get(name, "nothing") for facts in values_by_rank]
+        most_common, _ = Counter(values).most_common(1)[
+            0
+        ]  # the first if several are equally common
+        differing = [rank for rank, value in enumerate(values) if value != most_common]
+        if differing:
+            rank, reference = differing[0], values.index(most_common)
+            difference = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(values_by_rank)} "
+            if max(len(most_common), len(values[rank])) <= _SHOWN_CHARS:
+                shown = printable(values[rank], _SHOWN_CHARS), printable(most_common, _SHOWN_CHARS)
+                difference += f"has {shown[0]} and rank {reference} has {shown[1]}"
             else:
-                difference += f"differs from rank {like}"
-            more = f"; so do {len(odd) - 1} more" if len(odd) > 1 else ""
-            found.append(difference + more)
-    return found
+                difference += f"differs from rank {reference}"
+            suffix = f"; so do {len(differing) - 1} more" if len(differing) > 1 else ""
+            messages.append(difference + suffix)
+    return messages
 
 
 def require_own_gpus(infos: Sequence[RankInfo]) -> None:
     """Raises: RankError naming two ranks that have the same GPU, which NCCL does not support."""
-    first: dict[str, RankInfo] = {}
+    by_gpu: dict[str, RankInfo] = {}
     for info in infos:
-        other = first.setdefault(info.gpu, info)
+        other = by_gpu.setdefault(info.gpu, info)
         if info.gpu and other is not info:
             gpu = printable(info.gpu, _SHOWN_CHARS)
             raise RankError(

@@ -1,10 +1,12 @@
-"""Starts and ends ranks on one host, without torchrun and without torch.
+"""Starts ranks as processes of this host, watches them and ends them. Without torch.
 
-The ranks get torchrun's environment variables and connect on loopback only: the parent binds a
-socket to 127.0.0.1, and rank 0 listens on it. The ranks inherit a secret in an open, unnamed file,
-which distinguishes them from other processes that connect to the socket. With `run_ranks`, rank 0
-is a child process; with `LocalRanks`, it is the parent unless `first` is 0. Invariant: when the
-parent ends for any reason, all ranks end.
+`run_ranks` is a launcher like torchrun: all ranks are child processes. `LocalRanks` starts the
+ranks of a process that usually is rank 0 itself, and spares, which replace lost ranks. When the
+starting process ends for any reason, all its ranks end.
+
+The ranks get torchrun's environment variables. They connect on loopback only: the starting process
+binds a socket to 127.0.0.1, and rank 0 listens on it. They inherit the secret of the run in an
+open, unnamed file; without it, another process cannot write to the store.
 """
 
 import json
@@ -47,14 +49,14 @@ from parallel_llama.parallel.rank_stacks import (
 
 MAX_RANKS = 1024
 
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of a supervisor, and of a closed terminal
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # from a supervisor, and from a closed terminal
 
-_SETTLED_S = 10.0  # a spare that ends sooner may never be able to run
-_MAX_UNSETTLED = 3  # such spares in a row
+_SETTLED_S = 10.0  # a spare that ends sooner probably cannot run on this host
+_MAX_UNSETTLED = 3  # such spares in a row, before no more are started
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _TERM_GRACE_S = 1.0
-_LAST_WORDS_S = 0.5  # in which the other ranks notice the end of a rank, and report
+_LAST_REPORTS_S = 0.5  # for the other ranks to detect the end of a rank and report it
 _CTRL_C_LIMIT_S = 4.0  # from the first Ctrl-C to the end of a program that is not interactive
 
 
@@ -64,20 +66,19 @@ class _Rank:
 
     Args:
         number: its current rank, counted among the ranks that still run.
-        place: its rank in the group without losses.
+        full_rank: its rank in the full group, before any rank was lost.
         files: closes the files that were opened for it.
-        is_new: whether it is a spare that has been ready, or in its place, for less than
-            `_SETTLED_S`.
-        ready_s: when it became ready or took its place. Units: monotonic seconds.
+        is_unsettled: it is or was a spare, and `_SETTLED_S` have not passed since `ready_s`.
+        ready_s: when it became ready or replaced a rank, in monotonic seconds; infinite before.
     """
 
     number: int
     process: subprocess.Popen[bytes]
     report_file: IO[bytes]
     stacks: StackFile
-    place: int
+    full_rank: int
     files: ExitStack = field(default_factory=ExitStack)
-    is_new: bool = False
+    is_unsettled: bool = False
     ready_s: float = math.inf
 
     @property
@@ -93,7 +94,7 @@ class _Rank:
         return read_report(os.pread(self.report_file.fileno(), MAX_REPORT_BYTES, 0))
 
     def ending(self) -> str:
-        """How the rank's process ended."""
+        """How the process ended, as the end of a sentence about the rank."""
         code = self.process.returncode
         if code >= 0:
             return f"ended with exit code {code}"
@@ -104,14 +105,19 @@ class _Rank:
 
 
 @dataclass
-class _Asked:
-    """Signals that the parent has received. Units: monotonic seconds."""
+class _Signals:
+    """The signals that this process has received.
 
-    ended_by: int | None = None  # the number of the signal
+    Args:
+        ended_by: the number of the last ending signal.
+        interrupted_s: the time of the first Ctrl-C, in monotonic seconds.
+    """
+
+    ended_by: int | None = None
     interrupted_s: float | None = None
 
     def deadline(self, interactive: bool) -> float:
-        """The time at which all ranks must have ended because of a Ctrl-C."""
+        """When all ranks must have ended because of a Ctrl-C, in monotonic seconds."""
         if self.interrupted_s is None or interactive:
             return math.inf
         return self.interrupted_s + _CTRL_C_LIMIT_S
@@ -145,22 +151,22 @@ def run_ranks(
         raise UsageError(f"nproc={nproc}: use 1 to {MAX_RANKS} ranks")
     command = [sys.executable, "-m", module, *arguments]
     ranks: list[_Rank] = []
-    with _terminal_kept(), _listening_to_signals() as asked, ExitStack() as reports:
+    with _terminal_restored(), _recorded_signals() as signals, ExitStack() as reports:
         try:
             secret = _secret_file(secrets.token_bytes(rank_env.SECRET_BYTES))
-            with _bound_socket() as store, secret:
+            with _loopback_socket() as store, secret:
                 common = _environment(nproc, threads, store.getsockname()[1], secret)
-                own, files = store.fileno(), [secret.fileno(), *_inherited_files()]
-                first = {**common, rank_env.STORE_FD: str(own)}
-                hears = partial(_before_exec, os.getpid())
-                ranks.append(_start(0, command, first, reports, [own, *files], preexec_fn=hears))
-                ignores = partial(_before_exec, os.getpid(), ignores_ctrl_c=True)
-                how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "preexec_fn": ignores}
+                store_fd, inherited = store.fileno(), [secret.fileno(), *_inherited_files()]
+                env = {**common, rank_env.STORE_FD: str(store_fd)}
+                options: dict[str, Any] = {"preexec_fn": partial(_before_exec, os.getpid())}
+                ranks.append(_start(0, command, env, reports, [store_fd, *inherited], **options))
+                before_exec = partial(_before_exec, os.getpid(), ignores_ctrl_c=True)
+                options = {"stdin": subprocess.DEVNULL, "preexec_fn": before_exec}
                 for number in range(1, nproc):
-                    ranks.append(_start(number, command, common, reports, files, **how))
-            return _watch(ranks, asked, interactive, log_dir)
+                    ranks.append(_start(number, command, common, reports, inherited, **options))
+            return _watch(ranks, signals, interactive, log_dir)
         finally:
-            _end(ranks, asked.deadline(interactive))
+            _end(ranks, signals.deadline(interactive))
 
 
 class LocalRanks:
@@ -193,8 +199,8 @@ class LocalRanks:
     ) -> None:
         self._ranks: list[_Rank] = []
         self._spares: list[_Rank] = []
-        self._places = range(first, size)
-        self._n_processes = len(self._places) + n_spares
+        self._full_ranks = range(first, size)
+        self._n_processes = len(self._full_ranks) + n_spares
         # How many spares in a row ended before they had settled, and why the last one ended.
         self._n_unsettled, self._why_ended = 0, ""
         leave_to_launcher()
@@ -203,25 +209,25 @@ class LocalRanks:
         self._settings = json.dumps(settings).encode() + b"\n"
         try:
             secret = secrets.token_bytes(rank_env.SECRET_BYTES)
-            with _bound_socket() as store, _secret_file(secret) as file:
+            with _loopback_socket() as store, _secret_file(secret) as file:
                 port = store.getsockname()[1]
                 common = _environment(size, threads, port, file)
                 # The ranks import the package from where this process has imported it.
-                paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
-                common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-                for number in self._places:
-                    files, own = [file.fileno(), *inherited], common
+                python_path = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+                common["PYTHONPATH"] = os.pathsep.join(filter(None, python_path))
+                for number in self._full_ranks:
+                    files, env = [file.fileno(), *inherited], common
                     if number == 0:
                         files.append(store.fileno())
-                        own = {**common, rank_env.STORE_FD: str(store.fileno())}
-                    self._ranks.append(self._start(number, command, own, files))
-                bound = os.dup(store.fileno()) if first else None
+                        env = {**common, rank_env.STORE_FD: str(store.fileno())}
+                    self._ranks.append(self._start(number, command, env, files))
+                listen_fd = os.dup(store.fileno()) if first else None
                 self.env = rank_env.RankEnv(
                     0,
                     size,
                     "127.0.0.1",
                     port,
-                    bound=bound,
+                    listen_fd=listen_fd,
                     run=rank_env.run_in({**os.environ, **common}),
                     secret=secret,
                 )
@@ -234,7 +240,7 @@ class LocalRanks:
             raise
 
     def require_alive(self, within_s: float = 0.0) -> None:
-        """Returns after `within_s` seconds if no rank has ended.
+        """Waits `within_s` seconds; returns if no rank ends meanwhile.
 
         Raises: RankError naming a rank that has ended, with its message if it has left one.
         """
@@ -250,7 +256,7 @@ class LocalRanks:
         return [spare.process.pid for spare in self._spares]
 
     def drop_ended(self, within_s: float) -> str | None:
-        """Forgets the ranks that have ended and renumbers the others, in their order.
+        """Removes the ranks that have ended, and renumbers the other ranks in order.
 
         Args:
             within_s: how long to wait for a rank to end, in seconds.
@@ -294,23 +300,25 @@ class LocalRanks:
         return self._n_processes - len(self._ranks) - len(self._spares)
 
     def can_grow(self) -> bool:
-        """Whether a spare is ready to take the place of a lost rank."""
-        return len(self._ranks) < len(self._places) and any(s.is_ready for s in self._spares)
+        """Whether a spare is ready to replace a lost rank."""
+        return len(self._ranks) < len(self._full_ranks) and any(s.is_ready for s in self._spares)
 
     def take_spares(self) -> int:
-        """Puts spares that are ready into the places of lost ranks, and renumbers the ranks.
+        """Replaces lost ranks by spares that are ready, and renumbers the ranks.
 
-        Returns: the number of places that were taken.
+        Returns: the number of ranks that were replaced.
         """
-        lost = [n for n in self._places if n not in {rank.place for rank in self._ranks}]
-        ready = [spare for spare in self._spares if spare.is_ready]
-        taken = list(zip(lost, ready, strict=False))
-        for place, spare in taken:
+        lost_ranks = [
+            n for n in self._full_ranks if n not in {rank.full_rank for rank in self._ranks}
+        ]
+        ready_spares = [spare for spare in self._spares if spare.is_ready]
+        replacements = list(zip(lost_ranks, ready_spares, strict=False))
+        for full_rank, spare in replacements:
             self._spares.remove(spare)
-            spare.place, spare.is_new, spare.ready_s = place, True, time.monotonic()
+            spare.full_rank, spare.is_unsettled, spare.ready_s = full_rank, True, time.monotonic()
             self._ranks.append(spare)
         self._renumber()
-        return len(taken)
+        return len(replacements)
 
     def await_spares(self, limit_s: float) -> None:
         """Waits until all spares are ready or have ended, at most `limit_s` seconds."""
@@ -318,20 +326,20 @@ class LocalRanks:
         while time.monotonic() < deadline:
             if all(spare.is_ready or spare.has_ended for spare in self._spares):
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
-    def order(self, number: int, line: bytes) -> None:
-        """Writes a line to the stdin of a rank; one that has ended does not read it."""
-        _write(self._ranks[number - 1], line)
+    def send_order(self, rank: int, line: bytes) -> None:
+        """Writes an order to the stdin of a rank. No-op if the rank has ended."""
+        _write(self._ranks[rank - 1], line)
 
     def end(self) -> None:
         """Ends the ranks and spares that still run. It may be called twice."""
         processes = [*self._ranks, *self._spares]
-        for each in processes:
-            _close_stdin(each)
+        for process in processes:
+            _close_stdin(process)
         _end(processes, time.monotonic() + _TERM_GRACE_S)
-        for each in processes:
-            each.files.close()
+        for process in processes:
+            process.files.close()
         self._ranks, self._spares = [], []
 
     def _start(
@@ -339,31 +347,31 @@ class LocalRanks:
     ) -> _Rank:
         # No preexec_fn: this process has threads, and code between fork and exec would run without
         # them.
-        how = {"stdin": subprocess.PIPE, **rank_env.beyond_ctrl_c()}
+        options = {"stdin": subprocess.PIPE, **rank_env.beyond_ctrl_c()}
         with ExitStack() as opened:
-            rank = _start(number, command, env, opened, files, **how)
+            rank = _start(number, command, env, opened, files, **options)
             rank.files = opened.pop_all()
         _write(rank, self._settings)
         return rank
 
     def _start_spare(self) -> _Rank:
-        number = self._places[-1]  # until it has a place
+        number = self._full_ranks[-1]  # until it replaces a rank
         spare = self._start(number, self._spare_command, self._spare_env, ())
-        spare.is_new = True
+        spare.is_unsettled = True
         return spare
 
     def _settle(self, rank: _Rank) -> None:
-        """Records when a new rank or spare becomes ready, and whether it has settled since."""
+        """Updates `ready_s` and `is_unsettled` of a rank or spare."""
         now = time.monotonic()
-        if rank.is_new and rank.ready_s == math.inf and rank.is_ready:
+        if rank.is_unsettled and rank.ready_s == math.inf and rank.is_ready:
             rank.ready_s = now
-        if rank.is_new and now - rank.ready_s > _SETTLED_S:
-            rank.is_new, self._n_unsettled = False, 0
+        if rank.is_unsettled and now - rank.ready_s > _SETTLED_S:
+            rank.is_unsettled, self._n_unsettled = False, 0
 
     def _forget(self, rank: _Rank) -> None:
         """Closes the files of a rank or spare that has ended."""
         self._settle(rank)
-        if rank.is_new:
+        if rank.is_unsettled:
             report = rank.report()
             self._n_unsettled += 1
             self._why_ended = rank.ending() if report is None else report.message
@@ -371,25 +379,25 @@ class LocalRanks:
         rank.files.close()
 
     def _renumber(self) -> None:
-        self._ranks.sort(key=lambda rank: rank.place)
-        for number, rank in enumerate(self._ranks, self._places.start):
+        self._ranks.sort(key=lambda rank: rank.full_rank)
+        for number, rank in enumerate(self._ranks, self._full_ranks.start):
             rank.number = number
-        self.env = replace(self.env, size=self._places.start + len(self._ranks))
+        self.env = replace(self.env, size=self._full_ranks.start + len(self._ranks))
 
     def _ended(self, within_s: float) -> list[_Rank]:
-        """The ranks that have ended, as soon as there are any; none after `within_s` seconds."""
+        """Waits up to `within_s` seconds for a rank to end. Returns: the ranks that have ended."""
         deadline = time.monotonic() + within_s
         while True:
             ended = [rank for rank in self._ranks if rank.has_ended]
             if ended or time.monotonic() >= deadline:
                 return ended
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _verdict(self, ended: Sequence[_Rank], with_stacks: bool = True) -> str:
         reports = _reports(ended)
-        silent = [rank for rank in ended if rank.number not in reports]
-        if silent:
-            first = silent[0]
+        without_report = [rank for rank in ended if rank.number not in reports]
+        if without_report:
+            first = without_report[0]
             stacks = _stacks(self._ranks, [first.number]) if with_stacks else ""
             return f"rank {first.number} of {self.env.size} {first.ending()}{stacks}"
         number = next(iter(reports))
@@ -401,12 +409,12 @@ def threads_per_rank(nproc: int, root: Path = Path("/")) -> int:
     return max(1, int(cpu_cores(root)) // nproc)
 
 
-def hear_ctrl_c() -> None:
-    """Unblocks Ctrl-C, which is blocked while rank 0 starts; the program of rank 0 calls this."""
+def unblock_ctrl_c() -> None:
+    """Unblocks SIGINT, which the launcher blocks while rank 0 starts. Rank 0 must call it."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _bound_socket() -> socket.socket:
+def _loopback_socket() -> socket.socket:
     """A socket on loopback that refuses connections until rank 0 listens at it."""
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
@@ -414,7 +422,7 @@ def _bound_socket() -> socket.socket:
 
 
 def _secret_file(secret: bytes) -> IO[bytes]:
-    """The secret in an unnamed file. A variable would also reach processes that ranks start."""
+    """An unnamed file with the secret; processes that ranks start would inherit a variable."""
     file = tempfile.TemporaryFile()  # noqa: SIM115, the caller closes it
     file.write(secret)
     file.flush()
@@ -444,13 +452,13 @@ def _start(
     number: int,
     command: Sequence[str],
     common: Mapping[str, str],
-    reports: ExitStack,
+    opened_files: ExitStack,
     inherited: Sequence[int] = (),
-    **how: Any,
+    **popen_options: Any,
 ) -> _Rank:
-    report = reports.enter_context(tempfile.TemporaryFile())  # noqa: SIM115, closed there
+    report = opened_files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115, closed there
     stacks = os.memfd_create(STACKS_NAME)
-    reports.callback(os.close, stacks)
+    opened_files.callback(os.close, stacks)
     env = {
         **common,
         "RANK": str(number),
@@ -460,23 +468,25 @@ def _start(
         "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{report.fileno()}",
     }
     stdout = None if number == 0 else 2  # the descriptor of stderr
-    files = [report.fileno(), stacks, *inherited]
-    process = subprocess.Popen(command, env=env, stdout=stdout, pass_fds=files, **how)
+    passed_fds = [report.fileno(), stacks, *inherited]
+    process = subprocess.Popen(
+        command, env=env, stdout=stdout, pass_fds=passed_fds, **popen_options
+    )
     return _Rank(number, process, report, StackFile(process.pid, stacks), number)
 
 
 def _inherited_files() -> list[int]:
-    """Inheritable files that the parent of this process has opened, such as <(...) of a shell."""
-    numbers = []
+    """Inheritable descriptors from the parent of this process, such as a shell's <(...)."""
+    fds = []
     for path in Path("/dev/fd").iterdir():
         with suppress(OSError):  # the descriptor of the folder, which is closed
             if int(path.name) > 2 and os.get_inheritable(int(path.name)):
-                numbers.append(int(path.name))
-    return numbers
+                fds.append(int(path.name))
+    return fds
 
 
 def _before_exec(parent: int, ignores_ctrl_c: bool = False) -> None:
-    """Runs in a rank between fork and exec, so that the rank cannot outlive its parent."""
+    """Runs in a rank between fork and exec; makes the rank end with its parent."""
     if ignores_ctrl_c:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     else:  # blocked: while Python starts, it would print a traceback
@@ -487,7 +497,7 @@ def _before_exec(parent: int, ignores_ctrl_c: bool = False) -> None:
 
 
 @contextmanager
-def _terminal_kept() -> Iterator[None]:
+def _terminal_restored() -> Iterator[None]:
     """Restores the terminal's settings, because a rank 0 killed at a prompt cannot restore them."""
     try:
         settings = termios.tcgetattr(0)
@@ -504,34 +514,34 @@ def _terminal_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _listening_to_signals() -> Iterator[_Asked]:
+def _recorded_signals() -> Iterator[_Signals]:
     """Records Ctrl-C and the ending signals, so that they do not end this process.
 
     A signal that is ignored at the start stays ignored, such as Ctrl-C in a shell's background job
     or SIGHUP under nohup. The handler stays after the first Ctrl-C, because a second one would
     otherwise change the exit code of this process.
     """
-    asked = _Asked()
+    signals = _Signals()
 
-    def note(number: int, _: FrameType | None) -> None:
+    def record(number: int, _: FrameType | None) -> None:
         if number != signal.SIGINT:
-            asked.ended_by = number
-        elif asked.interrupted_s is None:
-            asked.interrupted_s = time.monotonic()
+            signals.ended_by = number
+        elif signals.interrupted_s is None:
+            signals.interrupted_s = time.monotonic()
 
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, *ENDING_SIGNALS)}
-    noted = [n for n, handler in before.items() if handler is not signal.SIG_IGN]
+    old_handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, *ENDING_SIGNALS)}
+    handled = [n for n, handler in old_handlers.items() if handler is not signal.SIG_IGN]
     try:
-        for number in noted:
-            signal.signal(number, note)
-        yield asked
+        for number in handled:
+            signal.signal(number, record)
+        yield signals
     finally:
-        for number in noted:
-            if number != signal.SIGINT or asked.interrupted_s is None:
-                signal.signal(number, before[number])
+        for number in handled:
+            if number != signal.SIGINT or signals.interrupted_s is None:
+                signal.signal(number, old_handlers[number])
 
 
-def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool, log_dir: str | None) -> int:
+def _watch(ranks: list[_Rank], signals: _Signals, interactive: bool, log_dir: str | None) -> int:
     """Waits for the end of all ranks, for a failure or for a signal; returns the exit code."""
     while True:
         # Read the reports before polling the processes: a process that ends may be the cause of a
@@ -539,47 +549,49 @@ def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool, log_dir: str | 
         has_report = any(rank.report() is not None for rank in ranks)
         running = [rank for rank in ranks if rank.process.poll() is None]
         failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
-        if asked.ended_by is not None:
-            return 128 + asked.ended_by
+        if signals.ended_by is not None:
+            return 128 + signals.ended_by
         # A rank takes some time to end after its report. After a Ctrl-C its exit code counts.
-        if failed or (has_report and asked.interrupted_s is None):
-            return _verdict(ranks, failed, asked, log_dir)
-        if time.monotonic() >= asked.deadline(interactive):
+        if failed or (has_report and signals.interrupted_s is None):
+            return _verdict(ranks, failed, signals, log_dir)
+        if time.monotonic() >= signals.deadline(interactive):
             return 128 + signal.SIGINT
         if not running:
             return 0
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
-def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked, log_dir: str | None) -> int:
+def _verdict(
+    ranks: list[_Rank], failed: list[_Rank], signals: _Signals, log_dir: str | None
+) -> int:
     """Prints why the ranks failed, and returns the exit code of the rank that failed first.
 
     The first failure makes the other ranks fail too, and these may end earlier. If a signal killed
     a rank without a report, that rank is the cause; otherwise the rank with the earliest report is.
     """
     codes = {rank.process.returncode for rank in failed}
-    if codes & {-signal.SIGINT, 128 + signal.SIGINT} and asked.interrupted_s is not None:
+    if codes & {-signal.SIGINT, 128 + signal.SIGINT} and signals.interrupted_s is not None:
         return 128 + signal.SIGINT
     reports = _reports(ranks)
-    silent = [rank for rank in failed if rank.number not in reports]
-    if killed := [rank for rank in silent if rank.process.returncode < 0]:
+    without_report = [rank for rank in failed if rank.number not in reports]
+    if killed := [rank for rank in without_report if rank.process.returncode < 0]:
         ending = killed[0].ending()
         hint = "; the host may have run out of memory" if "SIGKILL" in ending else ""
         stacks = _stacks(ranks, [killed[0].number], log_dir)
         # Ranks that have not joined do not notice the end of another rank.
-        where = _awaited_exchange(ranks) if stacks else ""
-        _say(f"[rank {killed[0].number}] {ending}{hint}{where}{stacks}")
+        exchange = _awaited_exchange(ranks) if stacks else ""
+        _print_message(f"[rank {killed[0].number}] {ending}{hint}{exchange}{stacks}")
         return 1
     if not reports:
-        first = silent[0]
+        first = without_report[0]
         if first.number > 0:  # rank 0 prints its own message
             stacks = _stacks(ranks, [first.number], log_dir)
-            _say(f"[rank {first.number}] {first.ending()}{stacks}")
+            _print_message(f"[rank {first.number}] {first.ending()}{stacks}")
         return first.process.returncode
     number, report = next(iter(reports.items()))
     # The message of a usage error does not name the rank.
     is_usage = report.code == WRONG_USE
-    _say(report.message if is_usage else f"[rank {number}] {report.message}")
+    _print_message(report.message if is_usage else f"[rank {number}] {report.message}")
     try:
         code = ranks[number].process.wait(_TERM_GRACE_S)
     except subprocess.TimeoutExpired:
@@ -588,7 +600,7 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked, log_dir: st
 
 
 def _stacks(ranks: Sequence[_Rank], culprits: Sequence[int], log_dir: str | None = None) -> str:
-    """Lines with the stacks of ranks that ended without a report; empty if none had joined."""
+    """Message lines with the stacks of the culprits; empty if no rank had joined."""
     files = {rank.number: rank.stacks for rank in ranks}
     if not any(file.n_bytes() for file in files.values()):
         return ""
@@ -598,11 +610,11 @@ def _stacks(ranks: Sequence[_Rank], culprits: Sequence[int], log_dir: str | None
 
 
 def _awaited_exchange(ranks: Sequence[_Rank]) -> str:
-    """The line of the first report that says in which exchange its rank was; empty without one.
+    """A message line with the exchange in which another rank was; empty if no rank reports one.
 
-    Takes at most _LAST_WORDS_S seconds.
+    Takes at most _LAST_REPORTS_S seconds.
     """
-    deadline = time.monotonic() + _LAST_WORDS_S
+    deadline = time.monotonic() + _LAST_REPORTS_S
     while True:
         is_last = time.monotonic() >= deadline or all(r.process.poll() is not None for r in ranks)
         for report in _reports(ranks).values():
@@ -610,16 +622,16 @@ def _awaited_exchange(ranks: Sequence[_Rank]) -> str:
                 return f"\n{lines[1]}"
         if is_last:
             return ""
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _reports(ranks: Sequence[_Rank]) -> dict[int, Report]:
     """Reports by rank, the earliest first."""
-    found = {rank.number: report for rank in ranks if (report := rank.report()) is not None}
-    return dict(sorted(found.items(), key=lambda each: each[1].when_ns))
+    reports = {rank.number: report for rank in ranks if (report := rank.report()) is not None}
+    return dict(sorted(reports.items(), key=lambda item: item[1].when_ns))
 
 
-def _say(message: str) -> None:
+def _print_message(message: str) -> None:
     sys.stderr.write(f"parallel-llama: {message}\n")
     sys.stderr.flush()
 

@@ -1,19 +1,21 @@
-"""Ranks that other programs have started, on any hosts, and that continue after a rank is lost.
+"""Elastic groups of ranks on any hosts: after a rank is lost, the other ranks form a new group.
 
-Each rank above 0 has a connection to rank 0, its link, as long as both run:
+For ranks that torchrun, srun or mpirun has started; `regroup` is for ranks that rank 0 has started.
+
+Each rank above 0 has a TCP connection to rank 0, its link, as long as both processes run:
 
     from rank 0   orders to form a new group, one line of JSON each
     to rank 0     why the rank ends, at most one line
 
 The system closes a link when either process ends, or when the other host has been unreachable for
-`_UNREACHABLE_S` seconds. A process that is stopped keeps its link. So rank 0 detects which ranks
-are lost, and orders the others to form a group without them; every rank detects the loss of rank 0.
+`_UNREACHABLE_S` seconds. A stopped process keeps its link. So rank 0 detects which ranks are lost,
+and orders the remaining ranks to form a group; every rank detects the loss of rank 0.
 
 The rank of a process can change with each group. Its first rank, in the group of all processes,
-identifies it during the whole run.
+identifies the process during the whole run.
 
-A group has a number, and a connection for each pair of its ranks. Both ends of a connection prove
-that they know a key derived from this number, so a rank never accepts a connection of another
+Each group has a number, and a connection for each pair of its ranks. Both ends of a connection
+prove that they know a key derived from this number, so a rank never accepts a connection of another
 group. Each rank listens at the same port as long as it runs.
 """
 
@@ -46,7 +48,7 @@ _LINK_OPTIONS = {
     socket.TCP_KEEPCNT: _UNREACHABLE_S - 2,
     socket.TCP_USER_TIMEOUT: 1000 * _UNREACHABLE_S,  # while an order is not acknowledged
 }
-_LEAVE_S = 1.0  # for the other ranks to leave before rank 0 ends the links
+_LEAVE_S = 1.0  # for the other ranks to leave before rank 0 closes the links
 _POLL_S = 0.02
 _MAX_REASON_BYTES = 2000
 _MAX_ADDRESS_BYTES = 100
@@ -55,11 +57,11 @@ _MAX_ORDER_BYTES = 1 << 16  # a line has a number for each rank
 
 @dataclass(frozen=True)
 class LinkOrder:
-    """The new group of a process.
+    """An order to join a new group.
 
     Args:
         number: the number of the group.
-        rank: the rank of the process in the group.
+        rank: the rank of the receiver in the group.
         members: the first ranks of the group's processes, by rank in the group.
     """
 
@@ -69,10 +71,11 @@ class LinkOrder:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """How the ranks of a run connect to each other whenever a group is formed.
+class Connector:
+    """Connects this rank to other ranks of the run whenever a group is formed.
 
     Args:
+        listener: this rank's listening socket.
         addresses: where each rank listens, by first rank.
         key: derived from the secret of the run.
     """
@@ -83,19 +86,20 @@ class Meeting:
     timeouts: Timeouts
 
     def connect(
-        self, what: str, rank: int, members: Mapping[int, int], look: Callable[[], None]
+        self, what: str, rank: int, members: Mapping[int, int], on_wait: Callable[[], None]
     ) -> dict[int, socket.socket]:
-        """Connects this rank with others, for the purpose `what`.
+        """Connects this rank to other ranks.
 
         Args:
-            members: the first ranks of the others, by rank.
+            what: the purpose; ranks that state another purpose are refused.
+            members: the first ranks of the other ranks, by rank.
 
         Raises: RankError naming a rank that cannot be reached.
         """
         addresses = {other: self.addresses[first] for other, first in members.items()}
         key = hmac.digest(self.key, what.encode(), "sha256")
         try:
-            return connect_all(rank, self.listener, addresses, key, self.timeouts.start_s, look)
+            return connect_all(rank, self.listener, addresses, key, self.timeouts.start_s, on_wait)
         except NotConnected as error:
             raise RankError(
                 f"rank {rank} cannot connect to {error}; elastic needs TCP between all ranks, so "
@@ -103,27 +107,27 @@ class Meeting:
             ) from error
 
     def group(
-        self, number: int, rank: int, members: Sequence[int], look: Callable[[], None]
+        self, number: int, rank: int, members: Sequence[int], on_wait: Callable[[], None]
     ) -> Sockets:
-        """The group with this number, of the processes `members`.
+        """Forms the group with this number, of the processes with the first ranks `members`.
 
         Raises: RankError if it cannot be formed.
         Collective: all members call it.
         """
         others = {other: first for other, first in enumerate(members) if other != rank}
-        connected = self.connect(f"group {number}", rank, others, look)
-        own = self.addresses[members[rank]][0]
-        n_local = sum(self.addresses[first][0] == own for first in members)
-        alone = HostMemory.alone(len(members), memory_bytes(len(members)))
-        comm = Sockets(rank, connected, alone, self.timeouts, wait_policy(n_local))
-        comm.on_wait = look
+        connected = self.connect(f"group {number}", rank, others, on_wait)
+        own_host = self.addresses[members[rank]][0]
+        n_local = sum(self.addresses[first][0] == own_host for first in members)
+        memory = HostMemory.alone(len(members), memory_bytes(len(members)))
+        comm = Sockets(rank, connected, memory, self.timeouts, wait_policy(n_local))
+        comm.on_wait = on_wait
         return joined(comm)
 
 
 def link_ranks(
     rank: int, size: int, store: SealedStore, endpoint: Endpoint | None, timeouts: Timeouts
 ) -> tuple["Links | Link", Sockets]:
-    """The links of this rank, and the first group.
+    """Connects the links of this rank, and forms the first group, of all ranks.
 
     Raises: RankError naming a rank that has no IPv4 address or cannot be reached.
     Collective: every rank calls it, with its `endpoint`.
@@ -134,19 +138,19 @@ def link_ranks(
     try:
         listener = listen(endpoint.address)
     except OSError as error:
-        why = error.strerror or error
-        raise RankError(f"{who} cannot listen at {endpoint.address}: {why}") from error
+        reason = error.strerror or error
+        raise RankError(f"{who} cannot listen at {endpoint.address}: {reason}") from error
     store.set(f"listens/{rank}", f"{endpoint.address} {listener.getsockname()[1]}")
     addresses = [_address_of(other, store, timeouts.start_s) for other in range(size)]
-    meeting = Meeting(listener, addresses, endpoint.key, timeouts)
+    connector = Connector(listener, addresses, endpoint.key, timeouts)
     others = {other: other for other in range(size) if other != rank}
-    linked = others if rank == 0 else {0: 0}
-    connected = meeting.connect("links", rank, linked, lambda: None)
+    peers_of_links = others if rank == 0 else {0: 0}
+    connected = connector.connect("links", rank, peers_of_links, lambda: None)
     if rank == 0:
-        links = Links(meeting, connected)
-        return links, meeting.group(0, 0, range(size), links.require_alive)
-    link = Link(meeting, connected[0], rank, size)
-    return link, meeting.group(0, rank, range(size), link.require_none)
+        links = Links(connector, connected)
+        return links, connector.group(0, 0, range(size), links.require_alive)
+    link = Link(connector, connected[0], rank, size)
+    return link, connector.group(0, rank, range(size), link.require_no_order)
 
 
 def _address_of(rank: int, store: SealedStore, limit_s: float) -> tuple[str, int]:
@@ -163,24 +167,24 @@ def _address_of(rank: int, store: SealedStore, limit_s: float) -> tuple[str, int
 
 
 class Links:
-    """The links of rank 0, which forms groups of the ranks that are left.
+    """Rank 0's end of all links, with which it forms new groups.
 
     Args:
-        connected: by first rank.
+        connected: the sockets, by first rank.
     """
 
-    def __init__(self, meeting: Meeting, connected: Mapping[int, socket.socket]) -> None:
-        self._meeting, self._links, self._number = meeting, dict(sorted(connected.items())), 0
-        for own in self._links.values():
-            _prepare(own)
+    def __init__(self, connector: Connector, connected: Mapping[int, socket.socket]) -> None:
+        self._connector, self._links, self._number = connector, dict(sorted(connected.items())), 0
+        for sock in self._links.values():
+            _prepare(sock)
 
     @property
     def size(self) -> int:
-        """The number of ranks that are left."""
+        """The number of ranks that still run."""
         return 1 + len(self._links)
 
     def require_alive(self, within_s: float = 0.0) -> None:
-        """Returns after `within_s` seconds if no rank is lost.
+        """Waits `within_s` seconds; returns if no rank is lost meanwhile.
 
         Raises: RankError with the reason that a lost rank has given.
         """
@@ -188,7 +192,7 @@ class Links:
             raise RankError("; ".join(ended.values()))
 
     def drop_ended(self, within_s: float) -> str | None:
-        """Forgets the ranks that are lost.
+        """Closes the links of the ranks that are lost.
 
         Args:
             within_s: how long to wait for a rank to be lost, in seconds.
@@ -209,69 +213,69 @@ class Links:
         members = 0, *self._links
         if len(members) == 1:
             return Solo()
-        for rank, own in enumerate(self._links.values(), 1):
+        for rank, sock in enumerate(self._links.values(), 1):
             order = LinkOrder(self._number, rank, members)
             with suppress(OSError):  # the rank is lost, and `require_alive` will raise
-                own.sendall(msgspec.json.encode(order) + b"\n")
-        return self._meeting.group(self._number, 0, members, self.require_alive)
+                sock.sendall(msgspec.json.encode(order) + b"\n")
+        return self._connector.group(self._number, 0, members, self.require_alive)
 
     def close(self) -> None:
-        """Waits until the other ranks have left, at most _LEAVE_S seconds, and ends the links."""
+        """Waits until the other ranks have left, at most _LEAVE_S seconds, and closes the links."""
         deadline = time.monotonic() + _LEAVE_S
-        for own in self._links.values():
-            _is_readable(own, max(0.0, deadline - time.monotonic()))
-            own.close()
+        for sock in self._links.values():
+            _is_readable(sock, max(0.0, deadline - time.monotonic()))
+            sock.close()
         self._links = {}
-        self._meeting.listener.close()
+        self._connector.listener.close()
 
     def _ended(self, within_s: float) -> dict[int, str]:
-        """Why ranks are lost, by first rank, as soon as one is."""
+        """Waits up to `within_s` seconds for a rank to be lost. Returns: reasons, by first rank."""
         poller = select.poll()
-        numbers = {own.fileno(): rank for rank, own in enumerate(self._links.values(), 1)}
-        for number in numbers:
-            poller.register(number, select.POLLIN)
-        lost = [numbers[number] for number, _ in poller.poll(1e3 * within_s)]
-        firsts = list(self._links)
-        return {firsts[rank - 1]: self._why(rank, firsts[rank - 1]) for rank in lost}
+        rank_of_fd = {sock.fileno(): rank for rank, sock in enumerate(self._links.values(), 1)}
+        for fd in rank_of_fd:
+            poller.register(fd, select.POLLIN)
+        lost = [rank_of_fd[fd] for fd, _ in poller.poll(1e3 * within_s)]
+        first_ranks = list(self._links)
+        return {first_ranks[rank - 1]: self._why(rank, first_ranks[rank - 1]) for rank in lost}
 
     def _why(self, rank: int, first: int) -> str:
         reason = b""
         with suppress(OSError):
             reason = self._links[first].recv(_MAX_REASON_BYTES, socket.MSG_PEEK)
         text = printable(reason.decode("utf-8", "replace").partition("\n")[0], _MAX_REASON_BYTES)
-        who = f"rank {rank} of {self.size} on {self._meeting.addresses[first][0]}"
+        who = f"rank {rank} of {self.size} on {self._connector.addresses[first][0]}"
         return f"{who}: {text}" if text else f"{who} has ended or cannot be reached"
 
 
 class Link:
-    """The link of a rank above 0."""
+    """The end of a link at a rank above 0."""
 
-    def __init__(self, meeting: Meeting, own: socket.socket, rank: int, size: int) -> None:
-        self._meeting, self._own, self._first, self._size = meeting, own, rank, size
-        self._held = b""
-        _prepare(own)
+    def __init__(self, connector: Connector, sock: socket.socket, rank: int, size: int) -> None:
+        self._connector, self._sock, self._first, self._size = connector, sock, rank, size
+        self._unfinished_line = b""
+        _prepare(sock)
 
-    def require_none(self) -> None:
-        """Raises: RankError if rank 0 has sent an order, or is lost; `latest` says which."""
-        if _is_readable(self._own, 0.0):
+    def require_no_order(self) -> None:
+        """Raises: RankError if rank 0 has sent an order, or is lost; `latest` shows which."""
+        if _is_readable(self._sock, 0.0):
             raise RankError("rank 0 forms a new group, or is lost")
 
     def latest(self) -> LinkOrder:
-        """The last order so far; waits until there is one.
+        """Waits for an order. Returns: the last order that has arrived.
 
         Raises: RankError if rank 0 is lost.
         """
         lines: list[bytes] = []
-        while not lines or _is_readable(self._own, 0.0):
-            _is_readable(self._own, None)
+        while not lines or _is_readable(self._sock, 0.0):
+            _is_readable(self._sock, None)
             try:
-                piece = self._own.recv(_MAX_ORDER_BYTES)
+                data = self._sock.recv(_MAX_ORDER_BYTES)
             except OSError:
-                piece = b""
-            if not piece or len(self._held) > _MAX_ORDER_BYTES:
-                self._fail_lost()
-            *new, self._held = (self._held + piece).split(b"\n")
-            lines += new
+                data = b""
+            if not data or len(self._unfinished_line) > _MAX_ORDER_BYTES:
+                self._raise_lost()
+            *complete, self._unfinished_line = (self._unfinished_line + data).split(b"\n")
+            lines += complete
         return self._order(lines[-1])
 
     def group(self, order: LinkOrder) -> Sockets:
@@ -281,17 +285,17 @@ class Link:
         """
         # `failures` names this process by its rank.
         os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(len(order.members)))
-        return self._meeting.group(order.number, order.rank, order.members, self.require_none)
+        return self._connector.group(order.number, order.rank, order.members, self.require_no_order)
 
-    def tell(self, why: str) -> None:
-        """Tells rank 0 why this rank ends."""
+    def send_reason(self, why: str) -> None:
+        """Sends rank 0 the reason why this rank ends."""
         line = printable(why.partition("\n")[0], _MAX_REASON_BYTES // 4)
         with suppress(OSError):
-            self._own.send(line.encode() + b"\n")
+            self._sock.send(line.encode() + b"\n")
 
     def close(self) -> None:
-        self._own.close()
-        self._meeting.listener.close()
+        self._sock.close()
+        self._connector.listener.close()
 
     def _order(self, line: bytes) -> LinkOrder:
         try:
@@ -303,21 +307,21 @@ class Link:
             raise RankError("rank 0 has sent an order for other ranks")
         return order
 
-    def _fail_lost(self) -> NoReturn:
-        where = self._meeting.addresses[0][0]
+    def _raise_lost(self) -> NoReturn:
+        where = self._connector.addresses[0][0]
         raise RankError(
             f"rank 0 of {self._size} on {where} has ended or cannot be reached, so this rank ends; "
             "start all ranks again"
         )
 
 
-def _is_readable(own: socket.socket, within_s: float | None) -> bool:
+def _is_readable(sock: socket.socket, within_s: float | None) -> bool:
     """Whether data has arrived or the connection has ended; waits without a limit for None."""
     poller = select.poll()
-    poller.register(own, select.POLLIN)
+    poller.register(sock, select.POLLIN)
     return bool(poller.poll(None if within_s is None else 1e3 * within_s))
 
 
-def _prepare(own: socket.socket) -> None:
+def _prepare(sock: socket.socket) -> None:
     for option, value in _LINK_OPTIONS.items():
-        own.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -24,24 +24,24 @@ from torch import Tensor
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.cuda_graphs import GraphRecorder
 
-# Sums of more elements always use NCCL; sums of _TRIED elements are timed.
-_MOST = 1 << 18
-_TRIED = tuple(1 << n for n in range(10, 19, 2))
+# Sums of more elements always use NCCL; sums of _TIMED_ELEMENTS are timed.
+_MAX_ELEMENTS = 1 << 18
+_TIMED_ELEMENTS = tuple(1 << n for n in range(10, 19, 2))
 _ROUNDS, _REPLAYS = 20, 5
 
-# Sums a float32 tensor of at most _MOST elements over all ranks, into a new tensor.
+# Sums a float32 tensor of at most _MAX_ELEMENTS elements over all ranks, into a new tensor.
 OneShot = Callable[[Tensor], Tensor]
 
 
 class OneShotSums(Communicator):
-    """Sums up to `most` elements by one shot; everything else goes to `gpus`."""
+    """One-shot all-reduces of up to `max_elements`; all other collectives go to `gpus`."""
 
-    def __init__(self, gpus: Communicator, one_shot: OneShot, most: int) -> None:
-        self.rank, self.size, self.most = gpus.rank, gpus.size, most
+    def __init__(self, gpus: Communicator, one_shot: OneShot, max_elements: int) -> None:
+        self.rank, self.size, self.max_elements = gpus.rank, gpus.size, max_elements
         self._gpus, self._one_shot = gpus, one_shot
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if not 0 < x.numel() <= self.most or x.dtype == torch.float64:
+        if not 0 < x.numel() <= self.max_elements or x.dtype == torch.float64:
             return self._gpus.all_reduce(x)
         return x.copy_(self._one_shot(x.float().contiguous().view(-1)).view(x.shape))
 
@@ -68,14 +68,14 @@ def with_one_shot_sums(
     gpus: Communicator,
     device: torch.device,
     make: Callable[[], OneShot],
-    seconds: Callable[[Callable[[], object]], float],
+    measure: Callable[[Callable[[], object]], float],
     dtype: torch.dtype = torch.float32,
 ) -> Communicator:
-    """`gpus` with one-shot sums for the sizes at which they are faster, or `gpus` itself.
+    """Adds one-shot sums to `gpus` up to the size at which they are faster; `gpus` if at none.
 
     Args:
-        make: returns the one-shot function; raises if the device has none.
-        seconds: measures how long the device takes for a call.
+        make: returns the one-shot function; raises if the device does not support it.
+        measure: returns how many seconds the device takes for a call.
         dtype: the dtype of the model's all-reduces. NCCL adds in this dtype; one shot in float32.
 
     Collective: every rank calls it.
@@ -84,21 +84,21 @@ def with_one_shot_sums(
         one_shot: OneShot | None = make()
     except (RuntimeError, AttributeError, ImportError):  # this torch or GPU has none
         one_shot = None
-    if not _all(gpus, one_shot is not None, device) or one_shot is None:
+    if not _all_ranks(gpus, one_shot is not None, device) or one_shot is None:
         return gpus
-    ours = OneShotSums(gpus, one_shot, _MOST)
-    if not _all(gpus, _is_right(ours, gpus, device), device):
+    one_shot_sums = OneShotSums(gpus, one_shot, _MAX_ELEMENTS)
+    if not _all_ranks(gpus, _is_right(one_shot_sums, gpus, device), device):
         return gpus
-    most = 0
-    for n in _TRIED:
-        x = torch.zeros(n, dtype=dtype, device=device)
-        taken_s = [seconds(partial(way.all_reduce, x)) for way in (ours, gpus)]
+    max_elements = 0
+    for n_elements in _TIMED_ELEMENTS:
+        x = torch.zeros(n_elements, dtype=dtype, device=device)
+        times_s = [measure(partial(comm.all_reduce, x)) for comm in (one_shot_sums, gpus)]
         # Each rank has its own measurement; the slowest one counts.
-        slowest = gpus.all_gather(torch.tensor(taken_s, device=device)).amax(0).tolist()
-        if slowest[0] >= slowest[1]:
+        slowest_s = gpus.all_gather(torch.tensor(times_s, device=device)).amax(0).tolist()
+        if slowest_s[0] >= slowest_s[1]:
             break
-        most = n
-    return OneShotSums(gpus, one_shot, most) if most else gpus
+        max_elements = n_elements
+    return OneShotSums(gpus, one_shot, max_elements) if max_elements else gpus
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
@@ -109,7 +109,7 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
     """
     import torch.distributed._symmetric_memory as memory  # not in every torch
 
-    buffer = memory.empty(_MOST, dtype=torch.float32, device=device)
+    buffer = memory.empty(_MAX_ELEMENTS, dtype=torch.float32, device=device)
     memory.rendezvous(buffer, group)
     one_shot = torch.ops.symm_mem.one_shot_all_reduce_copy.default
     return lambda x: one_shot(buffer[: len(x)], x, "sum", group.group_name)
@@ -122,32 +122,32 @@ def seconds_on_gpu(call: Callable[[], object]) -> float:
     in both cases, so collectives match even if only some ranks can capture them.
     """
 
-    def calls() -> None:
+    def rounds() -> None:
         for _ in range(_ROUNDS):
             call()
 
     try:
-        _, run = GraphRecorder()(calls)
+        _, run = GraphRecorder()(rounds)
     except RuntimeError:
-        run = calls
-    stream, taken = torch.cuda.current_stream(), list[float]()
+        run = rounds
+    stream, times_s = torch.cuda.current_stream(), list[float]()
     for _ in range(_REPLAYS):
         start = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         run()
         stop = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         stop.synchronize()
-        taken.append(start.elapsed_time(stop) / 1e3 / _ROUNDS)
-    return median(taken)
+        times_s.append(start.elapsed_time(stop) / 1e3 / _ROUNDS)
+    return median(times_s)
 
 
-def _is_right(ours: Communicator, gpus: Communicator, device: torch.device) -> bool:
+def _is_right(one_shot_sums: Communicator, gpus: Communicator, device: torch.device) -> bool:
     """Whether one-shot sums of integers, which need no rounding, equal those of `gpus`."""
     is_right = True
-    for n in (1, 1000, _MOST):  # no early exit: the other ranks take part
-        own = torch.arange(n, device=device, dtype=torch.float32) % 97 * (gpus.rank + 1)
-        is_right &= torch.equal(ours.all_reduce(own.clone()), gpus.all_reduce(own))
+    for n in (1, 1000, _MAX_ELEMENTS):  # no early exit: the other ranks take part
+        x = torch.arange(n, device=device, dtype=torch.float32) % 97 * (gpus.rank + 1)
+        is_right &= torch.equal(one_shot_sums.all_reduce(x.clone()), gpus.all_reduce(x))
     return is_right
 
 
-def _all(gpus: Communicator, is_so: bool, device: torch.device) -> bool:
-    return bool(gpus.all_gather(torch.tensor(is_so, device=device)).all())
+def _all_ranks(gpus: Communicator, value: bool, device: torch.device) -> bool:
+    return bool(gpus.all_gather(torch.tensor(value, device=device)).all())

@@ -1,8 +1,7 @@
-"""Collectives by torch.distributed, for GPUs and for CPU ranks that do not share memory.
+"""Collectives of torch.distributed: NCCL for GPUs, gloo for CPU ranks that do not share memory.
 
-CPU tensors use gloo, and CUDA tensors use NCCL. Their errors do not name the rank that failed.
-Therefore ranks write heartbeats to the store; after a failure the missing heartbeat shows which
-rank died.
+The errors of NCCL and gloo do not name the rank that failed. So every rank writes heartbeats to the
+store; after a failure, the missing heartbeat shows which rank died.
 """
 
 import threading
@@ -28,15 +27,15 @@ from parallel_llama.parallel.watchdog import Watchdog
 
 Result = TypeVar("Result")
 
-# The limit of a broadcast without timeout: its source may wait for user input.
-_IDLE_LIMIT = timedelta(days=365)
+# Of a broadcast without timeout, because its source may wait for user input.
+_NO_LIMIT = timedelta(days=365)
 
 _BEAT_S = 0.2
-_LISTEN_S = 10 * _BEAT_S  # a busy machine may delay a heartbeat for a second
+_DEAD_S = 10 * _BEAT_S  # a busy machine may delay a heartbeat for a second
 _LOST_S = 5.0  # without a heartbeat, between collectives
 _ANSWER_S = 5.0  # a store that works answers in a millisecond
 _KEEPALIVE_S, _POLL_S = 1.0, 0.05
-_LOOK_S = 0.1
+_WAIT_POLL_S = 0.1
 
 _MAX_DIGITS = 18  # of a count
 
@@ -45,11 +44,11 @@ class ProcessGroup(Communicator):
     """Collectives of a process group of torch, with errors that name the ranks at fault.
 
     Args:
-        group: its rank numbers must equal those of the world.
-        store: the store at which the ranks connected.
+        group: its ranks must be numbered like the world.
+        store: the store of the rendezvous.
         leave: called once, by `close`.
-        abort: aborts the collectives that are queued on a GPU; None if a collective is done when
-            its call returns.
+        abort: aborts the collectives that are queued on a GPU; None on the CPU, where a collective
+            is done when its call returns.
         use_device: as in `Watchdog`.
     """
 
@@ -71,21 +70,21 @@ class ProcessGroup(Communicator):
             timeouts.step_s, abort, self.culprits, evidence=self.evidence, use_device=use_device
         )
         self._n_collectives = 0
-        self._last = "no collective"
+        self._last_collective = "no collective"
         self._n_barriers = 0
         self._n_keepalives, self._keepalive_s = 0, 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        with self._naming_culprits("all_reduce", x):
+        with self._named_failures("all_reduce", x):
             dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel() > 0:
-            with self._naming_culprits("all_gather", x):
+            with self._named_failures("all_gather", x):
                 own = x.contiguous().view(-1)
                 work = self._group._allgather_base(gathered.view(-1), own)
                 # Watching all_gathers is enough: each step ends with an all_gather.
@@ -97,7 +96,7 @@ class ProcessGroup(Communicator):
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
-        with self._naming_culprits("broadcast", x):
+        with self._named_failures("broadcast", x):
             if no_timeout and self.rank != src:
                 self._receive(x, src)
             else:
@@ -107,18 +106,18 @@ class ProcessGroup(Communicator):
     def barrier(self) -> None:
         """Waits at the store, where keepalives of the other ranks can be read."""
         self._n_barriers += 1
-        self._heartbeats.give(f"barrier {self._n_barriers}", 1)
+        self._heartbeats.publish(f"barrier {self._n_barriers}", 1)
         keepalives: dict[int, int] = {}
-        heard_s = dict.fromkeys(range(self.size), time.monotonic())
+        progress_s = dict.fromkeys(range(self.size), time.monotonic())
         while missing := self._heartbeats.missing(f"barrier {self._n_barriers}"):
             now = time.monotonic()
             for rank in missing:
-                count = self._heartbeats.seen("keepalive", rank)
+                count = self._heartbeats.read("keepalive", rank)
                 if count > keepalives.setdefault(rank, count):
-                    keepalives[rank], heard_s[rank] = count, now
+                    keepalives[rank], progress_s[rank] = count, now
             limit_s = self._timeouts.start_s
-            if overdue := [rank for rank in missing if now - heard_s[rank] > limit_s]:
-                self._last = f"barrier {self._n_barriers}"
+            if overdue := [rank for rank in missing if now - progress_s[rank] > limit_s]:
+                self._last_collective = f"barrier {self._n_barriers}"
                 raise RankError(late(overdue, self.size, limit_s) + self.evidence())
             time.sleep(_POLL_S)
 
@@ -126,7 +125,7 @@ class ProcessGroup(Communicator):
         now = time.monotonic()
         if now - self._keepalive_s > _KEEPALIVE_S:
             self._n_keepalives, self._keepalive_s = self._n_keepalives + 1, now
-            self._heartbeats.give("keepalive", self._n_keepalives)
+            self._heartbeats.publish("keepalive", self._n_keepalives)
 
     def require_alive(self) -> None:
         if lost := self._heartbeats.lost_ranks():
@@ -135,10 +134,10 @@ class ProcessGroup(Communicator):
                 f"reached: no heartbeat for {_LOST_S:g} s"
             )
 
-    def require_whole(self) -> None:
+    def require_not_aborted(self) -> None:
         """Raises: RankError if the watchdog has aborted a collective of the GPU."""
         if self._watchdog is not None:
-            self._watchdog.require_whole()
+            self._watchdog.require_not_aborted()
 
     def close(self) -> None:
         if self._leave is not None:
@@ -151,34 +150,34 @@ class ProcessGroup(Communicator):
     def _receive(self, x: Tensor, src: int) -> None:
         """Receives a broadcast without a time limit, until the connection ends."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = src, _IDLE_LIMIT
-        self._group.broadcast([x], options).wait(_IDLE_LIMIT)
+        options.rootRank, options.timeout = src, _NO_LIMIT
+        self._group.broadcast([x], options).wait(_NO_LIMIT)
 
     @contextmanager
-    def _naming_culprits(self, what: str, x: Tensor) -> Iterator[None]:
-        self.require_whole()
+    def _named_failures(self, what: str, x: Tensor) -> Iterator[None]:
+        self.require_not_aborted()
         self._n_collectives += 1
-        self._last = f"{what} of {x.numel()} values of {x.dtype}"
+        self._last_collective = f"{what} of {x.numel()} values of {x.dtype}"
         try:
             yield
         except RuntimeError as error:
-            self.require_whole()
+            self.require_not_aborted()
             raise RankError(
                 f"{what} failed on rank {self.rank} of {self.size}: {self.culprits()} "
                 f"({first_line(error, 200)}){self.evidence()}"
             ) from error
 
     def evidence(self, current: str = "") -> str:
-        """Lines with the current collective of this rank, and the folder of its stacks.
+        """Message lines with the current collective of this rank, and the folder of its stacks.
 
         Args:
             current: the collective; by default the last one of this group.
         """
-        current = current or f"collective {self._n_collectives}, {self._last}"
+        current = current or f"collective {self._n_collectives}, {self._last_collective}"
         return own_evidence(self.rank, current)
 
     def culprits(self) -> str:
-        """Which ranks are lost, in words; listens for heartbeats for `_LISTEN_S` seconds."""
+        """A sentence about the lost ranks; observes heartbeats for `_DEAD_S` seconds."""
         try:
             dead = self._heartbeats.dead_ranks()
         except RankError as error:
@@ -189,9 +188,9 @@ class ProcessGroup(Communicator):
 
 
 class _Heartbeats:
-    """Counts that ranks publish at their store; a thread increments this rank's heartbeat.
+    """Named counts that ranks publish at their store; a thread increments this rank's heartbeat.
 
-    Counts only grow, so another process that writes an old count again has no effect.
+    Counts only grow, so a replay of an old count has no effect.
 
     Raises: RankError from every method, if the store does not answer.
     """
@@ -199,39 +198,39 @@ class _Heartbeats:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         # By rank: the last heartbeat, and when it was first seen.
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._last_seen: dict[int, tuple[int, float]] = {}
         self._ended = threading.Event()
         start_thread(self._beat, "heartbeat", self._ended.set)
 
-    def give(self, what: str, count: int) -> None:
-        """Publishes a count of this rank."""
-        self._ask(lambda: self._store.set(f"{what}/{self._rank}", str(count)))
+    def publish(self, what: str, count: int) -> None:
+        """Publishes this rank's count with the name `what`."""
+        self._query(lambda: self._store.set(f"{what}/{self._rank}", str(count)))
 
-    def seen(self, what: str, rank: int) -> int:
-        """The last count that a rank has published, or 0."""
-        return self._ask(lambda: self._read(f"{what}/{rank}"))
+    def read(self, what: str, rank: int) -> int:
+        """The last count with the name `what` that a rank has published, or 0."""
+        return self._query(lambda: self._count(f"{what}/{rank}"))
 
     def missing(self, what: str) -> list[int]:
-        """The ranks that have not published a count of this name."""
+        """The ranks that have not published a count with the name `what`."""
         keys = {rank: f"{what}/{rank}" for rank in range(self._size)}
-        return self._ask(lambda: [rank for rank, key in keys.items() if not self._read(key)])
+        return self._query(lambda: [rank for rank, key in keys.items() if not self._count(key)])
 
     def dead_ranks(self) -> list[int]:
-        """The other ranks without a heartbeat during the next `_LISTEN_S` seconds."""
+        """The other ranks that send no heartbeat in the next `_DEAD_S` seconds."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        before = {rank: self.seen("heartbeat", rank) for rank in others}
-        time.sleep(_LISTEN_S)
-        return [rank for rank in others if self.seen("heartbeat", rank) <= before[rank]]
+        before = {rank: self.read("heartbeat", rank) for rank in others}
+        time.sleep(_DEAD_S)
+        return [rank for rank in others if self.read("heartbeat", rank) <= before[rank]]
 
     def lost_ranks(self) -> list[int]:
-        """The other ranks for which these calls saw no new heartbeat for `_LOST_S` seconds."""
+        """The other ranks whose last new heartbeat, as seen by calls of this, is `_LOST_S` old."""
         now = time.monotonic()
         others = [rank for rank in range(self._size) if rank != self._rank]
         for rank in others:
-            beat = self.seen("heartbeat", rank)
-            if rank not in self._heard or self._heard[rank][0] < beat:
-                self._heard[rank] = beat, now
-        return [rank for rank in others if now - self._heard[rank][1] > _LOST_S]
+            beat = self.read("heartbeat", rank)
+            if rank not in self._last_seen or self._last_seen[rank][0] < beat:
+                self._last_seen[rank] = beat, now
+        return [rank for rank in others if now - self._last_seen[rank][1] > _LOST_S]
 
     def end(self) -> None:
         self._ended.set()
@@ -245,14 +244,14 @@ class _Heartbeats:
         except RuntimeError:  # the store has ended with its owner
             pass
 
-    def _read(self, key: str) -> int:
+    def _count(self, key: str) -> int:
         try:
             value = self._store.get(key) if self._store.check([key]) else b""
         except ForgedValue:  # not written by a rank
             return 0
         return int(value) if value.isdigit() and len(value) <= _MAX_DIGITS else 0
 
-    def _ask(self, question: Callable[[], Result]) -> Result:
+    def _query(self, question: Callable[[], Result]) -> Result:
         try:
             return within(_ANSWER_S, question)
         except (TimeoutError, RuntimeError) as error:
@@ -263,17 +262,17 @@ class _Heartbeats:
 
 
 def within(
-    limit_s: float, function: Callable[[], Result], look: Callable[[], None] = lambda: None
+    limit_s: float, function: Callable[[], Result], on_wait: Callable[[], None] = lambda: None
 ) -> Result:
-    """The result of a function that runs in its own thread, with a time limit.
+    """Calls a function in a thread of its own, with a time limit; returns its result.
 
     Some calls of torch's store have no time limit, and never return if the owner of the store is
     stopped or cannot be reached. After the limit the function may continue to run.
 
     Args:
-        look: called repeatedly while this waits.
+        on_wait: called repeatedly while this waits; it may raise.
 
-    Raises: TimeoutError at the limit; whatever `function` or `look` raises.
+    Raises: TimeoutError at the limit; the errors of `function` and `on_wait`.
     """
     future = Future[Result]()
 
@@ -286,8 +285,8 @@ def within(
     deadline = time.monotonic() + limit_s
     start_thread(run, "within")
     while not future.done():
-        wait([future], max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+        wait([future], max(0.0, min(_WAIT_POLL_S, deadline - time.monotonic())))
         if not future.done() and time.monotonic() >= deadline:
             raise TimeoutError
-        look()
+        on_wait()
     return future.result()

@@ -1,4 +1,4 @@
-"""Reads rank, world size and store address from the launcher's variables. Imports no torch."""
+"""Reads rank, world size and store address from the launcher's variables. Without torch."""
 
 import ctypes
 import os
@@ -29,8 +29,8 @@ class RankEnv:
     """The rank of a process, and the address of the store.
 
     Args:
-        bound: the descriptor of a socket that is already bound to the address, for rank 0.
-        is_served: another process, such as torchrun's agent, owns the store; otherwise rank 0 does.
+        listen_fd: the descriptor of a socket that is already bound to the address, for rank 0.
+        has_agent_store: torchrun's agent owns the store; otherwise rank 0 does.
         run: the name that the launcher gives to this run.
         secret: known only to the ranks of this run; empty without a secret.
     """
@@ -39,15 +39,19 @@ class RankEnv:
     size: int
     host: str = ""
     port: int = 0
-    bound: int | None = None
-    is_served: bool = False
+    listen_fd: int | None = None
+    has_agent_store: bool = False
     run: str = ""
     secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables that a launcher sets; `remedy` says how to give its ranks an address."""
+    """The names of the variables that a launcher sets.
+
+    Args:
+        remedy: how to give the ranks of this launcher an address, for error messages.
+    """
 
     name: str
     rank: str
@@ -118,7 +122,7 @@ def local_world(size: int) -> tuple[int, int]:
     """
     if _launcher() is None:
         return 0, size
-    local_rank, n_local = given_local_world()
+    local_rank, n_local = known_local_world()
     if local_rank is None:
         return world()
     return local_rank, world()[1] if n_local is None else n_local
@@ -134,15 +138,15 @@ def is_one_host(size: int) -> bool:
     """
     if _launcher() is None:
         return True
-    _, n_local = given_local_world()
+    _, n_local = known_local_world()
     if n_local is not None:
         return n_local == size
     address = os.environ.get("MASTER_ADDR", "")
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
-def given_local_world() -> tuple[int | None, int | None]:
-    """As `local_world`, but with None for a number that no environment variable states.
+def known_local_world() -> tuple[int | None, int | None]:
+    """Like `local_world`, but None for a number that no environment variable states.
 
     Raises: UsageError like `world`.
     """
@@ -150,8 +154,8 @@ def given_local_world() -> tuple[int | None, int | None]:
     if launcher is None:
         return None, None
     if launcher.name == "srun" and (n_tasks := _tasks_of_node()) is not None:
-        given = os.environ.get(launcher.local_rank, "")
-        return (int(given), n_tasks) if given.isdigit() else (None, None)
+        local_rank_text = os.environ.get(launcher.local_rank, "")
+        return (int(local_rank_text), n_tasks) if local_rank_text.isdigit() else (None, None)
     has_size = launcher.local_size in os.environ
     if launcher.local_rank not in os.environ and not has_size:
         return None, None
@@ -170,19 +174,19 @@ def _host_launcher() -> _Launcher | None:
     launcher = _launcher()
     if launcher is not _TORCHRUN or _TORCHRUN.local_size in os.environ:
         return launcher
-    own = [os.environ.get(name) for name in (_TORCHRUN.rank, _TORCHRUN.size)]
+    rank_and_size = [os.environ.get(name) for name in (_TORCHRUN.rank, _TORCHRUN.size)]
     for other in _LAUNCHERS:
-        if [os.environ.get(name) for name in (other.rank, other.size)] == own:
+        if [os.environ.get(name) for name in (other.rank, other.size)] == rank_and_size:
             return other
     return launcher
 
 
-def asks_for_own_gpus() -> bool:
-    """Whether the variables of Slurm or Kubernetes say that each rank has GPUs of its own.
+def requests_gpu_per_rank() -> bool:
+    """Whether Slurm or Kubernetes gives each rank GPUs of its own, by their variables.
 
-    A pod of Kubernetes is a host of its own, although often no variable states a local rank.
+    A pod of Kubernetes is one host, although often no variable states a local rank.
     """
-    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ and given_local_world() == (None, None)
+    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ and known_local_world() == (None, None)
     return (
         is_pod
         or "SLURM_GPUS_PER_TASK" in os.environ
@@ -222,14 +226,14 @@ def rank_env() -> RankEnv:
             f"{launcher.rank}={rank} and MASTER_ADDR={host!r}, MASTER_PORT={port!r}: the ranks "
             f"need an address to connect to; {launcher.remedy}"
         )
-    bound = os.environ.pop(STORE_FD, None)
+    listen_fd = os.environ.pop(STORE_FD, None)
     return RankEnv(
         rank,
         size,
         host,
         int(port),
-        bound=None if bound is None else int(bound),
-        is_served=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        listen_fd=None if listen_fd is None else int(listen_fd),
+        has_agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         run=run_in(os.environ),
         secret=_secret(),
     )
@@ -243,10 +247,10 @@ def run_in(environment: Mapping[str, str]) -> str:
 
 def _secret() -> bytes:
     """The secret in the file inherited from `launch`, or in SECRET_FILE."""
-    number, path = os.environ.pop(SECRET_FD, None), os.environ.get(SECRET_FILE)
-    if number is not None:
-        secret = os.pread(int(number), SECRET_BYTES, 0)
-        os.close(int(number))
+    fd, path = os.environ.pop(SECRET_FD, None), os.environ.get(SECRET_FILE)
+    if fd is not None:
+        secret = os.pread(int(fd), SECRET_BYTES, 0)
+        os.close(int(fd))
         return secret
     if path is None:
         return b""
@@ -288,7 +292,7 @@ def is_under_torchrun() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether torchrun or `launch`, which end all ranks when one fails, started this process."""
+    """Whether the launcher ends all ranks when one fails: true for torchrun and `launch`."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

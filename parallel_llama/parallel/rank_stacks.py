@@ -1,11 +1,10 @@
 """The Python stacks of ranks, for the report of a failure. Without torch.
 
-A rank that hangs cannot be asked for its stack: it may loop in Python, or wait in C while it holds
-the GIL. So every rank registers a signal handler of faulthandler, which writes the stacks of all
-threads to an unnamed file without the GIL. The process that reports a failure sends that signal to
-the ranks of its host, waits for at most `_WRITE_S`, and copies the files into a folder. A rank that
-crashes also writes its stack to this file. The files have names only after a failure, so otherwise
-no file is left behind.
+A rank that hangs cannot run Python code that prints its stack: it may loop, or wait in C while it
+holds the GIL. So every rank registers a signal handler of faulthandler, which writes the stacks of
+all threads to an unnamed file without the GIL. The process that reports a failure sends that signal
+to the ranks of its host, waits for at most `_WRITE_S`, and copies the files into a folder. A rank
+that crashes also writes its stack to this file. Without a failure, no file is left behind.
 """
 
 import faulthandler
@@ -24,12 +23,12 @@ from pathlib import Path
 from parallel_llama.errors import UnreadableFile, UsageError, listed_ranks, printable
 from parallel_llama.files.bounded_files import is_folder, names_in
 
-# The environment variable with the descriptor of the stack file, which the rank's launcher reads.
+# The environment variable with the descriptor of a rank's stack file, which its launcher reads.
 STACKS_FD = "PARALLEL_LLAMA_STACKS_FD"
 STACKS_NAME = "parallel_llama_stacks"
 
 _SIGNAL = signal.SIGRTMIN + 7  # programs rarely use it, unlike SIGUSR1
-_WRITE_S, _LOOK_S = 0.5, 0.01
+_WRITE_S, _POLL_S = 0.5, 0.01
 _MAX_BYTES = 1 << 20  # copied from each file
 _N_FRAMES, _MAX_CHARS = 8, 160
 _PACKAGE = Path(__file__).parents[1]
@@ -49,10 +48,10 @@ def record_stacks(log_dir: str | None = None) -> int:
     global _own_fd, _log_dir
     _log_dir = log_dir or _log_dir
     if _own_fd < 0:
-        given = os.environ.pop(STACKS_FD, None)
-        if given is not None:
+        inherited_fd = os.environ.pop(STACKS_FD, None)
+        if inherited_fd is not None:
             leave_to_launcher()
-        fd = os.memfd_create(STACKS_NAME) if given is None else int(given)
+        fd = os.memfd_create(STACKS_NAME) if inherited_fd is None else int(inherited_fd)
         os.set_inheritable(fd, False)
         faulthandler.register(_SIGNAL, file=fd, all_threads=True)
         if not faulthandler.is_enabled():  # a user's program may have chosen another file
@@ -83,7 +82,7 @@ def require_log_dir(path: str | None) -> None:
 
 
 def call_site() -> str:
-    """Where the package has called operators or collectives, as file:line."""
+    """Where the package calls the operator or collective that is running, as file:line."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not _is_caller(frame.f_code.co_filename):
         frame = frame.f_back
@@ -124,8 +123,8 @@ class StackFile:
     def text(self, start: int = 0) -> str:
         return os.pread(self.fd, _MAX_BYTES, start).decode("utf-8", "replace")
 
-    def ask(self) -> bool:
-        """Makes the process write its stacks. Returns: whether the process can."""
+    def request_dump(self) -> bool:
+        """Makes the process write its stacks. Returns: whether it can; it may take a moment."""
         if not self.n_bytes() or process_state(self.pid) in ("", "Z", "X", "T", "t"):
             return False
         if self.pid == os.getpid():
@@ -136,7 +135,7 @@ class StackFile:
             return True
         return False
 
-    def silence(self) -> str:
+    def why_no_stack(self) -> str:
         """Why the process cannot write its stacks."""
         state = process_state(self.pid)
         if state in ("", "Z", "X"):
@@ -168,20 +167,20 @@ def own_stack_file() -> StackFile:
 def gather_stacks(
     files: Mapping[int, StackFile], culprits: Collection[int], log_dir: str | None = None
 ) -> str:
-    """Lines for the message of a failure: the stacks of the culprits, and a folder with all stacks.
+    """Gathers the stacks of ranks. Returns: message lines with the culprits' stacks and a folder.
 
     Takes at most `_WRITE_S` seconds.
 
     Args:
-        files: by rank.
+        files: the stack files, by rank.
     """
-    before = {rank: file.n_bytes() for rank, file in files.items()}
-    asked = [rank for rank, file in files.items() if file.ask()]
-    _await_writing(files, before, asked)
+    start = {rank: file.n_bytes() for rank, file in files.items()}
+    signalled = [rank for rank, file in files.items() if file.request_dump()]
+    _await_writing(files, start, signalled)
     lines = []
     for rank in culprits:
         if rank in files:
-            lines += _stack_of(rank, files[rank], before[rank])
+            lines += _stack_of(rank, files[rank], start[rank])
     folder = _copy(files, log_dir or _log_dir)
     if folder is None:
         lines.append("the stacks could not be written to a folder")
@@ -193,7 +192,7 @@ def gather_stacks(
 
 
 def own_evidence(rank: int, current: str) -> str:
-    """Lines with the current collective of this rank, and the folder of its stacks."""
+    """Message lines with this rank's collective, its call site, and the folder of its stacks."""
     file = own_stack_file()
     start = file.n_bytes()
     stacks = gather_stacks({rank: file}, [rank])
@@ -203,14 +202,14 @@ def own_evidence(rank: int, current: str) -> str:
 
 
 def _await_writing(
-    files: Mapping[int, StackFile], before: Mapping[int, int], asked: Collection[int]
+    files: Mapping[int, StackFile], start: Mapping[int, int], signalled: Collection[int]
 ) -> None:
-    """Waits until the files of the ranks that were asked have grown and do not grow any more."""
-    deadline, sizes = time.monotonic() + _WRITE_S, dict(before)
+    """Waits until the files of the signalled ranks have grown and no longer grow."""
+    deadline, sizes = time.monotonic() + _WRITE_S, dict(start)
     while time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-        last, sizes = sizes, {rank: file.n_bytes() for rank, file in files.items()}
-        if sizes == last and all(sizes[rank] > before[rank] for rank in asked):
+        time.sleep(_POLL_S)
+        last_sizes, sizes = sizes, {rank: file.n_bytes() for rank, file in files.items()}
+        if sizes == last_sizes and all(sizes[rank] > start[rank] for rank in signalled):
             return
 
 
@@ -221,7 +220,7 @@ def _stack_of(rank: int, file: StackFile, start: int) -> list[str]:
     written = text[crash:] if crash >= 0 else file.text(start)
     frames = _without_report(_innermost(written))
     if not frames:
-        return [f"rank {rank} {file.silence()}, so its stack is unknown"]
+        return [f"rank {rank} {file.why_no_stack()}, so its stack is unknown"]
     shown = [printable(frame.strip(), _MAX_CHARS) for frame in frames[:_N_FRAMES]]
     return [f"rank {rank}, most recent call first:", *(f"  {frame}" for frame in shown)]
 
@@ -231,8 +230,8 @@ def _without_report(frames: list[str]) -> list[str]:
 
     The calls of this file are deep enough to hide the frames of the collective.
     """
-    own = [index for index, frame in enumerate(frames) if f'"{__file__}"' in frame]
-    return frames[own[-1] + 1 :] if own else frames
+    own_frames = [index for index, frame in enumerate(frames) if f'"{__file__}"' in frame]
+    return frames[own_frames[-1] + 1 :] if own_frames else frames
 
 
 def _innermost(text: str) -> list[str]:
@@ -242,14 +241,22 @@ def _innermost(text: str) -> list[str]:
     """
     threads = re.split(r"^(?=Thread 0x|Current thread 0x)", text, flags=re.MULTILINE)
     threads.sort(key=lambda thread: not thread.startswith("Current"))
-    frames = [[line for line in t.splitlines() if _FRAME.match(line)] for t in threads]
-    frames = [each for each in frames if each]
-    working = [each for each in frames if any(map(_is_in_package, each))]
-    return next(iter(working or frames), [])
+    frames_by_thread = [
+        [line for line in thread.splitlines() if _FRAME.match(line)] for thread in threads
+    ]
+    frames_by_thread = [
+        frames_of_thread for frames_of_thread in frames_by_thread if frames_of_thread
+    ]
+    in_package = [
+        frames_of_thread
+        for frames_of_thread in frames_by_thread
+        if any(map(_is_in_package, frames_of_thread))
+    ]
+    return next(iter(in_package or frames_by_thread), [])
 
 
 def site_in(text: str) -> str | None:
-    """As `call_site`, from a stack that faulthandler has written."""
+    """Like `call_site`, from a stack that faulthandler has written."""
     for match in map(_FRAME.match, _innermost(text)):
         if match is not None and _is_caller(match["file"]):
             return _site(match["file"], int(match["line"]))
@@ -272,10 +279,10 @@ def _is_in_package(frame: str) -> bool:
 
 
 def _is_caller(file: str) -> bool:
-    """Whether a source file is of the package, above the operators and `parallel`."""
+    """Whether a source file belongs to the package, but not to `ops` or `parallel`."""
     path = Path(file)
-    lower = _PACKAGE / "parallel", _PACKAGE / "ops"
-    return _PACKAGE in path.parents and not any(each in path.parents for each in lower)
+    lower_layers = _PACKAGE / "parallel", _PACKAGE / "ops"
+    return _PACKAGE in path.parents and not any(folder in path.parents for folder in lower_layers)
 
 
 def _site(file: str, line: int) -> str:

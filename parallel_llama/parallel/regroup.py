@@ -1,9 +1,8 @@
-"""Orders of rank 0 to the processes that it has started: form a new group.
+"""Elastic groups of ranks that rank 0 has started on its host: forms a new group after a loss.
 
-In the new group the lost ranks are missing or replaced by spares. The communicator of a group with
-a dead rank is broken, so rank 0 writes its orders to the stdin of the processes, one line of JSON
-each. A rank that waits in a collective of the old group leaves the collective when an order
-arrives.
+In the new group the lost ranks are missing, or spares replace them. The communicator of a group
+with a dead rank is broken, so rank 0 writes its orders to the stdin of the processes, one line of
+JSON each. A rank that waits in a collective of the old group leaves it when an order arrives.
 """
 
 import os
@@ -26,13 +25,13 @@ MAX_ORDER_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RegroupOrder:
-    """The new group of a process.
+    """An order to join a new group.
 
     Args:
-        rank: the rank of the process.
+        rank: the rank of the receiver in the group.
         pids: the ids of the group's processes, by rank.
         region: the group's shared memory.
-        n_threads: threads that each process computes with.
+        n_threads: the number of threads with which each process computes.
     """
 
     rank: int
@@ -55,8 +54,8 @@ class Orders:
         self._orders: queue.SimpleQueue[RegroupOrder] = queue.SimpleQueue()
         Thread(target=self._read, name="orders", daemon=True).start()
 
-    def require_none(self) -> None:
-        """Raises: RankError if an order has arrived, since the present group is then obsolete."""
+    def require_no_order(self) -> None:
+        """Raises: RankError if an order has arrived, because the current group is then obsolete."""
         if not self._orders.empty():
             raise RankError("rank 0 forms a new group")
 
@@ -75,10 +74,12 @@ class Orders:
 
     def _read(self) -> None:
         # Not from sys.stdin: a thread that holds the lock of its buffer would block the exit.
-        held = b""
+        unfinished_line = b""
         try:
-            while len(held) <= MAX_ORDER_BYTES and (piece := os.read(self._fd, MAX_ORDER_BYTES)):
-                *lines, held = (held + piece).split(b"\n")
+            while len(unfinished_line) <= MAX_ORDER_BYTES and (
+                data := os.read(self._fd, MAX_ORDER_BYTES)
+            ):
+                *lines, unfinished_line = (unfinished_line + data).split(b"\n")
                 for line in lines:
                     self._orders.put(msgspec.json.decode(line, type=RegroupOrder))
         finally:
@@ -86,12 +87,12 @@ class Orders:
 
 
 def lead_group(ranks: LocalRanks, n_threads: int, timeouts: Timeouts) -> Communicator:
-    """Forms the group of this process, which is rank 0, and the other ranks; orders them to join.
+    """On rank 0, orders the other ranks to join a new group, and forms it.
 
     Args:
         n_threads: as in `RegroupOrder`.
 
-    Raises: RankError if another rank ends meanwhile; OSError without memory for the group.
+    Raises: RankError if another rank ends meanwhile; OSError if the memory cannot be allocated.
     """
     pids = os.getpid(), *ranks.pids().values()
     if len(pids) == 1:
@@ -99,7 +100,7 @@ def lead_group(ranks: LocalRanks, n_threads: int, timeouts: Timeouts) -> Communi
     region = Region.create(len(pids))
     try:
         for rank in range(1, len(pids)):
-            ranks.order(rank, RegroupOrder(rank, pids, region, n_threads).encode())
+            ranks.send_order(rank, RegroupOrder(rank, pids, region, n_threads).encode())
         return joined(region.group(0, pids, timeouts))
     finally:
         os.close(region.fd)
@@ -111,7 +112,7 @@ def join_group(order: RegroupOrder, orders: Orders, timeouts: Timeouts) -> Commu
     Raises: RankError if another rank has ended, or another order arrives.
     """
     comm = order.region.group(order.rank, order.pids, timeouts)
-    comm.on_wait = orders.require_none
+    comm.on_wait = orders.require_no_order
     # `failures` and the launcher's messages name this process by its rank.
     os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(comm.size))
     return joined(comm)

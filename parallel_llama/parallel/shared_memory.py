@@ -1,25 +1,29 @@
-"""Collectives of ranks on one host through shared memory.
+"""Collectives through shared memory, for ranks of one host.
 
 A decode step of 30 layers has 61 all-reduces of a few kilobytes. Each takes 0.4 to 0.9 ms in gloo,
-and some tens of microseconds here. This module does not use torch.distributed: another communicator
-sets it up, or rank 0 sends the others a `Region`.
+and some tens of microseconds here.
 
-The memory has no name: rank 0 creates an anonymous file, the other ranks open it through /proc
-during set-up, and the kernel frees it when the last rank ends.
+Set-up needs no torch.distributed. The ranks exchange the address of the memory through another
+communicator (`share`), or rank 0 sends the other ranks a `Region`. The memory is an anonymous file
+of rank 0, which the other ranks open through /proc; the kernel frees it when the last rank ends.
 
-    header   one line per rank: phases published, signatures of its last two collectives,
-             keepalives, exchanges finished, whether it computes
+Layout of the memory:
+
+    header   one line per rank: the number of phases that it has published, the signatures of its
+             last two exchanges, keepalives, finished exchanges, whether it is in `computing`
     slots    two per rank, used alternately
 
-A collective is one or more exchanges: copy in, publish, wait for all, copy or sum out.
+A collective is one or more exchanges, and an exchange has these steps: copy the values of this rank
+into its slot, publish (increment the number of phases), wait until all ranks have published, then
+copy or sum the slots. An all-reduce of a large tensor has two phases; see `_sum_parts`.
 
-With two slots, one wait is enough. A rank reuses the slot of exchange t in exchange t + 2, after
-every rank has published exchange t + 1; and a rank publishes t + 1 only after it has read all slots
-of t.
+With two slots, one wait per exchange is enough. A rank reuses the slot of exchange t in exchange
+t + 2, after every rank has published exchange t + 1; and a rank publishes t + 1 only after it has
+read all slots of t.
 
 Plain loads and stores suffice: x86-64 keeps stores in order, loads in order, and a load before a
-later store (total store order), so a rank that sees the count sees the data. Other processors do
-not guarantee this order; they use the slower communicator.
+later store (total store order), so a rank that sees the new number of phases also sees the data.
+Other processors do not guarantee this order; they use the slower communicator.
 
 A kernel may run an exchange of `all_reduce` or `gather_columns`; see `Exchange`.
 """
@@ -71,36 +75,36 @@ from parallel_llama.parallel.watchdog import Peers
 # Small enough for the slots of a few ranks to stay in a core's cache. Larger tensors are split.
 SLOT_BYTES = 1 << 20
 
-# From this size on, each of three or more ranks sums one part of a piece and copies the others'.
+# From this size on, each of three or more ranks sums one part, and copies the other ranks' sums.
 SHARED_SUM_BYTES = 1 << 16
 
-# Cells of 8 bytes in a rank's line of the header: two cache lines, fetched as a pair.
+# Cells of 8 bytes in a rank's line of the header: two cache lines, which are fetched as a pair.
 LINE = 16
 # Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots. EXCHANGE
 # counts finished exchanges; other ranks read it only for the report of a failure.
 SIGNATURE, _KEEPALIVES, EXCHANGE, _COMPUTING = 1, 3, 5, 6
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 
-# Looks at a count before Python takes over and also looks for dead ranks: about 0.2 ms of spins, or
-# some milliseconds of yields or sleeps if no other program uses the cores.
-_LOOKS = {WaitPolicy.SPIN: 4000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
+# How often a kernel reads a count before Python continues the wait, which also detects dead ranks:
+# about 0.2 ms of spins, or some milliseconds of yields or sleeps if the cores are otherwise idle.
+_KERNEL_TRIES = {WaitPolicy.SPIN: 4000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
 _YIELD_S = 0.005
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # after a second, latency matters less
-# How long the ranks that do not report a failure wait for the one that does.
+# How long the other ranks wait for the rank that reports a failure.
 _REPORT_S = 1.0
 # The maximum time counted between two polls, since this rank may have been stopped.
 _LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
-_HOST_BYTES = 4096  # of an encoded _Host; Linux has up to 8192 cores, which are 2048 digits
+_HOST_BYTES = 4096  # of an encoded _RankInfo; Linux has up to 8192 cores, which are 2048 digits
 _NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
 # Cached views of slots: a decode step uses a few, and every prefill length adds one.
 _MAX_VIEWS = 256
 
 
-# Whether a rank is exempt from the time limit now; if so, its time limit restarts.
+# Whether a rank is exempt from the time limit now; if it is, its time limit restarts.
 _IsExempt = Callable[[int], bool]
 
 
@@ -111,9 +115,10 @@ def _never_exempt(_: int) -> bool:
 def share(
     comm: Communicator, timeouts: Timeouts, part: "PartOfGroup | None" = None
 ) -> Communicator:
-    """The group through shared memory if all its ranks support it, otherwise `comm` itself.
+    """Sets up shared memory for the ranks of `comm`; returns `comm` itself if a rank cannot use it.
 
-    `part` is as in `SharedMemory`.
+    Args:
+        part: as in `SharedMemory`.
 
     Collective: every rank calls it; all get the same kind of communicator.
     """
@@ -122,8 +127,8 @@ def share(
     try:
         if fd >= 0:
             os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
-        hosts = _Host.here(host_id(), fd, token).gathered(comm)
-        opened = _open(hosts, comm)
+        infos = _RankInfo.here(host_id(), fd, token).gathered(comm)
+        opened = _open(infos, comm)
         ready = comm.all_gather(torch.tensor([opened is not None]))
     finally:
         if fd >= 0:
@@ -134,24 +139,24 @@ def share(
     if not bool(ready.all()):
         peers.close()
         return comm
-    others = [(rank, host) for rank, host in enumerate(hosts) if rank != comm.rank]
-    files = {rank: StackFile.open(host.pid, host.stacks_fd) for rank, host in others}
+    others = [(rank, info) for rank, info in enumerate(infos) if rank != comm.rank]
+    files = {rank: StackFile.open(info.pid, info.stacks_fd) for rank, info in others}
     files[comm.rank] = own_stack_file()
     stacks = {rank: file for rank, file in files.items() if file is not None}
-    cores = functools.reduce(operator.or_, (int(host.cores, 16) for host in hosts))
+    cores = functools.reduce(operator.or_, (int(info.cores, 16) for info in infos))
     policy = wait_policy(comm.size, cores.bit_count())
-    own = comm.rank, comm.size, memory, peers, policy, timeouts, stacks
-    return SharedMemory(*own, comm.close, part)
+    arguments = comm.rank, comm.size, memory, peers, policy, timeouts, stacks
+    return SharedMemory(*arguments, comm.close, part)
 
 
 @dataclass(frozen=True)
 class PartOfGroup:
-    """Describes a group that is a part of a larger group.
+    """How a group that is a part of a larger group reports failures.
 
     Args:
-        ranks: the numbers that the ranks have in the larger group.
+        ranks: the ranks of this group, as numbered in the larger group.
         size: the number of ranks of the larger group.
-        on_failure: called with the number of a failed rank, and whether it has died.
+        on_failure: called with the failed rank of the larger group, and whether it has died.
     """
 
     ranks: range
@@ -232,15 +237,15 @@ class HostMemory:
 
         Collective: every rank calls it.
         """
-        names = [each.host for each in _Host.here(host, -1, "").gathered(comm)]
-        own = [rank for rank, name in enumerate(names) if name == host]
-        is_first = len(own) > 1 and comm.rank == own[0]
+        host_ids = [info.host for info in _RankInfo.here(host, -1, "").gathered(comm)]
+        local_ranks = [rank for rank, other_host in enumerate(host_ids) if other_host == host]
+        is_first = len(local_ranks) > 1 and comm.rank == local_ranks[0]
         fd, token = _create(n_bytes) if is_first else -1, secrets.token_hex(4)
         try:
             if fd >= 0:
                 os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
-            found = _Host.here(host, fd, token).gathered(comm)
-            first = found[own[0]]
+            infos = _RankInfo.here(host, fd, token).gathered(comm)
+            first = infos[local_ranks[0]]
             is_open = _is_supported() and first.fd >= 0
             memory = _map(first.pid, first.fd, first.token, n_bytes) if is_open else None
             ready = comm.all_gather(torch.tensor([memory is not None])).view(-1).tolist()
@@ -248,11 +253,11 @@ class HostMemory:
             if fd >= 0:
                 os.close(fd)
         hosts: list[tuple[int, ...]] = []
-        for name in dict.fromkeys(names):
-            ranks = tuple(rank for rank, other in enumerate(names) if other == name)
+        for other_host in dict.fromkeys(host_ids):
+            ranks = tuple(rank for rank, other in enumerate(host_ids) if other == other_host)
             hosts += [ranks] if all(ready[r] for r in ranks) else [(r,) for r in ranks]
-        is_shared = memory is not None and tuple(own) in hosts
-        pids = {r: found[r].pid for r in own if r != comm.rank} if is_shared else {}
+        is_shared = memory is not None and tuple(local_ranks) in hosts
+        pids = {r: infos[r].pid for r in local_ranks if r != comm.rank} if is_shared else {}
         with torch.inference_mode(False):  # also written outside of inference mode
             if memory is None or not is_shared:
                 return cls(tuple(hosts), torch.zeros(n_bytes, dtype=torch.uint8), pids)
@@ -266,7 +271,7 @@ class SharedMemory(Communicator):
 
     Args:
         leave: called by `close`.
-        part: the numbers of the ranks in error messages, if the group is a part of another group.
+        part: the numbers of the ranks in the larger group, for error messages.
     """
 
     def __init__(
@@ -283,20 +288,20 @@ class SharedMemory(Communicator):
     ) -> None:
         self.rank, self.size = rank, size
         part = part or PartOfGroup(range(size), size)
-        self._numbers, self._n_numbers = part.ranks, part.size
+        self._global_ranks, self._global_size = part.ranks, part.size
         self._on_failure = part.on_failure
-        self._named = f"rank {self._numbers[rank]}"
+        self._name = f"rank {self._global_ranks[rank]}"
         self._peers, self._leave = peers, leave
         self._policy, self._timeouts, self._stacks = policy, timeouts, stacks
-        self._spins = _LOOKS[policy] if policy is WaitPolicy.SPIN else 0
+        self._tries = _KERNEL_TRIES[policy] if policy is WaitPolicy.SPIN else 0
         # Called again and again while this rank waits for others; it may raise a RankError.
         self.on_wait: Callable[[], None] = lambda: None
         self._memory = memory
         self._cells = memoryview(memory).cast("q")
         self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        self._own = self.rank * LINE
-        self._others = [rank * LINE for rank in range(self.size) if rank != self.rank]
-        self._busy = False
+        self._own_line = self.rank * LINE
+        self._other_lines = [rank * LINE for rank in range(self.size) if rank != self.rank]
+        self._is_busy = False
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -306,9 +311,9 @@ class SharedMemory(Communicator):
             return x.copy_(self.all_reduce(x.contiguous()))
         for piece, slots in self._exchanges(_pieces(x.view(-1))):
             slots[self.rank].copy_(piece)
-            self._rendezvous(ALL_REDUCE, piece)
+            self._publish_and_wait(ALL_REDUCE, piece)
             if self.size > 2 and piece.nbytes >= SHARED_SUM_BYTES:
-                self._sum_shares(slots, piece)
+                self._sum_parts(slots, piece)
             else:
                 sum_in_order(slots, piece)
         return x
@@ -321,32 +326,32 @@ class SharedMemory(Communicator):
         exchanges = self._exchanges(_pieces(_as_bytes(x.contiguous())))
         for (piece, slots), part in zip(exchanges, parts, strict=True):
             slots[self.rank].copy_(piece)
-            self._rendezvous(ALL_GATHER, piece)
+            self._publish_and_wait(ALL_GATHER, piece)
             for row, slot in zip(part, slots, strict=True):
                 row.copy_(slot)
         return gathered
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        whole = x.new_empty(len(x), sum(widths)) if out is None else out
-        if not whole.numel():
-            return whole
-        at_once = max(1, SLOT_BYTES // (max(widths) * x.itemsize))  # rows
-        pieces = torch.split(whole[:, : max(widths)], at_once)
-        rows = zip(torch.split(whole, at_once), torch.split(x, at_once), strict=True)
-        for (piece, slots), (target, own) in zip(self._exchanges(pieces), rows, strict=True):
-            slots[self.rank][: own.numel()].view(own.shape).copy_(own)
-            self._rendezvous(GATHER_COLUMNS, piece)
+        gathered = x.new_empty(len(x), sum(widths)) if out is None else out
+        if not gathered.numel():
+            return gathered
+        n_rows = max(1, SLOT_BYTES // (max(widths) * x.itemsize))  # rows
+        pieces = torch.split(gathered[:, : max(widths)], n_rows)
+        rows = zip(torch.split(gathered, n_rows), torch.split(x, n_rows), strict=True)
+        for (piece, slots), (target, local) in zip(self._exchanges(pieces), rows, strict=True):
+            slots[self.rank][: local.numel()].view(local.shape).copy_(local)
+            self._publish_and_wait(GATHER_COLUMNS, piece)
             put_columns(slots, widths, target)
-        return whole
+        return gathered
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
-        is_exempt = self._may_wait if no_timeout and self.rank != src else _never_exempt
+        is_exempt = self._may_await_user if no_timeout and self.rank != src else _never_exempt
         for piece, slots in self._exchanges(_pieces(_as_bytes(x))):
             if self.rank == src:
                 slots[src].copy_(piece)
-            self._rendezvous(BROADCAST, piece, is_exempt)
+            self._publish_and_wait(BROADCAST, piece, is_exempt)
             if self.rank != src:
                 piece.copy_(slots[src])
         return x
@@ -359,24 +364,24 @@ class SharedMemory(Communicator):
             return counts[rank] != before
 
         for piece, _ in self._exchanges((_NOTHING,)):
-            self._rendezvous(BARRIER, piece, sent_keepalive, self._timeouts.start_s)
+            self._publish_and_wait(BARRIER, piece, sent_keepalive, self._timeouts.start_s)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        self._cells[self._own + _COMPUTING] = 1
+        self._cells[self._own_line + _COMPUTING] = 1
         try:
             yield
         finally:
-            self._cells[self._own + _COMPUTING] = 0
+            self._cells[self._own_line + _COMPUTING] = 0
 
     def keepalive(self) -> None:
-        self._cells[self._own + _KEEPALIVES] += 1
+        self._cells[self._own_line + _KEEPALIVES] += 1
 
     def require_alive(self) -> None:
-        self._peers.look()
+        self._peers.poll()
         if self._peers.gone:
-            lost = self._numbers[min(self._peers.gone)]
-            raise RankError(f"rank {lost} of {self._n_numbers} has died or left early")
+            lost = self._global_ranks[min(self._peers.gone)]
+            raise RankError(f"rank {lost} of {self._global_size} has died or left early")
 
     def close(self) -> None:
         # The memory is unmapped with its last view.
@@ -385,11 +390,11 @@ class SharedMemory(Communicator):
             file.close()
         self._stacks = {}
         self._views.clear()
-        self._busy = True
+        self._is_busy = True
         self._leave()
 
     def sum_exchange(self, x: Tensor) -> Exchange | None:
-        """What a kernel needs to reduce tensors like x; None if x is empty or too large."""
+        """What a kernel needs to all-reduce tensors like x; None if x is empty or too large."""
         if x.nbytes >= SHARED_SUM_BYTES or not x.numel():
             return None
         return self._exchange(ALL_REDUCE, x, lambda slots, x: sum_in_order(slots, x.view(-1)))
@@ -413,49 +418,50 @@ class SharedMemory(Communicator):
         dtype, n_values = piece.dtype, piece.numel()
 
         def finish(x: Tensor) -> None:
-            self._busy = True
+            self._is_busy = True
             self._await_all(signature, 0, _never_exempt, self._timeouts.step_s)
             complete(self._slots(dtype, n_values), x)
-            self._cells[self._own + EXCHANGE] += 1
-            self._busy = False
+            self._cells[self._own_line + EXCHANGE] += 1
+            self._is_busy = False
 
-        own = self.rank, self.size, signature, _LOOKS[self._policy], self._policy
-        return Exchange("shared memory", self._address, slots, *own, finish)
+        fields = self.rank, self.size, signature, _KERNEL_TRIES[self._policy], self._policy
+        return Exchange("shared memory", self._address, slots, *fields, finish)
 
     def _exchanges(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yields each piece of a tensor, with flat views of all ranks' slots in its size and dtype.
 
         After an exception inside, this rank cannot use the group any more.
         """
-        if self._busy:
+        if self._is_busy:
             raise RankError(
-                f"{self._named} left a collective unfinished, or has closed its group: "
+                f"{self._name} left a collective unfinished, or has closed its group: "
                 "it cannot take part in another"
             )
-        self._busy = True
+        self._is_busy = True
         for piece in pieces:
             yield piece, self._slots(piece.dtype, piece.numel())
-            self._cells[self._own + EXCHANGE] += 1
-        self._busy = False
+            self._cells[self._own_line + EXCHANGE] += 1
+        self._is_busy = False
 
-    def _sum_shares(self, slots: list[Tensor], piece: Tensor) -> None:
-        """Sums this rank's part, stores it in this rank's slot, and copies the other parts.
+    def _sum_parts(self, slots: list[Tensor], piece: Tensor) -> None:
+        """A reduce-scatter and an all-gather: each rank sums one part and publishes the sum.
 
-        No other rank reads this part of a slot before it is published.
+        The sum overwrites this rank's values in its slot; no other rank reads that part of the slot
+        before the second phase is published.
         """
         bounds = [piece.numel() * rank // self.size for rank in range(self.size + 1)]
-        shares = list(pairwise(bounds))
-        start, stop = shares[self.rank]
+        parts = list(pairwise(bounds))
+        start, stop = parts[self.rank]
         sum_in_order([slot[start:stop] for slot in slots], piece[start:stop])
         slots[self.rank][start:stop].copy_(piece[start:stop])
-        self._rendezvous(ALL_REDUCE, piece)
-        for rank, (start, stop) in enumerate(shares):
+        self._publish_and_wait(ALL_REDUCE, piece)
+        for rank, (start, stop) in enumerate(parts):
             if rank != self.rank:
                 piece[start:stop].copy_(slots[rank][start:stop])
 
     def _slots(self, dtype: torch.dtype, n_values: int) -> list[Tensor]:
         """A view of the first values of every rank's slot."""
-        parity = self._cells[self._own + EXCHANGE] & 1
+        parity = self._cells[self._own_line + EXCHANGE] & 1
         key = (parity, dtype, n_values)
         slots = self._views.get(key)
         if slots is None:
@@ -475,7 +481,7 @@ class SharedMemory(Communicator):
             self._views[key] = slots
         return slots
 
-    def _rendezvous(
+    def _publish_and_wait(
         self,
         kind: int,
         piece: Tensor,
@@ -483,28 +489,28 @@ class SharedMemory(Communicator):
         limit_s: float | None = None,
     ) -> None:
         """Publishes this rank's phase and waits until all ranks have published theirs."""
-        signature, cells, own = signature_of(kind, piece), self._cells, self._own
+        signature, cells, own = signature_of(kind, piece), self._cells, self._own_line
         cells[own + SIGNATURE + (cells[own + EXCHANGE] & 1)] = signature
         cells[own] += 1
-        self._await_all(signature, self._spins, is_exempt, limit_s or self._timeouts.step_s)
+        self._await_all(signature, self._tries, is_exempt, limit_s or self._timeouts.step_s)
 
-    def _await_all(self, signature: int, spins: int, is_exempt: _IsExempt, limit_s: float) -> None:
+    def _await_all(self, signature: int, tries: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Waits until all ranks have published the phase that this rank has published."""
-        phase = self._cells[self._own]
-        for line in self._others:
+        phase = self._cells[self._own_line]
+        for line in self._other_lines:
             while self._cells[line] < phase:
-                spins -= 1
-                if spins < 0:
+                tries -= 1
+                if tries < 0:
                     self._wait(signature, phase, is_exempt, limit_s)
             self._require_same_collective(line, signature)
 
     def _require_same_collective(self, line: int, signature: int) -> None:
         """Raises: RankError if a rank that has published this phase is in another collective."""
-        theirs = self._cells[line + SIGNATURE + (self._cells[self._own + EXCHANGE] & 1)]
+        theirs = self._cells[line + SIGNATURE + (self._cells[self._own_line + EXCHANGE] & 1)]
         if theirs != signature:
             rank = line // LINE
-            raise self._failed(
-                f"rank {self._numbers[rank]} is in {described(theirs)} and {self._named} "
+            raise self._failure(
+                f"rank {self._global_ranks[rank]} is in {described(theirs)} and {self._name} "
                 f"in {described(signature)}: the ranks called different collectives",
                 {rank, self.rank},
             )
@@ -512,22 +518,22 @@ class SharedMemory(Communicator):
     def _wait(self, signature: int, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Waits, yielding the core, until all ranks have published this phase.
 
-        A rank is late after `limit_s` seconds in which it was never exempt. The collectives of
-        ranks that have published are compared before the others publish: a rank that finds a
-        difference leaves after `_REPORT_S`, and a later report would miss its stack.
+        A rank is late after `limit_s` seconds in which it was never exempt. The collectives of the
+        ranks that have published are compared at once: a rank that detects a different collective
+        leaves after `_REPORT_S`, and a later report would miss its stack.
         """
         seen_s = time.monotonic()
         waited_s = 0.0
-        counted_s = dict.fromkeys(self._others, 0.0)
+        counted_s = dict.fromkeys(self._other_lines, 0.0)
         pause = _SHORTEST_SLEEP_S
-        while behind := [line for line in self._others if self._cells[line] < phase]:
+        while behind := [line for line in self._other_lines if self._cells[line] < phase]:
             gap_s = min(time.monotonic() - seen_s, _LONGEST_GAP_S)
             seen_s = time.monotonic()
             waited_s += gap_s
             if waited_s < _YIELD_S and self._policy is not WaitPolicy.SLEEP:
                 os.sched_yield()
                 continue
-            for line in self._others:
+            for line in self._other_lines:
                 if line not in behind:
                     self._require_same_collective(line, signature)
             self._require_alive(behind, phase)
@@ -543,19 +549,18 @@ class SharedMemory(Communicator):
 
     def _require_alive(self, lines: Sequence[int], phase: int) -> None:
         self.on_wait()
-        self._peers.look()
+        self._peers.poll()
         for line in lines:
             # Read the count again: the rank may have published this phase before it died.
-            if line // LINE in self._peers.gone and self._cells[line] < phase:
-                rank = line // LINE
-                raise self._failed(
-                    f"rank {self._numbers[rank]} of {self._n_numbers} has died or left early; "
-                    f"{self._named} was waiting for it",
-                    {rank},
+            rank = line // LINE
+            if rank in self._peers.gone and self._cells[line] < phase:
+                lost = f"rank {self._global_ranks[rank]} of {self._global_size}"
+                raise self._failure(
+                    f"{lost} has died or left early; {self._name} was waiting for it", {rank}
                 )
 
-    def _may_wait(self, rank: int) -> bool:
-        """Whether a rank may be waiting for user input."""
+    def _may_await_user(self, rank: int) -> bool:
+        """Whether a rank may be waiting for user input, so that it is not late."""
         return not self._cells[rank * LINE + _COMPUTING] and not self._peers.is_stopped(rank)
 
     def _late(self, ranks: Sequence[int], limit_s: float) -> RankError:
@@ -563,39 +568,41 @@ class SharedMemory(Communicator):
             why = "stopped by a signal or a debugger"
         else:
             why = "alive, but swapping, without a free core, or in another collective"
-        named = [self._numbers[rank] for rank in ranks]
-        return self._failed(f"{late(named, self._n_numbers, limit_s)}; it is {why}", set(ranks))
+        global_ranks = [self._global_ranks[rank] for rank in ranks]
+        return self._failure(
+            f"{late(global_ranks, self._global_size, limit_s)}; it is {why}", set(ranks)
+        )
 
-    def _failed(self, message: str, culprits: set[int]) -> RankError:
+    def _failure(self, message: str, culprits: set[int]) -> RankError:
         """The error of a failed exchange, with the exchange, the call site and the stacks.
 
         Several ranks may detect the failure at the same time. The lowest waiting rank reports the
         failure; the other ranks wait `_REPORT_S` seconds, so that the report can be finished.
         """
         cells = self._cells
-        n_finished, phase = cells[self._own + EXCHANGE], cells[self._own]
-        signature = cells[self._own + SIGNATURE + (n_finished & 1)]
-        own = f"exchange {n_finished + 1}, {described(signature)}, called at {call_site()}"
-        lines = [f"{self._named} is in {own}"]
+        n_finished, phase = cells[self._own_line + EXCHANGE], cells[self._own_line]
+        signature = cells[self._own_line + SIGNATURE + (n_finished & 1)]
+        exchange = f"exchange {n_finished + 1}, {described(signature)}, called at {call_site()}"
+        lines = [f"{self._name} is in {exchange}"]
         for rank in sorted(culprits - {self.rank}):
             count = cells[rank * LINE + EXCHANGE]
             if count <= n_finished and cells[rank * LINE] < phase:
-                last = described(cells[rank * LINE + SIGNATURE + ((count - 1) & 1)])
-                last = f", the last one {last}" if count else ""
-                named = f"rank {self._numbers[rank]}"
-                lines.append(f"{named} has finished {count} exchanges{last}")
-        self._peers.look()
+                last_exchange = described(cells[rank * LINE + SIGNATURE + ((count - 1) & 1)])
+                last_exchange = f", the last one {last_exchange}" if count else ""
+                name = f"rank {self._global_ranks[rank]}"
+                lines.append(f"{name} has finished {count} exchanges{last_exchange}")
+        self._peers.poll()
         for rank in sorted(culprits - {self.rank}):
-            self._on_failure(self._numbers[rank], rank in self._peers.gone)
+            self._on_failure(self._global_ranks[rank], rank in self._peers.gone)
         waiting = [r for r in range(self.size) if cells[r * LINE] >= phase]
         if culprits & self._peers.gone and launcher_gathers():
-            own_stack_file().ask()  # the launcher gathers them
+            own_stack_file().request_dump()  # the launcher gathers them
             evidence = ""
         elif self.rank == min(r for r in waiting if r not in self._peers.gone):
-            stacks = {self._numbers[rank]: file for rank, file in self._stacks.items()}
-            evidence = gather_stacks(stacks, sorted(self._numbers[rank] for rank in culprits))
+            stacks = {self._global_ranks[rank]: file for rank, file in self._stacks.items()}
+            evidence = gather_stacks(stacks, sorted(self._global_ranks[rank] for rank in culprits))
             lines += [
-                f"rank {self._numbers[rank]} called at {site}"
+                f"rank {self._global_ranks[rank]} called at {site}"
                 for rank in sorted((culprits - {self.rank}) & set(waiting))
                 if rank in self._stacks and (site := site_in(self._stacks[rank].text()))
             ]
@@ -623,8 +630,8 @@ def _total_bytes(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Host:
-    """What ranks send each other to decide whether to share memory.
+class _RankInfo:
+    """What each rank sends the other ranks to decide whether they share memory.
 
     Args:
         fd: the descriptor of the memory on rank 0, or -1.
@@ -641,12 +648,12 @@ class _Host:
     stacks_fd: int
 
     @classmethod
-    def here(cls, host: str, fd: int, token: str) -> "_Host":
+    def here(cls, host: str, fd: int, token: str) -> "_RankInfo":
         cores = os.sched_getaffinity(0) if _is_supported() else {0}
         mask = sum(1 << core for core in cores)
         return cls(host, os.getpid(), fd, token, f"{mask:x}", record_stacks())
 
-    def gathered(self, comm: Communicator) -> "list[_Host]":
+    def gathered(self, comm: Communicator) -> "list[_RankInfo]":
         """The messages of all ranks, by rank.
 
         Collective: every rank calls it.
@@ -658,8 +665,8 @@ class _Host:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     @classmethod
-    def decode(cls, row: Tensor) -> "_Host":
-        """Raises: RankError if the bytes are not an encoded _Host."""
+    def decode(cls, row: Tensor) -> "_RankInfo":
+        """Raises: RankError if the bytes are not an encoded _RankInfo."""
         try:
             return msgspec.json.decode(row.numpy().tobytes(), type=cls)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -674,7 +681,7 @@ def _is_supported() -> bool:
 
 
 def host_id() -> str:
-    """Equal for processes of one kernel and one namespace of process ids."""
+    """An id that is equal for processes of one kernel and one namespace of process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         namespace = str(Path("/proc/self/ns/pid").readlink())
@@ -698,16 +705,16 @@ def _create(n_bytes: int) -> int:
     return -1
 
 
-def _open(hosts: list[_Host], comm: Communicator) -> tuple[mmap.mmap, Peers] | None:
+def _open(infos: list[_RankInfo], comm: Communicator) -> tuple[mmap.mmap, Peers] | None:
     """The memory of rank 0 and the peers; None if this rank cannot open the memory."""
-    first = hosts[0]
-    if not _is_supported() or first.fd < 0 or {host.host for host in hosts} != {first.host}:
+    first = infos[0]
+    if not _is_supported() or first.fd < 0 or {info.host for info in infos} != {first.host}:
         return None
     memory = _map(first.pid, first.fd, first.token, _total_bytes(comm.size))
     if memory is None:
         return None
     try:
-        return memory, Peers({r: host.pid for r, host in enumerate(hosts) if r != comm.rank})
+        return memory, Peers({r: info.pid for r, info in enumerate(infos) if r != comm.rank})
     except OSError:
         return None
 
@@ -723,5 +730,5 @@ def _map(pid: int, fd: int, token: str, n_bytes: int) -> mmap.mmap | None:
             memory = mmap.mmap(file.fileno(), n_bytes)
     except OSError:
         return None
-    found = memory[_TOKEN_OFFSET : _TOKEN_OFFSET + 8]
-    return memory if found == token.encode() else None
+    actual = memory[_TOKEN_OFFSET : _TOKEN_OFFSET + 8]
+    return memory if actual == token.encode() else None

@@ -1,31 +1,35 @@
-"""Collectives of small tensors between ranks of several hosts.
+"""Collectives over TCP for groups of several hosts, for tensors of at most 256 KiB.
 
 A decode step of 16 layers has 33 all-reduces of a few kilobytes. gloo takes 0.5 to 1.6 ms for each
-between two hosts, which is several times the latency of a network. Here every rank sends its values
-over TCP to one rank of each other host, to all of these at once. The receiver stores the values in
-the shared memory of its host, so a rank's values cross the link to a host only once. Every rank
-then adds the values of all ranks in rank order, so all ranks get the same bits. Ranks that cannot
-share memory count as ranks of different hosts. A broadcast goes from its source to every rank
-directly.
+between two hosts, which is several times the latency of a network.
 
-Normally a process group of torch sets up the connections, carries larger tensors, for which gloo
-sends fewer bytes, and detects lost ranks by their heartbeats. `linked_ranks` needs no group of
-torch: larger tensors are exchanged in pieces, and no ranks share memory.
+An all-reduce takes one exchange. Every rank sends its values to one rank of each other host, to all
+hosts at once; the receiver stores them in the shared memory of its host, so they cross the network
+once per host. Then every rank adds the values of all ranks in rank order, so all ranks get the same
+bits. Ranks that cannot share memory count as ranks of different hosts. A broadcast goes from its
+source to every rank directly.
 
-    message  two numbers of 8 bytes: signature, number of the exchange, from 1; then the values
-    rows     per rank, in the memory of the host: how many exchanges through this memory the rank
-             has received completely, aligned to a cache line; and the rank's message. Two sets of
-             rows are used alternately. Broadcasts and barriers use rows of this rank alone
-    cells    per rank, 8 bytes each: descriptors to send to and to receive from, bytes sent and
-             received in the current exchange, whether the rank is another rank of this host; then
-             the number of finished exchanges, and of exchanges through the memory of the host
+`SocketsBesideGloo` leaves larger tensors to gloo, which sends fewer bytes for them, and the
+detection of lost ranks to the heartbeats of `process_group`. `linked_ranks` uses `Sockets` alone:
+larger tensors are exchanged in pieces, and no ranks share memory.
 
-A rank writes its message into its row, sends it, receives messages into the rows of their senders,
-publishes that it has received them, and waits until all ranks of its host have published. Two sets
-of rows suffice for the same reason as two slots in `shared_memory`.
+Layout of the memory:
 
-Every pair of ranks is connected. A rank that finds a failure tells the other ranks which rank has
-failed before it leaves them, and a rank that waits looks at all its connections.
+    message  two integers of 8 bytes: signature, number of the exchange, from 1; then the values
+    rows     one per rank, in the memory of the host: the number of exchanges through this memory
+             that the rank has received completely, aligned to a cache line; then the rank's
+             message. Two sets of rows are used alternately; broadcasts and barriers use a third
+             set, in private memory
+    cells    private integers of 8 bytes. For each rank: the descriptors to send to and to receive
+             from, bytes sent and received in this exchange, whether it is another rank of this
+             host. Then the number of finished exchanges, and of those through the host's memory
+
+In an exchange, a rank writes its message into its row, sends it, receives messages into the rows of
+their senders, publishes that it has received them all, and waits until all ranks of its host have
+published. Two sets of rows suffice for the same reason as two slots in `shared_memory`.
+
+Every pair of ranks is connected. Before a rank leaves because of a failure, it sends the number of
+the failed rank to all other ranks; a waiting rank polls all its connections for such a message.
 
 A kernel may run an exchange of `all_reduce` or `gather_columns`; see `Exchange`.
 """
@@ -68,7 +72,7 @@ from parallel_llama.parallel.wait_policy import WaitPolicy, wait_policy
 
 logger = logging.getLogger(__name__)
 
-# The limit on one rank's values. For larger tensors of three or more ranks, gloo sends fewer bytes.
+# The limit on one rank's values. Above it, gloo sends fewer bytes between three or more ranks.
 MAX_BYTES = 1 << 18
 
 HEADER_BYTES = 16
@@ -79,30 +83,30 @@ ROW_BYTES = VALUES_AT + MAX_BYTES
 _READY, _SIGNATURE, _EXCHANGE = 0, HEADER_AT // 8, HEADER_AT // 8 + 1  # cells of 8 bytes of a row
 CELLS = 5  # of a rank
 SEND_FD, RECEIVE_FD, SENT, RECEIVED, IS_LOCAL = range(CELLS)
-# After the cells of all ranks: finished exchanges, and those through the memory of the host.
+# The cells after those of the ranks: finished exchanges, and those through the host's memory.
 FINISHED, SHARED = range(2)
-# The sets of rows: two in the memory of the host, and one of this rank for broadcasts and barriers.
+# Sets of rows: 0 and 1 are in the memory of the host; 2, for broadcasts and barriers, is private.
 _N_SHARED_SETS = _PRIVATE_SET = 2
 
-# Tries to receive before this rank waits in the system: about 0.5 ms in Python. A kernel tries for
-# some milliseconds, longer than messages take between most hosts, because Python is slow to take
-# over.
-_SPINS = 150
-_LOOKS = {WaitPolicy.SPIN: 8000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
+# How often a rank tries to receive before it waits in `poll`: for about 0.5 ms in Python. A kernel
+# tries for some milliseconds, longer than most networks take, because resuming in Python is slow.
+_PYTHON_TRIES = 150
+_KERNEL_TRIES = {WaitPolicy.SPIN: 8000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
 _POLL_S = 0.25
 _LONGEST_GAP_S = 0.5  # the maximum time counted between two polls, since this rank may be stopped
 _CONNECT_S = 20.0
-_YIELD_S = 0.005  # for ranks of this host, before this rank sleeps
+_YIELD_S = 0.005  # of yields before a rank that waits for ranks of its host sleeps
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _KEEPALIVE_S = 1.0
-# The events of poll for a connection that the other side has closed.
+# The events of poll for a connection that the other rank has closed.
 _HAS_LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
-# A message that names a failed rank has a signature of this kind; its lower bits hold one of the
-# reasons below, the rank that has found the failure, and the failed rank.
+# The signature of a message that reports a failure. Its lower bits hold one of the reasons below,
+# the rank that detected the failure (the finder), and the failed rank (the culprit).
 _FAILURE = 7 << 60
-# Messages without values. A rank that is still loading sends keepalives to ranks at a barrier. A
-# rank sends _COMPUTING + 1 when it enters `computing`, and _COMPUTING when it leaves.
+# Notes: messages without values, between exchanges. A rank that is still loading sends keepalives
+# to ranks at a barrier. A rank sends _COMPUTING + 1 when it enters `computing`, and _COMPUTING when
+# it leaves.
 _KEEPALIVE, _COMPUTING = 6 << 60, 5 << 60
 _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 16
@@ -114,10 +118,10 @@ _NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a rank listens for the others, and what proves that they belong to its run.
+    """What a rank needs to accept connections of the other ranks of its run.
 
     Args:
-        address: the address of this host that the other ranks reach.
+        address: an address of this host that the other ranks can reach.
         key: derived from the secret of the run.
         host: equal on ranks that share memory; see `shared_memory.host_id`.
     """
@@ -127,31 +131,33 @@ class Endpoint:
     host: str
 
 
-def connect(group: ProcessGroup, own: Endpoint | None, timeouts: Timeouts) -> Communicator:
-    """The group over sockets, or `group` itself if two ranks cannot connect.
+def connect(group: ProcessGroup, endpoint: Endpoint | None, timeouts: Timeouts) -> Communicator:
+    """Connects the ranks of `group` over TCP; returns `group` itself if two ranks cannot connect.
 
     Args:
-        own: None if this rank has no IPv4 address.
+        endpoint: None if this rank has no IPv4 address.
 
     Collective: every rank calls it; all get the same kind of communicator.
     """
     listener = None
-    if own is not None:
+    if endpoint is not None:
         with suppress(OSError):
-            listener = listen(own.address)
+            listener = listen(endpoint.address)
     port = 0 if listener is None else listener.getsockname()[1]
-    address = 0 if own is None else int(own.address)
-    rows = group.all_gather(torch.tensor([address, port])).tolist()
-    if own is None or listener is None or not all(map(_is_endpoint, rows)):
+    address = 0 if endpoint is None else int(endpoint.address)
+    endpoints = group.all_gather(torch.tensor([address, port])).tolist()
+    if endpoint is None or listener is None or not all(map(_is_endpoint, endpoints)):
         if listener is not None:
             listener.close()
         return group
-    addresses = {r: (str(IPv4Address(a)), p) for r, (a, p) in enumerate(rows) if r != group.rank}
+    addresses = {
+        r: (str(IPv4Address(a)), p) for r, (a, p) in enumerate(endpoints) if r != group.rank
+    }
     connected: dict[int, socket.socket] = {}
     with listener:
         limit_s = min(timeouts.start_s, _CONNECT_S)
         try:
-            connected = connect_all(group.rank, listener, addresses, own.key, limit_s)
+            connected = connect_all(group.rank, listener, addresses, endpoint.key, limit_s)
         except NotConnected as error:
             logger.warning(
                 "rank %d of %d exchanges through gloo, which is slower: it cannot connect to %s; "
@@ -161,11 +167,11 @@ def connect(group: ProcessGroup, own: Endpoint | None, timeouts: Timeouts) -> Co
                 error,
             )
     if not bool(group.all_gather(torch.tensor([bool(connected)])).all()):
-        for each in connected.values():
-            each.close()
+        for sock in connected.values():
+            sock.close()
         return group
-    policy = wait_policy(sum(row[0] == address for row in rows))
-    memory = HostMemory.share(group, own.host, memory_bytes(group.size))
+    policy = wait_policy(sum(row[0] == address for row in endpoints))
+    memory = HostMemory.share(group, endpoint.host, memory_bytes(group.size))
     return SocketsBesideGloo(group, connected, memory, timeouts, policy)
 
 
@@ -175,13 +181,13 @@ def memory_bytes(size: int) -> int:
 
 
 def receivers_of(rank: int, hosts: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks, one of every other host, to which a rank sends its messages.
+    """The ranks to which a rank sends its messages: one of every other host.
 
     Args:
         hosts: the ranks of each host.
     """
-    own = next(host for host in hosts if rank in host)
-    return [host[own.index(rank) % len(host)] for host in hosts if host is not own]
+    own_host = next(host for host in hosts if rank in host)
+    return [host[own_host.index(rank) % len(host)] for host in hosts if host is not own_host]
 
 
 def _is_endpoint(row: Sequence[int]) -> bool:
@@ -190,9 +196,9 @@ def _is_endpoint(row: Sequence[int]) -> bool:
 
 
 class Sockets(Communicator):
-    """A group of ranks with one connection for each pair; it sums in rank order.
+    """A group with one TCP connection for each pair of ranks; it sums in rank order.
 
-    A tensor that is larger than a message is exchanged in pieces.
+    A tensor of more than `MAX_BYTES` is exchanged in pieces.
 
     Args:
         connected: the socket to each other rank, in non-blocking mode.
@@ -210,7 +216,7 @@ class Sockets(Communicator):
     ) -> None:
         self.rank, self.size = rank, len(connected) + 1
         self._timeouts, self._policy = timeouts, policy
-        self._spins = _SPINS if policy is WaitPolicy.SPIN else 0
+        self._tries = _PYTHON_TRIES if policy is WaitPolicy.SPIN else 0
         self._sockets = dict(connected)
         self._receivers = receivers_of(self.rank, host.hosts)
         self._senders = [r for r in self._sockets if self.rank in receivers_of(r, host.hosts)]
@@ -228,8 +234,8 @@ class Sockets(Communicator):
             self._memory = host.memory.view(_N_SHARED_SETS, self.size, ROW_BYTES)
             self._state = torch.zeros(self.size * CELLS + 2, dtype=torch.int64)
         self._sets = [*self._memory, private]
-        self._rows = [[row.numpy().data for row in each] for each in self._sets]
-        self._heads = [[row[:VALUES_AT].cast("q") for row in rows] for rows in self._rows]
+        self._messages = [[row.numpy().data for row in rows_of_set] for rows_of_set in self._sets]
+        self._headers = [[row[:VALUES_AT].cast("q") for row in rows] for rows in self._messages]
         self._set = _PRIVATE_SET  # the set of rows of the current exchange
         self._cells = self._state.numpy().data
         for rank in range(self.size):
@@ -238,10 +244,10 @@ class Sockets(Communicator):
             self._cells[cell + SEND_FD] = fd if rank in self._receivers else -1
             self._cells[cell + RECEIVE_FD] = fd if rank in self._senders else -1
             self._cells[cell + IS_LOCAL] = rank in self._pids
-        self._signature, self._n_own = 0, 0  # of the current exchange
+        self._signature, self._n_own_bytes = 0, 0  # of this rank's message in the current exchange
         self._busy = False
-        self._keepalive_s, self._n_notes = 0.0, 0  # when a keepalive was sent; received notes
-        self._computing = set[int]()  # ranks that compute before their message of this exchange
+        self._keepalive_s, self._n_notes = 0.0, 0  # when a keepalive was sent; notes received
+        self._computing = set[int]()  # ranks in `computing`, by their notes since the last exchange
         self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -269,16 +275,16 @@ class Sockets(Communicator):
         return gathered
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        most = max(widths)
-        if x.dtype not in DTYPES or most * x.itemsize > MAX_BYTES:
+        max_width = max(widths)
+        if x.dtype not in DTYPES or max_width * x.itemsize > MAX_BYTES:
             return super().gather_columns(x, widths, out)
         whole = x.new_empty(len(x), sum(widths)) if out is None else out
         if not whole.numel():
             return whole
-        at_once = MAX_BYTES // (most * x.itemsize)  # rows
-        for target, own in zip(torch.split(whole, at_once), torch.split(x, at_once), strict=True):
-            counts = [len(own) * width for width in widths]
-            self._all_to_all(GATHER_COLUMNS, target[:, :most], own.contiguous(), counts)
+        n_rows = MAX_BYTES // (max_width * x.itemsize)  # rows
+        for target, rows in zip(torch.split(whole, n_rows), torch.split(x, n_rows), strict=True):
+            counts = [len(rows) * width for width in widths]
+            self._all_to_all(GATHER_COLUMNS, target[:, :max_width], rows.contiguous(), counts)
             put_columns(self._parts(x.dtype, counts), widths, target)
         return whole
 
@@ -303,30 +309,30 @@ class Sockets(Communicator):
     @contextmanager
     def computing(self) -> Iterator[None]:
         n_finished = self._n_finished
-        self._note(_COMPUTING + 1)
+        self._send_note(_COMPUTING + 1)
         try:
             yield
         finally:
             # After an exchange, the other ranks have forgotten the first note.
             if self._n_finished == n_finished and not self._busy:
-                self._note(_COMPUTING)
+                self._send_note(_COMPUTING)
 
     def keepalive(self) -> None:
         now = time.monotonic()
         if now - self._keepalive_s > _KEEPALIVE_S:
             self._keepalive_s = now
-            self._note(_KEEPALIVE)
+            self._send_note(_KEEPALIVE)
 
-    def _note(self, kind: int) -> None:
-        """Sends a message without values to every other rank, between two exchanges."""
-        for own in self._sockets.values():
+    def _send_note(self, kind: int) -> None:
+        """Sends a note to every other rank, between two exchanges."""
+        for sock in self._sockets.values():
             with suppress(OSError):  # the next exchange fails
-                own.send(_HEADER.pack(kind, self._n_finished))
+                sock.send(_HEADER.pack(kind, self._n_finished))
 
     def require_alive(self) -> None:
-        for rank, own in self._sockets.items():
+        for rank, sock in self._sockets.items():
             try:
-                has_ended = not own.recv(1, socket.MSG_PEEK)
+                has_ended = not sock.recv(1, socket.MSG_PEEK)
             except BlockingIOError:
                 has_ended = False
             except OSError:
@@ -336,13 +342,13 @@ class Sockets(Communicator):
 
     def close(self) -> None:
         self._busy = True
-        for each in self._sockets.values():
-            each.close()
+        for sock in self._sockets.values():
+            sock.close()
         self._sockets = {}
 
     def sum_exchange(self, x: Tensor) -> Exchange | None:
         """What a kernel needs to reduce tensors like x; None if x is empty or too large."""
-        if not self._takes(x.nbytes):
+        if not self._fits(x.nbytes):
             return None
         counts = [x.numel()] * self.size
 
@@ -354,7 +360,7 @@ class Sockets(Communicator):
     def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> Exchange | None:
         """What a kernel needs to gather columns into `whole`; None if empty or too large."""
         columns = whole[:, : max(widths)]
-        if not self._takes(columns.nbytes):
+        if not self._fits(columns.nbytes):
             return None
         counts = [len(whole) * width for width in widths]
 
@@ -366,40 +372,40 @@ class Sockets(Communicator):
     def _kernel_exchange(
         self,
         kind: int,
-        like: Tensor,
+        signed: Tensor,
         counts: Sequence[int],
         complete: Callable[[Tensor], None],
     ) -> Exchange:
-        signature, itemsize = signature_of(kind, like), like.itemsize
+        signature, itemsize = signature_of(kind, signed), signed.itemsize
         expected = {rank: counts[rank] * itemsize for rank in self._senders}
-        n_own = HEADER_BYTES + counts[self.rank] * itemsize
+        n_own_bytes = HEADER_BYTES + counts[self.rank] * itemsize
 
         def finish(x: Tensor) -> None:
             self._busy = True
-            self._signature, self._n_own = signature, n_own
+            self._signature, self._n_own_bytes = signature, n_own_bytes
             self._set = self._n_shared % _N_SHARED_SETS
             self._finish(expected, self._receivers, self._timeouts.step_s, 0)
             complete(x)
 
-        own = self.rank, self.size, signature, _LOOKS[self._policy], self._policy
+        fields = self.rank, self.size, signature, _KERNEL_TRIES[self._policy], self._policy
         cells, messages = self._state.data_ptr(), self._memory.data_ptr()
-        return Exchange("sockets", cells, messages, *own, finish)
+        return Exchange("sockets", cells, messages, *fields, finish)
 
     @staticmethod
-    def _takes(n_bytes: int) -> bool:
+    def _fits(n_bytes: int) -> bool:
         return 0 < n_bytes <= MAX_BYTES
 
-    def _all_to_all(self, kind: int, like: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        """Exchanges `own`; rank r sends counts[r] values."""
-        expected = {rank: counts[rank] * own.itemsize for rank in self._senders}
+    def _all_to_all(self, kind: int, signed: Tensor, values: Tensor, counts: Sequence[int]) -> None:
+        """Exchanges the `values` of all ranks; rank r sends counts[r] values."""
+        expected = {rank: counts[rank] * values.itemsize for rank in self._senders}
         self._set = self._n_shared % _N_SHARED_SETS
-        self._exchange(kind, like, own, expected, self._receivers, self._timeouts.step_s)
+        self._exchange(kind, signed, values, expected, self._receivers, self._timeouts.step_s)
 
     def _exchange(
         self,
         kind: int,
-        like: Tensor,
-        own: Tensor | None,
+        signed: Tensor,
+        values: Tensor | None,
         expected: Mapping[int, int],
         receivers: Collection[int],
         limit_s: float,
@@ -409,8 +415,8 @@ class Sockets(Communicator):
         After an exception inside, this rank cannot use the group any more.
 
         Args:
-            like: a tensor with the dtype and size that the signature states.
-            own: this rank's values; None for a rank that only receives.
+            signed: a tensor with the dtype and size for the signature.
+            values: this rank's values; None for a rank that only receives.
             expected: the bytes of values to receive, by the rank that sends them.
         """
         if self._busy:
@@ -419,33 +425,38 @@ class Sockets(Communicator):
                 "it cannot take part in another"
             )
         self._busy = True
-        self._signature = signature_of(kind, like)
-        if own is not None and own.numel():
-            self._view(self.rank, own.dtype, own.numel()).copy_(own.view(-1))
-        head = self._heads[self._set][self.rank]
-        head[_SIGNATURE] = self._signature
-        head[_EXCHANGE] = self._n_finished + 1  # last; see _require_same_on_host
+        self._signature = signature_of(kind, signed)
+        if values is not None and values.numel():
+            self._view(self.rank, values.dtype, values.numel()).copy_(values.view(-1))
+        header = self._headers[self._set][self.rank]
+        header[_SIGNATURE] = self._signature
+        header[_EXCHANGE] = self._n_finished + 1  # last; see _require_same_on_host
         for rank in self._sockets:
             self._cells[rank * CELLS + SENT] = self._cells[rank * CELLS + RECEIVED] = 0
         self._computing.clear()
-        self._n_own = HEADER_BYTES + (0 if own is None else own.nbytes)
-        self._finish(expected, receivers, limit_s, self._spins)
+        self._n_own_bytes = HEADER_BYTES + (0 if values is None else values.nbytes)
+        self._finish(expected, receivers, limit_s, self._tries)
 
     def _finish(
         self,
         expected: Mapping[int, int],
         receivers: Collection[int],
         limit_s: float,
-        spins: int,
+        tries: int,
     ) -> None:
-        """Sends and receives what is left of the current exchange."""
-        to_send = dict.fromkeys(receivers, self._n_own)
+        """Completes the current exchange, which this rank or a kernel has begun.
+
+        Args:
+            expected: as in `_exchange`.
+            tries: how often to try before waiting in the system.
+        """
+        to_send = dict.fromkeys(receivers, self._n_own_bytes)
         to_receive = {rank: HEADER_BYTES + n for rank, n in expected.items()}
         is_shared = self._set != _PRIVATE_SET
         awaited = set(self._pids) if is_shared else set()
-        while self._advance(to_send, to_receive, awaited):
-            spins -= 1
-            if spins < 0:
+        while self._make_progress(to_send, to_receive, awaited):
+            tries -= 1
+            if tries < 0:
                 self._wait(to_send, to_receive, awaited, limit_s)
                 break
         if is_shared:
@@ -463,18 +474,23 @@ class Sockets(Communicator):
         awaited: set[int],
         limit_s: float,
     ) -> None:
-        """Waits in the system until nothing is left to send, to receive and to await.
+        """Waits in the system until the current exchange is complete.
 
-        A rank is late after `limit_s` seconds without progress. Without a limit, a rank that
-        computes has the limit of a step.
+        A rank is late after `limit_s` seconds without progress. If `limit_s` is infinite, a rank in
+        `computing` has the limit of a step.
+
+        Args:
+            to_send: the bytes of the message, by receiver.
+            to_receive: the bytes of the message, by sender.
+            awaited: ranks of this host that have not published.
         """
         seen_s, waited_s, before = time.monotonic(), 0.0, (0, 0)
-        pause_s, early, gone = _SHORTEST_SLEEP_S, set[int](), set[int]()
-        while self._advance(to_send, to_receive, awaited):
+        pause_s, has_sent_later, gone = _SHORTEST_SLEEP_S, set[int](), set[int]()
+        while self._make_progress(to_send, to_receive, awaited):
             now_s = time.monotonic()
             waited_s += min(now_s - seen_s, _LONGEST_GAP_S)
             seen_s = now_s
-            progress = self._n_moved(), len(awaited)
+            progress = self._progress(), len(awaited)
             if progress != before:
                 before, waited_s = progress, 0.0
             allowed_s = limit_s
@@ -482,67 +498,66 @@ class Sockets(Communicator):
                 allowed_s = self._timeouts.step_s
             if waited_s > allowed_s:
                 overdue = self._overdue(to_receive, awaited) or sorted(to_send)
-                what = late(overdue, self.size, allowed_s) + self._why_late()
-                self._fail(what, overdue[0], _LATE, self.rank)
+                message = late(overdue, self.size, allowed_s) + self._why_late()
+                self._fail(message, overdue[0], _LATE, self.rank)
             self.on_wait()
             may_yield = self._policy is not WaitPolicy.SLEEP and waited_s < _YIELD_S
             if not to_send and not to_receive and may_yield:
                 os.sched_yield()
                 continue
             poller = select.poll()
-            for rank, own in self._sockets.items():
-                is_heard = rank in to_receive or rank not in early
-                events = select.POLLIN * is_heard | select.POLLOUT * (rank in to_send)
-                if rank in early:
+            for rank, sock in self._sockets.items():
+                is_polled = rank in to_receive or rank not in has_sent_later
+                events = select.POLLIN * is_polled | select.POLLOUT * (rank in to_send)
+                if rank in has_sent_later:
                     events |= select.POLLRDHUP
                 if events and rank not in gone:
-                    poller.register(own, events)
+                    poller.register(sock, events)
             if to_send or to_receive:
-                left_s = max(0.0, limit_s - waited_s)
-                found = poller.poll(1e3 * min(_POLL_S, left_s + 1e-3))
+                remaining_s = max(0.0, limit_s - waited_s)
+                polled = poller.poll(1e3 * min(_POLL_S, remaining_s + 1e-3))
             else:  # ranks of this host publish in memory, which cannot be polled
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_SLEEP_S)
-                found = poller.poll(0)
-            events_of = dict(found)
-            for rank, own in self._sockets.items():
-                events = 0 if rank in to_receive else events_of.get(own.fileno(), 0)
-                has_left = rank in early and events & _HAS_LEFT
-                if has_left or (events and rank not in early):
-                    later = self._later_signature(rank, awaited)
-                    # The message of a later exchange may hide the report of a rank that has left.
+                polled = poller.poll(0)
+            events_of = dict(polled)
+            for rank, sock in self._sockets.items():
+                events = 0 if rank in to_receive else events_of.get(sock.fileno(), 0)
+                has_left = rank in has_sent_later and events & _HAS_LEFT
+                if has_left or (events and rank not in has_sent_later):
+                    later = self._peek_later_signature(rank, awaited)
+                    # Its report of a failure may follow its message of the later exchange.
                     if later is not None and (has_left or later & _FAILURE == _FAILURE):
                         limit_s, waited_s = min(limit_s, self._timeouts.step_s), 0.0
                         gone.add(rank)
-                    early.add(rank)
+                    has_sent_later.add(rank)
                 if has_left:
                     gone.add(rank)  # otherwise poll would return at once
             self._require_same_on_host()
 
     def _overdue(self, to_receive: Collection[int], awaited: set[int]) -> list[int]:
-        """The ranks that have not sent a message to this rank or to another rank of this host.
+        """The ranks whose message has not arrived at this host.
 
-        A rank of this host may wait for another host, so only the rows show which rank is late.
+        A rank of this host may itself wait for another host, so the rows show which rank is late.
         """
         stopped = {rank for rank in awaited if process_state(self._pids[rank]) in ("T", "t")}
         current = self._n_finished + 1
-        heads = enumerate(self._heads[self._set])
-        begun = {rank for rank, head in heads if head[_EXCHANGE] == current}
+        headers = enumerate(self._headers[self._set])
+        has_begun = {rank for rank, header in headers if header[_EXCHANGE] == current}
         waiting = awaited - stopped
-        remote = {sender for sender, rank in self._received_by.items() if rank in waiting}
-        missing = {*to_receive, *stopped, *((waiting | remote) - begun)}
+        remote_senders = {sender for sender, rank in self._received_by.items() if rank in waiting}
+        missing = {*to_receive, *stopped, *((waiting | remote_senders) - has_begun)}
         return sorted(missing or awaited)
 
-    def _later_signature(self, rank: int, awaited: Collection[int]) -> int | None:
-        """Looks at the data of a rank that does not send to this rank in this exchange.
+    def _peek_later_signature(self, rank: int, awaited: Collection[int]) -> int | None:
+        """Peeks at the socket of a rank that sends this rank nothing in this exchange.
 
-        The rank may have left after the last collective. It may also have begun the next one; the
-        message of the next collective stays in the socket. A rank that has failed in the next
-        collective has finished this one, so this rank can finish this one too, and reports the
-        failure in the next.
+        The rank may have left after the last exchange. It may also be in the next one already; then
+        its message stays in the socket. If it has failed there, it has finished this exchange, so
+        this rank finishes this exchange too and raises in the next.
 
-        Returns: the signature of the rank's first message if it belongs to a later collective.
-        Raises: RankError if the rank has failed in this collective, or is in another one.
+        Returns: the signature of the rank's first message, if that belongs to a later exchange.
+        Raises: RankError if the rank has failed in this exchange, or is in another collective.
         """
         try:
             header = self._sockets[rank].recv(HEADER_BYTES, socket.MSG_PEEK)
@@ -558,65 +573,68 @@ class Sockets(Communicator):
         if _is_note(signature):
             return None
         if exchange <= self._n_finished + 1:
-            self._fail_unlike(rank, signature)
+            self._fail_different(rank, signature)
         return int(signature)
 
     def _require_same_on_host(self) -> None:
         """Raises: RankError if a rank of this host has begun another collective than this rank."""
         for rank in self._pids:
-            for rows in range(_N_SHARED_SETS):
-                head = self._heads[rows][rank]
-                if head[_EXCHANGE] == self._n_finished + 1 and head[_SIGNATURE] != self._signature:
-                    self._fail_unlike(rank, head[_SIGNATURE])
+            for set_index in range(_N_SHARED_SETS):
+                header = self._headers[set_index][rank]
+                if (
+                    header[_EXCHANGE] == self._n_finished + 1
+                    and header[_SIGNATURE] != self._signature
+                ):
+                    self._fail_different(rank, header[_SIGNATURE])
 
     def _is_ready(self, rank: int) -> bool:
         """Whether a rank of this host has received all its messages of this exchange."""
-        n_received: int = self._heads[self._set][rank][_READY]
+        n_received: int = self._headers[self._set][rank][_READY]
         return n_received > self._n_shared
 
-    def _advance(
+    def _make_progress(
         self, to_send: dict[int, int], to_receive: dict[int, int], awaited: set[int]
     ) -> bool:
-        """Sends and receives what it can without waiting, and publishes that all is received.
+        """Sends, receives and publishes what is possible without waiting.
 
-        Returns: whether anything is left.
+        Returns: whether the exchange is still incomplete.
         """
         for rank in tuple(to_receive):
             if self._receive(rank, to_receive[rank]):
                 del to_receive[rank]
         for rank in tuple(to_send):
-            if self._send(rank, to_send[rank], is_heard=rank in to_receive):
+            if self._send(rank, to_send[rank], is_receiving=rank in to_receive):
                 del to_send[rank]
         if awaited and not to_receive:
-            self._heads[self._set][self.rank][_READY] = self._n_shared + 1
+            self._headers[self._set][self.rank][_READY] = self._n_shared + 1
             awaited -= {other for other in awaited if self._is_ready(other)}
         return bool(to_send or to_receive or awaited)
 
-    def _send(self, rank: int, n_bytes: int, *, is_heard: bool) -> bool:
-        """Sends a part of this rank's message. Returns: whether all of it is sent."""
+    def _send(self, rank: int, n_bytes: int, *, is_receiving: bool) -> bool:
+        """Sends a part of this rank's message. Returns: whether the whole message is sent."""
         cell = rank * CELLS + SENT
         if self._cells[cell] < n_bytes:
             try:
-                row = self._rows[self._set][self.rank]
+                row = self._messages[self._set][self.rank]
                 message = row[HEADER_AT + self._cells[cell] : HEADER_AT + n_bytes]
                 self._cells[cell] += self._sockets[rank].send(message)
             except BlockingIOError:
                 return False
             except OSError:
-                if is_heard:  # the rank may have sent the reason before it left
+                if is_receiving:  # the rank may have sent the reason before it left
                     return True
-                self._later_signature(rank, ())
+                self._peek_later_signature(rank, ())
                 self._fail_lost(rank)
         return self._cells[cell] == n_bytes
 
     def _receive(self, rank: int, n_bytes: int) -> bool:
-        """Receives a part of a rank's message. Returns: whether all of it is there."""
+        """Receives a part of a rank's message. Returns: whether the whole message has arrived."""
         cell = rank * CELLS + RECEIVED
         before = self._cells[cell]
         if before < n_bytes:
             try:
-                room = self._rows[self._set][rank][HEADER_AT + before : HEADER_AT + n_bytes]
-                n_new = self._sockets[rank].recv_into(room)
+                buffer = self._messages[self._set][rank][HEADER_AT + before : HEADER_AT + n_bytes]
+                n_new = self._sockets[rank].recv_into(buffer)
             except BlockingIOError:
                 return False
             except OSError:
@@ -631,8 +649,8 @@ class Sockets(Communicator):
         return self._cells[cell] == n_bytes
 
     def _drop_note(self, rank: int) -> bool:
-        """Removes a message without values that came before the message of a rank."""
-        message, cell = self._rows[self._set][rank][HEADER_AT:], rank * CELLS + RECEIVED
+        """Removes a note before the message of a rank. Returns: whether there was one."""
+        message, cell = self._messages[self._set][rank][HEADER_AT:], rank * CELLS + RECEIVED
         signature = _HEADER.unpack_from(message)[0]
         if not _is_note(signature):
             return False
@@ -648,17 +666,17 @@ class Sockets(Communicator):
 
     def _require_same(self, rank: int) -> None:
         """Raises: RankError if the message of a rank does not belong to this exchange."""
-        head = self._heads[self._set][rank]
-        found = head[_SIGNATURE], head[_EXCHANGE]
-        if found != (self._signature, self._n_finished + 1):
-            self._fail_unlike(rank, head[_SIGNATURE])
+        header = self._headers[self._set][rank]
+        actual = header[_SIGNATURE], header[_EXCHANGE]
+        if actual != (self._signature, self._n_finished + 1):
+            self._fail_different(rank, header[_SIGNATURE])
 
-    def _fail_unlike(self, rank: int, signature: int) -> NoReturn:
+    def _fail_different(self, rank: int, signature: int) -> NoReturn:
         """Raises the error for a message of a rank that does not belong to this exchange."""
         if signature & _FAILURE == _FAILURE:
             mask = (1 << _RANK_BITS) - 1
             culprit, finder = signature & mask, signature >> _RANK_BITS & mask
-            self._fail_alike(rank, culprit, finder, signature >> 2 * _RANK_BITS & 3)
+            self._fail_reported(rank, culprit, finder, signature >> 2 * _RANK_BITS & 3)
         self._fail(
             f"rank {rank} is in {described(signature)} and rank {self.rank} in "
             f"{described(self._signature)}: the ranks called different collectives",
@@ -667,8 +685,8 @@ class Sockets(Communicator):
             self.rank,
         )
 
-    def _fail_alike(self, rank: int, culprit: int, finder: int, reason: int) -> NoReturn:
-        """Raises the error for a failure that a rank has reported, and the finder has found."""
+    def _fail_reported(self, rank: int, culprit: int, finder: int, reason: int) -> NoReturn:
+        """Raises the error for a failure that `rank` has reported and `finder` has detected."""
         if reason == _DIED:
             self._fail_lost(rank if culprit == self.rank else culprit)
         if reason == _LATE:
@@ -691,27 +709,27 @@ class Sockets(Communicator):
         )
 
     def _fail(self, message: str, culprit: int, reason: int, finder: int) -> NoReturn:
-        """Tells all other ranks why this rank leaves; then raises."""
-        self._tell(culprit, reason, finder)
+        """Reports the failure to all other ranks; then raises."""
+        self._send_failure(culprit, reason, finder)
         what = f"exchange {self._n_finished + 1}, {described(self._signature)}"
         raise RankError(message + self._evidence(what, reason))
 
-    def tell_failure(self, rank: int, has_died: bool) -> None:
-        """Tells the other ranks of a failure that this rank has found outside of this group.
+    def report_failure(self, rank: int, has_died: bool) -> None:
+        """Reports a failure that this rank has detected outside of this group to the other ranks.
 
         After this call, this rank must leave the group.
         """
-        self._tell(rank, _DIED if has_died else _LATE, self.rank)
+        self._send_failure(rank, _DIED if has_died else _LATE, self.rank)
 
-    def _tell(self, culprit: int, reason: int, finder: int) -> None:
+    def _send_failure(self, culprit: int, reason: int, finder: int) -> None:
         failure = _FAILURE | reason << 2 * _RANK_BITS | finder << _RANK_BITS | culprit
         header = _HEADER.pack(failure, self._n_finished + 1)
-        for rank, own in self._sockets.items():
+        for rank, sock in self._sockets.items():
             # Only between messages: within a message, the header would be read as values.
             sent = self._cells[rank * CELLS + SENT]
-            if sent in (0, self._n_own):
+            if sent in (0, self._n_own_bytes):
                 with suppress(OSError):
-                    own.send(header)
+                    sock.send(header)
 
     def _why_late(self) -> str:
         """The end of the error message about a late rank."""
@@ -723,10 +741,10 @@ class Sockets(Communicator):
             return f"\n  rank {self.rank} is in {what}, called at {call_site()}"
         return own_evidence(self.rank, what)
 
-    def _n_moved(self) -> int:
-        """The bytes sent and received in this exchange, plus the number of notes so far."""
-        starts = (rank * CELLS for rank in self._sockets)
-        n_bytes = sum(self._cells[at + SENT] + self._cells[at + RECEIVED] for at in starts)
+    def _progress(self) -> int:
+        """A number that grows with every byte of this exchange and with every note."""
+        cells = (rank * CELLS for rank in self._sockets)
+        n_bytes = sum(self._cells[cell + SENT] + self._cells[cell + RECEIVED] for cell in cells)
         return n_bytes + self._n_notes
 
     @property
@@ -757,10 +775,10 @@ class Sockets(Communicator):
 
 
 class SocketsBesideGloo(Sockets):
-    """Sockets for small tensors; the group of torch takes larger ones, and barriers.
+    """Sockets for small tensors, and a process group of torch for larger tensors and barriers.
 
     Args:
-        group: the group of this rank and the ranks of `connected`.
+        group: of the same ranks.
     """
 
     def __init__(
@@ -775,20 +793,20 @@ class SocketsBesideGloo(Sockets):
         self._group = group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        is_small = x.dtype in SUMMED and self._takes(x.nbytes)
+        is_small = x.dtype in SUMMED and self._fits(x.nbytes)
         return super().all_reduce(x) if is_small else self._group.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return super().all_gather(x) if self._takes(x.nbytes) else self._group.all_gather(x)
+        return super().all_gather(x) if self._fits(x.nbytes) else self._group.all_gather(x)
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        is_small = x.dtype in DTYPES and self._takes(len(x) * max(widths) * x.itemsize)
+        is_small = x.dtype in DTYPES and self._fits(len(x) * max(widths) * x.itemsize)
         if is_small:
             return super().gather_columns(x, widths, out)
         return self._group.gather_columns(x, widths, out)
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
-        if self._takes(x.nbytes):
+        if self._fits(x.nbytes):
             return super().broadcast(x, src, no_timeout=no_timeout)
         return self._group.broadcast(x, src, no_timeout=no_timeout)
 

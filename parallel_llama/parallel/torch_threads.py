@@ -1,4 +1,4 @@
-"""Threads that call torch's stores and groups, and that end before the interpreter ends.
+"""Starts threads that call torch.distributed, and joins them before the interpreter ends.
 
 Until Python 3.14, a daemon thread that returns to Python while the interpreter ends is unwound
 through the C++ frames of torch, which calls std::terminate: the process dies of SIGABRT ("terminate
@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-_LIMIT_S = 1.0  # some calls of torch have no time limit
+_JOIN_S = 1.0  # some calls of torch have no time limit
 
-_stops: dict[threading.Thread, Callable[[], None]] = {}
+_stop_functions: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def start_thread(
@@ -28,19 +28,19 @@ def start_thread(
         try:
             function()
         finally:
-            _stops.pop(threading.current_thread(), None)
+            _stop_functions.pop(threading.current_thread(), None)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    _stops[thread] = stop
+    _stop_functions[thread] = stop
     thread.start()
 
 
 def _end_threads() -> None:
-    stops = dict(_stops)
-    for stop in stops.values():
+    stop_functions = dict(_stop_functions)
+    for stop in stop_functions.values():
         stop()
-    deadline = time.monotonic() + _LIMIT_S
-    for thread in stops:
+    deadline = time.monotonic() + _JOIN_S
+    for thread in stop_functions:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 

@@ -1,4 +1,4 @@
-"""How a rank waits for the other ranks of its host. No torch.
+"""Chooses how a rank waits for the other ranks of its host. Without torch.
 
 The term is OpenMP's: `OMP_WAIT_POLICY` chooses between active and passive waits.
 """
@@ -10,11 +10,11 @@ from parallel_llama.parallel.cgroups import cpu_cores
 
 
 class WaitPolicy(IntEnum):
-    """What a waiting rank does between two looks. Kernels are passed the value."""
+    """What a waiting rank does between two polls. Kernels receive the integer value."""
 
-    SPIN = 0  # keeps the core: the others have their own
-    YIELD = 1  # lets a rank on the same core run
-    SLEEP = 2  # leaves the core idle, so that waiting uses none of a CPU quota
+    SPIN = 0  # keeps the core: every rank has its own core
+    YIELD = 1  # lets another rank on the same core run
+    SLEEP = 2  # leaves the core idle, so that waiting does not use the CPU quota
 
 
 def wait_policy(n_ranks: int, n_cores: int | None = None) -> WaitPolicy:
@@ -23,7 +23,7 @@ def wait_policy(n_ranks: int, n_cores: int | None = None) -> WaitPolicy:
     Args:
         n_cores: the cores that the ranks may use together; by default those of this process.
     """
-    own = len(os.sched_getaffinity(0))
-    if cpu_cores() < min(n_ranks, own):
+    n_own_cores = len(os.sched_getaffinity(0))
+    if cpu_cores() < min(n_ranks, n_own_cores):
         return WaitPolicy.SLEEP
-    return WaitPolicy.SPIN if (n_cores or own) >= n_ranks else WaitPolicy.YIELD
+    return WaitPolicy.SPIN if (n_cores or n_own_cores) >= n_ranks else WaitPolicy.YIELD

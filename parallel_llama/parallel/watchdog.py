@@ -1,4 +1,4 @@
-"""Detects collectives that are late on a GPU, and ranks of this host that have ended.
+"""Detects late collectives on a GPU (`Watchdog`), and dead ranks of this host (`Peers`).
 
 A call of NCCL returns when its collective is queued. If a rank is lost, the GPU waits forever, and
 so does the host when it reads the result. A watchdog thread checks queued collectives and aborts a
@@ -19,9 +19,9 @@ from parallel_llama.parallel.failures import FAILED, RankError, report_error
 from parallel_llama.parallel.rank_stacks import process_state
 from parallel_llama.parallel.torch_threads import start_thread
 
-_LOOK_S = 0.02
-_EVIDENCE_S = 2.0  # for the evidence, which is written to a folder
-_HEARD_S = 10.0  # for the host to use the group again after an abort
+_POLL_S = 0.02
+_EVIDENCE_S = 2.0  # the time limit of `evidence`
+_NOTICE_S = 10.0  # for the host to use the group after an abort, and so notice it
 
 
 class Work(Protocol):
@@ -31,7 +31,7 @@ class Work(Protocol):
 
 
 def end_process(why: str) -> None:
-    """Ends this process at once, because one of its threads can never continue."""
+    """Reports `why` and ends this process at once; for a process whose threads are stuck."""
     report_error(why)
     os._exit(FAILED)
 
@@ -42,10 +42,11 @@ class Watchdog:
     Args:
         limit_s: how long a collective may take, in seconds.
         abort: aborts the group. It runs in its own thread, because it may never return.
-        explain: says why a collective may be late.
-        heard_s: `end` is called if `require_whole` is not called within this time after an abort.
+        explain: returns why a collective may be late.
+        notice_s: `end` is called if `require_not_aborted` is not called within this time after an
+            abort, in seconds.
         end: ends the process, given the reason.
-        evidence: what is appended to the message, such as stacks.
+        evidence: returns text that is appended to the message, such as stacks.
         use_device: called first in each thread that uses the GPU. A thread that has not set its
             GPU would create a context of half a gigabyte on GPU 0, which may be another rank's.
     """
@@ -55,42 +56,44 @@ class Watchdog:
         limit_s: float,
         abort: Callable[[], None],
         explain: Callable[[], str],
-        heard_s: float = _HEARD_S,
+        notice_s: float = _NOTICE_S,
         end: Callable[[str], None] = end_process,
         evidence: Callable[[], str] = lambda: "",
         use_device: Callable[[], None] = lambda: None,
     ) -> None:
         self._limit_s, self._abort, self._explain = limit_s, abort, explain
         self._evidence, self._use_device = evidence, use_device
-        self._heard_s, self._end, self._heard = heard_s, end, threading.Event()
-        self._works: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
+        self._notice_s, self._end, self._is_noticed = notice_s, end, threading.Event()
+        self._queued: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
         self._failure: str | None = None
-        start_thread(self._look, "watchdog", self.end)
+        start_thread(self._watch, "watchdog", self.end)
 
     def add(self, work: Work) -> None:
         """Starts the time limit of a collective that has just been queued."""
-        self._works.put((work, time.monotonic()))
+        self._queued.put((work, time.monotonic()))
 
-    def require_whole(self) -> None:
+    def require_not_aborted(self) -> None:
         """Raises: RankError if a collective has been aborted."""
         if self._failure is not None:
-            self._heard.set()
+            self._is_noticed.set()
             raise RankError(self._failure)
 
     def end(self) -> None:
-        self._heard.set()
-        self._works.put(None)
+        self._is_noticed.set()
+        self._queued.put(None)
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         self._use_device()
-        while (queued := self._works.get()) is not None:
+        while (queued := self._queued.get()) is not None:
             if not is_done(*queued, self._limit_s):
                 why = self._explain()
                 # Set before the abort, which lets the host continue.
-                self._failure = f"{why} (no progress for {self._limit_s:g} s){self._gathered()}"
+                self._failure = (
+                    f"{why} (no progress for {self._limit_s:g} s){self._gathered_evidence()}"
+                )
                 # NCCL's abort may block or raise, and neither may prevent the end of the process.
                 threading.Thread(target=self._abort_on_device, name="abort", daemon=True).start()
-                if not self._heard.wait(self._heard_s):
+                if not self._is_noticed.wait(self._notice_s):
                     self._end(self._failure)
                 return
 
@@ -98,13 +101,13 @@ class Watchdog:
         self._use_device()
         self._abort()
 
-    def _gathered(self) -> str:
-        """The evidence; empty if it takes too long, because nothing may prevent the abort."""
-        found: list[str] = []
-        thread = threading.Thread(target=lambda: found.append(self._evidence()), daemon=True)
+    def _gathered_evidence(self) -> str:
+        """The evidence; empty after `_EVIDENCE_S`, because nothing may prevent the abort."""
+        results: list[str] = []
+        thread = threading.Thread(target=lambda: results.append(self._evidence()), daemon=True)
         thread.start()
         thread.join(_EVIDENCE_S)
-        return found[0] if found else ""
+        return results[0] if results else ""
 
 
 def is_done(work: Work, began_s: float, limit_s: float) -> bool:
@@ -112,7 +115,7 @@ def is_done(work: Work, began_s: float, limit_s: float) -> bool:
     while not work.is_completed():
         if time.monotonic() - began_s > limit_s:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return True
 
 
@@ -141,7 +144,7 @@ class Peers:
             self.close()
             raise
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Updates `gone`."""
         for fd, _ in self._poller.poll(0):
             self._poller.unregister(fd)

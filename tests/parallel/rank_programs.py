@@ -13,7 +13,7 @@ import psutil
 
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.failures import WRONG_USE, report_crash, report_error
-from parallel_llama.parallel.launch import hear_ctrl_c
+from parallel_llama.parallel.launch import unblock_ctrl_c
 from parallel_llama.parallel.rank_env import world
 from parallel_llama.parallel.rank_stacks import record_stacks
 from parallel_llama.parallel.timeouts import Timeouts
@@ -21,7 +21,7 @@ from parallel_llama.parallel.timeouts import Timeouts
 RANK = int(os.environ.get("RANK", "0"))
 FOR_EVER_S = 600  # longer than any test waits
 PATIENT = Timeouts(step_s=200, start_s=200)
-hear_ctrl_c()
+unblock_ctrl_c()
 
 
 def say(**what: object) -> None:
@@ -161,7 +161,9 @@ def meet(timeout_s: str, color: str = "", stopped: str = "") -> None:
         wait_until_another_is_stopped()
     started = time.monotonic()
     try:
-        join(timeouts=Timeouts(start_s=float(timeout_s)), facts={"color": color}, look=look).close()
+        join(
+            timeouts=Timeouts(start_s=float(timeout_s)), facts={"color": color}, on_wait=look
+        ).close()
         outcome = "met"
     except RankError as error:
         outcome = str(error)

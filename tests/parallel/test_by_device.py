@@ -75,7 +75,7 @@ def go_both_ways(comm: Communicator) -> list[list[tuple[str, torch.dtype]]]:
     aborted: list[str] = []
     gpus = queueing(comm, 20.0, lambda: aborted.append("all"))
     ways = Told(comm, by_host), Told(gpus, by_gpu)
-    both = ByDevice(*ways, gpus.require_whole, is_float64)
+    both = ByDevice(*ways, gpus.require_not_aborted, is_float64)
     assert (both.rank, both.size) == (comm.rank, comm.size)
     total = sum(range(1, comm.size + 1))
     for dtype in (torch.float64, torch.float32):
@@ -126,7 +126,7 @@ def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list
     """The errors of the other ranks, first from the GPUs' group and then from the host's."""
     aborted: list[str] = []
     gpus = queueing(comm, 1.0, lambda: aborted.append("all"))
-    both = ByDevice(comm, gpus, gpus.require_whole, is_float64)
+    both = ByDevice(comm, gpus, gpus.require_not_aborted, is_float64)
     comm.barrier()
     began = time.monotonic()
     if comm.rank == 1:
@@ -178,7 +178,7 @@ def test_works_are_watched_in_their_order_until_each_is_done():
         watchdog.add(work)
     assert works[-1].is_over.wait(SOON_S)
     assert [work.n_looks for work in works] == [1, 3, 1, 2]
-    watchdog.require_whole()
+    watchdog.require_not_aborted()
     watchdog.end()
     assert aborted == []
 
@@ -190,7 +190,7 @@ def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
 
     def abort() -> None:
         try:
-            watchdog.require_whole()
+            watchdog.require_not_aborted()
         except RankError as error:
             failures.append(str(error))
         given_up.set()
@@ -199,11 +199,11 @@ def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
     began = time.monotonic()
     watchdog.add(FakeWork(1))
     watchdog.add(FakeWork(0))
-    watchdog.require_whole()
+    watchdog.require_not_aborted()
     assert given_up.wait(SOON_S) and time.monotonic() - began >= 0.3
     assert failures == ["rank 1 has died (no progress for 0.3 s)"]
     with pytest.raises(RankError, match=r"rank 1 has died \(no progress for 0\.3 s\)"):
-        watchdog.require_whole()
+        watchdog.require_not_aborted()
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
@@ -222,7 +222,7 @@ def test_a_process_ends_where_its_gpu_is_not_let_go(is_heard):
     assert given_up.wait(SOON_S)
     if is_heard:
         with pytest.raises(RankError):
-            watchdog.require_whole()
+            watchdog.require_not_aborted()
         watchdog.end()
     assert ended.wait(0.3 if is_heard else SOON_S) is not is_heard
     assert said == ([] if is_heard else ["rank 1 has died (no progress for 0.1 s)"])

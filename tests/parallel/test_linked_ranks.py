@@ -212,7 +212,7 @@ def test_ranks_that_are_left_form_one_group_after_another():
     ranks = linked(4)
     links = ranks[0][0]
     links.require_alive()
-    ranks[2][0].tell("the KV cache: no memory\n  with a stack")
+    ranks[2][0].send_reason("the KV cache: no memory\n  with a stack")
     ranks[2][0].close()
     ranks[2][1].close()
     for rank in (0, 1, 3):

@@ -53,7 +53,7 @@ def test_small_sums_go_by_one_shot_and_large_ones_as_before(tp_size):
     def run(comm: ThreadComm) -> None:
         made = Made(comm)
         group = with_one_shot_sums(comm, CPU, made, faster_up_to(1 << 12))
-        assert isinstance(group, OneShotSums) and group.most == 1 << 12
+        assert isinstance(group, OneShotSums) and group.max_elements == 1 << 12
         for shape, dtype, is_shot in (
             ((3, 5), torch.float32, True),
             ((64, 64), torch.bfloat16, True),
@@ -144,7 +144,7 @@ def test_the_slowest_gpu_decides_for_all():
     def run(comm: ThreadComm) -> None:
         seconds = faster_up_to(1 << 10 if comm.rank == 1 else 1 << 20)
         group = with_one_shot_sums(comm, CPU, Made(comm), seconds)
-        assert isinstance(group, OneShotSums) and group.most == 1 << 10
+        assert isinstance(group, OneShotSums) and group.max_elements == 1 << 10
 
     run_on_threads(3, run)
 

@@ -125,14 +125,14 @@ def test_what_a_rank_says_is_printable_and_short():
 def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch):
     """Neither by what it writes itself, nor by what it has read before and writes again."""
     monkeypatch.setattr(process_group, "_BEAT_S", 0.01)
-    monkeypatch.setattr(process_group, "_LISTEN_S", 0.2)
+    monkeypatch.setattr(process_group, "_DEAD_S", 0.2)
     bare = HashStore()
     dead, own = _Heartbeats(sealed(bare), 1, 2), _Heartbeats(sealed(bare), 0, 2)
     try:
-        while own.seen("heartbeat", 1) < 2:
+        while own.read("heartbeat", 1) < 2:
             time.sleep(0.01)
         old = bare.get(sealed(bare)._name("heartbeat/1"))
-        while own.seen("heartbeat", 1) < 4:
+        while own.read("heartbeat", 1) < 4:
             time.sleep(0.01)
         assert own.dead_ranks() == []
         dead.end()
@@ -156,7 +156,7 @@ def test_a_barrier_is_not_passed_by_another_process():
     bare = HashStore()
     own = _Heartbeats(sealed(bare), 0, 2)
     try:
-        own.give("barrier 1", 1)
+        own.publish("barrier 1", 1)
         bare.set(sealed(bare)._name("barrier 1/1"), "1")
         assert own.missing("barrier 1") == [1]
         sealed(bare).set("barrier 1/1", "1")

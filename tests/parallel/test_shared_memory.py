@@ -151,7 +151,7 @@ def test_ranks_that_can_share_do(ranks):
 
 def map_with_another_token(_: Communicator) -> bool:
     fd = shared_memory._create(shared_memory._total_bytes(2))
-    host = shared_memory._Host.here("here", fd, "an offer")
+    host = shared_memory._RankInfo.here("here", fd, "an offer")
     refused = (
         shared_memory._map(host.pid, host.fd, host.token, shared_memory._total_bytes(2)) is None
     )
@@ -350,12 +350,12 @@ def test_a_dead_process_is_gone_before_anybody_has_reaped_it():
     """os.kill(pid, 0) finds zombies alive."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     peers = Peers({4: child.pid})
-    peers.look()
+    peers.poll()
     assert peers.gone == set()
     child.kill()
     deadline = time.monotonic() + SOON_S
     while not peers.gone and time.monotonic() < deadline:
-        peers.look()
+        peers.poll()
     assert peers.gone == {4}
     os.kill(child.pid, 0)
     child.wait()
@@ -376,4 +376,4 @@ def test_what_no_rank_says_of_its_host_is_refused(sent):
     """Brackets were a RecursionError, and a process's number could be any path."""
     row = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
     with pytest.raises(RankError, match="invalid description of its host"):
-        shared_memory._Host.decode(row)
+        shared_memory._RankInfo.decode(row)

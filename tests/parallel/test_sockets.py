@@ -300,7 +300,7 @@ def receive_a_part(group: Communicator) -> bool:
     x.copy_(parts[comm.rank])
 
     def has_begun(rank: int) -> bool:
-        return comm._heads[0][rank][-1] == 1  # the row has the header of the first exchange
+        return comm._headers[0][rank][-1] == 1  # the row has the header of the first exchange
 
     def send_in_parts(rank: int, n_bytes: int, *, is_heard: bool) -> bool:
         is_whole = has_begun(0)
