@@ -1,13 +1,13 @@
-"""Which blocks of the paged KV cache are free, in use, or kept for prefix caching.
+"""Allocates the blocks of the paged KV cache, with prefix caching.
 
 A block is `block_size` consecutive slots. It is free, or used by one or more owners, or cached. A
-cached block has no owner, but is kept so that a prefix key can find its contents. The pool never
+cached block has no owner, but keeps its contents so that a prefix key can find them. The pool never
 reads keys or values, so it is the same on every rank.
 
-Attention reads consecutive blocks of a sequence in place. So the free blocks right after a new
-sequence are promised to that sequence, up to the length that it may reach, and other sequences
-start elsewhere if they can. A promise is a preference and not a reservation: promised blocks are
-free, and are given to other sequences before any allocation fails.
+Attention reads consecutive blocks of a sequence without copying them. So the free blocks right
+after a new sequence are promised to that sequence, up to the length that it may reach, and other
+sequences start elsewhere if possible. A promise is not a reservation: promised blocks are free, and
+other sequences get them before an allocation fails.
 """
 
 import struct
@@ -24,18 +24,18 @@ MAX_PROMISED_PART = 4
 
 
 class OutOfBlocks(RuntimeError):
-    """More blocks are requested than are free or cached; nothing was allocated."""
+    """More blocks were requested than are free or cached; no block was allocated."""
 
 
 class BlockPool:
-    """The state of every block.
+    """Allocates, shares and evicts the blocks of one KV group.
 
     Cached blocks are evicted if too few blocks are free. While less than 1 / MAX_PROMISED_PART of
     the pool is promised, they are also evicted so that a new sequence can grow in place. The least
     recently used block is evicted first. The tail of a sequence counts as less recently used than
-    its head, since more prompts share the head. So eviction frees consecutive blocks again.
+    its head, because more prompts share the head; so eviction frees consecutive blocks.
 
-    Cost: for each block that changes its state, some binary searches among the free runs.
+    Cost: a few binary searches among the free runs for each block that changes its state.
     """
 
     def __init__(self, n_blocks: int, block_size: int) -> None:
@@ -44,7 +44,7 @@ class BlockPool:
         self._key_of: list[bytes | None] = [None] * n_blocks
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._open = _Runs()  # free runs, none adjacent to another
+        self._open = _Runs()  # free runs that are not promised; adjacent runs are merged
         self._promised = _Runs()  # free runs, each right after the last block of its sequence
         if n_blocks:
             self._open.add(0, n_blocks)
@@ -63,17 +63,17 @@ class BlockPool:
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest prefix of `keys` in the pool; changes nothing."""
-        found = []
+        blocks = []
         for key in keys:
             block = self._block_of.get(key)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
-    def n_allocatable(self, kept: Sequence[int] = ()) -> int:
-        """The number of blocks that can be taken after the blocks `kept` have been acquired."""
-        return self.n_free + self.n_cached - sum(not self._n_owners[block] for block in kept)
+    def n_allocatable(self, acquired: Sequence[int] = ()) -> int:
+        """The number of blocks that can be taken after `acquired` blocks have got an owner."""
+        return self.n_free + self.n_cached - sum(not self._n_owners[block] for block in acquired)
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add an owner to each block. Raises: ValueError if a block is free."""
@@ -87,23 +87,23 @@ class BlockPool:
     def take(self, n: int, after: int | None = None, room: int = 0) -> list[int]:
         """Allocate `n` blocks, whose contents are undefined.
 
-        The free blocks right after the caller's block `after` are taken first. The others come from
-        a free run with room for the rest of `room` blocks, or from the longest one. The free blocks
-        that follow, up to `room` in all, are promised to the caller.
+        The free blocks right after the caller's block `after` are taken first. The remaining blocks
+        come from a free run that is long enough for the rest of `room` blocks, or from the longest
+        run. The free blocks after them, up to `room` blocks in total, are promised to the caller.
 
         Raises: OutOfBlocks, with the pool unchanged.
         """
         if n > self.n_allocatable():
             raise OutOfBlocks(
-                f"{n} blocks are wanted, {self.n_free} are free and {self.n_cached} cached "
-                f"among {self.n_blocks}"
+                f"{n} blocks are requested, {self.n_free} are free and {self.n_cached} cached "
+                f"of {self.n_blocks}"
             )
         taken: list[int] = []
         while len(taken) < n:
-            wanted = n - len(taken)
-            room_left = max(room - len(taken), wanted)
-            start, stop = self._run_behind(after) or self._new_run(wanted, room_left)
-            middle = min(start + wanted, stop)
+            n_missing = n - len(taken)
+            room_left = max(room - len(taken), n_missing)
+            start, stop = self._pop_run_after(after) or self._pop_run(n_missing, room_left)
+            middle = min(start + n_missing, stop)
             promised = min(start + room_left, stop)
             if middle < promised:
                 self._promised.add(middle, promised)
@@ -127,7 +127,7 @@ class BlockPool:
         return self._n_owners[block] == 1
 
     def forget(self, block: int) -> None:
-        """Drop the key of a block, so that its only owner can overwrite it."""
+        """Drop the prefix key of a block, so that its only owner can overwrite the block."""
         assert self._n_owners[block] == 1, f"block {block} has {self._n_owners[block]} owners"
         self._drop_key(block)
 
@@ -142,9 +142,9 @@ class BlockPool:
         for block in reversed(blocks):
             self._n_owners[block] -= 1
             if not self._n_owners[block]:
-                self._let_go(block)
+                self._free(block)
 
-    def _let_go(self, block: int) -> None:
+    def _free(self, block: int) -> None:
         if block + 1 in self._promised:
             self._add_open(block + 1, self._promised.remove(block + 1))
         if self._key_of[block] is None:
@@ -152,15 +152,15 @@ class BlockPool:
         else:
             self._cached[block] = None
 
-    def _run_behind(self, block: int | None) -> tuple[int, int] | None:
-        """Remove the free run that starts right after a used block. Returns: the run, if any."""
+    def _pop_run_after(self, block: int | None) -> tuple[int, int] | None:
+        """Remove and return the free run that starts right after a used block; None without one."""
         for runs in (self._promised, self._open):
             if block is not None and block + 1 in runs:
                 return block + 1, runs.remove(block + 1)
         return None
 
-    def _new_run(self, n: int, room: int) -> tuple[int, int]:
-        """Remove a free run in which a sequence can start. Returns: the run.
+    def _pop_run(self, n: int, room: int) -> tuple[int, int]:
+        """Remove and return a free run in which a sequence can start.
 
         Prefers the shortest run with enough room, then the longest run, then the second half of a
         run that is promised to another sequence.
@@ -232,21 +232,22 @@ class _Runs:
         """The shortest run of at least this length, else the longest run; (0, 0) without any."""
         if not self._by_length:
             return 0, 0
-        at = bisect_left(self._by_length, (length, 0))
-        found, start = self._by_length[min(at, len(self._by_length) - 1)]
-        return start, start + found
+        index = bisect_left(self._by_length, (length, 0))
+        found_length, start = self._by_length[min(index, len(self._by_length) - 1)]
+        return start, start + found_length
 
 
 def prefix_keys(
     tokens: Sequence[int], block_size: int, context: bytes, known: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """One key per full block of a sequence, a hash of all tokens up to the block's end.
+    """One key per full block of a sequence: a hash of all tokens up to the block's end.
 
-    `context` has all else that must be equal for sharing a block. `known` has the keys of the first
-    blocks, if they are known.
+    Args:
+        context: everything else that must be equal for sequences to share a block.
+        known: the keys of the first blocks, which are not computed again.
     """
     keys = list(known)
-    # With another `person`, so that no context can be chosen to equal the key of a block.
+    # `person` differs, so that a client cannot choose a context that equals the key of a block.
     root = blake2b(context, digest_size=KEY_BYTES, person=b"context").digest()
     for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
         content = struct.pack(f"<{block_size}I", *tokens[start : start + block_size])

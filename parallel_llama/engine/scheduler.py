@@ -1,20 +1,22 @@
-"""Which tokens run in the next step: continuous batching with chunked prefill.
+"""The scheduler: chooses the tokens of each step, by continuous batching with chunked prefill.
 
 Every rank runs the same scheduler over the same requests. It uses no clock, no torch and no
-randomness, so the ranks choose the same steps without communication. The caller decides when a
+randomness, so all ranks choose the same steps without communication. The caller decides when a
 sequence has ended, and calls `finish`.
 
 A sequence holds blocks in each KV group (layers that share a block table), and runs only if it has
 enough blocks in every group.
 
-Prompts with the least work left run first, so that a short prompt behind long prompts gets its
-first token soon. Long prompts wait while a short request runs, for at most MAX_HELD_STEPS steps.
+Policy:
 
-The oldest unfinished sequence always makes progress: half of a step's prompt tokens are reserved
-for it, and younger sequences are preempted for it. The first sequence in the queue cannot starve:
-others are admitted ahead of it only until the blocks that they may need add up to the size of the
-cache, including blocks that finished ones have released. `add` refuses a request that does not fit
-into empty pools.
+* Prompts with the least remaining work run first, so that a short prompt behind long prompts gets
+  its first token soon. While a short request runs, long prompts wait, for at most
+  MAX_DEFERRED_STEPS steps in a row.
+* The oldest unfinished sequence always makes progress: half of a step's prompt tokens are reserved
+  for it, and younger sequences are preempted for it.
+* The first sequence in the queue cannot starve. Other sequences overtake it only until the blocks
+  that they may need, including blocks that they have already released, add up to the whole cache.
+* `add` refuses a request that does not fit into empty pools.
 """
 
 import math
@@ -29,23 +31,23 @@ from parallel_llama.engine.kv_blocks import BlockTable, KVGroupBlocks
 from parallel_llama.errors import UsageError, counted
 from parallel_llama.request import Request
 
-# Sequences that run at once; more rows would not increase the throughput.
+# Maximum sequences that run at once; more rows would not increase the throughput.
 MAX_RUNNING = 256
 
 # The cost of a prompt token with log-probabilities, relative to one without: SmolLM2 on a CPU takes
 # 1.6 times as long for a prompt of 500 tokens.
 SCORED_TOKEN_WORK = 2
 
-# An interactive request is short if prompt and completion together are at most this fraction of a
-# step's tokens: long prompts wait for it, for at most MAX_HELD_STEPS steps in a row.
+# An interactive request is short if its prompt and completion together are at most this fraction of
+# a step's tokens. Long prompts wait while it runs, for at most MAX_DEFERRED_STEPS steps in a row.
 SHORT_FRACTION = 1 / 8
-MAX_HELD_STEPS = 8
+MAX_DEFERRED_STEPS = 8
 # For this many steps after the last short request, at most SHORT_FRACTION of a step's tokens are
 # prompt tokens: short steps let the next short request start soon.
 RECENT_STEPS = 256
 
-# The first step that continues requests of another scheduler has at most this fraction of a step's
-# tokens as prompt tokens, so that some requests draw their next token soon.
+# In the first step after the loss of a rank, at most this fraction of the tokens are prompt tokens, so
+# that some of the continued requests draw their next token soon.
 FIRST_FRACTION = 1 / 4
 
 _arrival = attrgetter("arrival")
@@ -55,22 +57,28 @@ _arrival = attrgetter("arrival")
 class Sequence:
     """One unfinished completion of a request.
 
-    `tokens` is the prompt and the drawn tokens. The keys and values of the first `n_cached` tokens
-    are in the blocks of `tables`, one table for each KV group; a waiting sequence has no tables.
-    `arrival` numbers all sequences: the lower, the older.
+    Args:
+        number: the completion's number among those of its request, 0 to n - 1.
+        arrival: numbers all sequences; an older sequence has a lower number.
+        tokens: the prompt and the drawn tokens.
+        tables: a block table for each KV group, with the keys and values of the first `n_cached`
+            tokens; empty for a waiting sequence.
+        n_found: tokens found in the prefix cache when the sequence was first admitted.
+        keys: the prefix keys of the full blocks of `tokens`.
+        siblings: the unfinished sequences of the request, oldest first.
+        is_short: whether the request is interactive and short; see SHORT_FRACTION.
     """
 
     request: Request
-    number: int  # 0 .. n - 1
+    number: int
     arrival: int
     tokens: list[int]
     tables: list[BlockTable] = field(default_factory=list)
     n_cached: int = 0
-    n_found: int | None = None  # tokens found in the prefix cache at its start
-    keys: list[bytes] = field(default_factory=list, repr=False)  # of the full blocks of `tokens`
-    # The unfinished sequences of the request, oldest first.
+    n_found: int | None = None
+    keys: list[bytes] = field(default_factory=list, repr=False)
     siblings: list["Sequence"] = field(default_factory=list, repr=False)
-    is_short: bool = False  # by SHORT_FRACTION; only of an interactive request
+    is_short: bool = False
 
     @property
     def n_prompt(self) -> int:
@@ -87,7 +95,7 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its steps score the request's prompt: the first choice does so for all choices.
+        """Whether its prefill also scores the prompt; only the first choice does, for all choices.
 
         The step that scores the last token of a prompt also draws the first token.
         """
@@ -109,8 +117,9 @@ class Sequence:
 class ScheduledTokens:
     """The tokens that one sequence runs in one step, from position `start` on.
 
-    The last `n_drafts` tokens are drafts, the others pending tokens. If `draws` is true, they
-    include the last known token, and 1 + n_drafts rows are sampled.
+    The last `n_drafts` tokens are drafts; the tokens before the drafts are pending tokens. If
+    `draws` is true, the last pending token is the last known token, and 1 + n_drafts rows are
+    sampled.
     """
 
     sequence: Sequence
@@ -131,9 +140,13 @@ class ScheduledTokens:
 class Scheduler:
     """Schedules requests step by step: `schedule`, then `commit` for each sequence that ran.
 
-    Each KV group has a pool, all with blocks of one size, and a window: the number of keys that a
-    token sees, None for all. `context` returns what determines a request's cached blocks besides
-    its tokens; `draft` returns at most a given number of draft tokens of a sequence.
+    Args:
+        pools: the pool of each KV group, all with blocks of one size.
+        windows: the sliding window of each KV group in tokens; None for full attention.
+        n_sinks: the number of attention sinks.
+        step_tokens: maximum tokens of a step.
+        context: returns what determines the contents of a request's blocks besides its tokens.
+        draft: returns at most the given number of draft tokens of a sequence.
     """
 
     def __init__(
@@ -155,18 +168,18 @@ class Scheduler:
         assert all(pool.block_size == self.block_size for pool in pools)
         self.step_tokens, self.max_running = step_tokens, max_running
         self.n_preempted = 0
-        self.n_prompt_tokens = 0  # of all admissions, those after a preemption included
-        self.n_prefix_tokens = 0  # of n_prompt_tokens, those found in the prefix cache
+        self.n_prompt_tokens = 0  # of all admissions, including those after a preemption
+        self.n_prefix_tokens = 0  # the part of n_prompt_tokens that was found in the prefix cache
         self.n_draft_tokens = 0  # of all steps
-        self.n_accepted_tokens = 0  # of n_draft_tokens, those that the model has accepted
+        self.n_accepted_tokens = 0  # the part of n_draft_tokens that the model has accepted
         self._context, self._draft = context, draft
         self.waiting: list[Sequence] = []  # both in order of arrival
         self.running: list[Sequence] = []
         self._scheduled: dict[int, ScheduledTokens] = {}  # by arrival, until committed
         self._n_arrived = 0
-        # Arrival of the first waiting sequence, and the blocks of sequences admitted before it.
-        self._passed: tuple[int, int] = (-1, 0)
-        self._n_held = 0  # steps in a row, this one included, in which long prompts wait
+        # The arrival of the first waiting sequence, and the blocks of sequences that overtook it.
+        self._overtaking: tuple[int, int] = (-1, 0)
+        self._n_deferred = 0  # steps in a row, including this one, in which long prompts wait
         self._n_since_short = RECENT_STEPS  # steps since the last one with a short request
         self._is_resuming = False  # whether the next step is the first that continues requests
 
@@ -177,21 +190,21 @@ class Scheduler:
     def check_fits(self, request: Request) -> None:
         """Raises: UsageError if a request does not fit into an empty pool."""
         for kv_group in self.kv_groups:
-            needed, n_blocks = kv_group.n_held(_most_tokens(request)), kv_group.pool.n_blocks
+            needed, n_blocks = kv_group.n_held(_max_cached_tokens(request)), kv_group.pool.n_blocks
             if needed > n_blocks:
                 raise UsageError(self._too_large(request, needed, n_blocks))
 
     def _too_large(self, request: Request, needed: int, n_blocks: int) -> str:
-        n_prompt, most, size = len(request.prompt), request.max_tokens, self.block_size
-        room = n_blocks * size + 1 - n_prompt
+        n_prompt, max_tokens, size = len(request.prompt), request.max_tokens, self.block_size
+        n_fitting = n_blocks * size + 1 - n_prompt
         remedy = (
-            f"ask for at most {counted(room, 'new token')}"
-            if room > 0
+            f"ask for at most {counted(n_fitting, 'new token')}"
+            if n_fitting > 0
             else f"shorten the prompt to at most {counted(n_blocks * size, 'token')}"
         )
         return (
-            f"{counted(n_prompt, 'prompt token')} and {counted(most, 'new token')} need {needed} "
-            f"blocks of {size}, but the KV cache has {n_blocks}; {remedy}, or enlarge the KV cache"
+            f"{counted(n_prompt, 'prompt token')} and {counted(max_tokens, 'new token')} need "
+            f"{needed} blocks of {size}, but the KV cache has {n_blocks}; {remedy}, or enlarge the KV cache"
         )
 
     def add(
@@ -210,7 +223,7 @@ class Scheduler:
         if drawn is None:
             drawn = dict.fromkeys(range(request.params.n), ())
         keys = prefix_keys(request.prompt, self.block_size, self._context(request))
-        is_small = _most_tokens(request) <= self.step_tokens * SHORT_FRACTION
+        is_small = _max_cached_tokens(request) <= self.step_tokens * SHORT_FRACTION
         siblings: list[Sequence] = []
         for number, tokens in drawn.items():
             siblings.append(
@@ -232,12 +245,12 @@ class Scheduler:
         """Choose the next step: one token of each decoding sequence, then drafts, then prompts.
 
         Older sequences decode first; `_shares` divides the remaining tokens among prompts. If a
-        sequence needs a block and none is free, the youngest sequence is preempted: it waits again,
-        keeps the tokens it has drawn, and computes its keys and values again.
+        sequence needs a block and no block is free, the youngest sequence is preempted: it returns
+        to the queue with the tokens it has drawn, and its keys and values are computed again.
         """
         assert not self._scheduled, "the last step is not committed"
         decoding = self._allocate_running()
-        # At most half: prompts must make progress, however good the drafts are.
+        # Drafts get at most half of the tokens, so that prompts make progress.
         n_left = self.step_tokens - len(decoding)
         n_draftable = n_left // 2
         scheduled = []
@@ -246,7 +259,7 @@ class Scheduler:
             n_draftable -= len(drafts)
             n_left -= len(drafts)
             scheduled.append(_chunk(sequence, 1, drafts))
-        scheduled += self._prefill(self._most_prompt_tokens(n_left), decodes=bool(scheduled))
+        scheduled += self._prefill(self._max_prompt_tokens(n_left), decodes=bool(scheduled))
         self._scheduled = {item.sequence.arrival: item for item in scheduled}
         self._is_resuming = False
         return scheduled
@@ -254,8 +267,10 @@ class Scheduler:
     def prepare_next(self) -> bool:
         """Allocate blocks for the next step, before this one is committed.
 
-        Only for a next step that decodes one token of each running sequence. Returns: False, with
-        nothing allocated, if a sequence waits, is in its prompt or ends, or no block is free.
+        The next step must decode one token of each running sequence, without drafts.
+
+        Returns: False, with nothing allocated, if a sequence is waiting, in its prefill or about to
+            end, or too few blocks are free.
         """
         if self.waiting or len(self._scheduled) < len(self.running):
             return False
@@ -267,11 +282,11 @@ class Scheduler:
             return False
         stops = [item.start + len(item.tokens) + 1 for item in items]
         for number, kv_group in enumerate(self.kv_groups):
-            n_taken = sum(
+            n_needed = sum(
                 kv_group.blocks_needed(item.sequence.tables[number], item.start, stop)
                 for item, stop in zip(items, stops, strict=True)
             )
-            if n_taken > kv_group.pool.n_allocatable():
+            if n_needed > kv_group.pool.n_allocatable():
                 return False
         for item, stop in zip(items, stops, strict=True):
             self._extend(item.sequence, stop)
@@ -288,15 +303,15 @@ class Scheduler:
         """Replace the drafts of a scheduled sequence by at most as many. Returns: the new item."""
         assert len(drafts) <= item.n_drafts
         pending = item.tokens[: len(item.tokens) - item.n_drafts]
-        changed = replace(item, tokens=(*pending, *drafts), n_drafts=len(drafts))
-        self._scheduled[item.sequence.arrival] = changed
-        return changed
+        new_item = replace(item, tokens=(*pending, *drafts), n_drafts=len(drafts))
+        self._scheduled[item.sequence.arrival] = new_item
+        return new_item
 
     def commit(self, item: ScheduledTokens, drawn: abc.Sequence[int]) -> None:
         """Record a sequence's step: its tokens are cached, and `drawn` is appended.
 
-        Each id of `drawn` except the last equals the draft at its position. `drawn` is empty if the
-        step draws nothing, or no token was allowed.
+        Each token of `drawn` except the last equals the draft at its position. `drawn` is empty if
+        the step draws no token, or no token was allowed.
         """
         sequence = item.sequence
         assert self._scheduled.pop(sequence.arrival, None) is item, "this is not scheduled"
@@ -327,11 +342,11 @@ class Scheduler:
         sequence.siblings.remove(sequence)
         self._release(sequence)
 
-    def _most_prompt_tokens(self, n_left: int) -> int:
-        """The most prompt tokens of a step that has `n_left` tokens left."""
-        here = *self.running, *self.waiting[: self.max_running]
-        is_long = any(not sequence.is_short for sequence in here)
-        if is_long and self._n_since_short < RECENT_STEPS:
+    def _max_prompt_tokens(self, n_left: int) -> int:
+        """The maximum number of prompt tokens in a step with `n_left` tokens left."""
+        candidates = *self.running, *self.waiting[: self.max_running]
+        has_long = any(not sequence.is_short for sequence in candidates)
+        if has_long and self._n_since_short < RECENT_STEPS:
             return min(n_left, int(self.step_tokens * SHORT_FRACTION))
         if self._is_resuming:
             return min(n_left, math.ceil(self.step_tokens * FIRST_FRACTION))
@@ -341,33 +356,34 @@ class Scheduler:
         """Allocate blocks for the tokens of running sequences, preempting the youngest ones.
 
         A prompt's blocks are allocated when it is admitted. It needs more here only in
-        sliding-window layers, if blocks behind its window are shared and so cannot be reused. No
-        sequence loses blocks that this step has given it.
+        sliding-window layers, if blocks behind its window are shared and so cannot be reused. A
+        sequence that has received blocks in this step is not preempted.
 
         Returns: the sequences that decode, oldest first.
         """
         decoding = [sequence for sequence in self.running if sequence.n_pending == 1]
         del decoding[self.step_tokens :]
-        n_left = self._most_prompt_tokens(self.step_tokens - len(decoding))
-        shares = self._shares(self._reading(), n_left)
-        ready = []
+        n_left = self._max_prompt_tokens(self.step_tokens - len(decoding))
+        shares = self._shares(self._prefilling(), n_left)
+        allocated = []
         for sequence in list(self.running):
             decodes = sequence.n_pending == 1
             if decodes and sequence.arrival > decoding[-1].arrival:
                 continue
-            n = 1 if decodes else shares.get(sequence, 0)
-            if not self._allocate(sequence, n):
-                break  # preempted for an older sequence, and so are all younger ones
+            n_tokens = 1 if decodes else shares.get(sequence, 0)
+            if not self._allocate(sequence, n_tokens):
+                break  # preempted for an older sequence, like all younger ones
             if decodes:
-                ready.append(sequence)
-        return ready
+                allocated.append(sequence)
+        return allocated
 
-    def _allocate(self, sequence: Sequence, n: int) -> bool:
+    def _allocate(self, sequence: Sequence, n_tokens: int) -> bool:
         """Allocate blocks for a sequence's next `n` tokens; False if it is preempted instead.
 
-        Preempts the youngest sequences, perhaps this one too, until enough blocks are free.
+        Preempts the youngest sequences, including this one if necessary, until enough blocks are
+        free.
         """
-        start, stop = sequence.n_cached, sequence.n_cached + n
+        start, stop = sequence.n_cached, sequence.n_cached + n_tokens
         while sequence.tables:
             if all(
                 kv_group.blocks_needed(table, start, stop) <= kv_group.pool.n_allocatable()
@@ -387,134 +403,143 @@ class Scheduler:
         sequence.tables, sequence.n_cached = [], 0
 
     def _extend(self, sequence: Sequence, stop: int) -> None:
-        most = _most_tokens(sequence.request)
+        max_tokens = _max_cached_tokens(sequence.request)
         for kv_group, table in zip(self.kv_groups, sequence.tables, strict=True):
-            kv_group.extend(table, sequence.n_cached, stop, most)
+            kv_group.extend(table, sequence.n_cached, stop, max_tokens)
 
-    def _drafts(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Drafts of a sequence, as many as fit without preemption."""
-        most = min(most, sequence.request.max_tokens - sequence.n_drawn - 1)
-        if most <= 0:
+    def _drafts(self, sequence: Sequence, max_drafts: int) -> tuple[int, ...]:
+        """Drafts of a sequence, as many as have blocks without preemption; allocates the blocks."""
+        max_drafts = min(max_drafts, sequence.request.max_tokens - sequence.n_drawn - 1)
+        if max_drafts <= 0:
             return ()
-        drafts = tuple(self._draft(sequence, most))[:most]
+        drafts = tuple(self._draft(sequence, max_drafts))[:max_drafts]
         if not drafts:
             return ()
-        first = sequence.n_cached + 1
-        stop = first + len(drafts)
+        start = sequence.n_cached + 1
+        stop = start + len(drafts)
         for kv_group, table in zip(self.kv_groups, sequence.tables, strict=True):
             stop = kv_group.reach(table, sequence.n_cached, stop)
         self._extend(sequence, stop)
-        return drafts[: stop - first]
+        return drafts[: stop - start]
 
-    def _reading(self) -> list[Sequence]:
+    def _prefilling(self) -> list[Sequence]:
         """The running sequences whose prompts are not yet in the cache."""
         return [sequence for sequence in self.running if sequence.n_pending > 1]
 
     def _prefill(self, n_tokens: int, *, decodes: bool) -> list[ScheduledTokens]:
-        """Chunks of the prompts of running sequences, and of those admitted for this step.
+        """Schedule prompt chunks of running sequences and of sequences admitted for this step.
 
-        While a short request runs, only short ones have chunks, for at most MAX_HELD_STEPS steps in
-        a row. With `decodes` the step has other tokens, so it may have no chunks.
+        While a short request runs, only short requests get chunks, for at most MAX_DEFERRED_STEPS
+        steps in a row.
+
+        Args:
+            decodes: whether the step decodes, so that it may have no chunks.
         """
-        reading = self._reading()
-        reading += self._admit_waiting(reading, n_tokens)
-        is_short = any(sequence.is_short for sequence in self.running)
-        self._n_since_short = 0 if is_short else self._n_since_short + 1
-        self._n_held = self._n_held + 1 if is_short and self._n_held < MAX_HELD_STEPS else 0
-        if self._n_held:
-            chunks = self._chunks([each for each in reading if each.is_short], n_tokens)
+        prefilling = self._prefilling()
+        prefilling += self._admit_waiting(prefilling, n_tokens)
+        runs_short = any(sequence.is_short for sequence in self.running)
+        self._n_since_short = 0 if runs_short else self._n_since_short + 1
+        self._n_deferred = (
+            self._n_deferred + 1 if runs_short and self._n_deferred < MAX_DEFERRED_STEPS else 0
+        )
+        if self._n_deferred:
+            chunks = self._chunks(
+                [sequence for sequence in prefilling if sequence.is_short], n_tokens
+            )
             if chunks or decodes:
                 return chunks
-        return self._chunks(reading, n_tokens)
+        return self._chunks(prefilling, n_tokens)
 
     def _chunks(self, sequences: abc.Sequence[Sequence], n_tokens: int) -> list[ScheduledTokens]:
         scheduled = []
         for sequence, n in self._shares(sequences, n_tokens).items():
-            # After a preemption a sequence's share may exceed the tokens that it has blocks for.
+            # After a preemption, a sequence's share may exceed its allocated blocks.
             if n := min(n, self._n_allocated(sequence)):
                 scheduled.append(_chunk(sequence, n))
         return scheduled
 
     def _shares(self, sequences: abc.Sequence[Sequence], n_tokens: int) -> dict[Sequence, int]:
-        """Divide a step's prompt tokens. Returns: the tokens of each sequence that gets any.
+        """Divide a step's prompt tokens among sequences. Returns: the tokens of each, if not 0.
 
         The sequence with the least work goes first, and half of the tokens are reserved for the
-        oldest sequence. Tokens that are scored count as SCORED_TOKEN_WORK, unless no other sequence
-        waits for the step to end.
+        oldest sequence. A token that is scored counts as SCORED_TOKEN_WORK, unless no other
+        sequence waits for the step to end.
         """
         if not sequences or n_tokens <= 0:
             return {}
         oldest = min(sequences, key=_arrival)
         is_alone = len(sequences) == 1 and n_tokens == self.step_tokens
-        left, kept = n_tokens, -(-n_tokens // 2)
+        n_left, n_reserved = n_tokens, -(-n_tokens // 2)
         shares = {}
         for sequence in sorted(sequences, key=_least_work):
             if sequence is oldest:
-                kept = 0
-            if left <= kept:
+                n_reserved = 0
+            if n_left <= n_reserved:
                 continue
             cost = 1 if is_alone else sequence.token_work
-            shares[sequence] = min(sequence.n_pending, -(-(left - kept) // cost))
-            left = max(kept, left - shares[sequence] * cost)
+            shares[sequence] = min(sequence.n_pending, -(-(n_left - n_reserved) // cost))
+            n_left = max(n_reserved, n_left - shares[sequence] * cost)
         return shares
 
-    def _admit_waiting(self, reading: list[Sequence], n_tokens: int) -> list[Sequence]:
-        """Admit the waiting sequences that get tokens of this step, if there are blocks."""
+    def _admit_waiting(self, prefilling: list[Sequence], n_tokens: int) -> list[Sequence]:
+        """Admit the waiting sequences that get tokens in this step, if there are blocks."""
         admitted: list[Sequence] = []
-        # Tokens found in the prefix cache leave budget for more sequences.
-        while more := self._admit_some([*reading, *admitted], n_tokens):
-            admitted += more
+        # Hits in the prefix cache leave token budget for more sequences.
+        while newly_admitted := self._admit_without_hits([*prefilling, *admitted], n_tokens):
+            admitted += newly_admitted
         return admitted
 
-    def _admit_some(self, reading: list[Sequence], n_tokens: int) -> list[Sequence]:
-        """Admit sequences that get tokens of this step even without prefix cache hits.
+    def _admit_without_hits(self, prefilling: list[Sequence], n_tokens: int) -> list[Sequence]:
+        """Admit the sequences that get tokens in this step even without prefix cache hits.
 
-        The first waiting sequence is tried first. The module's docstring says how many others may
-        be admitted ahead of it.
+        The first waiting sequence is tried first. The module's docstring says how many sequences
+        may overtake it.
         """
         # More than max_running could not run, and scanning a very long queue would be slow.
         waiting = [
             sequence
             for sequence in self.waiting[: self.max_running]
-            if not self._awaits_sibling(sequence)
+            if not self._waits_for_sibling(sequence)
         ]
         if not waiting or n_tokens <= 0:
             return []
         first = waiting[0]
-        shares = self._shares([*reading, *waiting], n_tokens)
+        shares = self._shares([*prefilling, *waiting], n_tokens)
         admitted: list[Sequence] = []
-        for sequence in sorted(shares, key=lambda each: each is not first):
+        for sequence in sorted(shares, key=lambda sequence: sequence is not first):
             if sequence.tables:
                 continue
             if len(self.running) >= self.max_running:
                 break
-            passes = sequence is not first and not first.tables
-            n_passed = self._n_passed(first) + passes * self._most_blocks(sequence)
-            if passes and n_passed > self.kv_groups[0].pool.n_blocks:
+            overtakes = sequence is not first and not first.tables
+            n_overtaking_blocks = self._n_overtaking_blocks(first) + overtakes * self._max_blocks(
+                sequence
+            )
+            if overtakes and n_overtaking_blocks > self.kv_groups[0].pool.n_blocks:
                 break
             if self._admit(sequence):
                 self.waiting.remove(sequence)
                 insort(self.running, sequence, key=_arrival)
                 admitted.append(sequence)
-                self._passed = first.arrival, n_passed
+                self._overtaking = first.arrival, n_overtaking_blocks
             elif sequence is not first:
                 break
         return admitted
 
-    def _n_passed(self, first: Sequence) -> int:
-        """Blocks of the sequences admitted while this one was first in the queue."""
-        arrival, n_blocks = self._passed
+    def _n_overtaking_blocks(self, first: Sequence) -> int:
+        """The blocks of the sequences that overtook this first one in the queue."""
+        arrival, n_blocks = self._overtaking
         return n_blocks if arrival == first.arrival else 0
 
-    def _most_blocks(self, sequence: Sequence) -> int:
-        return self.kv_groups[0].n_held(_most_tokens(sequence.request))
+    def _max_blocks(self, sequence: Sequence) -> int:
+        return self.kv_groups[0].n_held(_max_cached_tokens(sequence.request))
 
     def _n_allocated(self, sequence: Sequence) -> int:
         """The number of uncached tokens that have blocks."""
         return min(table.stop for table in sequence.tables) * self.block_size - sequence.n_cached
 
-    def _awaits_sibling(self, sequence: Sequence) -> bool:
-        """Whether an older choice is about to score the prompt, or to cache blocks of it."""
+    def _waits_for_sibling(self, sequence: Sequence) -> bool:
+        """Whether an older choice of the request will score the prompt, or cache blocks of it."""
         first = sequence.siblings[0]
         if first is sequence:
             return False
@@ -522,30 +547,34 @@ class Scheduler:
             return True  # a choice must not end before its prompt is scored
         if first.n_cached >= sequence.n_prompt:
             return False
-        n_shared = (sequence.n_prompt - 1) // self.block_size
-        last = sequence.keys[n_shared - 1 : n_shared]
-        return not all(len(kv_group.pool.lookup(last)) == len(last) for kv_group in self.kv_groups)
+        n_shared_blocks = (sequence.n_prompt - 1) // self.block_size
+        last_shared_key = sequence.keys[n_shared_blocks - 1 : n_shared_blocks]
+        return not all(
+            len(kv_group.pool.lookup(last_shared_key)) == len(last_shared_key)
+            for kv_group in self.kv_groups
+        )
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Allocate blocks for a sequence's known tokens, or their window, if enough are free."""
-        n_known, most = len(sequence.tokens), _most_tokens(sequence.request)
-        n_found = self._find_prefix(sequence)
-        tables = [kv_group.prefix(sequence.keys[:n_found]) for kv_group in self.kv_groups]
+        """Allocate blocks for a sequence's known tokens or their window, if enough are free."""
+        n_known, max_tokens = len(sequence.tokens), _max_cached_tokens(sequence.request)
+        n_prefix_blocks = self._find_prefix(sequence)
+        tables = [kv_group.prefix(sequence.keys[:n_prefix_blocks]) for kv_group in self.kv_groups]
         for number, (kv_group, table) in enumerate(zip(self.kv_groups, tables, strict=True)):
-            n_new = kv_group.n_for_start(table, n_known)
-            # Keep a block for each sequence that can grow, or this one would soon be preempted.
+            n_new = kv_group.n_blocks_to_start(table, n_known)
+            # Leave a block for each sequence that can grow; otherwise this one is soon preempted.
             n_growing = sum(
-                len(other.tables[number].blocks) < kv_group.n_held(_most_tokens(other.request))
+                len(other.tables[number].blocks)
+                < kv_group.n_held(_max_cached_tokens(other.request))
                 for other in self.running
             )
-            n_growing += len(table.blocks) + n_new < kv_group.n_held(most)
+            n_growing += len(table.blocks) + n_new < kv_group.n_held(max_tokens)
             if n_new + n_growing > kv_group.pool.n_allocatable(table.blocks):
                 return False
         for kv_group, table in zip(self.kv_groups, tables, strict=True):
             kv_group.pool.acquire(table.blocks)
-            kv_group.start(table, n_known, most)
+            kv_group.start(table, n_known, max_tokens)
         sequence.tables = tables
-        sequence.n_cached = n_found * self.block_size
+        sequence.n_cached = n_prefix_blocks * self.block_size
         if sequence.n_found is None:
             sequence.n_found = sequence.n_cached
         self.n_prompt_tokens += n_known
@@ -556,14 +585,14 @@ class Scheduler:
         """The number of leading blocks in the prefix cache; at least one token remains uncached."""
         if sequence.scores_prompt:  # each token must be computed to be scored
             return 0
-        n = (len(sequence.tokens) - 1) // self.block_size
+        n_blocks = (len(sequence.tokens) - 1) // self.block_size
         # Full attention comes first: a prefix that it finds may be cut at any block.
         for kv_group in self.kv_groups:
-            n = kv_group.held_prefix(sequence.keys[:n])
-        return n
+            n_blocks = kv_group.cached_prefix(sequence.keys[:n_blocks])
+        return n_blocks
 
     def _publish(self, sequence: Sequence, n_full: int) -> None:
-        """Publish the blocks that were filled since the sequence had `n_full` full ones."""
+        """Publish the blocks that have become full since the sequence had `n_full` full blocks."""
         size, n_cached = self.block_size, sequence.n_cached
         if n_cached // size > len(sequence.keys):
             context = self._context(sequence.request)
@@ -573,8 +602,8 @@ class Scheduler:
                 kv_group.pool.publish(table[number], sequence.keys[number])
 
 
-def _most_tokens(request: Request) -> int:
-    """Maximum tokens in the cache; the last drawn token does not enter it."""
+def _max_cached_tokens(request: Request) -> int:
+    """The maximum tokens of a sequence in the cache; its last token is not cached."""
     return len(request.prompt) + request.max_tokens - 1
 
 
@@ -582,8 +611,8 @@ def _least_work(sequence: Sequence) -> tuple[int, int]:
     return sequence.pending_work, sequence.arrival
 
 
-def _chunk(sequence: Sequence, most: int, drafts: tuple[int, ...] = ()) -> ScheduledTokens:
+def _chunk(sequence: Sequence, max_tokens: int, drafts: tuple[int, ...] = ()) -> ScheduledTokens:
     """At most `most` pending tokens, followed by drafts."""
-    pending = tuple(sequence.tokens[sequence.n_cached : sequence.n_cached + most])
+    pending = tuple(sequence.tokens[sequence.n_cached : sequence.n_cached + max_tokens])
     draws = len(pending) == sequence.n_pending
     return ScheduledTokens(sequence, sequence.n_cached, (*pending, *drafts), len(drafts), draws)

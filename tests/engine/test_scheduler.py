@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from parallel_llama.engine.block_pool import BlockPool
-from parallel_llama.engine.scheduler import MAX_HELD_STEPS, ScheduledTokens, Scheduler, Sequence
+from parallel_llama.engine.scheduler import MAX_DEFERRED_STEPS, ScheduledTokens, Scheduler, Sequence
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request, SamplingParams
 
@@ -309,7 +309,7 @@ def test_long_prompts_get_on_however_many_short_requests_come():
         steps.append(
             sum(len(item.tokens) for item in step(scheduler, model) if item.sequence is long)
         )
-    held = [0] * MAX_HELD_STEPS
+    held = [0] * MAX_DEFERRED_STEPS
     assert steps[:10] == [*held, 8 - 4, 0] and len(steps) < 1000
 
 
