@@ -40,7 +40,7 @@ __all__ = [
     "load_tokenizer",
 ]
 
-_HOMES = {
+_MODULE_OF = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     **dict.fromkeys(("IntegrityError", "RankError"), "parallel.failures"),
@@ -55,12 +55,12 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # torch is loaded when a name needs it, so that commands without a model start at once.
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_imported(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(_import(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
-def _imported(name: str) -> ModuleType:
+def _import(name: str) -> ModuleType:
     """Import a module with the garbage collector off, because imported objects are never freed.
 
     Scanning them takes a sixth of the time to import torch and this package.

@@ -23,7 +23,7 @@ def entry() -> None:
     if is_under_torchrun():
         end_with_parent()
     code = main(sys.argv[1:])
-    # Nothing is left to interrupt: Ctrl-C would only print a traceback from Python's shutdown.
+    # The command has ended: Ctrl-C would only print a traceback from Python's shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 

@@ -1,6 +1,6 @@
-"""AsyncLLM: runs requests of many coroutines at once, on its own thread.
+"""AsyncLLM: an LLM for many coroutines, whose engine runs on its own thread.
 
-For rank 0; the other ranks run `rank_rpc.serve_rank`.
+Only rank 0 uses it; the other ranks run `rank_rpc.serve_rank`.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class RequestHandle:
             self._commands.put(_Cancel(self))
 
     def timeout_s(self) -> float | None:
-        """Seconds until the request times out and ends with its tokens so far; None: no limit."""
+        """Seconds until the request ends with its tokens so far; None without a time limit."""
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def put(self, output: StepOutput | Exception) -> None:
@@ -74,7 +74,7 @@ class RequestHandle:
 
 @dataclass(frozen=True)
 class _Cancel:
-    answer: RequestHandle
+    handle: RequestHandle
 
 
 # Commands: submit a handle's request, cancel a request, or end the loop (None).
@@ -103,7 +103,7 @@ class AsyncLLM:
         self._error: Exception | None = None
         self._is_closed = False
         self._n_submitted = 0
-        # One at a time: a tokenizer or chat template need not be thread-safe.
+        # One thread, because a tokenizer or chat template need not be thread-safe.
         self._input_thread = ThreadPoolExecutor(1, "input_processor")
         self._n_threads = torch.get_num_threads()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -131,16 +131,16 @@ class AsyncLLM:
         """
         self._require_open()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        line, self._n_submitted = self._n_submitted, self._n_submitted + 1
-        make = partial(self._llm.input_processor.request, is_interactive=True)
+        index, self._n_submitted = self._n_submitted, self._n_submitted + 1
+        make_request = partial(self._llm.input_processor.request, is_interactive=True)
         request = await asyncio.get_running_loop().run_in_executor(
-            self._input_thread, make, line, prompt, params, None, adapter
+            self._input_thread, make_request, index, prompt, params, None, adapter
         )
         self._llm.engine.check(request)
         self._require_open()  # no await until `put`, so `close` cannot run in between
-        answer = RequestHandle(request, self._client.queue, deadline_s)
-        self._client.queue.put(answer)
-        return answer
+        handle = RequestHandle(request, self._client.queue, deadline_s)
+        self._client.queue.put(handle)
+        return handle
 
     async def generate(
         self,
@@ -154,18 +154,18 @@ class AsyncLLM:
         `adapter` is the name of an adapter for all prompts; None for the model without one.
         The `index` of a completion is the index of its prompt in `prompts`.
         """
-        answers: list[RequestHandle] = []
+        handles: list[RequestHandle] = []
         try:
             for prompt in prompts:
-                answers.append(await self.submit(prompt, params, adapter=adapter))
+                handles.append(await self.submit(prompt, params, adapter=adapter))
             return [
                 replace(completion, index=index)
-                for index, answer in enumerate(answers)
-                for completion in await answer.completions()
+                for index, handle in enumerate(handles)
+                for completion in await handle.completions()
             ]
         finally:
-            for answer in answers:  # after an error or a cancellation
-                answer.cancel()
+            for handle in handles:  # after an error or a cancellation
+                handle.cancel()
 
     def statistics(self) -> EngineStatistics:
         """The load of the engine; the numbers may belong to two consecutive steps."""
@@ -214,22 +214,22 @@ class _QueueClient:
             if command is None:
                 return False
             if isinstance(command, _Cancel):
-                self._loop.cancel(command.answer)
+                self._loop.cancel(command.handle)
             else:
                 self._submit(command)
         return True
 
-    def _submit(self, answer: RequestHandle) -> None:
+    def _submit(self, handle: RequestHandle) -> None:
         try:
-            self._loop.submit(answer, answer.request, answer.timeout_s())
+            self._loop.submit(handle, handle.request, handle.timeout_s())
         except UsageError as error:
-            self._hand_out([(answer, error)])
+            self._deliver([(handle, error)])
 
     def on_step(self, result: StepResult[RequestHandle]) -> None:
-        self._hand_out([*result.outputs, *result.refused])
+        self._deliver([*result.outputs, *result.refused])
 
     def on_failed(self, keys: Sequence[RequestHandle], error: Exception) -> None:
-        self._hand_out([(answer, error) for answer in keys])
+        self._deliver([(handle, error) for handle in keys])
 
     def refuse_commands(self, error: Exception) -> None:
         """Fail the requests that enter the queue before the event loop runs this."""
@@ -242,10 +242,10 @@ class _QueueClient:
 
         self._call(refuse)
 
-    def _hand_out(self, outputs: Sequence[tuple[RequestHandle, StepOutput | Exception]]) -> None:
+    def _deliver(self, outputs: Sequence[tuple[RequestHandle, StepOutput | Exception]]) -> None:
         def put() -> None:
-            for answer, output in outputs:
-                answer.put(output)
+            for handle, output in outputs:
+                handle.put(output)
 
         if outputs:
             self._call(put)

@@ -1,6 +1,6 @@
 """The dtypes and formats of weights and of the KV cache, and the precision of a model.
 
-Pure data without torch; `ops.formats` has torch's dtypes and the classes that apply weights.
+Plain data, without torch. `ops.formats` has torch's dtypes and the classes that apply weights.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat1
 # the head; and vectors, which have the dtype of computation.
 Kind = Literal["matrix", "outer", "vector"]
 
-# Names of dtypes in safetensors files; in GGUF files the last three are supported.
+# dtypes by their names in safetensors files; GGUF files support the last three.
 STORED: dict[str, DTypeName] = {
     "F64": "float64",
     "F32": "float32",
@@ -35,7 +35,7 @@ KV_DTYPES = "auto", "bfloat16", "int8", "fp8"
 # Bytes of the float32 scale of one quantised key or value.
 KV_SCALE_BYTES = 4
 
-# How weights are quantised when a model is loaded; stored keeps the formats of the files.
+# How weights are quantised when a model is loaded; "stored" keeps the formats of the files.
 QUANTS = "none", "int8", "int4", "fp8", "stored"
 
 # Inputs of a matrix per quantisation group; a group is contiguous and on one rank.
@@ -54,7 +54,7 @@ class DenseFormat:
         return self.dtype
 
     def n_bytes(self, n_values: int) -> int:
-        """Bytes of this number of values."""
+        """Bytes of `n_values` values."""
         return n_values * ITEM_BYTES[self.dtype]
 
 
@@ -102,8 +102,8 @@ class QuantFormat:
         return self.block // QUANT_GROUP_SIZE
 
     @property
-    def one_scale(self) -> int:
-        """Number of consecutive inputs with one scale (after factors), at least a group."""
+    def n_inputs_per_scale(self) -> int:
+        """Number of consecutive inputs with one scale, after factors; at least a group."""
         return QUANT_GROUP_SIZE if self.scale_factors else self.block
 
     @property
@@ -126,7 +126,7 @@ def _in_256(n_bits: Literal[2, 3, 4, 5, 6], n_parts: int, *, has_min: bool) -> Q
 
 
 # The weight format that each value of `quant` selects.
-ASKED = {
+QUANT_FORMATS = {
     "int8": QuantFormat(8),
     "int4": QuantFormat(4, has_min=True),
     "fp8": QuantFormat(8, is_float=True),
@@ -151,7 +151,7 @@ MatrixFormat = DenseFormat | QuantFormat
 
 @dataclass(frozen=True)
 class ScaledFormat:
-    """Numbers and scales that a native folder stores, and that are decoded while they are loaded.
+    """The numbers and scales of a weight in a native folder, which are decoded at loading.
 
     A value is (number - zero point) * scale; with a divisor, it is number * (scale / divisor).
 
@@ -194,7 +194,7 @@ StoredFormat = QuantFormat | ScaledFormat
 
 @dataclass(frozen=True)
 class InputFormat:
-    """The numbers to which the inputs of a matrix are rounded before a product.
+    """How the inputs of a matrix are rounded before a product.
 
     An input becomes (q - zero point) * scale, where q is the number nearest to input / scale + zero
     point; larger values saturate.
@@ -221,9 +221,12 @@ class InputFormat:
 class Precision:
     """The dtype of activations and vectors, and the format of the matrices of layers.
 
-    `stored` maps Meta's names of matrices to their formats, for matrices that run as stored.
-    `inputs` maps the names of matrices to the format of their inputs, for matrices that the files
-    store quantised and that are decoded.
+    Args:
+        computed: the dtype of activations and vectors.
+        matrices: the format of the matrices of layers.
+        stored: by Meta's names, the formats of matrices that run as the files store them.
+        inputs: by name, the input formats of matrices that the files store quantised and that are
+            decoded.
     """
 
     computed: DTypeName
@@ -254,7 +257,7 @@ class Precision:
         computed: DTypeName = "float32" if is_half and device == "cpu" else dtype
         if quant in ("none", "stored"):
             return cls(computed, DenseFormat(dtype), stored, inputs)
-        return cls(computed, ASKED[quant])
+        return cls(computed, QUANT_FORMATS[quant])
 
     @property
     def dtype(self) -> str:
@@ -266,7 +269,7 @@ class Precision:
         """One of `QUANTS`."""
         if self.stored is not None:
             return "stored"
-        return next((name for name, form in ASKED.items() if form == self.matrices), "none")
+        return next((name for name, form in QUANT_FORMATS.items() if form == self.matrices), "none")
 
     @property
     def quant_group_size(self) -> int:
@@ -274,7 +277,7 @@ class Precision:
         if self.quant == "none":
             return 1
         stored = (self.stored or {}).values()
-        groups = (form.one_scale for form in stored if isinstance(form, QuantFormat))
+        groups = (form.n_inputs_per_scale for form in stored if isinstance(form, QuantFormat))
         return max(groups, default=QUANT_GROUP_SIZE)
 
     def form_of(self, kind: Kind, name: str) -> MatrixFormat:
@@ -290,8 +293,8 @@ class Precision:
             # sinks in the dtype of the softmax.
             is_wide = name.endswith((".gate.bias", ".sinks")) and self.computed != "float64"
             return DenseFormat("float32" if is_wide else self.computed)
-        if kind == "outer" and self.matrices == ASKED["int4"]:
-            return ASKED["int8"]
+        if kind == "outer" and self.matrices == QUANT_FORMATS["int4"]:
+            return QUANT_FORMATS["int8"]
         return self.matrices
 
 
@@ -338,8 +341,10 @@ def make_precision(
 ) -> Precision:
     """The precision of a model in one of `DTYPES`, quantised as one of `QUANTS`.
 
-    `device` is 'cpu' or 'cuda', `stored` the formats of matrices that the files store quantised,
-    and `inputs` the formats of the inputs of decoded matrices.
+    Args:
+        device: 'cpu' or 'cuda'.
+        stored: the formats of matrices that the files store quantised.
+        inputs: the formats of the inputs of decoded matrices.
 
     Raises: UsageError for an unknown name, and for a combination that the model cannot have.
     """

@@ -1,4 +1,4 @@
-"""The server's engine process: runs the engine loop; the frontend sends requests over a socket.
+"""The engine process of the server, which receives requests from the frontend over a socket.
 
 The frontend starts it as `python -m parallel_llama.engine_process FD LOG_FORMAT`. The loop never
 waits for the frontend while requests run. Another thread compiles grammars.
@@ -29,13 +29,13 @@ from parallel_llama.serve import wire
 from parallel_llama.serve.fair_threads import yield_cores
 from parallel_llama.serve.log import log_to_stderr
 
-_LOOK_MS = 200  # while idle, between checks that the other ranks are alive
+_ALIVE_CHECK_MS = 200  # while idle, between checks that the other ranks are alive
 _SCORED_ROWS = 256  # maximum prompt log-probabilities per frame
 _WARM_TOKENS = 15  # less than a block of the default size, so that the prefix cache stores nothing
 
 
 class EngineProcess:
-    """The client of an engine's loop; it receives commands from the frontend through a socket.
+    """Passes commands from the frontend's socket to the engine loop, and outputs back.
 
     For rank 0; the other ranks run `rank_rpc.serve_rank`.
     """
@@ -46,7 +46,7 @@ class EngineProcess:
         self._grammar_thread = ThreadPoolExecutor(1, "grammars", yield_cores)
         self._compiling: set[int] = set()  # keys
         self._compiled: deque[wire.Submit] = deque()
-        self._woken = os.eventfd(0, os.EFD_NONBLOCK)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._n_regroups = 0  # number of changes of ranks that the frontend has received
 
     def run(self) -> None:
@@ -60,12 +60,12 @@ class EngineProcess:
                 self._frames.send(self._loaded())
                 self._loop.run(self)
             except RankError:
-                # Tell the frontend now rather than after the other ranks have been ended.
+                # The frontend notices now, and not only after the other ranks have been ended.
                 self._frames.socket.shutdown(socket.SHUT_RDWR)
                 raise
 
     def _warm_up(self) -> None:
-        """Run one request, so that the first client does not wait for one-time work.
+        """Run one request, so that one-time work does not delay the first client.
 
         Raises: NumericalError for a model that produces NaN or Inf.
         """
@@ -86,8 +86,8 @@ class EngineProcess:
             block_size=capacity.block_size,
             longest=capacity.longest(self._inputs.max_seq_len),
             ranks=tuple(
-                wire.RankFacts(rank, n_bytes, pids.get(rank), on_gpu)
-                for rank, (n_bytes, on_gpu) in enumerate(
+                wire.RankFacts(rank, n_bytes, pids.get(rank), cuda_bytes)
+                for rank, (n_bytes, cuda_bytes) in enumerate(
                     zip_longest(setup.weight_bytes, self._ranks.cuda_bytes)
                 )
             ),
@@ -134,22 +134,22 @@ class EngineProcess:
         Raises: RankError as soon as another rank has died, unless the other ranks continue.
         """
         poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
         poll.register(
             self._frames.socket, select.POLLIN | (select.POLLOUT * self._frames.has_unsent)
         )
-        while not poll.poll(_LOOK_MS):
+        while not poll.poll(_ALIVE_CHECK_MS):
             self._ranks.require_alive()
             self._send_regroups()
         with suppress(BlockingIOError):
-            os.eventfd_read(self._woken)
+            os.eventfd_read(self._wake_fd)
 
     def _send_regroups(self) -> None:
         """Send the frontend each change of ranks since the last call."""
         regroups = self._ranks.regroups[self._n_regroups :]
         self._n_regroups += len(regroups)
-        for each in regroups:
-            self._frames.send(wire.Regrouped(self._loaded(), bool(each.lost), each.n_new))
+        for regroup in regroups:
+            self._frames.send(wire.Regrouped(self._loaded(), bool(regroup.lost), regroup.n_new))
 
     def _submit(self, message: wire.Submit) -> None:
         try:
@@ -158,12 +158,12 @@ class EngineProcess:
             self._frames.send(wire.EngineRefused(message.key, str(error)))
 
     def _change_adapter(self, message: wire.ChangeAdapter) -> None:
-        refused = None
+        why_refused = None
         try:
             self._ranks.change_adapter(message.name, message.folder)
         except UsageError as error:
-            refused = str(error)
-        self._frames.send(wire.AdapterChanged(message.key, refused))
+            why_refused = str(error)
+        self._frames.send(wire.AdapterChanged(message.key, why_refused))
 
     def _cancel(self, key: int) -> None:
         if key in self._compiling:
@@ -183,7 +183,7 @@ class EngineProcess:
         with suppress(UsageError):  # `Engine.submit` raises it again
             self._inputs.grammars.matcher(grammar, is_checked=True)  # by the frontend
         self._compiled.append(message)
-        os.eventfd_write(self._woken, 1)
+        os.eventfd_write(self._wake_fd, 1)
 
     def _send_prompt_logprobs(self, key: int, output: StepOutput) -> None:
         """Send the log-probabilities of a prompt, once for all choices and in bounded frames."""
@@ -192,7 +192,7 @@ class EngineProcess:
             return
         _first, *scored = completion.prompt_logprobs  # nothing predicts the first token
         for start in range(0, len(scored), _SCORED_ROWS):
-            rows = map(_unspelled, filter(None, scored[start : start + _SCORED_ROWS]))
+            rows = map(_without_texts, filter(None, scored[start : start + _SCORED_ROWS]))
             self._frames.send(wire.Scored(key, tuple(rows)))
 
 
@@ -200,12 +200,12 @@ def _wire_output(key: int, output: StepOutput) -> wire.Output:
     completion = output.completion
     if completion is not None:  # the frontend got these from earlier outputs and from Scored
         completion = replace(completion, logprobs=None, prompt_logprobs=None)
-    logprobs = tuple(map(_unspelled, output.logprobs))
+    logprobs = tuple(map(_without_texts, output.logprobs))
     return wire.Output(key, output.choice, output.tokens, output.text, logprobs, completion)
 
 
-def _unspelled(scored: TokenLogprob) -> TokenLogprob:
-    """Log-probabilities without the texts of tokens, because the frontend decodes tokens itself."""
+def _without_texts(scored: TokenLogprob) -> TokenLogprob:
+    """The log-probabilities without the texts of tokens, which the frontend decodes itself."""
     return replace(scored, text=None, top_texts=())
 
 
@@ -221,8 +221,8 @@ def main() -> int:
     config = LLMConfig.from_json(sys.stdin.buffer.readline())
 
     def serve() -> int:
-        with socket.socket(fileno=int(sys.argv[1])) as own, LLM(config) as llm:
-            EngineProcess(llm.ranks, wire.FrameSocket(own)).run()
+        with socket.socket(fileno=int(sys.argv[1])) as sock, LLM(config) as llm:
+            EngineProcess(llm.ranks, wire.FrameSocket(sock)).run()
         return 0
 
     return exit_code(serve, give_up)

@@ -1,8 +1,8 @@
 """The errors that a user can cause or needs to see, and how their messages show values.
 
 The command line exits with code 2 for `UsageError` and `CheckpointError`, which are raised before
-any weight is read, and with code 1 for the others. Every message has the value, the limit and the
-remedy.
+any weight is read, and with code 1 for all other errors. Every message states the value, the limit
+and the remedy.
 """
 
 import unicodedata
@@ -93,12 +93,14 @@ def escaped(text: str) -> str:
     'a\\tb\\\\x1b[2J'
     """
     return "".join(
-        char if char in "\n\t" or unicodedata.category(char) not in _UNSAFE else _spelled(char)
+        char
+        if char in "\n\t" or unicodedata.category(char) not in _UNSAFE
+        else _escape_unsafe(char)
         for char in text
     )
 
 
-def _spelled(char: str) -> str:
+def _escape_unsafe(char: str) -> str:
     return char if char in _JOINERS else char.encode("unicode_escape").decode()
 
 
@@ -107,13 +109,13 @@ def counted(n: int, noun: str) -> str:
 
 
 def listed(names: Iterable[str], limit: int = 10) -> str:
-    """The first names, and the number of the others."""
-    every = list(names)
-    more = f" ... and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(name[:200] for name in every[:limit]) + more
+    """The first `limit` names, and the number of further names."""
+    all_names = list(names)
+    suffix = f" ... and {len(all_names) - limit} more" if len(all_names) > limit else ""
+    return ", ".join(name[:200] for name in all_names[:limit]) + suffix
 
 
 def listed_ranks(ranks: Iterable[int]) -> str:
-    """Numbers of ranks such as '1, 2', with '...' after eight."""
+    """The numbers of ranks, such as '1, 2'; with '...' after eight."""
     numbers = sorted(ranks)
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -115,7 +115,7 @@ class LLM:
         on_graph: Callable[[int], None] = lambda _: None,
         **settings: Unpack[Settings],
     ) -> None:
-        started = time.monotonic()
+        start_s = time.monotonic()
         if tensor_parallel_size is not None and settings.get("tp_size") is None:
             settings["tp_size"] = tensor_parallel_size
         config = model if isinstance(model, LLMConfig) else LLMConfig(model)
@@ -134,7 +134,7 @@ class LLM:
         self.engine = self.ranks.engine
         self.rank = self.engine.comm.rank
         self.statistics = Statistics(
-            setup.weight_bytes, self.ranks.cuda_bytes, load_s=time.monotonic() - started
+            setup.weight_bytes, self.ranks.cuda_bytes, load_s=time.monotonic() - start_s
         )
         self._loop: EngineLoop[tuple[_GenerateCall, int]] = EngineLoop(self.ranks)
         if self.rank > 0:
@@ -144,7 +144,7 @@ class LLM:
 
     @property
     def tp_size(self) -> int:
-        """The number of ranks; with `elastic`, losing a rank lowers it, replacing one raises it."""
+        """The number of ranks; with `elastic` it changes when a rank is lost or replaced."""
         return self.engine.comm.size
 
     def generate(
@@ -170,31 +170,33 @@ class LLM:
         Raises: UsageError, before anything runs, for a prompt or parameters that cannot run;
         NumericalError if the model produces NaN or Inf.
         """
-        given = as_prompts(prompts)
-        params = _either(params, sampling_params)
-        requests = self.input_processor.requests(given, params, adapter)
-        with_marks = {
+        prompt_list = as_prompts(prompts)
+        params = _params_of(params, sampling_params)
+        requests = self.input_processor.requests(prompt_list, params, adapter)
+        with_markers = {
             request.index
-            for prompt, request in zip(given, requests, strict=True)
+            for prompt, request in zip(prompt_list, requests, strict=True)
             if isinstance(prompt, Chat)
-            and self.input_processor.has_marks
+            and self.input_processor.has_markers
             and request.params.skip_special_tokens
         }
         requests = [
-            with_special_tokens(request) if request.index in with_marks else request
+            with_special_tokens(request) if request.index in with_markers else request
             for request in requests
         ]
         choices: list[list[Completion]] = [[] for _ in requests]
         for output in self.run(requests):
             if output.completion is not None:
                 choices[output.completion.index].append(output.completion)
-        found = []
-        for prompt, request, own in zip(given, requests, choices, strict=True):
-            own.sort(key=lambda each: each.choice)
-            if request.index in with_marks:
-                own = [self._split(request, each) for each in own]
-            found += with_outputs(own, self.input_processor.text_of(prompt, request), request)
-        return found
+        completions = []
+        for prompt, request, own_choices in zip(prompt_list, requests, choices, strict=True):
+            own_choices.sort(key=lambda completion: completion.choice)
+            if request.index in with_markers:
+                own_choices = [self._split(request, completion) for completion in own_choices]
+            completions += with_outputs(
+                own_choices, self.input_processor.text_of(prompt, request), request
+            )
+        return completions
 
     def chat(
         self,
@@ -216,9 +218,9 @@ class LLM:
             template_vars: further variables of the template, by name.
             adapter: as in `generate`.
 
-        Returns: as `generate`. If the model marks its reasoning, as gpt-oss and Command R7B do, it
-            is in `reasoning` and not in `text`; with skip_special_tokens=False, `text` is what the
-            model wrote, with its marks.
+        Returns: as `generate`. If the model marks its reasoning, as gpt-oss and Command R7B do, the
+            reasoning is in `reasoning` and not in `text`; with skip_special_tokens=False, `text` is
+            the unchanged output of the model, including its markers.
         Raises: as `generate`.
         """
         chats = self.input_processor.chats(messages, tools, documents, template_vars or {})
@@ -236,8 +238,8 @@ class LLM:
 
         Raises: UsageError for more than one choice, whose texts would mix.
         """
-        own = _either(params, sampling_params)
-        requests = self.input_processor.requests([prompt], own, adapter)
+        own_params = _params_of(params, sampling_params)
+        requests = self.input_processor.requests([prompt], own_params, adapter)
         if requests[0].params.n > 1:
             raise UsageError(f"n={requests[0].params.n}: a stream has one choice; use generate")
         for output in self.run(requests):
@@ -279,7 +281,7 @@ class LLM:
                         raise call.refused
                 while call.inbox:
                     output = call.inbox.popleft()
-                    self.statistics.count(len(output.tokens), time.monotonic() - call.began_s)
+                    self.statistics.count(len(output.tokens), time.monotonic() - call.start_s)
                     yield output
         except BaseException:  # the caller stopped early or failed: end its requests
             self._abandon(call)
@@ -306,16 +308,17 @@ class LLM:
         Raises: UsageError for a sequence that cannot be scored or does not fit into the KV cache.
         """
         self._require_open()
-        longest = self.input_processor.longest
-        stride = max(longest // 2, 1) if stride is None else stride
-        if not 1 <= stride < max(longest, 2):
+        max_tokens = self.input_processor.longest
+        stride = max(max_tokens // 2, 1) if stride is None else stride
+        if not 1 <= stride < max(max_tokens, 2):
             raise UsageError(
-                f"a stride of {stride} in a context of {longest} tokens; use 1 to {longest - 1}"
+                f"a stride of {stride} in a context of {max_tokens} tokens; use 1 to "
+                f"{max_tokens - 1}"
             )
         for index, tokens in enumerate(sequences):
             try:
                 self.input_processor.check_sequence(tokens)
-                n_tokens = min(len(tokens), longest)
+                n_tokens = min(len(tokens), max_tokens)
                 for kv_group in self.engine.scheduler.kv_groups:
                     n_allocatable = kv_group.pool.n_allocatable()
                     if kv_group.n_held(n_tokens) > n_allocatable:
@@ -325,18 +328,18 @@ class LLM:
                         )
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error
-        return [self._score(tokens, longest, stride, on_tokens) for tokens in sequences]
+        return [self._score(tokens, max_tokens, stride, on_tokens) for tokens in sequences]
 
     def _score(
-        self, tokens: Sequence[int], longest: int, stride: int, on_tokens: Callable[[int], None]
+        self, tokens: Sequence[int], max_tokens: int, stride: int, on_tokens: Callable[[int], None]
     ) -> list[float]:
         logprobs: list[float] = []
         n_done = 0
-        for window in rank_rpc.windows(len(tokens), longest, stride):
+        for window in rank_rpc.windows(len(tokens), max_tokens, stride):
             part = tokens[window.start : window.stop]
             score = partial(rank_rpc.score_sequence, self.engine, part)
-            with self._whole_step():
-                scored = self.ranks.enduring(score)
+            with self._delayed_ctrl_c():
+                scored = self.ranks.retry_after_loss(score)
             logprobs += scored[len(logprobs) - window.start :]
             on_tokens(window.stop - n_done)
             n_done = window.stop
@@ -349,9 +352,9 @@ class LLM:
         supported or that some rank cannot read; then no rank has the adapter.
         """
         self._require_open()
-        (own,) = adapter_folders({name: folder}).values()
-        with self._whole_step():
-            self.ranks.change_adapter(name, own)
+        (path,) = adapter_folders({name: folder}).values()
+        with self._delayed_ctrl_c():
+            self.ranks.change_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
         """Free the memory of an adapter.
@@ -360,7 +363,7 @@ class LLM:
         `elastic`.
         """
         self._require_open()
-        with self._whole_step():
+        with self._delayed_ctrl_c():
             self.ranks.change_adapter(name, None)
 
     def machine(self) -> Machine:
@@ -368,8 +371,8 @@ class LLM:
         self._require_open()
         if self.ranks.comm is not self.engine.comm:  # a slice
             return measure(self.ranks.comm, self.device)
-        with self._whole_step():
-            return self.ranks.enduring(lambda: rank_rpc.measure_machine(self.engine))
+        with self._delayed_ctrl_c():
+            return self.ranks.retry_after_loss(lambda: rank_rpc.measure_machine(self.engine))
 
     def rank_rates(self) -> list[RankRates]:
         """The rates at which each rank reads, multiplies and exchanges, on the CPU.
@@ -377,8 +380,8 @@ class LLM:
         `bench --calibrate` writes them to a file for `plan`.
         """
         self._require_open()
-        with self._whole_step():
-            return self.ranks.enduring(lambda: rank_rpc.calibrate(self.engine))
+        with self._delayed_ctrl_c():
+            return self.ranks.retry_after_loss(lambda: rank_rpc.calibrate(self.engine))
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
@@ -390,13 +393,13 @@ class LLM:
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode a step of `batch` sequences.
 
-        With `slice_of`, only that rank counts. `memory.bytes_passed_over` counts the weights that
-        the step does not read.
+        With `slice_of`, only that rank counts. Weights that the step does not read do not count;
+        see `memory.bytes_passed_over`.
         """
         shards = self.engine.runner.plan.shards
-        one = shards[0] if len(shards) == 1 else None
-        passed_over = bytes_passed_over(self.args, batch, self.precision, one)
-        return sum(self.statistics.weight_bytes) - passed_over
+        only_shard = shards[0] if len(shards) == 1 else None
+        n_unread = bytes_passed_over(self.args, batch, self.precision, only_shard)
+        return sum(self.statistics.weight_bytes) - n_unread
 
     def rank_weight_bytes_per_step(self, batch: int) -> list[int]:
         """Bytes of weights that each rank reads to decode a step of `batch` sequences."""
@@ -433,7 +436,7 @@ class LLM:
             raise UsageError("this LLM is closed; create a new one")
 
     def _split(self, request: Request, completion: Completion) -> Completion:
-        """A completion with the reasoning of its answer apart from the text."""
+        """A completion with its reasoning separated from its text."""
         reader = self.input_processor.answer_reader(request.prompt)
         if reader is None:
             return completion
@@ -447,13 +450,13 @@ class LLM:
             while self._is_running(call):
                 self._step_for_all()
 
-    def _whole_step(self) -> AbstractContextManager[None]:
-        """Delays Ctrl-C to the end of a step: interrupting a collective would break the group."""
+    def _delayed_ctrl_c(self) -> AbstractContextManager[None]:
+        """Delays Ctrl-C until a step has ended: an interrupted collective would break the group."""
         use_device(self.device)
         if self.ranks.setup.size == 1 or threading.current_thread() is not threading.main_thread():
             return nullcontext()
         handler = signal.getsignal(signal.SIGINT)
-        return _held_back(handler) if callable(handler) else nullcontext()
+        return _delayed_interrupt(handler) if callable(handler) else nullcontext()
 
     def _is_running(self, call: "_GenerateCall") -> bool:
         """Whether some of a call's requests are in the engine."""
@@ -465,7 +468,7 @@ class LLM:
 
     def _step_for_all(self) -> None:
         """Run one step and put each output into the inbox of its call."""
-        with self._whole_step():
+        with self._delayed_ctrl_c():
             try:
                 result = self._loop.step()
             except BaseException:
@@ -482,33 +485,36 @@ class LLM:
 
 
 @contextmanager
-def _held_back(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Delays Ctrl-C to the end of the context."""
-    pressed: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *press: pressed.append(press))
+def _delayed_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Delays Ctrl-C until the context ends."""
+    interrupts: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if pressed:
-        handler(*pressed[-1])
+    if interrupts:
+        handler(*interrupts[-1])
 
 
 @dataclass(eq=False)
 class _GenerateCall:
-    """One call of `run`: its unfinished requests, by number, and outputs not yet yielded.
+    """One call of `run`.
 
-    `refused` is the error of a request that does not fit any more after the loss of a rank.
+    Args:
+        unfinished: the numbers of the unfinished requests.
+        inbox: outputs that are not yielded yet.
+        refused: the error of a request that no longer fits after the loss of a rank.
     """
 
     unfinished: set[int] = field(default_factory=set)
     inbox: deque[StepOutput] = field(default_factory=deque)
     refused: UsageError | None = None
-    began_s: float = field(default_factory=time.monotonic)
+    start_s: float = field(default_factory=time.monotonic)
 
 
-def _either(params: _Params, sampling_params: _Params) -> _Params:
-    """The sampling parameters of a call, under either name.
+def _params_of(params: _Params, sampling_params: _Params) -> _Params:
+    """The sampling parameters of a call, from either of the two arguments.
 
     Raises: UsageError if both are given.
     """

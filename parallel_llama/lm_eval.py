@@ -48,8 +48,8 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
         device = "auto" if device == "cuda:0" else device
         self.llm = LLM(model, tp_size=tp_size, device=device, **options)
         self.max_length = self.llm.input_processor.max_seq_len
-        given = max_batch_size or 64 if batch_size == "auto" else batch_size
-        self._n_at_once = int(given)
+        n_at_once = max_batch_size or 64 if batch_size == "auto" else batch_size
+        self._n_at_once = int(n_at_once)
 
     @property
     def eot_token_id(self) -> int:
@@ -91,25 +91,32 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
         # Leaves room for the one token that is drawn.
-        prompts = [(before + after)[1 - self.max_length :] for _texts, before, after in requests]
-        found = []
+        prompts = [
+            (context + continuation)[1 - self.max_length :]
+            for _texts, context, continuation in requests
+        ]
+        results = []
         completions = self._completions(prompts, [params] * len(prompts))
-        for (texts, _before, after), completion in zip(requests, completions, strict=True):
+        for (texts, _context, continuation), completion in zip(requests, completions, strict=True):
             assert completion.prompt_logprobs is not None
-            scored = [one for one in completion.prompt_logprobs[-len(after) :] if one is not None]
-            is_greedy = all(not one.top or one.logprob >= one.top[0][1] for one in scored)
-            found.append((sum(one.logprob for one in scored), is_greedy))
+            scored = [
+                token
+                for token in completion.prompt_logprobs[-len(continuation) :]
+                if token is not None
+            ]
+            is_greedy = all(not token.top or token.logprob >= token.top[0][1] for token in scored)
+            results.append((sum(token.logprob for token in scored), is_greedy))
             if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, found[-1])
-        return found
+                self.cache_hook.add_partial("loglikelihood", texts, results[-1])
+        return results
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Each request's completion, up to its stop strings."""
         prompts, params = [], []
         for context, settings in (request.args for request in requests):
             params.append(_sampling(dict(settings)))
-            room = self.max_length - (params[-1].max_tokens or 0)
-            prompts.append(self.tok_encode(context)[-room:])
+            n_prompt_tokens = self.max_length - (params[-1].max_tokens or 0)
+            prompts.append(self.tok_encode(context)[-n_prompt_tokens:])
         texts = []
         completions = self._completions(prompts, params)
         for request, completion in zip(requests, completions, strict=True):
@@ -121,8 +128,8 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
     ) -> Iterator[Completion]:
         for start in range(0, len(prompts), self._n_at_once):
-            some = slice(start, start + self._n_at_once)
-            yield from self.llm.generate(prompts[some], params[some])
+            batch = slice(start, start + self._n_at_once)
+            yield from self.llm.generate(prompts[batch], params[batch])
 
 
 def _sampling(settings: dict[str, Any]) -> SamplingParams:
@@ -131,11 +138,11 @@ def _sampling(settings: dict[str, Any]) -> SamplingParams:
     Raises: UsageError for an unknown setting.
     """
     until: Any = settings.pop("until", None) or []
-    most = settings.pop("max_gen_toks", MAX_GEN_TOKS)
+    max_tokens = settings.pop("max_gen_toks", MAX_GEN_TOKS)
     if not settings.pop("do_sample", False):
         settings["temperature"] = 0.0
     try:
-        return SamplingParams(**{"stop": until, "max_tokens": most, **settings})
+        return SamplingParams(**{"stop": until, "max_tokens": max_tokens, **settings})
     except TypeError as error:
         raise UsageError(f"generation settings: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Units and the shard plan: which rank holds which part of every weight.
+"""The shard plan: which rank holds which part of every weight.
 
 Every weight is cut along at most one axis, and every axis is counted in units. A plan gives each
 rank one half-open range of units per axis. All head arithmetic is here: layers, the KV cache, the
@@ -85,7 +85,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class ExactCut:
-    """The ranges of all ranks of a stage, along the axes that are all-gathered for exact sums.
+    """The ranges of all ranks of a stage, along the axes that exact sums all-gather.
 
     The ranges are in rank order.
 
@@ -113,11 +113,16 @@ class ExactCut:
 class Shard:
     """The shard of one rank: global half-open ranges of heads, ffn channels and vocabulary rows.
 
-    In a mixture of experts `ffn` are the channels of each of `experts`, `shared_ffn` those of the
-    shared expert, and `dense_ffn` those of layers without experts. With a KV cache sharded by
-    token, `runs` cover all query heads, for the tokens of this rank. With an `exact` cut wo and w2
-    are sharded by outputs: every rank gathers their inputs, so that no sum is split over ranks.
-    `stages` are all stages of the pipeline, in order; without a pipeline there is one.
+    Args:
+        ffn: feed-forward channels; in a mixture of experts, the channels of each of `experts`.
+        runs: the query heads in runs with equal numbers of query heads per KV head. With a KV cache
+            sharded by token they cover all query heads, for the tokens of this rank.
+        stages: all stages of the pipeline, in order; one stage without a pipeline.
+        shared_ffn: channels of the shared expert.
+        dense_ffn: channels of layers without experts.
+        peers: every rank's query heads, with a KV cache sharded by token.
+        exact: shards wo and w2 by outputs. Every rank gathers their inputs, so that no sum is split
+            over ranks.
     """
 
     rank: int
@@ -130,7 +135,7 @@ class Shard:
     experts: range = range(0)
     shared_ffn: range = range(0)
     dense_ffn: range = range(0)
-    peers: tuple[range, ...] = ()  # every rank's query heads, if sharded by token
+    peers: tuple[range, ...] = ()
     exact: ExactCut | None = None
 
     @property
@@ -161,14 +166,14 @@ class Shard:
         """Number of ranks over which the tokens of a KV head are sharded."""
         return max(1, len(self.peers))
 
-    def block_size(self, wanted: int) -> int:
-        """Tokens per block of the KV cache: `wanted`, or more if a rank must hold whole parts.
+    def block_size(self, requested: int) -> int:
+        """Tokens per block of the KV cache: `requested`, or more if a rank must hold whole parts.
 
         With exact sums and a cache sharded by token, one rank sums all PART_KEYS keys of a part.
         """
         if self.exact is None or self.kv_parts == 1:
-            return wanted
-        return -(-wanted // PART_KEYS) * PART_KEYS
+            return requested
+        return -(-requested // PART_KEYS) * PART_KEYS
 
     @property
     def n_local_kv_heads(self) -> int:
@@ -194,9 +199,9 @@ class Shard:
         return is_own_layer and (param.expert is None or param.expert in self.experts)
 
     def rows_of(self, param: Param) -> range:
-        """The rows (or columns) of a weight on this rank; all if the weight is replicated.
+        """The rows (or columns) of a weight on this rank; all of them if it is replicated.
 
-        With an exact cut `param` is a result of `cut`.
+        With an exact cut, `param` must be a result of `cut`.
         """
         if not self.holds(param):
             return range(0)
@@ -208,10 +213,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Placement:
-    """How experts are distributed over ranks, and the reason in words.
+    """How experts are distributed over ranks, and why.
 
-    tensor: every rank holds some channels of every expert; expert: each expert is whole on one
-    rank; mixed: groups of ranks hold some experts each, and each rank some of their channels.
+    Args:
+        kind: tensor, every rank holds some channels of every expert; expert, each expert is whole
+            on one rank; mixed, each group of ranks holds some experts, and each rank of the group
+            some of their channels.
     """
 
     kind: Literal["tensor", "expert", "mixed"]
@@ -223,10 +230,9 @@ class ShardPlan:
     """The shards of all ranks.
 
     Args:
-        balance: the work of the busiest rank divided by its fair share. The work is the fraction of
-            the query heads of all layers that the rank holds; the fair share is its fraction of
-            `shares`. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of the time of
-            attention.
+        balance: the work of the busiest rank divided by its fair share. A rank's work is its
+            fraction of the query heads of all layers; its fair share is its fraction of `shares`.
+            1.0 is perfect; at 1.25 the other ranks are idle for a fifth of the attention time.
         placement: None for a model without experts.
     """
 
@@ -250,7 +256,7 @@ class ShardPlan:
         return self.shards[0].kv_parts
 
     def alone(self, rank: int) -> "ShardPlan":
-        """The plan with the shard of this rank only.
+        """The plan with only the shard of this rank.
 
         Raises: UsageError for a KV cache sharded by token, where queries of one rank need keys of
         another.
@@ -301,9 +307,9 @@ def equal_runs(heads: range, heads_per_kv: int) -> tuple[HeadRun, ...]:
     runs = []
     for start, stop in pairwise((heads.start, head_stop, body_stop, heads.stop)):
         if start < stop:
-            kv = local_kv_heads(range(start, stop), heads_per_kv)
-            own = range(start - heads.start, stop - heads.start)
-            runs.append(HeadRun(own, range(kv.start - first, kv.stop - first)))
+            kv_heads = local_kv_heads(range(start, stop), heads_per_kv)
+            local_heads = range(start - heads.start, stop - heads.start)
+            runs.append(HeadRun(local_heads, range(kv_heads.start - first, kv_heads.stop - first)))
     return tuple(runs)
 
 
@@ -335,16 +341,16 @@ def apportion(n_units: int, weights: Sequence[int], at_least: int = 0) -> list[i
     total = sum(weights)
     counts = [max(at_least, n_units * weight // total) for weight in weights]
 
-    def overpaid(rank: int) -> tuple[int, int]:  # in units of 1 / total
+    def excess(rank: int) -> tuple[int, int]:  # in units of 1 / total
         return counts[rank] * total - n_units * weights[rank], rank
 
-    by_remainder = sorted(range(len(counts)), key=overpaid)
+    by_remainder = sorted(range(len(counts)), key=excess)
     while sum(counts) < n_units:
         for rank in by_remainder[: n_units - sum(counts)]:
             counts[rank] += 1
     while sum(counts) > n_units:  # at_least raised some counts
         givers = [rank for rank in range(len(counts)) if counts[rank] > at_least]
-        counts[max(givers, key=overpaid)] -= 1
+        counts[max(givers, key=excess)] -= 1
     return counts
 
 
@@ -400,7 +406,7 @@ def make_plan(
         unit = unit_size(size, args.n_heads, quant_group_size)
         return _cut_units(size, unit, weights[ranks.start : ranks.stop])
 
-    ffn = [own for ranks in expert_ranks for own in cut_channels(args.ffn_dim, ranks)]
+    ffn = [channels for ranks in expert_ranks for channels in cut_channels(args.ffn_dim, ranks)]
     shared_ffn = cut_channels(args.shared_ffn_dim, range(tp_size))
     dense_ffn = cut_channels(args.dense_ffn_dim, range(tp_size))
     vocab = _cut_vocab(args, weights, exact=exact)
@@ -409,25 +415,25 @@ def make_plan(
     shards = tuple(
         Shard(
             rank,
-            own,
-            local_kv_heads(own, group_size),
+            heads_of_rank,
+            local_kv_heads(heads_of_rank, group_size),
             ffn[rank],
             vocab[rank],
-            equal_runs(own, group_size),
+            equal_runs(heads_of_rank, group_size),
             stages,
             experts[rank],
             shared_ffn[rank],
             dense_ffn[rank],
         )
-        for rank, own in enumerate(heads)
+        for rank, heads_of_rank in enumerate(heads)
     )
     if exact:
         outputs = _cut_units(args.dim, unit_size(args.dim, args.n_heads), weights)
         cuts = heads, ffn, shared_ffn, dense_ffn, outputs
-        whole = ExactCut(*map(tuple, cuts))
-        shards = tuple(replace(shard, exact=whole) for shard in shards)
+        exact_cut = ExactCut(*map(tuple, cuts))
+        shards = tuple(replace(shard, exact=exact_cut) for shard in shards)
     if kv_split == "sequence":
-        shards = _spread(args, shards)
+        shards = _shard_by_token(args, shards)
     placement = _placement(args, expert_ranks, ranks_per_expert) if args.n_experts else None
     return ShardPlan(shards, cut, balance, placement)
 
@@ -449,7 +455,7 @@ def _pipeline(
     *,
     exact: bool,
 ) -> ShardPlan:
-    """The plan of several stages: that of each stage, with the vocabulary cut over all ranks."""
+    """The plan of several stages. Each stage has its own plan; all ranks share the vocabulary."""
     if not 1 <= pp <= min(tp_size, args.n_layers):
         more_ranks = "" if pp > args.n_layers else ", or more ranks"
         raise UsageError(
@@ -466,7 +472,7 @@ def _pipeline(
         )
     weights = _weights(tp_size, shares)
     ranks = consecutive(stage_sizes(tp_size, pp))
-    totals = [sum(weights[own.start : own.stop]) for own in ranks]
+    totals = [sum(weights[group.start : group.stop]) for group in ranks]
     layers = consecutive(apportion(args.n_layers, totals, at_least=1))
     stages = tuple(map(Stage, ranks, layers))
     vocab = _cut_vocab(args, weights, exact=exact)
@@ -485,8 +491,8 @@ def _pipeline(
         for rank, shard in enumerate(shard for plan in plans for shard in plan.shards)
     )
     work = [len(shard.heads) * len(shard.layers) for shard in shards]
-    is_whole = all(plan.cut == "kv_heads" for plan in plans)
-    cut: Literal["kv_heads", "heads"] = "kv_heads" if is_whole else "heads"
+    all_kv_cuts = all(plan.cut == "kv_heads" for plan in plans)
+    cut: Literal["kv_heads", "heads"] = "kv_heads" if all_kv_cuts else "heads"
     return ShardPlan(shards, cut, float(_balance(work, weights)), plans[0].placement)
 
 
@@ -499,8 +505,8 @@ def stage_sizes(tp_size: int, pp: int) -> list[int]:
     return apportion(tp_size, [1] * pp)
 
 
-def resolve_exact(asked: bool | None, args: ModelArgs, tp_size: int, device: str) -> bool:
-    """Whether sums are exact: as `asked`, else on the CPU; docs/exactness.md has the cost.
+def resolve_exact(requested: bool | None, args: ModelArgs, tp_size: int, device: str) -> bool:
+    """Whether sums are exact: as `requested`, by default on the CPU; see docs/exactness.md.
 
     The default excludes models with small experts, which the plan would distribute. On several
     hosts the caller passes False instead of None.
@@ -510,15 +516,15 @@ def resolve_exact(asked: bool | None, args: ModelArgs, tp_size: int, device: str
 
     Raises: UsageError for exact sums on a GPU.
     """
-    if asked is None:
-        is_split = len(_expert_ranks(args, tp_size, None)) == 1  # every rank has every expert
-        return device == "cpu" and is_split
-    if asked and device != "cpu":
+    if requested is None:
+        has_all_experts = len(_expert_ranks(args, tp_size, None)) == 1  # on every rank
+        return device == "cpu" and has_all_experts
+    if requested and device != "cpu":
         raise UsageError(
             "exact sums need the CPU: on a GPU the order of a sum depends on the shape of its "
             "matrix; leave --exact out"
         )
-    return asked
+    return requested
 
 
 def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
@@ -566,16 +572,16 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
     return None
 
 
-def _spread(args: ModelArgs, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
-    """Shard the KV cache by token, unless sharding by head replicates nothing."""
-    widest = max(shard.n_local_kv_heads for shard in shards)
-    if widest * len(shards) <= args.n_kv_heads:  # nothing to save
+def _shard_by_token(args: ModelArgs, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    """Shard the KV cache by token, unless no KV head would be replicated."""
+    max_kv_heads = max(shard.n_local_kv_heads for shard in shards)
+    if max_kv_heads * len(shards) <= args.n_kv_heads:  # no KV head is replicated
         return shards
     if args.attention_sinks:
         raise UsageError("attention sinks cannot be combined with sharding by sequence; drop one")
     runs = equal_runs(range(args.n_heads), args.n_heads // args.n_kv_heads)
-    every, peers = range(args.n_kv_heads), tuple(shard.heads for shard in shards)
-    return tuple(replace(each, kv_heads=every, runs=runs, peers=peers) for each in shards)
+    all_kv_heads, peers = range(args.n_kv_heads), tuple(shard.heads for shard in shards)
+    return tuple(replace(shard, kv_heads=all_kv_heads, runs=runs, peers=peers) for shard in shards)
 
 
 def _weights(tp_size: int, shares: Sequence[float | Fraction] | None) -> list[int]:
@@ -609,8 +615,8 @@ def _expert_ranks(args: ModelArgs, tp_size: int, ranks_per_expert: int | None) -
     """The groups of ranks that hold the same experts; one group for a model without experts."""
     if not args.n_experts:
         return [range(tp_size)]
-    most = ranks_per_expert or max(1, args.ffn_dim // MIN_EXPERT_CHANNELS)
-    n_parts = min(-(-tp_size // most), args.n_experts)
+    max_ranks = ranks_per_expert or max(1, args.ffn_dim // MIN_EXPERT_CHANNELS)
+    n_parts = min(-(-tp_size // max_ranks), args.n_experts)
     return consecutive(apportion(tp_size, [1] * n_parts))
 
 
@@ -620,25 +626,27 @@ def _cut_experts(args: ModelArgs, expert_ranks: list[range], weights: list[int])
         return [range(0)] * len(weights)
     totals = [sum(weights[ranks.start : ranks.stop]) for ranks in expert_ranks]
     experts = consecutive(apportion(args.n_experts, totals, at_least=1))
-    return [own for ranks, own in zip(expert_ranks, experts, strict=True) for _ in ranks]
+    return [group for ranks, group in zip(expert_ranks, experts, strict=True) for _ in ranks]
 
 
-def _placement(args: ModelArgs, expert_ranks: list[range], asked: int | None) -> Placement:
+def _placement(args: ModelArgs, expert_ranks: list[range], requested: int | None) -> Placement:
     sizes = sorted({len(ranks) for ranks in expert_ranks})
     n_ranks = expert_ranks[-1].stop
-    each = args.ffn_dim // n_ranks
+    n_channels = args.ffn_dim // n_ranks
     if n_ranks == 1:
         return Placement("tensor", "one rank has every expert")
-    compared = f"{each} of an expert's {args.ffn_dim} channels on each of {n_ranks} ranks"
+    comparison = f"{n_channels} of an expert's {args.ffn_dim} channels on each of {n_ranks} ranks"
     if len(expert_ranks) == 1:
-        reason = f"every rank works on every expert: {compared} (minimum {MIN_EXPERT_CHANNELS})"
-        return Placement("tensor", "as requested" if asked else reason)
-    are_few = f"{compared} would be fewer than {MIN_EXPERT_CHANNELS}"
+        reason = f"every rank works on every expert: {comparison} (minimum {MIN_EXPERT_CHANNELS})"
+        return Placement("tensor", "as requested" if requested else reason)
+    would_be_few = f"{comparison} would be fewer than {MIN_EXPERT_CHANNELS}"
     if sizes == [1]:
-        reason = f"every rank has whole experts: {are_few}"
-        return Placement("expert", "as requested" if asked else reason)
-    reason = f"groups of {' or '.join(map(str, sizes))} ranks hold some experts each: {are_few}"
-    return Placement("mixed", "as requested" if asked else reason)
+        reason = f"every rank has whole experts: {would_be_few}"
+        return Placement("expert", "as requested" if requested else reason)
+    reason = (
+        f"groups of {' or '.join(map(str, sizes))} ranks hold some experts each: {would_be_few}"
+    )
+    return Placement("mixed", "as requested" if requested else reason)
 
 
 def _balance(counts: list[int], weights: list[int]) -> Fraction:

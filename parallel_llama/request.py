@@ -1,6 +1,6 @@
-"""Sampling parameters, requests and completions: plain data, validated here, without torch.
+"""Sampling parameters, requests and completions: validated plain data, without torch.
 
-Every value of a Request has been checked here, so that no later code has to check it again.
+Every value of a Request is checked here, so that no later code has to check it again.
 """
 
 import hashlib
@@ -64,12 +64,12 @@ class _ShortRepr:
     """A repr of a dataclass without the fields that have their default value."""
 
     def __repr__(self) -> str:
-        given = (
-            f"{each.name}={getattr(self, each.name)!r}"
-            for each in fields(self)  # type: ignore[arg-type]
-            if each.repr and getattr(self, each.name) != each.default
+        changed = (
+            f"{field_.name}={getattr(self, field_.name)!r}"
+            for field_ in fields(self)  # type: ignore[arg-type]
+            if field_.repr and getattr(self, field_.name) != field_.default
         )
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(changed)})"
 
 
 def whole_number(value: object) -> int | None:
@@ -261,10 +261,10 @@ class SamplingParams(_ShortRepr):
     def __post_init__(self) -> None:
         for setting in fields(self):
             checked, limits, or_none = setting.metadata["check"]
-            given = getattr(self, setting.name)
-            if given is not None or not or_none:
+            value = getattr(self, setting.name)
+            if value is not None or not or_none:
                 # The fields are frozen; the value is stored in its declared type.
-                object.__setattr__(self, setting.name, checked(setting.name, given, *limits))
+                object.__setattr__(self, setting.name, checked(setting.name, value, *limits))
         object.__setattr__(self, "top_k", max(0, self.top_k))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UsageError(
@@ -293,11 +293,13 @@ class SamplingParams(_ShortRepr):
 
 @dataclass(frozen=True)
 class Request:
-    """A tokenised prompt and its resolved parameters, the same on all ranks.
+    """A tokenised prompt and its resolved parameters, equal on all ranks.
 
-    `bad_ids` are the token ids of each spelling of the bad words; `adapter` is the name of a LoRA
-    adapter, None for the model without one. `is_interactive` says that a client waits for the first
-    token: a short request then runs before long prompts, which lowers the throughput.
+    Args:
+        bad_ids: the token ids of each tokenisation of the bad words.
+        adapter: the name of a LoRA adapter; None for the model without an adapter.
+        is_interactive: whether a client waits for the first token. A short request then runs before
+            long prompts, which lowers the throughput.
     """
 
     index: int
@@ -341,12 +343,16 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A chosen token's log-probability and its likeliest alternatives, likeliest first.
+    """The log-probability of a chosen token, and its likeliest alternatives.
 
     Natural logarithms of the model's distribution: log_softmax of the logits before biases,
-    penalties, masks, temperature and filters. `top` holds (token, logprob) pairs without the chosen
-    token and without tokens of probability 0. `text` and `top_texts` are the tokens' texts, for a
-    model with a tokenizer.
+    penalties, masks, temperature and filters.
+
+    Args:
+        top: (token, logprob) pairs, likeliest first, without the chosen token and without tokens of
+            probability 0.
+        text: the text of the token; None for a model without a tokenizer.
+        top_texts: the texts of the tokens of `top`.
     """
 
     token: int
@@ -373,16 +379,18 @@ class CompletionOutput:
 class Completion(_ShortRepr):
     """One choice of a request.
 
-    `tokens` holds every drawn id, including an eos or stop id and the token that completed a stop
-    string; `text` ends before them unless include_stop_str_in_output is set, so `tokens` may decode
-    to more than `text`. `prompt_logprobs` has an entry for each prompt token, None for the first. A
-    request with this `seed` produces the same tokens; greedy decoding has no seed.
-    `n_cached_tokens` prompt tokens were in the prefix cache when the request started. `stop_reason`
-    is the request's stop string or stop token id that ended the choice, else None. `reasoning` is
-    what the model wrote before its answer, if `LLM.chat` or `generate --chat` has separated it.
-
-    `LLM.generate` and `LLM.chat` add the fields of vLLM's RequestOutput: the text of the prompt
-    (None for token ids), its ids, and all choices of the request as `outputs`.
+    Args:
+        text: ends before an eos, stop id or stop string, unless include_stop_str_in_output is set.
+        tokens: every drawn id, including an eos, a stop id or the token that completed a stop
+            string; so `tokens` may decode to more than `text`.
+        choice: the number of the choice, from 0 to n_choices - 1.
+        prompt_logprobs: one entry per prompt token; None for the first.
+        seed: a request with this seed produces the same tokens; None for greedy decoding.
+        n_cached_tokens: prompt tokens that were in the prefix cache when the request started.
+        prompt, prompt_token_ids, outputs: fields of vLLM's RequestOutput, which `LLM.generate` and
+            `LLM.chat` add: the text of the prompt (None for token ids), its ids, and all choices.
+        stop_reason: the stop string or stop token id of the request that ended the choice, if any.
+        reasoning: the model's reasoning, if `LLM.chat` or `generate --chat` has separated it.
     """
 
     index: int
@@ -391,7 +399,7 @@ class Completion(_ShortRepr):
     finish_reason: FinishReason
     n_prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
-    choice: int = 0  # which of the request's n_choices
+    choice: int = 0
     n_choices: int = 1
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     seed: int | None = None
@@ -421,10 +429,10 @@ class Completion(_ShortRepr):
         if self.seed is not None:
             line["seed"] = self.seed
         if self.logprobs is not None:
-            line["logprobs"] = [_logprob_json(each) for each in self.logprobs]
+            line["logprobs"] = [_logprob_json(scored) for scored in self.logprobs]
         if self.prompt_logprobs is not None:
             line["prompt_logprobs"] = [
-                each and _logprob_json(each) for each in self.prompt_logprobs
+                scored and _logprob_json(scored) for scored in self.prompt_logprobs
             ]
         return line
 
@@ -435,19 +443,19 @@ def with_outputs(
     """The completions of one request, each with the request's prompt and all choices."""
     outputs = tuple(
         CompletionOutput(
-            each.choice,
-            each.text,
-            each.tokens,
-            each.finish_reason,
-            each.logprobs,
-            each.stop_reason,
-            each.reasoning,
+            completion.choice,
+            completion.text,
+            completion.tokens,
+            completion.finish_reason,
+            completion.logprobs,
+            completion.stop_reason,
+            completion.reasoning,
         )
-        for each in choices
+        for completion in choices
     )
     return [
-        replace(each, prompt=prompt, prompt_token_ids=request.prompt, outputs=outputs)
-        for each in choices
+        replace(completion, prompt=prompt, prompt_token_ids=request.prompt, outputs=outputs)
+        for completion in choices
     ]
 
 
@@ -464,20 +472,22 @@ def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) 
     """
     if n_prompt == 0:
         raise UsageError(_EMPTY_PROMPT)
-    room = max_seq_len - n_prompt
-    most = max(room, params.min_tokens, 1) if params.max_tokens is None else params.max_tokens
-    if most <= room:
-        return most
-    least = max(1, params.min_tokens)
+    n_free = max_seq_len - n_prompt
+    max_tokens = (
+        max(n_free, params.min_tokens, 1) if params.max_tokens is None else params.max_tokens
+    )
+    if max_tokens <= n_free:
+        return max_tokens
+    min_tokens = max(1, params.min_tokens)
     remedy = (
-        f"ask for at most {counted(room, 'new token')}"
-        if room >= least
-        else f"shorten the prompt to at most {counted(max_seq_len - least, 'token')}"
+        f"ask for at most {counted(n_free, 'new token')}"
+        if n_free >= min_tokens
+        else f"shorten the prompt to at most {counted(max_seq_len - min_tokens, 'token')}"
     )
     raise ContextExceeded(
-        f"{counted(n_prompt, 'prompt token')} and {counted(most, 'new token')} need "
-        f"{n_prompt + most} positions, but the context has {max_seq_len}; {remedy}, or enlarge the "
-        "context"
+        f"{counted(n_prompt, 'prompt token')} and {counted(max_tokens, 'new token')} need "
+        f"{n_prompt + max_tokens} positions, but the context has {max_seq_len}; {remedy}, or "
+        "enlarge the context"
     )
 
 
@@ -505,8 +515,12 @@ def resolve_stop_ids(params: SamplingParams, eos_ids: Iterable[int]) -> frozense
 _EMPTY_PROMPT = "the prompt is empty; give at least one token"
 
 
-def _logprob_json(each: TokenLogprob) -> dict[str, Any]:
-    line = {"token": each.token, "logprob": each.logprob, "top": [list(t) for t in each.top]}
-    if each.text is not None:
-        line |= {"text": each.text, "top_texts": list(each.top_texts)}
+def _logprob_json(scored: TokenLogprob) -> dict[str, Any]:
+    line = {
+        "token": scored.token,
+        "logprob": scored.logprob,
+        "top": [list(pair) for pair in scored.top],
+    }
+    if scored.text is not None:
+        line |= {"text": scored.text, "top_texts": list(scored.top_texts)}
     return line

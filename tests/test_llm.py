@@ -43,7 +43,7 @@ from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion, Request
 from parallel_llama.serve.wire import FrameSocket, RankFacts
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
-from parallel_llama.tokenizer.answers import has_marks
+from parallel_llama.tokenizer.answers import has_markers
 
 pytestmark = pytest.mark.slow
 
@@ -495,7 +495,7 @@ def test_chat_returns_the_reasoning_apart_from_the_answer(
     changed = SimpleNamespace(encode=inputs.chat_template.encode, template_text=template)
     monkeypatch.setattr(llm, "run", run)
     monkeypatch.setitem(vars(inputs), "chat_template", changed)
-    monkeypatch.setitem(vars(inputs), "has_marks", has_marks(template))
+    monkeypatch.setitem(vars(inputs), "has_markers", has_markers(template))
     messages = [{"role": "user", "content": "Hi!"}]
     params = SamplingParams(max_tokens=2, n=2)
     for answer in llm.chat([messages, messages], params):

@@ -97,8 +97,8 @@ class Conversation:
         # Slow to import, and needed only by this command.
         from rich.console import Console
 
-        self.has_marks = llm.input_processor.has_marks
-        if self.has_marks:
+        self.has_markers = llm.input_processor.has_markers
+        if self.has_markers:
             params = replace(params, skip_special_tokens=False)
         self.llm, self.params, self.system, self.variables = llm, params, system, variables
         self.adapter = adapter
@@ -236,7 +236,7 @@ class Conversation:
             self._say(self._cut_off_line(request.max_tokens))
         elif is_cut_off and interrupted():
             self._say("stopped; /continue continues the answer")
-        return "".join(pieces).lstrip("\n") if self.has_marks else "".join(pieces)
+        return "".join(pieces).lstrip("\n") if self.has_markers else "".join(pieces)
 
     def _read(self, text: str, is_last: bool) -> list[tuple[str, bool]]:
         """The texts to show for a piece of an answer, and whether each is reasoning."""

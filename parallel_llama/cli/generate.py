@@ -240,7 +240,7 @@ def _requests(
         line = lines[index]
         try:
             own = inputs.sampling_params(**{**given, **line.settings}) if line.settings else shared
-            if _has_marks(line, inputs):
+            if _has_markers(line, inputs):
                 own = replace(own, skip_special_tokens=False)
             requests.append(inputs.request(index, line.prompt, own, run_seed, adapter))
         except UsageError as error:
@@ -248,9 +248,9 @@ def _requests(
     return requests
 
 
-def _has_marks(line: prompts.Line, inputs: InputProcessor) -> bool:
+def _has_markers(line: prompts.Line, inputs: InputProcessor) -> bool:
     """Whether the answer to a line has marks of reasoning and calls."""
-    return isinstance(line.prompt, Chat) and inputs.has_marks
+    return isinstance(line.prompt, Chat) and inputs.has_markers
 
 
 def _readers(
@@ -259,8 +259,8 @@ def _readers(
     """The `new_reader` of `Results`."""
 
     def new_reader(request: Request) -> AnswerReader | None:
-        has_marks = _has_marks(lines[request.index], inputs)
-        return inputs.answer_reader(request.prompt) if has_marks else None
+        has_markers = _has_markers(lines[request.index], inputs)
+        return inputs.answer_reader(request.prompt) if has_markers else None
 
     return new_reader
 

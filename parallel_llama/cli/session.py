@@ -136,7 +136,7 @@ def lead(
         print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
         interruptions = Interruptions()
         code = work(llm)
-        if (n_threads := torch.get_num_threads()) > 1 and interruptions.are_crowded():
+        if (n_threads := torch.get_num_threads()) > 1 and interruptions.share_cores():
             _warn_of_busy_cores(n_threads)
         return code
 

@@ -23,8 +23,8 @@ from parallel_llama.config.scaled import (
     schemes_of,
 )
 from parallel_llama.dtypes import (
-    ASKED,
     GGUF_QUANTS,
+    QUANT_FORMATS,
     QUANT_GROUP_SIZE,
     STORED,
     InputFormat,
@@ -58,7 +58,7 @@ NATIVE_QUANTS = {
         *GGUF_QUANTS.values(),
         *HF_QUANTS.values(),
         *_INTEGERS.values(),
-        *ASKED.values(),
+        *QUANT_FORMATS.values(),
     )
 }
 

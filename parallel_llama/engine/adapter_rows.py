@@ -1,4 +1,4 @@
-"""The rows of a batch that run with each adapter."""
+"""Groups the rows of a batch by their LoRA adapter."""
 
 from collections.abc import Sequence
 
@@ -12,27 +12,28 @@ from parallel_llama.model.low_rank import AdapterRows
 def adapter_rows(
     chunks: Sequence[Chunk], rows: Sequence[int] | None, device: torch.device
 ) -> tuple[tuple[AdapterRows, ...], tuple[AdapterRows, ...]]:
-    """The tokens that run with each adapter, as indices into the batch and into `rows`.
+    """The rows of each adapter, as indices into the batch's tokens and as indices into `rows`.
 
-    `rows` is None for all tokens.
+    Args:
+        rows: the output rows of the step; None for all tokens.
     """
     if not has_adapters(chunks):
         return (), ()
     names = [chunk.adapter for chunk in chunks for _ in chunk.tokens]
-    of_tokens = _by_adapter(names, device)
+    token_rows = _by_adapter(names, device)
     if rows is None:
-        return of_tokens, of_tokens
-    return of_tokens, _by_adapter([names[row] for row in rows], device)
+        return token_rows, token_rows
+    return token_rows, _by_adapter([names[row] for row in rows], device)
 
 
 def _by_adapter(names: Sequence[str | None], device: torch.device) -> tuple[AdapterRows, ...]:
-    found = []
+    groups = []
     for name in dict.fromkeys(names):
         if name is not None:
-            own = [row for row, each in enumerate(names) if each == name]
-            rows = None if len(own) == len(names) else _int64(own, device)
-            found.append(AdapterRows(name, rows))
-    return tuple(found)
+            rows_of_adapter = [row for row, name_of_row in enumerate(names) if name_of_row == name]
+            rows = None if len(rows_of_adapter) == len(names) else _int64(rows_of_adapter, device)
+            groups.append(AdapterRows(name, rows))
+    return tuple(groups)
 
 
 def _int64(rows: Sequence[int], device: torch.device) -> Tensor:

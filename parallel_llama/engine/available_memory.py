@@ -1,4 +1,4 @@
-"""The memory of this host that a process can still allocate. No torch."""
+"""How much memory this process can still allocate on its host. Without torch."""
 
 import resource
 from itertools import product
@@ -16,20 +16,22 @@ def available_memory(root: Path = Path("/")) -> int:
     available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
     if available is None:
         return int(MAX_CPU_BYTES / CPU_FRACTION)
-    left = [available << 10, *_room_in_address_space(root)]
-    kinds = (  # versions 2 and 1
+    limits = [available << 10, *_room_in_address_space(root)]
+    files_by_version = (  # versions 2 and 1
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     )
-    for folder, (limit, used, prefix) in product(cgroup_folders("memory", root), kinds):
+    for folder, (limit, used, prefix) in product(cgroup_folders("memory", root), files_by_version):
         try:
-            n_left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            n_bytes_left = int((folder / limit).read_text()) - int((folder / used).read_text())
         except (OSError, ValueError):  # no container, or no limit: "max"
             continue
         # The page cache counts as used, but is evicted when memory is needed.
         stat = _numbers(folder / "memory.stat")
-        left.append(n_left + sum(stat.get(f"{prefix}{s}active_file", 0) for s in ("", "in")))
-    return max(0, min(left))
+        limits.append(
+            n_bytes_left + sum(stat.get(f"{prefix}{s}active_file", 0) for s in ("", "in"))
+        )
+    return max(0, min(limits))
 
 
 def _room_in_address_space(root: Path) -> list[int]:

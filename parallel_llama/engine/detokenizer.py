@@ -10,15 +10,22 @@ from parallel_llama.tokenizer import StreamDecoder, Tokenizer
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    """A prefix of one or more stop strings, `length` characters long."""
+    """A node of the Aho-Corasick automaton: a prefix of one or more stop strings.
+
+    Args:
+        length: in characters.
+        n_match: the length of the longest stop string that ends here; 0 without one.
+        longer: the prefixes with one more character, by that character.
+        shorter: the longest proper suffix that is also a prefix of a stop string.
+    """
 
     length: int
-    n_match: int = 0  # length of the longest stop string that ends here; 0: none
+    n_match: int = 0
     longer: "dict[str, _Prefix]" = field(default_factory=dict)
-    shorter: "_Prefix | None" = None  # its longest proper suffix that is a prefix too
+    shorter: "_Prefix | None" = None
 
     def step(self, char: str) -> "_Prefix":
-        """The longest prefix that is a suffix of the text after `char`."""
+        """The longest prefix that the text ends with after `char` is appended."""
         prefix = self
         while char not in prefix.longer:
             if prefix.shorter is None:
@@ -31,8 +38,8 @@ class StopChecker:
     """Finds stop strings in a text that arrives in pieces, and releases only text that is final.
 
     The occurrence that ends first wins; if several end together, the longest. The text is cut
-    before that occurrence, or after it with `shows_stop`; so the result does not depend on how the
-    text is split into pieces. The longest suffix that starts a stop string is held back.
+    before that occurrence, or after it with `shows_stop`. The result does not depend on how the
+    text is split into pieces: the longest suffix that could begin a stop string is held back.
 
     Cost: building takes one step per character of the stop strings; `push` takes an amortised
     constant number of steps per character, independent of the number of stop strings.
@@ -43,30 +50,30 @@ class StopChecker:
         self.found = ""  # the stop string that ended the text
         self._shows_stop = shows_stop
         self._prefix = _automaton(stop)
-        self._held = ""
+        self._withheld = ""
 
     def push(self, piece: str) -> str:
         """Add a piece. Returns: the text that is now final; "" from the first stop string on."""
         if self.found:
             return ""
-        text = self._held + piece
-        for n_read, char in enumerate(piece, len(self._held) + 1):
+        text = self._withheld + piece
+        for n_read, char in enumerate(piece, len(self._withheld) + 1):
             self._prefix = self._prefix.step(char)
             if n_match := self._prefix.n_match:
-                self.found, self._held = text[n_read - n_match : n_read], ""
+                self.found, self._withheld = text[n_read - n_match : n_read], ""
                 return text[: n_read if self._shows_stop else n_read - n_match]
         n_shown = len(text) - self._prefix.length
-        self._held = text[n_shown:]
+        self._withheld = text[n_shown:]
         return text[:n_shown]
 
     def flush(self) -> str:
         """End the text. Returns: the text that was held back; "" after a stop string."""
-        held, self._held = self._held, ""
-        return held
+        withheld, self._withheld = self._withheld, ""
+        return withheld
 
 
 def _automaton(stop: Sequence[str]) -> _Prefix:
-    """The empty prefix, from which all other prefixes are reached."""
+    """Builds the automaton. Returns: the empty prefix, its root."""
     root = _Prefix(0)
     for string in stop:
         prefix = root
@@ -124,7 +131,7 @@ class Detokenizer:
         is_text = not is_stop or self._request.params.include_stop_str_in_output
         shown = ""
         if self._decoder is not None and is_text:
-            shown = self._show(self._through_stop(self._decoder.push(token)))
+            shown = self._show(self._check_stop_strings(self._decoder.push(token)))
         if is_stop or is_last:
             shown += self.close()
         return shown, is_stop or bool(self._stop.found)
@@ -133,11 +140,11 @@ class Detokenizer:
         """End the sequence. Returns: the text that was held back."""
         if self._decoder is None or self._stop.found:
             return ""
-        tail = self._through_stop(self._decoder.flush())
+        tail = self._check_stop_strings(self._decoder.flush())
         return self._show(tail + self._stop.flush())
 
-    def _through_stop(self, piece: str) -> str:
-        """Passes a piece through the stop strings, which are ignored before min_tokens."""
+    def _check_stop_strings(self, piece: str) -> str:
+        """Search a piece for stop strings, except before min_tokens. Returns: its final text."""
         if self._n_tokens <= self._request.params.min_tokens:
             return piece
         return self._stop.push(piece)

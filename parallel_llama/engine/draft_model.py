@@ -5,8 +5,8 @@ token by token. The model verifies these drafts in one forward pass, so they cha
 never a token. Both models run on the same ranks and share block tables: a token has the same slot
 in both KV caches, and a block in the prefix cache has the keys and values of both.
 
-A draft is sampled with the parameters and the noise of the token that it stands for. Two models
-with similar logits then mostly sample the same token, at any temperature.
+A draft is sampled with the parameters and the random numbers of the token that it predicts. So two
+models with similar logits mostly sample the same token, at any temperature.
 
 Source: speculative decoding, arXiv 2211.17192.
 """
@@ -27,19 +27,19 @@ from parallel_llama.sampling.draw import History, SamplingRow
 
 @dataclass
 class DraftRequest:
-    """A sequence in a step, and `item.n_drafts` wanted drafts, perhaps none.
+    """A sequence in a step, with `item.n_drafts` drafts to make, possibly 0.
 
     Args:
         history: for penalties, as in `SamplingRow`.
         mask: of the tokens that the request allows, as in `SamplingRow`.
-        found: the drafts so far.
+        drafted: the drafts so far.
     """
 
     item: ScheduledTokens
     drafts: SequenceDrafts
     history: History | None = None
     mask: bytes | None = None
-    found: tuple[int, ...] = ()
+    drafted: tuple[int, ...] = ()
 
     @property
     def n_known(self) -> int:
@@ -49,7 +49,7 @@ class DraftRequest:
     def next_row(self) -> SamplingRow:
         """The row that samples the next draft."""
         sequence, params = self.item.sequence, self.drafts.params
-        return sampling_row(sequence, params, self.found, self.history, self.mask)
+        return sampling_row(sequence, params, self.drafted, self.history, self.mask)
 
 
 class DraftModel:
@@ -66,7 +66,8 @@ class DraftModel:
     ) -> None:
         self.runner, self._tables, self._vocab_size = runner, tables, vocab_size
         self._costs = row_costs(relative_cost)
-        # A window may have lost the keys of a token of the last step, so all drafts run at once.
+        # A sliding window may drop keys that the next step would need to catch up, so with windows
+        # every draft runs at once.
         self._has_windows = any(group.window is not None for group in runner.kv_groups)
 
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
@@ -86,27 +87,33 @@ class DraftModel:
             pass.
         """
         logits = self._catch_up(requests)
-        active = [each for each in requests if each.item.n_drafts]
-        while active:
-            drawn = self._draw(active, logits)
-            active = [each for each in drawn if len(each.found) < each.item.n_drafts]
-            running = drawn if self._has_windows else active
+        drafting = [request for request in requests if request.item.n_drafts]
+        while drafting:
+            drawn = self._draw(drafting, logits)
+            drafting = [
+                request for request in drawn if len(request.drafted) < request.item.n_drafts
+            ]
+            running = drawn if self._has_windows else drafting
             if running:
-                logits = self._extend(running).rows([running.index(each) for each in active])
-        return [each.found for each in requests]
+                logits = self._extend(running).rows(
+                    [running.index(request) for request in drafting]
+                )
+        return [request.drafted for request in requests]
 
     def _catch_up(self, requests: Sequence[DraftRequest]) -> Logits:
         """Run the tokens of a step. Returns: one row of logits for each sequence with drafts."""
         chunks, rows, n_rows = [], [], 0
-        for each in requests:
-            start, drafts = each.item.start, each.drafts
-            # The last one of the drafts of the last step, if all were right, has not run here.
+        for request in requests:
+            start, drafts = request.item.start, request.drafts
+            # If all drafts of the last step were accepted, the last draft has not run here.
             if not self._has_windows and drafts.n_run == start - 1:
                 start = drafts.n_run
-            chunks.append(self._chunk(each, each.item.sequence.tokens[start : each.n_known], start))
-            drafts.n_run = each.n_known + max(each.item.n_drafts - 1, 0)
-            n_rows += each.n_known - start
-            if each.item.n_drafts:
+            chunks.append(
+                self._chunk(request, request.item.sequence.tokens[start : request.n_known], start)
+            )
+            drafts.n_run = request.n_known + max(request.item.n_drafts - 1, 0)
+            n_rows += request.n_known - start
+            if request.item.n_drafts:
                 rows.append(n_rows - 1)
         if not all(chunk.is_decoded for chunk in chunks):
             return self.runner.step(chunks, rows)[0]
@@ -118,27 +125,27 @@ class DraftModel:
         tables = [sequence.tables[number] for number in self._tables]
         return Chunk(tokens, start, tables, sequence.n_prompt)
 
-    def _draw(self, active: Sequence[DraftRequest], logits: Logits) -> list[DraftRequest]:
-        """Sample one draft of each sequence. Returns: the sequences that have got one."""
-        rows = [[each.next_row()] for each in active]
-        is_greedy = all(each.drafts.params.is_greedy for each in active)
+    def _draw(self, drafting: Sequence[DraftRequest], logits: Logits) -> list[DraftRequest]:
+        """Sample one draft of each sequence. Returns: the sequences that have a new draft."""
+        rows = [[request.next_row()] for request in drafting]
+        is_greedy = all(request.drafts.params.is_greedy for request in drafting)
         best = logits.largest if is_greedy else None
         try:
             drawn = draw_each(logits.values, self.runner.shard.vocab, rows, self.runner.comm, best)
         except NumericalError:  # on all ranks
             return []
-        found = []
-        for each, own in zip(active, drawn, strict=True):
-            if own and own[0].token < self._vocab_size:
-                each.found += (own[0].token,)
-                found.append(each)
-        return found
+        extended = []
+        for request, tokens in zip(drafting, drawn, strict=True):
+            if tokens and tokens[0].token < self._vocab_size:
+                request.drafted += (tokens[0].token,)
+                extended.append(request)
+        return extended
 
     def _extend(self, running: Sequence[DraftRequest]) -> Logits:
         """Run the latest draft of each sequence."""
         chunks = [
-            self._chunk(each, each.found[-1:], each.n_known + len(each.found) - 1)
-            for each in running
+            self._chunk(request, request.drafted[-1:], request.n_known + len(request.drafted) - 1)
+            for request in running
         ]
         logits, _ = self.runner.step(chunks, range(len(chunks)))
         return logits

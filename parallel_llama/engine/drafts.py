@@ -1,7 +1,7 @@
-"""How many draft tokens of a sequence to run in a step, and which draft models fit a model.
+"""Limits the number of draft tokens per step, and checks that a draft model fits its model.
 
-The model verifies drafts in one forward pass. Each draft costs a row of it, so a budget for each
-sequence limits the drafts by their acceptance rate and the cost of rows.
+The model verifies drafts in one forward pass, and each draft adds a row to it. So each sequence has
+a budget, which follows from the acceptance rate of its drafts and the cost of rows.
 
 Source: speculative decoding, arXiv 2211.17192, sections 3.1 and 3.3, for the expected number of
 tokens and the speed-up.
@@ -19,10 +19,13 @@ from parallel_llama.request import SamplingParams
 # cores. Costs in between are interpolated; a step has at most as many rows as the last entry.
 ROW_COSTS = ((1, 1.0), (2, 1.1), (4, 1.4), (8, 1.55), (16, 1.8))
 
-MIN_GAIN = 1.05  # tokens per cost, against 1 without drafts
-MEMORY = 0.9  # decay of earlier observations with each new one
-PRIOR_KEPT, PRIOR_TRIED = 1.0, 2.0
-FIRST_WAIT, LONGEST_WAIT = 16, 256  # steps between the probes of an empty budget
+MIN_GAIN = 1.05  # expected tokens per cost; 1 without drafts
+DECAY = 0.9  # decay of earlier observations with each new one
+PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0
+FIRST_PROBE_STEPS, MAX_PROBE_STEPS = (
+    16,
+    256,
+)  # steps between probes while no number of drafts pays off
 
 # Models of one tokenizer may pad their vocabularies to different sizes.
 MAX_PADDING = 128
@@ -38,62 +41,66 @@ def shared_tables(args: ModelArgs, draft: ModelArgs) -> tuple[int, ...]:
             f"its vocabulary has {draft.vocab_size} tokens and that of the model "
             f"{args.vocab_size}; use a draft model with the tokenizer of the model"
         )
-    own = [(each.window, each.has_chunks) for each in kv_groups(args)]
+    windows = [(group.window, group.has_chunks) for group in kv_groups(args)]
     tables = []
     for group in kv_groups(draft):
-        if (group.window, group.has_chunks) not in own:
-            seen = f"the last {group.window} tokens" if group.window else "all tokens"
+        if (group.window, group.has_chunks) not in windows:
+            visible = f"the last {group.window} tokens" if group.window else "all tokens"
             raise UsageError(
-                f"some of its layers attend to {seen} and none of the model's do; use a draft "
-                "model with the sliding windows of the model"
+                f"some of its layers attend to {visible}, and no layer of the model does; use a "
+                "draft model with the sliding windows of the model"
             )
-        tables.append(own.index((group.window, group.has_chunks)))
+        tables.append(windows.index((group.window, group.has_chunks)))
     return tuple(tables)
 
 
 class DraftBudget:
-    """The number of drafts that maximises expected tokens per cost, by recent acceptance.
+    """Chooses the number of drafts with the most expected tokens per cost.
 
-    An empty budget allows a single draft as a probe, ever more rarely while probes fail.
+    The expectation follows from the recent acceptance rate. While no number of drafts pays off, a
+    single draft runs now and then as a probe, less often after each probe that fails.
     """
 
     def __init__(self, row_costs: Sequence[tuple[int, float]]) -> None:
         self._costs = _interpolated(row_costs)  # [rows - 1]
-        self._kept = self._tried = 0.0
-        self._wait = self._passed = 0
+        self._accepted = self._tried = 0.0
+        self._n_steps_to_wait = self._n_steps_waited = 0
 
     @property
-    def most(self) -> int:
-        """The most drafts of a step."""
+    def max_drafts(self) -> int:
+        """The maximum number of drafts in a step."""
         return len(self._costs) - 1
 
     def n_allowed(self) -> int:
-        """How many drafts to run now."""
+        """The number of drafts to run in this step."""
         best = self._best()
         if best:
-            self._wait = self._passed = 0
+            self._n_steps_to_wait = self._n_steps_waited = 0
             return best
-        self._wait = self._wait or FIRST_WAIT
-        self._passed += 1
-        if self._passed < self._wait:
+        self._n_steps_to_wait = self._n_steps_to_wait or FIRST_PROBE_STEPS
+        self._n_steps_waited += 1
+        if self._n_steps_waited < self._n_steps_to_wait:
             return 0
-        self._wait, self._passed = min(2 * self._wait, LONGEST_WAIT), 0
+        self._n_steps_to_wait, self._n_steps_waited = (
+            min(2 * self._n_steps_to_wait, MAX_PROBE_STEPS),
+            0,
+        )
         return 1
 
-    def update(self, n_drafts: int, n_kept: int) -> None:
+    def update(self, n_drafts: int, n_accepted: int) -> None:
         """Update the acceptance rate; drafts after the first wrong one do not count."""
         if n_drafts:
-            self._kept = MEMORY * self._kept + n_kept
-            self._tried = MEMORY * self._tried + min(n_kept + 1, n_drafts)
+            self._accepted = DECAY * self._accepted + n_accepted
+            self._tried = DECAY * self._tried + min(n_accepted + 1, n_drafts)
 
     def _best(self) -> int:
-        """The number of drafts with the most expected tokens per cost; 0 if none pays off."""
-        right = (self._kept + PRIOR_KEPT) / (self._tried + PRIOR_TRIED)
+        """The number of drafts with the most expected tokens per cost; 0 if drafts do not pay."""
+        acceptance = (self._accepted + PRIOR_ACCEPTED) / (self._tried + PRIOR_TRIED)
         best, best_gain = 0, MIN_GAIN
-        n_tokens = all_right = 1.0
+        n_tokens = all_accepted = 1.0
         for n_drafts in range(1, len(self._costs)):
-            all_right *= right
-            n_tokens += all_right
+            all_accepted *= acceptance
+            n_tokens += all_accepted
             if n_tokens / self._costs[n_drafts] > best_gain:
                 best, best_gain = n_drafts, n_tokens / self._costs[n_drafts]
         return best
@@ -125,19 +132,20 @@ class SequenceDrafts:
         self.n_run = 0  # tokens and drafts that the draft model has run
         self._budget = DraftBudget(costs)
 
-    def draft(self, _tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Placeholders for at most `most` drafts, which `DraftModel.run` replaces."""
-        return (0,) * min(most, self._budget.n_allowed())
+    def draft(self, _tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
+        """Placeholders for at most `max_drafts` drafts, which `DraftModel.run` replaces."""
+        return (0,) * min(max_drafts, self._budget.n_allowed())
 
-    def update(self, n_drafts: int, n_kept: int) -> None:
-        """Update the acceptance rate: the first `n_kept` of a step's drafts were right."""
-        self._budget.update(n_drafts, n_kept)
+    def update(self, n_drafts: int, n_accepted: int) -> None:
+        """Update the acceptance rate: the first `n_accepted` of a step's drafts were right."""
+        self._budget.update(n_drafts, n_accepted)
 
 
 def row_costs(relative_cost: float) -> list[tuple[int, float]]:
-    """The cost of verifying 0, 1, 3, ... drafts and of making them, relative to no drafts.
+    """Relative costs of steps with a draft model, as (rows, cost), for `DraftBudget`.
 
-    The draft model runs every token of the model, so it takes a step even without drafts.
+    A step with n rows makes and verifies n - 1 drafts. Its cost is relative to a step without
+    drafts, in which the draft model runs once too, because it runs every token of the model.
 
     Args:
         relative_cost: the cost of a step of the draft model, relative to a step of the model.

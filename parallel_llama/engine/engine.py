@@ -1,4 +1,4 @@
-"""The engine that every rank runs: many requests share one model and one KV cache.
+"""The engine: runs many requests at once on one model and one KV cache. Every rank runs one.
 
 Every rank runs the same scheduler over the same requests. Only rank 0 receives requests, turns
 tokens into text and decides when sequences end; it broadcasts its messages, token ids and
@@ -70,16 +70,16 @@ class Engine:
     """Runs requests to completion, on one rank.
 
     All ranks construct it, and call `step` the same number of times; `submit`, `cancel` and
-    `send_rpc` are for rank 0. As many sequences run at once as the KV cache holds, at most
-    `MAX_RUNNING`. Short prompts run first. A long prompt runs in chunks, in steps that also decode
-    other requests.
+    `send_rpc` are for rank 0. At most `MAX_RUNNING` sequences run at once, fewer if the KV cache is
+    full. Short prompts run first. A long prompt runs in chunks, in steps that also decode other
+    requests.
 
     Args:
         tokenizer: None for a model without a tokenizer, and on ranks above 0.
-        grammars: the grammar compiler, where there is a tokenizer.
+        grammars: the grammar compiler; None without a tokenizer.
         step_tokens: maximum tokens per step; by default that of `capacity`.
         max_drafts: maximum draft tokens per sequence and step.
-        integrity_check: look for flipped bits, on CPU ranks only; see `IntegrityCheck`.
+        integrity_check: whether to check for flipped bits, on CPU ranks only; see `IntegrityCheck`.
         draft_model: drafts tokens instead of prompt lookup, on CPU ranks only.
 
     Collective: the constructor and `step`.
@@ -87,8 +87,8 @@ class Engine:
 
     # Set by `_reset`; the first two are for rank 0.
     _incoming: deque[tuple[int, Request]]  # not yet sent to the other ranks
-    _unapplied: StepMessage | None  # the message of the present step until it is applied
-    _outputs_due: list[StepOutput]  # of requests that a message has ended
+    _unapplied: StepMessage | None  # the message of the current step until it is applied
+    _pending_outputs: list[StepOutput]  # of requests that a message has ended; returned by `step`
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether all requests are finished; on rank 0, also those just submitted."""
+        """Whether all requests are finished; on rank 0, including those that are not yet sent."""
         return self.scheduler.idle and not self._incoming
 
     def statistics(self) -> EngineStatistics:
-        """The load of the engine; in another thread, numbers may be from two consecutive steps."""
+        """The load of the engine. Another thread may see numbers of two consecutive steps."""
         return EngineStatistics(
             n_running=len(self.scheduler.running),
             n_waiting=len(self.scheduler.waiting),
@@ -170,20 +170,24 @@ class Engine:
         return ticket
 
     def unfinished(self) -> tuple[Unfinished, ...]:
-        """The requests to continue after a step that raised a RankError, oldest first; rank 0.
+        """On rank 0, the requests to continue after a step that raised a RankError, oldest first.
 
-        They have the tokens of all steps that ended; the tokens of the failed step are lost.
+        They have the tokens of all completed steps; the tokens of the failed step are lost.
         """
         if self._unapplied is not None:
-            self._outputs_due += self._apply(self._unapplied)
+            self._pending_outputs += self._apply(self._unapplied)
             self._unapplied = None
         return tuple(
             Unfinished(
                 ticket,
                 sequences[0].request,
                 tuple(
-                    DrawnTokens(each.number, tuple(each.tokens[each.n_prompt :]), each.n_found)
-                    for each in sequences
+                    DrawnTokens(
+                        sequence.number,
+                        tuple(sequence.tokens[sequence.n_prompt :]),
+                        sequence.n_found,
+                    )
+                    for sequence in sequences
                 ),
             )
             for ticket, sequences in self._unfinished.items()
@@ -199,7 +203,7 @@ class Engine:
 
         Collective: all ranks call it; no communication.
         """
-        before = {
+        old_outputs = {
             (state.output.ticket, sequence.number): state.output
             for sequence, state in self._states.items()
         }
@@ -209,16 +213,16 @@ class Engine:
             if self._integrity is not None:
                 self._integrity = runner.check_integrity()
         self._reset_scheduler()
-        for each in unfinished:
-            if self._fits(each.ticket, each.request):
-                self._continue(each, before)
-        self._incoming = deque(each for each in self._incoming if self._fits(*each))
+        for item in unfinished:
+            if self._fits(item.ticket, item.request):
+                self._restore(item, old_outputs)
+        self._incoming = deque(item for item in self._incoming if self._fits(*item))
 
     def uses_adapter(self, name: str) -> bool:
         """Whether an unfinished request has this adapter; for rank 0."""
         waiting = (request for _, request in self._incoming)
-        begun = (sequences[0].request for sequences in self._unfinished.values())
-        return any(request.adapter == name for request in (*waiting, *begun))
+        started = (sequences[0].request for sequences in self._unfinished.values())
+        return any(request.adapter == name for request in (*waiting, *started))
 
     def cancel(self, ticket: int, reason: FinishReason = "cancelled") -> None:
         """End a request at the next step; does nothing if the request has ended."""
@@ -229,14 +233,14 @@ class Engine:
 
         Collective: the other ranks call `step`.
         """
-        self._in_flight = None  # the other ranks do not use it either
+        self._in_flight = None  # the other ranks discard it too
         broadcast_bytes(self.comm, StepMessage(rpc=rpc).encode(), no_timeout=True)
 
     def step(self) -> list[StepOutput]:
         """Run one forward pass and draw tokens for every sequence whose prompt is in the cache.
 
         Ranks above 0 wait for rank 0 without a timeout. If rank 0 sends a call instead of a step,
-        `rpc` has the call afterwards; otherwise it is empty.
+        no tokens run and `rpc` has the call; otherwise `rpc` is empty.
 
         Collective: `broadcast_bytes` of a message; if any tokens run, as a forward pass, `sample`
         and, for log-probabilities of prompts, `score_tokens`, and one broadcast; with a draft
@@ -257,7 +261,7 @@ class Engine:
             if isinstance(error, NumericalError):
                 if self._integrity is not None:
                     self._integrity.compare_all()
-                # A collective that was aborted because a rank is lost gives NaN too: then the
+                # A collective that was aborted because of a lost rank also produces NaN; then the
                 # barrier raises RankError.
                 self.comm.barrier()
             if isinstance(error, NumericalError) or self.comm.size == 1:
@@ -265,26 +269,26 @@ class Engine:
             raise
 
     def _step(self) -> list[StepOutput]:
-        own = None
+        encoded = None
         if self.comm.rank == 0:
             self._unapplied = self._new_message()
-            own = self._unapplied.encode()
-        message = decode_message(broadcast_bytes(self.comm, own, no_timeout=True))
+            encoded = self._unapplied.encode()
+        message = decode_message(broadcast_bytes(self.comm, encoded, no_timeout=True))
         self._unapplied = None
         self.rpc = message.rpc
-        self._outputs_due += self._apply(message)
+        self._pending_outputs += self._apply(message)
         self.begun = []
         self._clock.lap("messages_s")
         in_flight, self._in_flight = self._in_flight, None
         scheduled: list[ScheduledTokens] = []
         if not self.rpc:
-            # The unfinished sequences of a step that is already launched.
+            # If the step is already launched, only its sequences that have not ended count.
             scheduled = self.scheduler.schedule_in_flight(in_flight.sequences) if in_flight else []
             in_flight = in_flight if scheduled else None
             scheduled = scheduled or self.scheduler.schedule()
         self._clock.lap("schedule_s")
         outputs = self._run(scheduled, in_flight) if scheduled else []
-        outputs, self._outputs_due = [*self._outputs_due, *outputs], []
+        outputs, self._pending_outputs = [*self._pending_outputs, *outputs], []
         return outputs
 
     def _run(
@@ -296,24 +300,24 @@ class Engine:
                 self.begun.append(state.output.ticket)
             state.has_begun = True
         scheduled = self._with_drafts(scheduled)
-        drawing, scoring = self._wanted_rows(scheduled)
+        sampled_rows, scored = self._output_rows(scheduled)
         if in_flight is None:
             chunks = [_chunk(item, item.start, item.tokens) for item in scheduled]
             sampling_keys = self._sampling_keys_of(item for item in scheduled if item.draws)
-            others = [row for _, row, _ in scoring]
-            logits, hidden = self.runner.step(chunks, drawing, others, sampling_keys)
+            scored_rows = [row for _, row, _ in scored]
+            logits, hidden = self.runner.step(chunks, sampled_rows, scored_rows, sampling_keys)
         else:
-            logits = in_flight.of(scheduled)
+            logits = in_flight.logits_of(scheduled)
             hidden = logits.values[:0]
         self._clock.lap("forward_s")
-        items = [item for item in scheduled if item.draws]
-        drawn = self._sample(items, logits) if items else []
-        self._score_prompts(scoring, hidden)
+        drawing = [item for item in scheduled if item.draws]
+        drawn = self._sample(drawing, logits) if drawing else []
+        self._score_prompts(scored, hidden)
         self._clock.lap("sample_s")
         for item in scheduled:
             if not item.draws:
                 self.scheduler.commit(item, ())
-        outputs = self._commit_outputs(items, drawn)
+        outputs = self._commit_outputs(drawing, drawn)
         if self._integrity is not None:
             self._integrity.after_step(time.perf_counter() - began_s)
         self._clock.lap("decide_s")
@@ -329,7 +333,7 @@ class Engine:
         self._matchers: dict[int, list[Matcher]] = {}
         self._deadlines: dict[int, float] = {}
         self._unapplied = None
-        self._outputs_due = []
+        self._pending_outputs = []
 
     def _reset_scheduler(self) -> None:
         block_size = self.capacity.block_size
@@ -371,7 +375,7 @@ class Engine:
 
     def _apply(self, message: StepMessage) -> list[StepOutput]:
         for ticket, request in message.begin:
-            self._begin(ticket, request)
+            self._start_request(ticket, request)
         outputs = []
         for ticket, reason in message.end:
             for sequence in list(self._unfinished.get(ticket, ())):
@@ -379,7 +383,7 @@ class Engine:
                 outputs.append(self._finish(output, (), output.close(), reason))
         return outputs
 
-    def _begin(
+    def _start_request(
         self,
         ticket: int,
         request: Request,
@@ -402,7 +406,7 @@ class Engine:
             )
 
     def _fits(self, ticket: int, request: Request) -> bool:
-        """Whether a request still fits into the KV cache; forgets it otherwise."""
+        """Whether a request still fits into the KV cache; moves it to `refused` otherwise."""
         try:
             self.check(request)
         except UsageError as error:
@@ -413,25 +417,27 @@ class Engine:
             return False
         return True
 
-    def _continue(
-        self, unfinished: Unfinished, before: abc.Mapping[tuple[int, int], SequenceOutput]
+    def _restore(
+        self, unfinished: Unfinished, old_outputs: abc.Mapping[tuple[int, int], SequenceOutput]
     ) -> None:
-        """Queue an unfinished request with its tokens; rank 0 has the outputs `before` as well."""
+        """Queue an unfinished request with its tokens; on rank 0, also with its old outputs."""
         ticket, request = unfinished.ticket, unfinished.request
         if self.comm.rank == 0 and request.params.grammar is not None:
             self._matchers[ticket] = self._outputs.matchers(request, is_checked=True)
-        self._begin(ticket, request, {each.choice: each.tokens for each in unfinished.choices})
+        self._start_request(
+            ticket, request, {choice.choice: choice.tokens for choice in unfinished.choices}
+        )
         sequences = self._unfinished[ticket]
-        for sequence, each in zip(sequences, unfinished.choices, strict=True):
-            state, sequence.n_found = self._states[sequence], each.n_found
+        for sequence, choice in zip(sequences, unfinished.choices, strict=True):
+            state, sequence.n_found = self._states[sequence], choice.n_found
             if state.history is not None:
-                for token in each.tokens:
+                for token in choice.tokens:
                     state.history.append(token)
             if self.comm.rank == 0:
-                state.output.logprobs += before[ticket, each.choice].logprobs
+                state.output.logprobs += old_outputs[ticket, choice.choice].logprobs
                 self._outputs.replay(state.output)
         if self.comm.rank == 0 and not sequences[0].scores_prompt:
-            scored = before[ticket, sequences[0].number].prompt_logprobs
+            scored = old_outputs[ticket, sequences[0].number].prompt_logprobs
             self._states[sequences[0]].output.prompt_logprobs += scored  # shared by all choices
 
     # Callbacks of the scheduler
@@ -439,26 +445,30 @@ class Engine:
     def _context(self, request: Request) -> bytes:
         """What determines the contents of cached blocks, besides tokens."""
         salt = (request.params.cache_salt or "").encode()
-        # A name that is loaded again, with other weights, gets another number.
+        # A number and not the name: the name may be loaded again with other weights.
         adapter = -1 if request.adapter is None else self.runner.adapters[request.adapter]
         length = base_len(self.runner.args, len(request.prompt))
         return struct.pack("<qq", length, adapter) + salt
 
-    def _draft(self, sequence: Sequence, most: int) -> abc.Sequence[int]:
-        """Draft tokens; none with a grammar, which must accept each token before the next."""
+    def _draft(self, sequence: Sequence, max_drafts: int) -> abc.Sequence[int]:
+        """Draft tokens; none with a grammar, whose mask depends on the token before."""
         if sequence.request.params.grammar is not None:
             return ()
-        most = min(most, self._most_drafts())
-        return self._states[sequence].drafts.draft(sequence.tokens, most) if most > 0 else ()
+        max_drafts = min(max_drafts, self._max_drafts_now())
+        return (
+            self._states[sequence].drafts.draft(sequence.tokens, max_drafts)
+            if max_drafts > 0
+            else ()
+        )
 
-    def _most_drafts(self) -> int:
-        """Maximum draft tokens per sequence in this step; no drafts if not positive."""
+    def _max_drafts_now(self) -> int:
+        """Maximum draft tokens per sequence in this step; may be 0 or negative for none."""
         return min(self.max_drafts, _MAX_ROWS // len(self.scheduler.running) - 1)
 
     # The step
 
     def _with_drafts(self, scheduled: abc.Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
-        """Run the draft model on a step, which has placeholders for its drafts."""
+        """Replace the placeholders of drafts by the drafts of the draft model, if there is one."""
         if self._draft_model is None:
             return list(scheduled)
         requests = []
@@ -469,43 +479,46 @@ class Engine:
         drafts = self._draft_model.run(requests)
         return list(map(self.scheduler.replace_drafts, scheduled, drafts))
 
-    def _wanted_rows(
+    def _output_rows(
         self, scheduled: abc.Sequence[ScheduledTokens]
     ) -> tuple[list[int], list[tuple[SequenceOutput, int, int]]]:
-        """The rows of the batch that are sampled, and those that score the next prompt token.
+        """The rows of the batch that are sampled, and the rows that score the next prompt token.
 
-        Returns: row numbers; and for each row to score (output of the request's first sequence, row
-            number, next prompt token).
+        Returns: the sampled rows; for each scored row, the output of the request's first sequence,
+            the row, and the next prompt token.
         """
-        drawing: list[int] = []
-        scoring = []
-        first = 0
+        sampled_rows: list[int] = []
+        scored = []
+        first_row = 0
         for item in scheduled:
-            after = first + len(item.tokens)
+            stop_row = first_row + len(item.tokens)
             if item.draws:
-                drawing += range(after - 1 - item.n_drafts, after)
+                sampled_rows += range(stop_row - 1 - item.n_drafts, stop_row)
             output, prompt = self._states[item.sequence].output, item.request.prompt
             if item.sequence.scores_prompt:
                 stop = min(item.start + len(item.tokens), len(prompt) - 1)
-                for at in range(max(item.start, len(output.prompt_logprobs)), stop):
-                    scoring.append((output, first + at - item.start, prompt[at + 1]))
-            first = after
-        return drawing, scoring
+                for position in range(max(item.start, len(output.prompt_logprobs)), stop):
+                    scored.append((output, first_row + position - item.start, prompt[position + 1]))
+            first_row = stop_row
+        return sampled_rows, scored
 
     def _score_prompts(
-        self, wanted: abc.Sequence[tuple[SequenceOutput, int, int]], hidden: Tensor
+        self, rows: abc.Sequence[tuple[SequenceOutput, int, int]], hidden: Tensor
     ) -> None:
-        for start in range(0, len(wanted), SCORE_ROWS):
-            part = wanted[start : start + SCORE_ROWS]
+        for start in range(0, len(rows), SCORE_ROWS):
+            rows_at_once = rows[start : start + SCORE_ROWS]
             scored = score_tokens(
-                self.runner.logits(hidden[start : start + len(part)]),
+                self.runner.logits(hidden[start : start + len(rows_at_once)]),
                 self.runner.shard.vocab,
-                torch.tensor([target for _, _, target in part], device=hidden.device),
-                [output.sequence.request.params.prompt_logprobs or 0 for output, _, _ in part],
+                torch.tensor([target for _, _, target in rows_at_once], device=hidden.device),
+                [
+                    output.sequence.request.params.prompt_logprobs or 0
+                    for output, _, _ in rows_at_once
+                ],
                 self.comm,
             )
-            for (output, _, _), one in zip(part, scored, strict=True):
-                output.prompt_logprobs.append(self._outputs.with_texts(one))
+            for (output, _, _), token_logprob in zip(rows_at_once, scored, strict=True):
+                output.prompt_logprobs.append(self._outputs.with_texts(token_logprob))
 
     def _sample(
         self, drawing: abc.Sequence[ScheduledTokens], logits: Logits
@@ -513,7 +526,8 @@ class Engine:
         """Draw the tokens of each sequence: one after its last token and one after each draft.
 
         A sequence gets fewer tokens if a row has no allowed token. If the device draws the tokens
-        and the next step needs nothing else, the next step is launched before the host reads them.
+        and the next step needs nothing from the host, the next step is launched before the host
+        reads the tokens.
         """
         masks = self._exchange_masks(drawing)
         draws = []
@@ -521,16 +535,17 @@ class Engine:
             state = self._states[item.sequence]
             mask = both(masks.get(item.sequence), state.allowed)
             draws.append(sampling_rows_of(item, state.history, mask))
-        flat = [draw for own in draws for draw in own]
-        if logits.drawn is not None and self._may_prepare_next(flat):
+        all_draws = [draw for draws_of_sequence in draws for draw in draws_of_sequence]
+        if logits.drawn is not None and self._may_prepare_next(all_draws):
             return [
-                [drawn] for drawn in self._read_after_launch(drawing, flat, logits, logits.drawn)
+                [drawn]
+                for drawn in self._launch_then_read(drawing, all_draws, logits, logits.drawn)
             ]
-        is_greedy = all(draw.params.is_greedy for draw in flat)
+        is_greedy = all(draw.params.is_greedy for draw in all_draws)
         best = logits.largest if logits.drawn is None and is_greedy else logits.drawn
         return draw_each(logits.values, self.runner.shard.vocab, draws, self.comm, best)
 
-    def _read_after_launch(
+    def _launch_then_read(
         self,
         drawing: abc.Sequence[ScheduledTokens],
         draws: abc.Sequence[SamplingRow],
@@ -545,20 +560,20 @@ class Engine:
             self._clock.lap("sample_s")
             self._in_flight = self._launch(drawing, pending.tokens)
             self._clock.lap("forward_s")  # the next step's, counted in this step
-        found, were_known = pending.read()
-        if not were_known:
-            self._in_flight = None  # it ran a wrong token and must run again
-        return found
+        tokens, are_as_launched = pending.read()
+        if not are_as_launched:
+            self._in_flight = None  # that step has a wrong token and must run again
+        return tokens
 
     def _may_prepare_next(self, draws: abc.Sequence[SamplingRow]) -> bool:
         """Whether the next step will run exactly the tokens that these rows draw."""
-        is_plain = self._most_drafts() <= 0 and len(draws) == len(self.scheduler.running)
+        is_plain = self._max_drafts_now() <= 0 and len(draws) == len(self.scheduler.running)
         return self.runner.draws_on_device and is_plain and all(map(can_pend, draws))
 
     def _sampling_keys_of(
         self, items: abc.Iterable[ScheduledTokens], n_later: int = 0
     ) -> list[SamplingKey]:
-        """The keys of these sequences' draws; empty if the device does not draw."""
+        """The sampling keys of these sequences; empty if the device does not sample."""
         if not self.runner.draws_on_device:
             return []
         return [row for item in items for row in sampling_keys_of(item, n_later)]
@@ -570,43 +585,49 @@ class Engine:
         return _InFlightStep([item.sequence for item in items], logits)
 
     def _exchange_masks(self, drawing: abc.Sequence[ScheduledTokens]) -> dict[Sequence, bytes]:
-        """The mask of the tokens that each sequence's grammar allows, from rank 0."""
-        bound = [item.sequence for item in drawing if item.request.params.grammar is not None]
-        if not bound:
+        """Broadcast, from rank 0, the mask of the tokens that each sequence's grammar allows."""
+        with_grammar = [
+            item.sequence for item in drawing if item.request.params.grammar is not None
+        ]
+        if not with_grammar:
             return {}
         masks, vocab_size = None, self.runner.args.vocab_size
         if self.comm.rank == 0:
-            outputs = (self._states[sequence].output for sequence in bound)
+            outputs = (self._states[sequence].output for sequence in with_grammar)
             masks = b"".join(output.grammar_mask(vocab_size) for output in outputs)
         message = broadcast_bytes(self.comm, masks)
-        width = len(message) // len(bound)
-        return {each: message[n * width : (n + 1) * width] for n, each in enumerate(bound)}
+        width = len(message) // len(with_grammar)
+        return {
+            sequence: message[n * width : (n + 1) * width]
+            for n, sequence in enumerate(with_grammar)
+        }
 
     def _commit_outputs(
         self, drawing: abc.Sequence[ScheduledTokens], drawn: abc.Sequence[list[SampledToken]]
     ) -> list[StepOutput]:
-        """Commit the tokens that rank 0 keeps, on all ranks, and finish the sequences that end.
+        """Commit the tokens that rank 0 accepts, and finish the sequences that end, on all ranks.
 
         Collective: one broadcast.
         """
         texts = [""] * len(drawing)
-        width = max((len(own) for own in drawn), default=0)
+        width = max((len(sampled) for sampled in drawn), default=0)
         rows = [[0] * (2 + width)] * len(drawing)
         if self.comm.rank == 0:
-            for row, (item, own) in enumerate(zip(drawing, drawn, strict=True)):
+            for row, (item, sampled) in enumerate(zip(drawing, drawn, strict=True)):
                 output = self._states[item.sequence].output
-                tokens = [one.token for one in own]
+                tokens = [draw.token for draw in sampled]
                 ids, texts[row], end = self._outputs.check_stop(output, item, tokens)
                 rows[row] = [end, len(ids), *ids, *[0] * (width - len(ids))]
         if self.comm.size > 1:
             rows = self.comm.broadcast(torch.tensor(rows, dtype=torch.int64)).tolist()
         outputs = []
-        for row, (item, own) in enumerate(zip(drawing, drawn, strict=True)):
+        for row, (item, sampled) in enumerate(zip(drawing, drawn, strict=True)):
             end, n_kept, *ids = rows[row]
-            kept = own[:n_kept]
-            if [one.token for one in kept] != ids[:n_kept]:
+            kept = sampled[:n_kept]
+            tokens = [draw.token for draw in kept]
+            if tokens != ids[:n_kept]:
                 raise RuntimeError(
-                    f"rank {self.comm.rank} drew tokens {[one.token for one in kept]} for request "
+                    f"rank {self.comm.rank} drew tokens {tokens} for request "
                     f"{item.request.index} and rank 0 drew {ids[:n_kept]}: {DISAGREE}"
                 )
             outputs.append(self._append(item, kept, texts[row], REASONS.get(end)))
@@ -620,12 +641,12 @@ class Engine:
         reason: FinishReason | None,
     ) -> StepOutput:
         state = self._states[item.sequence]
-        ids = tuple(one.token for one in kept)
-        for one in kept:
+        ids = tuple(draw.token for draw in kept)
+        for draw in kept:
             if state.history is not None:
-                state.history.append(one.token)
-            if one.logprobs is not None:
-                state.output.logprobs.append(self._outputs.with_texts(one.logprobs))
+                state.history.append(draw.token)
+            if draw.logprobs is not None:
+                state.output.logprobs.append(self._outputs.with_texts(draw.logprobs))
         state.drafts.update(item.n_drafts, max(0, len(kept) - 1))
         self.scheduler.commit(item, ids)
         return self._finish(state.output, ids, text, reason)
@@ -647,13 +668,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class _InFlightStep:
-    """A launched step, with one token and one row of logits for each sequence."""
+    """A step that was launched before the previous step's tokens were read.
+
+    It has one token and one row of logits for each sequence.
+    """
 
     sequences: abc.Sequence[Sequence]
     logits: Logits
 
-    def of(self, scheduled: abc.Sequence[ScheduledTokens]) -> Logits:
-        """The rows of the scheduled sequences: some may have ended since the launch."""
+    def logits_of(self, scheduled: abc.Sequence[ScheduledTokens]) -> Logits:
+        """The logits of the scheduled sequences; other sequences have ended since the launch."""
         if len(scheduled) == len(self.sequences):
             return self.logits
         return self.logits.rows([self.sequences.index(item.sequence) for item in scheduled])

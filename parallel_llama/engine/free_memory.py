@@ -1,4 +1,4 @@
-"""Memory that this process has freed and its C library still holds."""
+"""Controls the memory that this process has freed and that glibc keeps for reuse."""
 
 import ctypes
 
@@ -6,8 +6,8 @@ import ctypes
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 # The largest M_MMAP_THRESHOLD that glibc accepts.
-_KEPT_PER_TENSOR = 32 << 20
-_KEPT_IN_ALL = 256 << 20
+_MAX_KEPT_TENSOR = 32 << 20
+_MAX_KEPT_TOTAL = 256 << 20
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -23,12 +23,12 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def n_kept_bytes() -> int:
-    """Bytes that are free in the C library's arenas; 0 if unknown."""
-    read = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc's from 2.33 on
-    if read is None:
+    """The free bytes in the C library's arenas; 0 if unknown."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc's from 2.33 on
+    if mallinfo2 is None:
         return 0
-    read.restype = _Mallinfo2
-    return int(read().fordblks)
+    mallinfo2.restype = _Mallinfo2
+    return int(mallinfo2().fordblks)
 
 
 def give_back_memory() -> None:
@@ -45,5 +45,5 @@ def keep_freed_memory() -> None:
     time.
     """
     if set_option := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
-        set_option(_M_MMAP_THRESHOLD, _KEPT_PER_TENSOR)
-        set_option(_M_TRIM_THRESHOLD, _KEPT_IN_ALL)
+        set_option(_M_MMAP_THRESHOLD, _MAX_KEPT_TENSOR)
+        set_option(_M_TRIM_THRESHOLD, _MAX_KEPT_TOTAL)

@@ -1,6 +1,6 @@
-"""Builds requests from all forms of prompts and from parameters: adds defaults, validates.
+"""Turns prompts and sampling parameters into validated requests, with the model's defaults.
 
-It needs no weights, so a prompt that is too long fails at once. Imports no torch.
+It needs no weights, so an invalid prompt fails at once. Without torch.
 """
 
 import logging
@@ -39,30 +39,30 @@ from parallel_llama.tokenizer import (
     load_chat_template,
     load_tokenizer,
 )
-from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, has_marks
+from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, has_markers
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
 
 Prompt = str | Sequence[int] | Sequence[Message] | Chat | Mapping[str, Any]
 Prompts = Prompt | Iterable[Prompt]
 
-_TAKEN = (
+_ACCEPTED_FORMS = (
     "a string, a list of token ids, a conversation (a list of messages), "
     '{"prompt": ..}, {"prompt_token_ids": ..}, or a list of these'
 )
 
 
-def as_prompts(given: Prompts) -> list[str | list[int] | Chat]:
+def as_prompts(value: Prompts) -> list[str | list[int] | Chat]:
     """Convert a prompt or several prompts to a list of strings, token ids or chats.
 
     Raises: UsageError, which lists the accepted forms, for anything else.
     """
-    if isinstance(given, _SINGLE):
-        return [as_prompt(given)]
-    items = items_of(given)
-    if items is None and isinstance(given, Iterable):
-        items = list(given)
+    if isinstance(value, _SINGLE_TYPES):
+        return [as_prompt(value)]
+    items = items_of(value)
+    if items is None and isinstance(value, Iterable):
+        items = list(value)
     if items is None:
-        raise UsageError(f"prompts cannot be {_shown(given)}; give {_TAKEN}")
+        raise UsageError(f"prompts cannot be {_shown(value)}; give {_ACCEPTED_FORMS}")
     if _is_single(items):
         return [as_prompt(items)]
     prompts = []
@@ -74,24 +74,24 @@ def as_prompts(given: Prompts) -> list[str | list[int] | Chat]:
     return prompts
 
 
-def as_prompt(given: object) -> str | list[int] | Chat:
+def as_prompt(value: object) -> str | list[int] | Chat:
     """Convert one prompt to a string, token ids or a chat.
 
     Raises: UsageError, which lists the accepted forms, for anything else.
     """
-    if isinstance(given, str | Chat):
-        return given
-    if isinstance(given, Mapping):
-        return _from_mapping(given)
-    items = None if isinstance(given, bytes | set | frozenset) else items_of(given)
+    if isinstance(value, str | Chat):
+        return value
+    if isinstance(value, Mapping):
+        return _from_mapping(value)
+    items = None if isinstance(value, bytes | set | frozenset) else items_of(value)
     if items is None:
-        raise UsageError(f"a prompt cannot be {_shown(given)}; give {_TAKEN}")
+        raise UsageError(f"a prompt cannot be {_shown(value)}; give {_ACCEPTED_FORMS}")
     if items and isinstance(items[0], Mapping):
         return Chat(items)
     return [_token(item) for item in items]
 
 
-_SINGLE = (str, bytes, Mapping, set, frozenset, Chat)
+_SINGLE_TYPES = (str, bytes, Mapping, set, frozenset, Chat)
 
 
 def _is_single(items: list[Any]) -> bool:
@@ -103,14 +103,14 @@ def _is_single(items: list[Any]) -> bool:
     return whole_number(items[0]) is not None
 
 
-def _from_mapping(given: Mapping[str, Any]) -> str | list[int] | Chat:
-    keys = [key for key in ("prompt", "prompt_token_ids") if key in given]
-    if len(keys) != 1 or len(given) != 1:
+def _from_mapping(mapping: Mapping[str, Any]) -> str | list[int] | Chat:
+    keys = [key for key in ("prompt", "prompt_token_ids") if key in mapping]
+    if len(keys) != 1 or len(mapping) != 1:
         raise UsageError(
-            f"a prompt has the keys {', '.join(map(str, given))[:200] or '(none)'}; give "
+            f"a prompt has the keys {', '.join(map(str, mapping))[:200] or '(none)'}; give "
             '{"prompt": "..."} or {"prompt_token_ids": [..]}, and settings as SamplingParams'
         )
-    value = given[keys[0]]
+    value = mapping[keys[0]]
     if keys == ["prompt"] and not isinstance(value, str):
         raise UsageError(f'{{"prompt": {_shown(value)}}} must be a string')
     if keys == ["prompt_token_ids"] and items_of(value) is None:
@@ -121,7 +121,7 @@ def _from_mapping(given: Mapping[str, Any]) -> str | list[int] | Chat:
 def _token(value: object) -> int:
     token = whole_number(value)
     if token is None:
-        raise UsageError(f"token {_shown(value)} is not a whole number; give {_TAKEN}")
+        raise UsageError(f"token {_shown(value)} is not a whole number; give {_ACCEPTED_FORMS}")
     return token
 
 
@@ -135,9 +135,11 @@ logger = logging.getLogger(__name__)
 class InputProcessor:
     """The text side of one model: its tokenizer, chat template, sampling defaults and limits.
 
-    `max_seq_len` lowers the model's context. `seed` is used for requests without a seed; if it is
-    None, each call draws a new seed. With `attention_sinks`, that many first tokens stay visible,
-    and sequences may be longer than the context.
+    Args:
+        max_seq_len: lowers the model's context.
+        seed: for requests without a seed; by default each call draws a new seed.
+        attention_sinks: the number of first tokens that stay visible, so that sequences may be
+            longer than the context.
 
     Raises: UsageError if `max_seq_len` is beyond the model's context, or the model does not support
     attention sinks.
@@ -163,7 +165,7 @@ class InputProcessor:
 
     @property
     def longest(self) -> int:
-        """Maximum length of a sequence if its request sets max_tokens."""
+        """The maximum length of a sequence whose request sets max_tokens."""
         return MAX_SIZES["max_seq_len"] if self.args.attention_sinks else self.max_seq_len
 
     @cached_property
@@ -190,13 +192,13 @@ class InputProcessor:
         return load_chat_template(self.files.path, self.tokenizer)
 
     @cached_property
-    def has_marks(self) -> bool:
-        """Whether the model marks reasoning and tool calls in its answers to chats."""
-        return self.chat_template is not None and has_marks(self.chat_template.template_text)
+    def has_markers(self) -> bool:
+        """Whether the model's answers to chats have markers for reasoning or tool calls."""
+        return self.chat_template is not None and has_markers(self.chat_template.template_text)
 
     def answer_reader(self, prompt: Sequence[int]) -> AnswerReader | None:
-        """A reader of the answer to a chat; None if the model's answers have no marks."""
-        if self.chat_template is None or not self.has_marks:
+        """A reader of the answer to a chat; None if the model's answers have no markers."""
+        if self.chat_template is None or not self.has_markers:
             return None
         last = self.tokenizer.decode(prompt[-1:], skip_special=False)
         return answer_reader(self.chat_template.template_text, last)
@@ -211,27 +213,27 @@ class InputProcessor:
 
         They start again on demand.
         """
-        used = vars(self)  # properties that have been read
-        if "tokenizer" in used:
+        cached = vars(self)  # cached properties that have been read
+        if "tokenizer" in cached:
             self.tokenizer.close()
-        if isinstance(used.get("chat_template"), JinjaChat):
-            used["chat_template"].close()
-        if "grammars" in used:
+        if isinstance(cached.get("chat_template"), JinjaChat):
+            cached["chat_template"].close()
+        if "grammars" in cached:
             self.grammars.close()
 
     @cached_property
     def defaults(self) -> GenerationDefaults:
         return load_generation_defaults(self.files)
 
-    def sampling_params(self, **given: Any) -> SamplingParams:
-        """The model's default sampling parameters, overridden by the given ones.
+    def sampling_params(self, **overrides: Any) -> SamplingParams:
+        """The model's default sampling parameters, overridden by `overrides`.
 
         Raises: UsageError for a value out of range, naming the model if the value is the model's.
         """
         try:
-            return SamplingParams(**{**self.defaults.sampling, **given})
+            return SamplingParams(**{**self.defaults.sampling, **overrides})
         except UsageError as error:
-            SamplingParams(**given)
+            SamplingParams(**overrides)
             raise UsageError(
                 f"the model's own settings, in {self.files.path}: {error}; or give a value instead"
             ) from error
@@ -244,33 +246,35 @@ class InputProcessor:
     ) -> list[Request]:
         """Requests for one prompt or several, in any accepted form.
 
-        `params` and `adapter` are for all prompts, or a list with one for each.
+        `params` and `adapter` are one value for all prompts, or a list with one value per prompt.
 
         Raises: UsageError naming the prompt that is invalid, empty, too long or not for this model.
         """
-        given = as_prompts(prompts)
+        prompt_list = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or self.sampling_params()] * len(given)
-        if len(params) != len(given):
+            params = [params or self.sampling_params()] * len(prompt_list)
+        if len(params) != len(prompt_list):
             raise UsageError(
-                f"{len(given)} prompts and {len(params)} sampling params; give one for each prompt"
+                f"{len(prompt_list)} prompts and {len(params)} sampling params; give one per prompt"
             )
-        adapters = [adapter] * len(given) if isinstance(adapter, str | None) else [*adapter]
-        if len(adapters) != len(given):
+        adapters = [adapter] * len(prompt_list) if isinstance(adapter, str | None) else [*adapter]
+        if len(adapters) != len(prompt_list):
             raise UsageError(
-                f"{len(given)} prompts and {len(adapters)} adapters; give one for each prompt"
+                f"{len(prompt_list)} prompts and {len(adapters)} adapters; give one for each prompt"
             )
         seed = self.run_seed()
         requests = []
-        for index, (prompt, own, name) in enumerate(zip(given, params, adapters, strict=True)):
+        for index, (prompt, own_params, name) in enumerate(
+            zip(prompt_list, params, adapters, strict=True)
+        ):
             try:
-                requests.append(self.request(index, prompt, own, seed, name))
+                requests.append(self.request(index, prompt, own_params, seed, name))
             except UsageError as error:
                 raise UsageError(f"prompt {index}: {error}") from error
         return requests
 
     def run_seed(self) -> int:
-        """The seed for requests without one: the given seed, else a new one."""
+        """The seed for requests without a seed: `seed`, or a new random seed."""
         return new_seed() if self.seed is None else self.seed
 
     def request(
@@ -283,9 +287,9 @@ class InputProcessor:
         *,
         is_interactive: bool = False,
     ) -> Request:
-        """The request for one prompt; without a seed, it gets one from `run_seed` and `index`.
+        """The request for one prompt. Without a seed, its seed follows from `run_seed` and `index`.
 
-        Whether the adapter is loaded is checked by the engine.
+        The engine checks whether the adapter is loaded.
 
         Raises: UsageError for a prompt or parameters that this model does not support.
         """
@@ -294,7 +298,7 @@ class InputProcessor:
         limit = self.max_seq_len if params.max_tokens is None else self.longest
         if params.max_tokens is None and self.n_cache_tokens is not None:
             limit = min(limit, self.n_cache_tokens)
-        most = resolve_max_tokens(len(tokens), params, limit)
+        max_tokens = resolve_max_tokens(len(tokens), params, limit)
         self.check_sequence(tokens)
         if not self.has_tokenizer:
             for name in ("stop", "bad_words", "grammar"):
@@ -312,10 +316,10 @@ class InputProcessor:
         return Request(
             index,
             tokens,
-            replace(params, max_tokens=most),
+            replace(params, max_tokens=max_tokens),
             resolve_seed(params, self.run_seed() if run_seed is None else run_seed, index),
             resolve_stop_ids(params, self._eos_ids),
-            self._spellings(params.bad_words),
+            self._token_sequences(params.bad_words),
             adapter,
             is_interactive,
         )
@@ -335,7 +339,9 @@ class InputProcessor:
         if not items:
             raise UsageError("give a conversation, a list of messages, or a list of conversations")
         conversations = [items] if isinstance(items[0], Mapping) else items
-        return [Chat(each, tools, documents, template_vars) for each in conversations]
+        return [
+            Chat(conversation, tools, documents, template_vars) for conversation in conversations
+        ]
 
     def check_ids(self, name: str, ids: Iterable[int]) -> None:
         """Raises: UsageError for an id outside the vocabulary."""
@@ -345,16 +351,16 @@ class InputProcessor:
                 f"0 to {self.args.vocab_size - 1}"
             )
 
-    def _spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The ids of each word, at the beginning of a text and after a space."""
-        found: dict[tuple[int, ...], None] = {}
+    def _token_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each word, at the beginning of a text and after a space."""
+        sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip(" ")):
-                found[tuple(self.tokenizer.encode(text, bos=False, special=False))] = None
-        return tuple(filter(None, found))
+                sequences[tuple(self.tokenizer.encode(text, bos=False, special=False))] = None
+        return tuple(filter(None, sequences))
 
     def check_sequence(self, tokens: Sequence[int]) -> None:
-        """Check token ids; there is no limit on their number.
+        """Check token ids, but not their number.
 
         Raises: UsageError for an empty sequence, and for an invalid id.
         """
@@ -385,7 +391,7 @@ class InputProcessor:
         return tuple(self.chat_template.encode(prompt))
 
     def text_of(self, prompt: str | list[int] | Chat, request: Request) -> str | None:
-        """A prompt as text, a chat as its template renders it; None for token ids."""
+        """The text of a prompt, rendered by the template for a chat; None for token ids."""
         if isinstance(prompt, Chat):
             return self.tokenizer.decode(request.prompt, skip_special=False)
         return prompt if isinstance(prompt, str) else None

@@ -1,4 +1,4 @@
-"""Finds flipped bits while the engine runs, and names the rank whose memory is faulty.
+"""Detects flipped bits while the engine runs, and names the rank with the faulty memory.
 
 Four checks run beside the steps, on the CPU:
 
@@ -38,7 +38,7 @@ from parallel_llama.model.weights import stored_weights
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import IntegrityError, differing_ranks
 
-# The time for comparing memory, as a fraction of the time of steps.
+# The time for comparisons, as a fraction of the time of steps.
 _TIME_FRACTION = 0.002
 
 # A comparison that exceeds its time delays later comparisons by the excess, up to this time.
@@ -53,7 +53,7 @@ _MEMORY_STEPS = 8
 _EXCHANGE_STEPS = 64
 
 # A larger residual stream is digested immediately: copies of several would take much memory.
-_UNREAD_BYTES = 1 << 20
+_MAX_UNDIGESTED_BYTES = 1 << 20
 
 # The words that are summed at once, in some 20 microseconds.
 _WORDS = (128 << 10) // 8
@@ -87,16 +87,18 @@ class IntegrityCheck:
         self._rotation: Iterator[str | None] = iter(())
         self._n_steps = self._digest = 0
         self._time_left_s = 0.0
-        # Of the forward passes since `_read`: the slots in each KV group, and the residual stream.
-        self._unread: list[tuple[Sequence[Sequence[int]], bytes]] = []
+        # Of forward passes that are not digested: the slots in each KV group, the residual stream.
+        self._undigested: list[tuple[Sequence[Sequence[int]], bytes]] = []
         self._residual = b""  # of the last forward pass
         self._failure: IntegrityError | None = None
 
-    def forwarded(self, slots: Sequence[Sequence[int]], residual: memoryview) -> None:
+    def record_step(self, slots: Sequence[Sequence[int]], residual: memoryview) -> None:
         """Record what a forward pass wrote.
 
-        `slots` has the slots of its tokens in each KV group. `residual` is the residual stream
-        after the last block, which the next step may overwrite.
+        Args:
+            slots: the slots of its tokens in each KV group.
+            residual: the bytes of the residual stream after the last block; copied, because the
+                next step may overwrite them.
 
         Raises: IntegrityError, again, if one was raised before.
         """
@@ -104,12 +106,12 @@ class IntegrityCheck:
             raise self._failure
         # Without numpy and torch: a step evicts their code from the CPU's caches, which makes a
         # call ten times slower.
-        self._unread.append((slots, bytes(residual)))
-        if len(self._unread) > _MEMORY_STEPS or len(residual) > _UNREAD_BYTES:
-            self._read()
+        self._undigested.append((slots, bytes(residual)))
+        if len(self._undigested) > _MEMORY_STEPS or len(residual) > _MAX_UNDIGESTED_BYTES:
+            self._digest_steps()
 
     def after_step(self, seconds: float) -> None:
-        """Compare a part of the memory, after a step that took this time.
+        """Compare a part of the memory, after a step that took `seconds`.
 
         Raises: IntegrityError for memory that has changed; on all ranks, if ranks differ.
         Collective: in every 64th step one all_gather, and those of `ProductCheck.compare`.
@@ -118,7 +120,7 @@ class IntegrityCheck:
         self._time_left_s += seconds * _TIME_FRACTION
         if self._n_steps % _MEMORY_STEPS:
             return
-        self._read()
+        self._digest_steps()
         if self._n_steps % _EXCHANGE_STEPS == 0 and self._comm.size > 1:
             self._compare_ranks()
         now_s = time.perf_counter()
@@ -138,28 +140,28 @@ class IntegrityCheck:
 
     def forget_blocks(self) -> None:
         """Drop the sums of the KV cache: a forward pass that failed may have written any block."""
-        self._unread.clear()
+        self._undigested.clear()
         for sums in self._blocks:
             sums.forget()
 
     def compare_all(self) -> None:
-        """Compare all memory, to explain NaN or Inf.
+        """Compare all memory, to find the cause of NaN or Inf.
 
         Raises: IntegrityError for memory that has changed.
         """
-        self._read()
+        self._digest_steps()
         for finding in _findings({**self._weights, **self._adapters}, self._blocks):
             if finding is not None:
                 raise self._error(finding)
 
-    def _read(self) -> None:
-        """Add what the last forward passes wrote to the digest and to the blocks without sums."""
-        for slots, residual in self._unread:
-            for sums, own in zip(self._blocks, slots, strict=True):
-                sums.update(own)
+    def _digest_steps(self) -> None:
+        """Digest the recorded residual streams, and update the blocks that were written."""
+        for slots, residual in self._undigested:
+            for sums, slots_of_group in zip(self._blocks, slots, strict=True):
+                sums.update(slots_of_group)
             self._digest = zlib.crc32(residual, self._digest)
             self._residual = residual
-        self._unread.clear()
+        self._undigested.clear()
 
     def _compare_part(self) -> None:
         """Take the sum of a block that has none, and compare the next part of memory.
@@ -199,19 +201,19 @@ class _StoredSums:
 
     def __init__(self, values: Tensor) -> None:
         assert values.is_contiguous()
-        own = values.view(-1).view(torch.uint8).numpy()
-        n_whole = len(own) // 8 * 8
-        words = own[:n_whole].view(np.uint64)
+        data = values.view(-1).view(torch.uint8).numpy()
+        n_whole = len(data) // 8 * 8
+        words = data[:n_whole].view(np.uint64)
         self._parts = [words[start : start + _WORDS] for start in range(0, len(words), _WORDS)]
-        if n_whole < len(own):
-            self._parts.append(own[n_whole:])
+        if n_whole < len(data):
+            self._parts.append(data[n_whole:])
         self._sums = [_sum(part) for part in self._parts]
 
     @property
     def n_parts(self) -> int:
         return len(self._parts)
 
-    def is_sound(self, number: int) -> bool:
+    def is_unchanged(self, number: int) -> bool:
         return _sum(self._parts[number]) == self._sums[number]
 
 
@@ -249,7 +251,7 @@ class _BlockSums:
         """The blocks that have a sum."""
         return list(self._sums)
 
-    def is_sound(self, block: int) -> bool:
+    def is_unchanged(self, block: int) -> bool:
         """Whether a block has not changed since its sum was taken, or has no sum any more."""
         return block not in self._sums or self._sum_of(block) == self._sums[block]
 
@@ -261,15 +263,15 @@ class _BlockSums:
 def _findings(
     weights: Mapping[str, _StoredSums], caches: Sequence[_BlockSums]
 ) -> Iterator[str | None]:
-    """Compare all memory. Yields: for each part what is wrong, or None."""
+    """Compare all memory. Yields: for each part, the fault or None."""
     for name, stored in weights.items():
         for number in range(stored.n_parts):
-            is_sound = stored.is_sound(number)
-            yield None if is_sound else f"{name} has changed in memory since it was loaded"
+            is_unchanged = stored.is_unchanged(number)
+            yield None if is_unchanged else f"{name} has changed in memory since it was loaded"
     for sums in caches:
         for block in sums.blocks():
-            is_sound = sums.is_sound(block)
-            yield None if is_sound else f"block {block} of its KV cache has changed in memory"
+            is_unchanged = sums.is_unchanged(block)
+            yield None if is_unchanged else f"block {block} of its KV cache has changed in memory"
 
 
 def _sum(words: Words) -> int:

@@ -1,4 +1,4 @@
-"""The size of the KV cache, from the free memory of all ranks."""
+"""Computes the size of the KV cache from the free memory of all ranks."""
 
 import hashlib
 import math
@@ -41,11 +41,14 @@ def _gib(n_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The size of the KV cache, the same on every rank.
+    """The size of the KV cache, equal on every rank.
 
-    `n_blocks` are the blocks of each KV group. `windows` is the number of keys that a token sees in
-    each KV group, None for all, in addition to the first `n_sinks` tokens of a sequence. `n_bytes`
-    is the size on the rank with the largest cache.
+    Args:
+        n_blocks: the blocks of each KV group.
+        n_bytes: the size on the rank with the largest cache.
+        windows: the number of keys that a token sees in each KV group, besides attention sinks;
+            None for full attention.
+        n_sinks: the number of attention sinks.
     """
 
     n_blocks: tuple[int, ...]
@@ -75,7 +78,12 @@ class Capacity:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Free bytes of a rank's device, and a number that identifies its GPU; 0 for the CPU."""
+    """The free memory of a rank's device.
+
+    Args:
+        n_free: in bytes.
+        gpu: a number that identifies the GPU; 0 for the CPU.
+    """
 
     n_free: int
     gpu: int = 0
@@ -94,9 +102,10 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The bytes that a rank may take, and the bytes of its weights and of its working memory.
+    """The bytes that the user allows a rank, and how many it needs besides the KV cache.
 
-    `working` has the bytes of everything except weights and KV cache; see `memory.working_bytes`.
+    Args:
+        working: everything except weights and KV cache; see `memory.working_bytes`.
     """
 
     total: int
@@ -110,12 +119,16 @@ class MemoryLimit:
 
 
 class CacheSize:
-    """The wanted size of each rank's KV cache: `n_bytes`, or as much as fits.
+    """The requested size of each rank's KV cache, which `agree` turns into a `Capacity`.
 
-    `max_seq_len` is the length of the longest sequences, `working` the bytes that each rank's GPU
-    must keep free (empty on the CPU), `step_tokens` the maximum tokens per step, `limits` the
-    memory that the user gives each rank (empty for no limit). `draft_bytes` are the bytes per token
-    of a draft model's KV cache, for each rank and each KV group of the model.
+    Args:
+        n_bytes: the size on each rank; None for as much as fits.
+        max_seq_len: the length of the longest sequences.
+        working: the bytes that each rank's GPU must keep free; empty on the CPU.
+        step_tokens: maximum tokens per step.
+        limits: the memory that the user allows each rank; empty without limits.
+        draft_bytes: the bytes per token of a draft model's KV cache, by rank and by KV group of the
+            model.
 
     Raises: UsageError if `n_bytes` is less than one block of each KV group, or a rank's limit is
     less than its weights, the wanted cache and its working memory together.
@@ -125,7 +138,7 @@ class CacheSize:
         self,
         args: ModelArgs,
         plan: ShardPlan,
-        form: KVFormat,
+        kv_format: KVFormat,
         block_size: int,
         n_bytes: int | None,
         max_seq_len: int,
@@ -139,14 +152,14 @@ class CacheSize:
         self._working, self._step_tokens = working or [0] * plan.tp_size, step_tokens
         self.args, self.max_seq_len = args, max_seq_len
         self.block_size, self.n_bytes = block_size, n_bytes
-        token_bytes = [kv_bytes_per_token(args, shard, form) for shard in plan.shards]
+        token_bytes = [kv_bytes_per_token(args, shard, kv_format) for shard in plan.shards]
         for rank, drafts in enumerate(draft_bytes):
             token_bytes[rank] = tuple(map(add, token_bytes[rank], drafts))
-        self._block_bytes = [[n * block_size for n in own] for own in token_bytes]
-        widest = max(map(sum, self._block_bytes))
-        if n_bytes is not None and n_bytes < widest:
+        self._block_bytes = [[n * block_size for n in group_bytes] for group_bytes in token_bytes]
+        largest = max(map(sum, self._block_bytes))
+        if n_bytes is not None and n_bytes < largest:
             raise UsageError(
-                f"kv_cache_bytes={n_bytes}, but one block of {block_size} tokens takes {widest} "
+                f"kv_cache_bytes={n_bytes}, but one block of {block_size} tokens takes {largest} "
                 "bytes on a rank; raise kv_cache_bytes, lower block_size, or use more ranks"
             )
         self._limits = limits
@@ -161,14 +174,14 @@ class CacheSize:
         for rank, limit in enumerate(self._limits):
             cache = sum(map(mul, sizes, self._block_bytes[rank]))
             if cache > limit.cache:
-                lower = ", lower kv_cache_bytes" if self.n_bytes else ""
+                remedy = ", lower kv_cache_bytes" if self.n_bytes else ""
                 raise UsageError(
                     f"rank {rank} of {len(self._limits)} needs "
                     f"{_gib(limit.total - limit.cache + cache)} GiB, and its entry in memory is "
                     f"{_gib(limit.total)} GiB: {_gib(limit.weights)} for weights, {_gib(cache)} "
                     f"for the KV cache of {n_blocks * self.block_size} tokens, "
                     f"{_gib(limit.working)} for its process and the tensors of a step; raise its "
-                    f"entry{lower}, use --quant int8, a smaller dtype or more ranks"
+                    f"entry{remedy}, use --quant int8, a smaller dtype or more ranks"
                 )
 
     def require_room(
@@ -179,69 +192,74 @@ class CacheSize:
         Raises: UsageError, on all ranks, naming a rank whose GPU is too small.
         Collective: one all_gather.
         """
-        for rank, (n_free, _) in enumerate(self._agreed(comm, memory)):
+        for rank, (n_free, _) in enumerate(self._gather_free(comm, memory)):
             cache, working = self.n_bytes or sum(self._block_bytes[rank]), self._working[rank]
             needed = weights[rank] + cache + working
             if needed > n_free:
-                lower = " or lower kv_cache_bytes" if self.n_bytes else ""
+                remedy = " or lower kv_cache_bytes" if self.n_bytes else ""
                 raise UsageError(
                     f"rank {rank} of {comm.size} needs {needed} bytes of its GPU, which has "
                     f"{n_free} free: {weights[rank]} for weights, {cache} for the KV cache, "
-                    f"{working} as workspace; use more ranks, --quant int8, a smaller dtype{lower}"
+                    f"{working} as workspace; use more ranks, --quant int8, a smaller dtype{remedy}"
                 )
 
     def agree(self, comm: Communicator, memory: DeviceMemory) -> Capacity:
         """The capacity: as many blocks as fit on every rank.
 
-        `memory` is this rank's, after the weights have been loaded.
+        Args:
+            memory: of this rank, after the weights have been loaded.
 
         Raises: UsageError, on all ranks, if not even one block fits, or a rank has less free memory
         than `n_bytes`.
         Collective: one all_gather.
         """
-        agreed = self._agreed(comm, memory)
-        frees = [n_free - work for (n_free, _), work in zip(agreed, self._working, strict=True)]
-        least = frees.index(min(frees))
-        if self.n_bytes is not None and self.n_bytes > frees[least]:
+        free_by_rank = self._gather_free(comm, memory)
+        usable = [
+            n_free - n_working
+            for (n_free, _), n_working in zip(free_by_rank, self._working, strict=True)
+        ]
+        rank = usable.index(min(usable))
+        if self.n_bytes is not None and self.n_bytes > usable[rank]:
             raise UsageError(
-                f"kv_cache_bytes={self.n_bytes}, but rank {least} has {frees[least]} bytes of free "
+                f"kv_cache_bytes={self.n_bytes}, but rank {rank} has {usable[rank]} bytes of free "
                 "memory; lower kv_cache_bytes"
             )
-        rooms = [
-            default_cache_bytes("cuda" if gpu else "cpu", n_free, work, comm.size)
+        cache_limits = [
+            default_cache_bytes("cuda" if gpu else "cpu", n_free, n_working, comm.size)
             if self.n_bytes is None
             else self.n_bytes
-            for (n_free, gpu), work in zip(agreed, self._working, strict=True)
+            for (n_free, gpu), n_working in zip(free_by_rank, self._working, strict=True)
         ]
         if self._limits:
-            rooms = [
-                min(pair) for pair in zip(rooms, [each.cache for each in self._limits], strict=True)
+            cache_limits = [
+                min(pair)
+                for pair in zip(cache_limits, [each.cache for each in self._limits], strict=True)
             ]
-        n_blocks = self._n_blocks(rooms)
-        tightest = n_blocks.index(min(n_blocks))
-        if n_blocks[tightest] < 1:
+        n_blocks = self._n_blocks(cache_limits)
+        rank = n_blocks.index(min(n_blocks))
+        if n_blocks[rank] < 1:
             raise UsageError(
-                f"rank {tightest} has {rooms[tightest]} bytes for its KV cache, but one block of "
-                f"{self.block_size} tokens takes {sum(self._block_bytes[tightest])}; free some "
+                f"rank {rank} has {cache_limits[rank]} bytes for its KV cache, but one block of "
+                f"{self.block_size} tokens takes {sum(self._block_bytes[rank])}; free some "
                 "memory, or use more ranks on more hosts"
             )
-        sizes = self._sizes(n_blocks[tightest])
+        sizes = self._sizes(n_blocks[rank])
         n_bytes = max(sum(map(mul, sizes, each)) for each in self._block_bytes)
         windows = tuple(kv_group.window for kv_group in kv_groups(self.args))
-        n_sinks, tokens = self.args.attention_sinks, self._step_tokens
-        return Capacity(sizes, self.block_size, n_bytes, windows, n_sinks, tokens)
+        n_sinks, step_tokens = self.args.attention_sinks, self._step_tokens
+        return Capacity(sizes, self.block_size, n_bytes, windows, n_sinks, step_tokens)
 
-    def _agreed(self, comm: Communicator, memory: DeviceMemory) -> list[tuple[int, int]]:
-        """The free bytes and the GPU of each rank; ranks that share a GPU share its memory."""
+    def _gather_free(self, comm: Communicator, memory: DeviceMemory) -> list[tuple[int, int]]:
+        """The free bytes and the GPU of each rank; ranks of one GPU divide its memory equally."""
         rows = comm.all_gather(torch.tensor([memory.n_free, memory.gpu])).tolist()
-        sharing = Counter(gpu for _, gpu in rows if gpu)
-        return [(n_free // max(1, sharing[gpu]), gpu) for n_free, gpu in rows]
+        n_sharing = Counter(gpu for _, gpu in rows if gpu)
+        return [(n_free // max(1, n_sharing[gpu]), gpu) for n_free, gpu in rows]
 
-    def _n_blocks(self, rooms: Sequence[int]) -> list[int]:
-        """The most blocks of the first KV group that each rank can hold in its room."""
+    def _n_blocks(self, cache_bytes: Sequence[int]) -> list[int]:
+        """The maximum blocks of the first KV group for each rank's number of bytes."""
         return [
-            most_blocks(self._sizes, each, room)
-            for room, each in zip(rooms, self._block_bytes, strict=True)
+            most_blocks(self._sizes, block_bytes, n_bytes)
+            for n_bytes, block_bytes in zip(cache_bytes, self._block_bytes, strict=True)
         ]
 
     def _sizes(self, n_blocks: int) -> tuple[int, ...]:
@@ -251,7 +269,7 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class MemoryFor:
-    """A context manager that turns a failed allocation into an error with the purpose and a remedy.
+    """A context manager that turns a failed allocation into an error with purpose and remedy.
 
     Raises: OutOfMemory.
     """
@@ -273,6 +291,6 @@ class MemoryFor:
         text = str(error)
         # torch raises a plain RuntimeError for the CPU's memory.
         if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
-            asked = re.search(r"(\d+) bytes", text)
-            size = f" ({asked[1]} bytes at once)" if asked else ""
+            size_match = re.search(r"(\d+) bytes", text)
+            size = f" ({size_match[1]} bytes at once)" if size_match else ""
             raise OutOfMemory(f"there is no memory for {self.what}{size}; {self.remedy}") from error

@@ -1,6 +1,6 @@
-"""Where the keys and values of a step's tokens are, and which keys each token attends to.
+"""Converts block tables to the slots that a step writes and the keys that its tokens attend to.
 
-With kv_split=sequence each rank keeps a shard of the KV cache. Blocks are assigned to ranks round
+With kv_split="sequence" each rank keeps a shard of the KV cache. Blocks are assigned to ranks round
 robin, by their numbers in the pool, so schedulers and block tables are the same as without
 sharding. A rank writes the tokens of other ranks into one spare block of its cache.
 """
@@ -16,17 +16,17 @@ from parallel_llama.ops.attention import after, first_key, slots_of
 
 @dataclass(frozen=True)
 class CachePart:
-    """The blocks that this rank keeps: their numbers modulo `n_parts` are `number`."""
+    """The blocks that this rank keeps: those whose number modulo `n_parts` is `number`."""
 
     number: int
     n_parts: int
 
     def n_blocks(self, n_blocks: int) -> int:
-        """Blocks of this rank's cache for a pool of `n_blocks`; the last one is the spare block."""
+        """The size of this rank's cache for a pool of `n_blocks`, including the spare block."""
         return -(-n_blocks // self.n_parts) + 1
 
     def local(self, blocks: Sequence[int]) -> list[int]:
-        """The numbers of these blocks in this rank's cache; -1 - r for blocks that rank r keeps."""
+        """The block numbers in this rank's cache; -1 - r for a block that rank r keeps."""
         n = self.n_parts
         return [block // n if block % n == self.number else -1 - block % n for block in blocks]
 
@@ -62,26 +62,26 @@ class KVLayout:
         far: list[QueryRange] = []
         for chunk in chunks:
             row, positions = len(slots), chunk.positions
-            own = self._range(number, row, chunk, positions)
-            slots += slots_of(own.blocks, size, after(own.first_key, positions))
+            query_range = self._range(number, row, chunk, positions)
+            slots += slots_of(query_range.blocks, size, after(query_range.first_key, positions))
             if has_chunks and window is not None:
                 plain += [
-                    self._range(number, row + piece.start - positions.start, chunk, piece)
-                    for piece in _within_chunks(positions, window)
+                    self._range(number, row + part.start - positions.start, chunk, part)
+                    for part in _within_chunks(positions, window)
                 ]
                 continue
             if not self.n_sinks or window is None or positions.stop <= window:
-                plain.append(own)
+                plain.append(query_range)
                 continue
             n_plain = max(window - positions.start, 0)
             if n_plain:
                 plain.append(self._range(number, row, chunk, positions[:n_plain]))
-            own = self._range(number, row + n_plain, chunk, positions[n_plain:])
+            query_range = self._range(number, row + n_plain, chunk, positions[n_plain:])
             # `near` has the keys of each query's window, `far` the sinks before the window.
-            before = after(window, own.positions)
+            before = after(window, query_range.positions)
             blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before.stop))
-            near.append(own)
-            far.append(own._replace(positions=before, first_key=0, blocks=blocks))
+            near.append(query_range)
+            far.append(query_range._replace(positions=before, first_key=0, blocks=blocks))
         spare_slot = self.spare_slots[number]
         queries = Queries(plain, size, window, has_chunks=has_chunks)
         if self.part is not None:
@@ -101,19 +101,21 @@ class KVLayout:
             slots += slots_of(blocks, self.block_size, after(first * self.block_size, positions))
         return slots
 
-    def reaches_sinks(self, chunks: Sequence[Chunk]) -> bool:
+    def needs_sinks(self, chunks: Sequence[Chunk]) -> bool:
         """Whether a token attends to attention sinks outside of its window."""
         windows = [each.window for each in self.kv_groups if self.n_sinks and each.window]
         return any(chunk.positions.stop > window for chunk in chunks for window in windows)
 
-    def most_blocks(self, longest: int) -> int:
-        """The most blocks that a token of a sequence of `longest` tokens sees in all KV groups."""
-        most = -(-longest // self.block_size)
+    def max_blocks(self, longest: int) -> int:
+        """The maximum blocks, of all KV groups, that a token sees in `longest` tokens."""
+        n_all_blocks = -(-longest // self.block_size)
         # A window may start at the last token of a block and end at the first of another.
         windows = (kv_group.window for kv_group in self.kv_groups)
         return sum(
-            most if w is None else min((w + 2 * self.block_size - 2) // self.block_size, most)
-            for w in windows
+            n_all_blocks
+            if window is None
+            else min((window + 2 * self.block_size - 2) // self.block_size, n_all_blocks)
+            for window in windows
         )
 
     def _range(self, number: int, row: int, chunk: Chunk, positions: range) -> QueryRange:

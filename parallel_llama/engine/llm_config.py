@@ -1,4 +1,4 @@
-"""The settings of an LLM: one record for callers, the command line, the server and other ranks."""
+"""`LLMConfig`: the settings of an LLM, for callers, the command line, the server and all ranks."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any, TypedDict, get_args
 
 import msgspec
 
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, counted
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_stacks import require_log_dir
 from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S, Timeouts
@@ -23,17 +23,17 @@ MAX_ADAPTER_NAME_CHARS = 256  # also the limit of `model` in a request to a serv
 def require_elastic(
     device: str, kv_split: KVSplit, slice_of: tuple[int, int] | None = None
 ) -> None:
-    """Raises: UsageError for settings with which ranks cannot go on after a loss."""
+    """Raises: UsageError for settings with which ranks cannot continue after a loss."""
     settings = {
-        "device=cuda": device == "cuda",
-        "kv_split='sequence'": kv_split == "sequence",
-        "slice_of": slice_of is not None,
+        "GPUs": device == "cuda",
+        "a KV cache split by sequence": kv_split == "sequence",
+        "a slice": slice_of is not None,
     }
     for name, is_given in settings.items():
         if is_given:
             raise UsageError(
                 f"elastic and {name} cannot be combined: only CPU ranks with a KV cache "
-                "sharded by heads can go on after a loss; drop one"
+                "split by heads can continue after a loss; drop one"
             )
 
 
@@ -47,17 +47,19 @@ def require_pipeline(
 ) -> None:
     """Raises: UsageError if `pp` is not a number of stages, or settings do not allow stages."""
     if not isinstance(pp, Integral) or not 1 <= int(pp) <= MAX_RANKS:
-        raise UsageError(f"pp={pp!r}: use a whole number of stages from 1 to {MAX_RANKS}")
-    if device == "cuda" and int(pp) > 1:
-        raise UsageError(f"pp={pp} on GPUs is not supported; use device='cpu', or drop pp")
+        raise UsageError(f"a pipeline of {pp!r} stages: use a whole number from 1 to {MAX_RANKS}")
+    if int(pp) == 1:
+        return
+    if device == "cuda":
+        raise UsageError("a pipeline (pp) on GPUs is not supported; use the CPU, or drop pp")
     settings = {
-        "kv_split='sequence'": kv_split == "sequence",
+        "a KV cache split by sequence": kv_split == "sequence",
         "elastic": elastic,
-        "slice_of": slice_of is not None,
+        "a slice": slice_of is not None,
     }
     for name, is_given in settings.items():
-        if is_given and int(pp) > 1:
-            raise UsageError(f"pp={pp} and {name} cannot be combined; drop one")
+        if is_given:
+            raise UsageError(f"a pipeline (pp) and {name} cannot be combined; drop one")
 
 
 def require_draft_model(
@@ -70,34 +72,35 @@ def require_draft_model(
     slice_of: tuple[int, int] | None = None,
 ) -> None:
     """Raises: UsageError for settings with which a draft model cannot run."""
-    what = {
-        "device=cuda": device == "cuda",
-        "kv_split='sequence'": kv_split == "sequence",
-        "pp": pp > 1,
+    settings = {
+        "GPUs": device == "cuda",
+        "a KV cache split by sequence": kv_split == "sequence",
+        "a pipeline (pp)": pp > 1,
         "elastic": elastic,
-        "attention_sinks": attention_sinks > 0,
-        "slice_of": slice_of is not None,
+        "attention sinks": attention_sinks > 0,
+        "a slice": slice_of is not None,
     }
-    for name, is_given in what.items():
+    for name, is_given in settings.items():
         if is_given:
-            raise UsageError(f"draft_model and {name} cannot be combined; drop one")
+            raise UsageError(f"a draft model and {name} cannot be combined; drop one")
 
 
 def require_spares(n_spares: int, size: int) -> None:
-    """Raises: UsageError for spares that no rank needs, or that are too many."""
+    """Raises: UsageError for spares of a single rank, or for too many processes."""
     if n_spares and size == 1:
         raise UsageError(
-            f"spares={n_spares} with one rank: only ranks above 0 are replaced; use at least 2 "
-            "ranks, or drop spares"
+            f"{counted(n_spares, 'spare')} with one rank: only ranks above 0 are replaced; use at "
+            "least 2 ranks, or drop the spares"
         )
     if n_spares + size > MAX_RANKS:
         raise UsageError(
-            f"spares={n_spares} and {size} ranks are more than {MAX_RANKS} processes; use fewer"
+            f"{counted(n_spares, 'spare')} and {size} ranks are more than {MAX_RANKS} processes; "
+            "use fewer"
         )
 
 
 def adapter_folders(adapters: object) -> dict[str, str]:
-    """The folders of adapters by name. Raises: UsageError for other values."""
+    """The folders of adapters, by name. Raises: UsageError for invalid names or paths."""
     if not isinstance(adapters, Mapping):
         raise UsageError(f"adapters={adapters!r:.200}: use a dict of folders by name")
     for name, folder in adapters.items():
@@ -154,11 +157,11 @@ class LLMConfig:
         model: a model folder, a .gguf file, or the name of a model.
         tp_size: number of ranks. By default as many as torchrun has started, else as many as
             `memory` or `speeds` has numbers, else 1.
-        pp: number of stages of the pipeline, for hosts with a slow link between them. A stage holds
-            consecutive layers, on consecutive ranks of one host; ranks exchange within their stage,
-            and a decode step has pp + 3 exchanges of all ranks. For CPU ranks.
-        memory: the GiB that each rank may take for weights, KV cache, its process and the tensors
-            of a step. The ranks' shares of the model are in proportion to these numbers. By default
+        pp: number of stages of the pipeline, for hosts with a slow link between them. A stage is
+            consecutive layers on consecutive ranks of one host. Ranks exchange activations within
+            their stage, and a decode step has pp + 3 exchanges of all ranks. For CPU ranks.
+        memory: the GiB that each rank may use for weights, KV cache, its process and the tensors of
+            a step. The ranks' shares of the model are in proportion to these numbers. By default
             the shares are equal, and only the free memory limits them.
         speeds: the speed of each rank, in any unit. The ranks' shares are in proportion to the
             speeds, as far as `memory` allows.
@@ -180,8 +183,8 @@ class LLMConfig:
             Face hub. The first rank of each host downloads the files before the ranks connect.
         kv_cache_bytes: memory for the KV cache of each rank. By default a part of the free memory.
         kv_cache_dtype: bfloat16, int8 or fp8; auto for the dtype of computation.
-        kv_split: how the KV cache is sharded: by heads; or by sequence (tokens) where several ranks
-            would hold the same head.
+        kv_split: how the KV cache is sharded: heads; or sequence, by tokens, so that ranks which
+            share a KV head do not all store it.
         exact: the same bits on any number of ranks: ranks exchange the inputs and the outputs of wo
             and w2 instead of partial sums. By default True on the CPU if all ranks are on one host
             or `pp` is above 1, except where ranks hold different experts; False is usually faster.
@@ -192,8 +195,8 @@ class LLMConfig:
         max_drafts: maximum draft tokens per sequence and step, guessed from earlier text or by
             `draft_model`, and then verified; 0 for none, at most 8. Drafts change the speed and
             never the tokens.
-        draft_model: a small model with the tokenizer of `model`, which drafts tokens; as `model`.
-            It runs on the same CPU ranks.
+        draft_model: a small model that drafts tokens, given like `model`. It must have the same
+            tokenizer, and runs on the same CPU ranks.
         draft_quant: as `quant`, for the draft model.
         integrity_check: on the CPU, check weights and KV cache for flipped bits, and products for
             wrong results. By default True with exact sums.
@@ -241,7 +244,7 @@ class LLMConfig:
     adapters: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises: UsageError for values that no model can run with; a model's setup checks more."""
+        """Raises: UsageError for values that no model supports; `ModelSetup` checks more."""
         if self.kv_split not in get_args(KVSplit):
             raise UsageError(f"kv_split={self.kv_split!r}: use heads or sequence")
         if self.exact not in (None, False, True):
@@ -253,7 +256,9 @@ class LLMConfig:
         if self.elastic:
             require_elastic(self.device, self.kv_split, self.slice_of)
         elif self.spares:
-            raise UsageError(f"spares={self.spares!r} without elastic: use both, or drop spares")
+            raise UsageError(
+                f"spares ({self.spares!r}) without elastic: use both, or drop the spares"
+            )
         if self.draft_model is not None:
             require_draft_model(
                 self.device,
@@ -269,18 +274,18 @@ class LLMConfig:
                 "draft_quant"
             )
         for name in ("memory", "speeds"):
-            if (listed := getattr(self, name)) is None:
+            if (numbers := getattr(self, name)) is None:
                 continue
             try:
-                object.__setattr__(self, name, tuple(map(float, listed)))
+                object.__setattr__(self, name, tuple(map(float, numbers)))
             except (TypeError, ValueError):
-                raise UsageError(f"{name}={listed!r}: use one number per rank") from None
+                raise UsageError(f"{name}={numbers!r}: use one number per rank") from None
             if self.tp_size is None:
                 object.__setattr__(self, "tp_size", len(getattr(self, name)))
             if self.elastic:
                 raise UsageError(
-                    f"elastic and {name} cannot be combined: after a loss the others get equal "
-                    "shares; drop one"
+                    f"elastic and {name} cannot be combined: after a loss the remaining ranks "
+                    "get equal shares; drop one"
                 )
         # Ranks compare the fields as text, so each field must have one type.
         for name in ("seed", "random_weights", "max_drafts", "spares"):
@@ -321,5 +326,15 @@ class LLMConfig:
 
     def facts(self) -> Mapping[str, str]:
         """The settings that must be equal on all ranks; paths may differ."""
-        own = ("model", "draft_model", "download", "device", "tp_size", "log_dir", "adapters")
-        return {name: str(value) for name, value in asdict(self).items() if name not in own}
+        rank_settings = (
+            "model",
+            "draft_model",
+            "download",
+            "device",
+            "tp_size",
+            "log_dir",
+            "adapters",
+        )
+        return {
+            name: str(value) for name, value in asdict(self).items() if name not in rank_settings
+        }

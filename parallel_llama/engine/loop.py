@@ -1,4 +1,4 @@
-"""Runs an engine for its clients: takes requests, steps, and routes each output to its request.
+"""The loop around the engine of rank 0: takes requests, steps, and routes outputs to requests.
 
 `LLM` drives an EngineLoop in place; `AsyncLLM` runs one on a thread; the server's engine process
 runs one over a socket.
@@ -45,11 +45,11 @@ class Client(Protocol[Key]):
     def on_step(self, result: StepResult[Key]) -> None: ...
 
     def on_failed(self, keys: Sequence[Key], error: NumericalError) -> None:
-        """A step failed, and with it all requests of the client; the loop continues."""
+        """A step has failed, which ends all requests `keys`; the loop continues."""
 
 
 class EngineLoop(Generic[Key]):
-    """The requests that one client has in the engine of rank 0, by the client's keys.
+    """Steps the engine of rank 0, and maps its tickets to the keys of one client.
 
     All ranks take part in each step.
     """

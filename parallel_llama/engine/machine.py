@@ -1,4 +1,4 @@
-"""Measurements of the machine: memory bandwidth, peak memory, device time, and busy cores."""
+"""Measures memory bandwidth, peak memory, device time, and whether threads share cores."""
 
 import resource
 import time
@@ -11,16 +11,16 @@ from parallel_llama.engine.statistics import HostTick, Tick
 from parallel_llama.model.huge_pages import huge_pages
 from parallel_llama.parallel.collectives import Communicator
 
-# For all ranks together; more than the caches of nearly all CPUs.
+# Bytes read by all ranks together; more than the caches of nearly all CPUs.
 READ_BYTES = 1 << 30
 # At least twice the L2 cache of the GPUs of today.
 _COPIED_BYTES = 1 << 28
 _REPEATS = 5
-_LOOK_S = 1e-4
+_POLL_S = 1e-4
 # Involuntary context switches of a thread per second: 1 to 15 if each thread has a core of its own,
 # 85 and more if they share cores.
-_CROWDED = 50.0
-_LEAST_S = 1.0
+_MAX_SWITCHES_PER_S = 50.0
+_MIN_S = 1.0
 
 
 class GPUTick:
@@ -30,7 +30,7 @@ class GPUTick:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record()
 
-    def has_come(self) -> bool:
+    def is_reached(self) -> bool:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_until(self, later: Tick) -> float:
@@ -76,8 +76,8 @@ def measure(comm: Communicator, device: torch.device) -> Machine:
         began = tick()
         move()
         ended = tick()
-        while not ended.has_come():
-            time.sleep(_LOOK_S)
+        while not ended.is_reached():
+            time.sleep(_POLL_S)
         elapsed = torch.tensor([began.seconds_until(ended)], dtype=torch.float64)
         slowest_s.append(float(comm.all_gather(elapsed).max()))
     return Machine(n_bytes * comm.size / min(slowest_s), largest, largest_cuda if has_gpu else None)
@@ -106,11 +106,11 @@ class Interruptions:
     def __init__(self) -> None:
         self._began_s, self._before = time.monotonic(), self._count()
 
-    def are_crowded(self) -> bool:
+    def share_cores(self) -> bool:
         """Whether the threads have shared cores most of the time, over at least a second."""
         elapsed_s = time.monotonic() - self._began_s
         per_thread = (self._count() - self._before) / torch.get_num_threads()
-        return elapsed_s >= _LEAST_S and per_thread > _CROWDED * elapsed_s
+        return elapsed_s >= _MIN_S and per_thread > _MAX_SWITCHES_PER_S * elapsed_s
 
     @staticmethod
     def _count() -> int:

@@ -1,7 +1,7 @@
-"""The message that rank 0 broadcasts before each step, as bytes.
+"""The message that rank 0 broadcasts before each step: which requests begin and end.
 
-Only rank 0 receives, cancels and times out requests. Every rank then applies the same message, so
-that the schedulers stay equal.
+Only rank 0 receives, cancels and times out requests. Every rank applies the same message, so the
+schedulers of all ranks stay equal.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,15 @@ from parallel_llama.request import FinishReason, Request
 
 Message = TypeVar("Message")
 
-# Approximate limit on the numbers in one message, so that running requests do not wait long.
+# Approximate limit on the numbers in one message: a large message would delay running requests.
 MAX_SIZE = 1 << 18
 
 
 @dataclass(frozen=True)
 class StepMessage:
-    """Requests that begin and requests that end, each under its ticket; or a call of rank_rpc.
+    """The requests that begin and end, by ticket; or a call of `rank_rpc`.
 
-    Tickets are numbers that are never reused. A message with an `rpc` starts no step, so requests
-    wait.
+    A ticket is a number that is never reused. A message with an `rpc` starts no step.
     """
 
     begin: tuple[tuple[int, Request], ...] = ()
@@ -31,16 +30,16 @@ class StepMessage:
     rpc: bytes = b""
 
     def encode(self) -> bytes:
-        """Encode as msgpack; the usual, empty message has no bytes."""
-        return b"" if self == _NOTHING else _ENCODER.encode(self)
+        """Encode as msgpack; the empty message, which is the most frequent, has no bytes."""
+        return b"" if self == _EMPTY else _ENCODER.encode(self)
 
 
 @dataclass(frozen=True)
 class DrawnTokens:
     """The tokens of an unfinished choice.
 
-    `n_found` is the number of tokens that were in the prefix cache when the choice began; None
-    before that.
+    Args:
+        n_found: the tokens that were in the prefix cache when the choice began; None before that.
     """
 
     choice: int
@@ -50,7 +49,7 @@ class DrawnTokens:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """An unfinished request and the tokens of its unfinished choices, at least one choice."""
+    """An unfinished request, with the tokens of its unfinished choices."""
 
     ticket: int
     request: Request
@@ -64,7 +63,7 @@ def encode_unfinished(unfinished: Sequence[Unfinished]) -> bytes:
 
 def decode_unfinished(message: bytes) -> tuple[Unfinished, ...]:
     """Raises: ValueError for bytes that are not a valid message."""
-    return _decoded(_UNFINISHED_DECODER, message)
+    return _decode(_UNFINISHED_DECODER, message)
 
 
 def decode_message(message: bytes) -> StepMessage:
@@ -73,8 +72,8 @@ def decode_message(message: bytes) -> StepMessage:
     Raises: ValueError for bytes that are not a valid message.
     """
     if not message:
-        return _NOTHING
-    return _decoded(_DECODER, message)
+        return _EMPTY
+    return _decode(_DECODER, message)
 
 
 def size_of(request: Request) -> int:
@@ -85,14 +84,14 @@ def size_of(request: Request) -> int:
     return 64 + len(request.prompt) + n_ids + n_chars
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Message], message: bytes) -> Message:
+def _decode(decoder: msgspec.msgpack.Decoder[Message], message: bytes) -> Message:
     try:
         return decoder.decode(message)
     except msgspec.MsgspecError as error:
         raise ValueError(f"a message between ranks is not valid: {error}") from error
 
 
-_NOTHING = StepMessage()
+_EMPTY = StepMessage()
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(StepMessage)
 _UNFINISHED_DECODER = msgspec.msgpack.Decoder(tuple[Unfinished, ...])

@@ -18,7 +18,7 @@ from parallel_llama.files.model_files import missing_from_hub
 from parallel_llama.files.partial_output import is_locked, take_lock
 from parallel_llama.parallel.rank_env import local_world, world
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +26,15 @@ logger = logging.getLogger(__name__)
 def require_downloaded(
     model: str, limit_s: float, announce: Callable[[str], None] = logger.info
 ) -> None:
-    """Downloads the files that `find_model(model)` lacks, if `model` can be a name on the hub.
+    """Downloads the missing files of a model, if `model` can be a name on the hub.
 
-    The first rank of a host downloads. Meanwhile it holds a lock in the cache, which other programs
-    and hosts that share the cache wait for. The other ranks of the host wait while it is held.
+    The first rank of a host downloads them, and holds a lock in the cache meanwhile. Other programs
+    and hosts that share the cache wait for the lock. The other ranks of this host wait for the
+    files.
 
     Args:
-        limit_s: how many seconds the other ranks wait for the model while the lock is free.
-        announce: called with a line that says what is about to be downloaded.
+        limit_s: how long the other ranks wait for the files while no process holds the lock.
+        announce: called with a line that says what will be downloaded.
 
     Raises: UsageError if the download fails, or the wait ends without the model.
     """
@@ -44,7 +45,7 @@ def require_downloaded(
     if local_rank > 0:
         _await_download(model, name, limit_s)
         return
-    with _held_lock(name, announce):
+    with _lock_of(name, announce):
         if missing_from_hub(model) is not None:
             from parallel_llama.files.hub_download import download_model  # slow
 
@@ -62,7 +63,7 @@ def _await_download(model: str, name: HubName, limit_s: float) -> None:
                 f"been downloading it for {limit_s:g} s; see the message of that rank, or run: "
                 f"{name.command}"
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _lock_path(name: HubName) -> Path:
@@ -71,7 +72,7 @@ def _lock_path(name: HubName) -> Path:
 
 
 @contextmanager
-def _held_lock(name: HubName, announce: Callable[[str], None]) -> Iterator[None]:
+def _lock_of(name: HubName, announce: Callable[[str], None]) -> Iterator[None]:
     """Holds the lock of a model; continues without it if no lock file can be made or locked.
 
     The lock only prevents two downloads of one model: huggingface_hub replaces files atomically.
@@ -84,16 +85,16 @@ def _held_lock(name: HubName, announce: Callable[[str], None]) -> Iterator[None]
         yield
         return
     try:
-        if not _can_continue(descriptor):
+        if not _take_or_ignore(descriptor):
             announce(f"waiting for another process, which is downloading {name.repo}")
-            while not _can_continue(descriptor):
-                time.sleep(_LOOK_S)
+            while not _take_or_ignore(descriptor):
+                time.sleep(_POLL_S)
         yield
     finally:
         os.close(descriptor)
 
 
-def _can_continue(descriptor: int) -> bool:
+def _take_or_ignore(descriptor: int) -> bool:
     """Whether the lock was taken, or the file system has no locks."""
     try:
         return take_lock(descriptor)

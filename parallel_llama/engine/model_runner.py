@@ -1,4 +1,4 @@
-"""One rank's forward pass: chunks of sequences in, hidden states or logits out.
+"""The forward pass of one rank: takes chunks of sequences, returns hidden states or logits.
 
 The runner owns the model and the KV caches of one rank. It does not handle requests, sampling or
 stop conditions. Every rank calls it with the same chunks.
@@ -86,11 +86,11 @@ class ModelRunner:
     ) -> None:
         self.args, self.plan, self.comm, self.model = args, plan, comm, model
         self.shard = plan.shards[comm.rank]
-        self.weights: WeightLoader | None = None  # None unless `load` made this runner
-        # The loaded adapters, each with a number that is never reused.
+        self.weights: WeightLoader | None = None  # set by `load`
+        # The loaded adapters by name, each with a number that is never reused.
         self.adapters: dict[str, int] = {}
         self._n_adapters = 0
-        # The addresses of their matrices, if decode steps with adapters may be recorded.
+        # The addresses of the adapters' matrices, if decode steps with adapters may be recorded.
         self._adapter_addresses: dict[str, AdapterAddresses] = {}
         number_layers(model)
         weight = model.norm.weight.values
@@ -114,19 +114,21 @@ class ModelRunner:
         kv_format: KVFormat | None = None,
         ops: TorchOps | None = None,
         on_bytes: Callable[[int], None] = lambda _: None,
-        before: "ModelRunner | None" = None,
+        old_runner: "ModelRunner | None" = None,
     ) -> "ModelRunner":
         """Read this rank's shard of a checkpoint, tensor by tensor.
 
-        By default `kv_format` is the compute dtype, and `ops` are the fastest operators. `before`
-        is a runner of the same model with another shard. Rows that both shards have are copied from
-        it, and its weights are freed, so it cannot run afterwards.
+        Args:
+            kv_format: by default the compute dtype.
+            ops: by default the fastest operators for this device.
+            old_runner: a runner of the same model with another shard. Rows that both shards have
+                are copied from it, and its weights are freed, so it cannot run afterwards.
 
         Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights for a
         damaged weight.
         """
         if device.type == "cuda":
-            settle_cuda()
+            set_cuda_options()
         shard, dtype = plan.shards[comm.rank], torch_dtype(precision.computed)
         if ops is None:
             heads_per_kv = {len(run.heads) // len(run.kv_heads) for run in shard.runs}
@@ -145,12 +147,12 @@ class ModelRunner:
                 exact=is_exact,
             )
         model = Transformer(args, shard, Backend(comm, ops, dtype, stage_comm))
-        held = None if before is None else before.weights
-        loader = WeightLoader(model, args, shard, held, precision.inputs)
-        own = partial(use_device, device)
-        with ThreadPoolExecutor(1, initializer=own) as thread:
-            # Concurrently with reading the weights.
-            compiled = thread.submit(
+        old_loader = None if old_runner is None else old_runner.weights
+        loader = WeightLoader(model, args, shard, old_loader, precision.inputs)
+        use_own_device = partial(use_device, device)
+        with ThreadPoolExecutor(1, initializer=use_own_device) as thread:
+            # Kernels compile while the weights are read.
+            compilation = thread.submit(
                 ops.compile,
                 has_experts=args.n_experts > 0,
                 has_shared_gate=args.shared_gate,
@@ -159,12 +161,12 @@ class ModelRunner:
                 has_clamped_swiglu=args.activation == "clamped_swiglu",
                 has_expert_bias=args.expert_bias,
             )
-            weights = load(checkpoint, args, shard, precision, device, on_bytes, held=held)
-            with closing(prefetch(weights, _READ_AHEAD, own)) as read:
-                for name, value in read:
+            weights = load(checkpoint, args, shard, precision, device, on_bytes, held=old_loader)
+            with closing(prefetch(weights, _READ_AHEAD, use_own_device)) as prefetched:
+                for name, value in prefetched:
                     loader.assign(name, value)
             loader.complete()
-            compiled.result()
+            compilation.result()
         runner = cls(args, plan, comm, model, kv_format)
         runner.weights = loader
         return runner
@@ -194,7 +196,11 @@ class ModelRunner:
             self.integrity.watch_adapters()
 
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
-        """Replace the KV caches by empty ones; `n_blocks` has the blocks of each KV group."""
+        """Replace the KV caches by empty ones.
+
+        Args:
+            n_blocks: the blocks of each KV group.
+        """
         self.block_size, n_parts = block_size, self.shard.kv_parts
         self.integrity: IntegrityCheck | None = None
         part = CachePart(self.comm.rank, n_parts) if n_parts > 1 else None
@@ -224,8 +230,8 @@ class ModelRunner:
             longest = self.args.max_seq_len
             if self.kv_groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
-            tables = {each: each.up_to(longest) for each in set(self._rotary_of)}
-            self._rotations = tuple(tables[each] for each in self._rotary_of)
+            tables = {table: table.up_to(longest) for table in set(self._rotary_of)}
+            self._rotations = tuple(tables[table] for table in self._rotary_of)
             self._graphs = CUDAGraphs(self._layout, self._rotations, longest, self.device)
 
     def check_integrity(self) -> IntegrityCheck:
@@ -270,34 +276,35 @@ class ModelRunner:
             if hidden is None:
                 with torch.inference_mode():
                     hidden = self._hidden(chunks, rows)
-            self._check(chunks, hidden)
+            self._record_for_check(chunks, hidden)
             return hidden
 
     def step(
         self,
         chunks: Sequence[Chunk],
-        drawing: Sequence[int],
-        others: Sequence[int] = (),
+        sampled_rows: Sequence[int],
+        hidden_rows: Sequence[int] = (),
         sampling_keys: Sequence[SamplingKey] = (),
     ) -> tuple[Logits, Tensor]:
-        """Run the chunks; return logits of the rows `drawing` and hidden states of the `others`.
+        """Run the chunks. Returns: logits of `sampled_rows`, hidden states of `hidden_rows`.
 
-        `sampling_keys` has the key of each sampled row, if `draws_on_device`.
+        Args:
+            sampling_keys: the key of each sampled row, if `draws_on_device`.
 
-        Shapes: [len(drawing), V_local] local, which the next step may overwrite; [len(others), dim]
-        replicated.
+        Shapes: [len(sampled_rows), V_local] local, which the next step may overwrite;
+        [len(hidden_rows), dim] replicated.
         Collective: as `Transformer.__call__`.
         """
-        if drawing and not others:
+        if sampled_rows and not hidden_rows:
             with _MEMORY:
-                return self._logits_of(chunks, drawing, sampling_keys), self._no_rows
-        # A chunk inside a prompt needs no row, but a forward pass returns at least one.
-        hidden = self.forward(chunks, [*drawing, *others] or [0])
-        return Logits(self.logits(hidden[: len(drawing)])), hidden[len(drawing) :]
+                return self._step_logits(chunks, sampled_rows, sampling_keys), self._no_rows
+        # A chunk inside a prompt needs no row, but a forward pass returns at least one row.
+        hidden = self.forward(chunks, [*sampled_rows, *hidden_rows] or [0])
+        return Logits(self.logits(hidden[: len(sampled_rows)])), hidden[len(sampled_rows) :]
 
     @property
     def draws_on_device(self) -> bool:
-        """Whether a step also samples from its logits, so that `step_ahead` can be called."""
+        """Whether steps also sample on the device, so that `step_ahead` can be called."""
         return self._graphs is not None
 
     @torch.inference_mode()
@@ -321,50 +328,50 @@ class ModelRunner:
         """Scores of this rank's vocabulary rows. Shapes: [n, dim] replicated -> [n, V_local]."""
         return self.model.logits(hidden)
 
-    def _logits_of(
+    def _step_logits(
         self, chunks: Sequence[Chunk], rows: Sequence[int], sampling_keys: Sequence[SamplingKey]
     ) -> Logits:
-        """The logits of these rows, by a recorded step if one fits."""
+        """The logits of these rows, from a recorded step if one fits."""
         if self._graphs is not None:
             logits = self._graphs.logits(chunks, rows, sampling_keys)
         else:
             logits = self._calls.logits(chunks, rows)
         if logits is not None:
             if self.integrity is not None:
-                self.integrity.forwarded(self._calls.slots, self._calls.residual)
+                self.integrity.record_step(self._calls.slots, self._calls.residual)
             return logits
         with torch.inference_mode():
             if len(self.plan.stages) > 1:
                 hidden = self._hidden(chunks, rows)
-                self._check(chunks, hidden)
+                self._record_for_check(chunks, hidden)
                 return Logits(self.model.logits(hidden))
             batch = self.batch(chunks, rows, sampling_keys)
             hidden = self.model(batch, self.caches)
-            self._check(chunks, hidden)
-            return self._drawn(hidden, batch)
+            self._record_for_check(chunks, hidden)
+            return self._sampled_logits(hidden, batch)
 
     def _hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Tensor:
         """The residual stream of these rows, operator by operator."""
-        pieces, places = cut_step(chunks, rows, len(self.plan.stages))
+        pieces, indices = cut_step(chunks, rows, len(self.plan.stages))
         if len(pieces) == 1:
             return self.model(self.batch(chunks, rows), self.caches)
         batches = [self.batch(piece.chunks, piece.rows) for piece in pieces]
         hidden = self.model.run_pieces(batches, self.caches)
-        return hidden if places is None else hidden[self._int64(places)]
+        return hidden if indices is None else hidden[self._int64(indices)]
 
-    def _check(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
+    def _record_for_check(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
         """Report a forward pass to the integrity check, if there is one."""
         if self.integrity is None:
             return
         residual = bytes_of(hidden.contiguous())
         groups = range(len(self.caches)) if self._layout.part is None else ()
-        self.integrity.forwarded([self._layout.slots(n, chunks) for n in groups], residual)
+        self.integrity.record_step([self._layout.slots(n, chunks) for n in groups], residual)
 
     def _logits(self, batch: Batch) -> Logits:
-        """The logits of the batch's rows, and tokens drawn from them if it has sampling keys."""
-        return self._drawn(self.model(batch, self.caches), batch)
+        """The logits of the batch's rows, with sampled tokens if it has sampling keys."""
+        return self._sampled_logits(self.model(batch, self.caches), batch)
 
-    def _drawn(self, hidden: Tensor, batch: Batch) -> Logits:
+    def _sampled_logits(self, hidden: Tensor, batch: Batch) -> Logits:
         logits = self.model.logits(hidden)
         if batch.sampling_keys is None:
             return Logits(logits)
@@ -377,8 +384,11 @@ class ModelRunner:
             self.args if kv_group.window is None else rotary_of_windows(self.args)
             for kv_group in self.kv_groups
         ]
-        tables = {each: RotaryTables(each, dtype=self.dtype, device=self.device) for each in args}
-        return [tables[each] for each in args]
+        tables = {
+            table_args: RotaryTables(table_args, dtype=self.dtype, device=self.device)
+            for table_args in args
+        }
+        return [tables[table_args] for table_args in args]
 
     def batch(
         self,
@@ -386,7 +396,7 @@ class ModelRunner:
         rows: Sequence[int] | None = None,
         sampling_keys: Sequence[SamplingKey] = (),
     ) -> Batch:
-        """The batch of some chunks: tokens, slots, and the keys that each token sees."""
+        """Build the batch of some chunks: tokens, slots, and the keys that each token sees."""
         assert all(chunk.tokens for chunk in chunks)
         if self._graphs is not None:
             return self._paged_batch(chunks, rows, sampling_keys)
@@ -396,8 +406,10 @@ class ModelRunner:
         return Batch(
             tokens=self._int64(tokens),
             kv_groups=tuple(
-                self._kv_group_batch(number, chunks, torch.from_numpy(own).to(self.device))
-                for number, own in enumerate(rotations)
+                self._kv_group_batch(
+                    number, chunks, torch.from_numpy(group_rotations).to(self.device)
+                )
+                for number, group_rotations in enumerate(rotations)
             ),
             rows=None if rows is None or is_all(rows, len(tokens)) else self._int64(rows),
             query_scales=self._query_scales(chunks) if self.args.scales_queries else None,
@@ -422,8 +434,8 @@ class ModelRunner:
     def _kv_group_batch(
         self, number: int, chunks: Sequence[Chunk], rotations: Tensor
     ) -> KVGroupBatch:
-        own, _, queries, beyond_window = self._layout.step(number, chunks)
-        slots = self._int64(own)
+        slot_list, _, queries, beyond_window = self._layout.step(number, chunks)
+        slots = self._int64(slot_list)
         part = self._layout.part
         if part is not None and self.shard.exact is not None:
             assert self.block_size % PART_KEYS == 0  # a part is on one rank
@@ -435,11 +447,13 @@ class ModelRunner:
         plan = self.model.ops.plan(queries, self.device) if queries.ranges else None
         sink_tiles: list[SinkTile] = []
         if beyond_window is not None:
-            latest = self.args.attention_sinks + (queries.window or 0) - 1
-            wide = torch.promote_types(self.dtype, torch.float32).to_complex()
-            for own_plan in self.model.ops.plan_sinks(*beyond_window, self.dtype, self.device):
-                back_rotations = back_rotations_of(self.args, own_plan.positions, latest)
-                sink_tiles.append(SinkTile(own_plan, back_rotations.to(self.device, wide)))
+            last_position = self.args.attention_sinks + (queries.window or 0) - 1
+            compute_dtype = torch.promote_types(self.dtype, torch.float32).to_complex()
+            for sink_plan in self.model.ops.plan_sinks(*beyond_window, self.dtype, self.device):
+                back_rotations = back_rotations_of(self.args, sink_plan.positions, last_position)
+                sink_tiles.append(
+                    SinkTile(sink_plan, back_rotations.to(self.device, compute_dtype))
+                )
         return KVGroupBatch(slots, rotations, plan, tuple(sink_tiles))
 
     def _query_scales(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -450,8 +464,8 @@ class ModelRunner:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)
 
 
-def settle_cuda() -> None:
-    """Set torch's CUDA options for this process, whatever was set before."""
+def set_cuda_options() -> None:
+    """Set torch's CUDA options for this process, overriding earlier settings."""
     # On sm_90 torch prefers cuDNN's attention, which builds a plan for each new sequence length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Half types accumulate in float32, and float32 is not reduced to TF32, although NVIDIA's

@@ -1,6 +1,6 @@
-"""The engine's outputs: text, stop conditions and completions from drawn tokens.
+"""Turns drawn tokens into text and completions, and checks stop conditions.
 
-This module does not draw tokens or schedule sequences. Only rank 0 has text, grammars and stop
+Only rank 0 has text, grammars and stop
 conditions; the other ranks keep tokens and log-probabilities.
 """
 
@@ -67,7 +67,7 @@ class SequenceOutput:
     def step_output(
         self, ids: tuple[int, ...], text: str, completion: Completion | None
     ) -> StepOutput:
-        """The output of a step; if the sequence ends, call it after `Scheduler.finish`."""
+        """The output of a step. If the sequence ends, `Scheduler.finish` must be called before."""
         return StepOutput(
             ticket=self.ticket,
             index=self.sequence.request.index,
@@ -101,9 +101,10 @@ class SequenceOutput:
 
 
 class OutputProcessor:
-    """Turns the tokens of sequences into text and decides when sequences end.
+    """Turns the tokens of sequences into text, and decides when sequences end.
 
-    Ranks above 0 have no tokenizer and no grammars, nor does a model without a tokenizer.
+    Args:
+        tokenizer: None on ranks above 0, and for a model without a tokenizer; also `grammars`.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, grammars: GrammarCompiler | None) -> None:
@@ -122,10 +123,10 @@ class OutputProcessor:
             raise UsageError("a grammar needs a tokenizer and this model has none")
         vocabulary = self._tokenizer.vocabulary
         begins_text = not any(vocabulary.piece(token) for token in request.prompt)
-        first = self._grammars.matcher(
+        matcher = self._grammars.matcher(
             request.params.grammar, begins_text=begins_text, is_checked=is_checked
         )
-        return [first, *(first.copy() for _ in range(request.params.n - 1))]
+        return [matcher, *(matcher.copy() for _ in range(request.params.n - 1))]
 
     def replay(self, output: SequenceOutput) -> None:
         """Advance the text and grammar of a new output over the drawn tokens of its sequence."""
@@ -144,11 +145,11 @@ class OutputProcessor:
         if self._tokenizer is None:
             return scored
         vocabulary = self._tokenizer.vocabulary
-        text, *others = (
+        text, *top_texts = (
             vocabulary.piece(token, skip_special=False).decode("utf-8", "replace")
             for token in (scored.token, *(token for token, _ in scored.top))
         )
-        return replace(scored, text=text, top_texts=tuple(others))
+        return replace(scored, text=text, top_texts=tuple(top_texts))
 
     def check_stop(
         self, output: SequenceOutput, item: ScheduledTokens, drawn: Items[int]

@@ -1,4 +1,4 @@
-"""Pieces of a step, which the stages of a pipeline run at the same time.
+"""Cuts a step into pieces, so that all stages of a pipeline work at the same time.
 
     tick         0   1   2   3   4        4 pieces in 2 stages
     stage 0      0   1   2   3
@@ -17,7 +17,11 @@ from parallel_llama.plan import count_pieces
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a step; `rows` are the wanted rows as indices into its tokens, None for all."""
+    """A part of a step.
+
+    Args:
+        rows: the wanted output rows, as indices into the tokens of the piece; None for all.
+    """
 
     chunks: Sequence[Chunk]
     rows: Sequence[int] | None
@@ -43,38 +47,38 @@ def cut_step(
     if rows is None:
         return [Piece(part, None) for part in parts], None
     pieces: list[Piece] = []
-    places = [0] * len(rows)
+    indices = [0] * len(rows)
     first = n_results = 0
     for part in parts:
         stop = first + sum(len(chunk.tokens) for chunk in part)
-        wanted = [at for at, row in enumerate(rows) if first <= row < stop]
-        for place, at in enumerate(wanted, n_results):
-            places[at] = place
-        pieces.append(Piece(part, [rows[at] - first for at in wanted] or [0]))
-        n_results += max(len(wanted), 1)
+        rows_of_piece = [index for index, row in enumerate(rows) if first <= row < stop]
+        for result, index in enumerate(rows_of_piece, n_results):
+            indices[index] = result
+        pieces.append(Piece(part, [rows[index] - first for index in rows_of_piece] or [0]))
+        n_results += max(len(rows_of_piece), 1)
         first = stop
-    return pieces, places
+    return pieces, indices
 
 
 def _cut(chunks: Sequence[Chunk], n_tokens: int, n_pieces: int) -> list[list[Chunk]]:
-    """The chunks in about equal parts.
+    """Divide the chunks into parts of about equal size.
 
     A decoded chunk stays whole, and no other chunk leaves so few tokens that they would be decoded.
     """
     parts: list[list[Chunk]] = [[]]
     n_done = 0
     for chunk in chunks:
-        left = chunk
+        rest = chunk
         while True:
-            room = n_tokens * len(parts) // n_pieces - n_done
-            if room <= 0 or (room <= MAX_DECODED and not left.is_decoded):
+            n_wanted = n_tokens * len(parts) // n_pieces - n_done
+            if n_wanted <= 0 or (n_wanted <= MAX_DECODED and not rest.is_decoded):
                 parts.append([])
                 continue
-            if len(left.tokens) - room <= MAX_DECODED:
+            if len(rest.tokens) - n_wanted <= MAX_DECODED:
                 break
-            parts[-1].append(replace(left, tokens=left.tokens[:room]))
-            left = replace(left, tokens=left.tokens[room:], start=left.start + room)
-            n_done += room
-        parts[-1].append(left)
-        n_done += len(left.tokens)
+            parts[-1].append(replace(rest, tokens=rest.tokens[:n_wanted]))
+            rest = replace(rest, tokens=rest.tokens[n_wanted:], start=rest.start + n_wanted)
+            n_done += n_wanted
+        parts[-1].append(rest)
+        n_done += len(rest.tokens)
     return [part for part in parts if part]

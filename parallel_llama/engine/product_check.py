@@ -1,16 +1,16 @@
-"""Finds ranks that multiply wrongly, on the CPU with exact sums.
+"""Detects ranks that compute wrong matrix products, on the CPU with exact sums.
 
-The ranks gather the outputs that each rank computes. So a wrong product reaches all ranks, and
-comparing their results does not find it. With exact sums an output has the same bits on every rank
-that computes it. So each rank sends a panel of a weight (4 to 16 outputs, as they are stored) to
-all ranks, and every rank multiplies the panels of all ranks by the same row. The owner of a panel
-multiplies its whole weight instead, by the operator that a step calls, and takes the outputs of the
-panel from the result. Each check takes another weight and panel, in rotation.
+In a step each output is computed by one rank and gathered by all, so a wrong product reaches all
+ranks, and comparing their results does not reveal it. But with exact sums an output has the same
+bits on every rank that computes it. So each rank sends a panel of a weight (4 to 16 outputs, as
+stored) to all ranks, and every rank multiplies the panels of all ranks by the same row. The owner
+of a panel multiplies its whole weight instead, with the operator that steps use, and takes the
+outputs of the panel from the result. Each check takes another weight and panel, in rotation.
 
 This tests processors and kernels, not the steps: a recorded step overwrites its inputs and outputs.
-A processor that repeatedly computes wrong products is found; a single wrong product is not.
-Attention and products of more than one row are not tested. A bit that has flipped in a weight is
-sent with its panel, so only the sums of `integrity` find it.
+It detects a processor that repeatedly computes wrong products, but not a single wrong product, and
+does not test attention or products of more than one row. A bit that has flipped in a weight is sent
+with the panel, so only the sums of `integrity` detect it.
 
 In a pipeline the ranks of different stages compare products of different layers: the first layers
 of all stages, the second ones, and so on.
@@ -33,7 +33,7 @@ _DENSE_ROWS = 8  # outputs in a panel of a weight that is not quantised
 
 
 class ProductCheck:
-    """The products of one rank that other ranks compute too, for a model on the CPU.
+    """Compares products between ranks, for a model on the CPU.
 
     Attributes:
         n_compared: how many products the ranks have compared.
@@ -43,7 +43,7 @@ class ProductCheck:
         self._ops, self._comm, self.n_compared = model.ops, comm, 0
         self._weights = [(name, w) for name, w in stored_weights(model).items() if _panel_rows(w)]
         self._first_layer = min(model.layers)
-        self._is_agreed = False
+        self._has_common_weights = False
 
     @torch.inference_mode()
     def compare(self, row: Tensor) -> None:
@@ -53,39 +53,48 @@ class ProductCheck:
         Raises: IntegrityError, on all ranks, if they differ.
         Collective: two all_gathers, and two more in the first call.
         """
-        if not self._is_agreed:
-            self._keep_common()
+        if not self._has_common_weights:
+            self._keep_common_weights()
         if not self._weights:
             return
-        number, place = divmod(self.n_compared, len(self._weights))
-        name, weight = self._weights[place]
+        n_rotations, index = divmod(self.n_compared, len(self._weights))
+        name, weight = self._weights[index]
         n_rows, n_inputs = _panel_rows(weight), weight.n_inputs
-        first = number % (weight.n_outputs // n_rows) * n_rows
+        first = n_rotations % (weight.n_outputs // n_rows) * n_rows
         x = row.repeat(-(-n_inputs // len(row)))[None, :n_inputs].contiguous()
         panels = self._comm.all_gather(_panel(weight, first))
         products = _multiply(x, panels, weight, self._ops)  # [size * n_rows]
-        own = slice(self._comm.rank * n_rows, (self._comm.rank + 1) * n_rows)
-        products[own] = _product(x, weight, self._ops)[0, first : first + n_rows]
+        own_products = slice(self._comm.rank * n_rows, (self._comm.rank + 1) * n_rows)
+        products[own_products] = _product(x, weight, self._ops)[0, first : first + n_rows]
         computed = self._comm.all_gather(products.view(torch.uint8))
-        differing = differing_ranks([each.numpy().tobytes() for each in computed])
+        differing = differing_ranks(
+            [products_of_rank.numpy().tobytes() for products_of_rank in computed]
+        )
         if differing is not None:
             raise IntegrityError(
                 f"{differing} in products with {name}, which all ranks compute alike: {TEST_MEMORY}"
             )
         self.n_compared += 1
 
-    def _keep_common(self) -> None:
+    def _keep_common_weights(self) -> None:
         """Keep the weights that have a panel on every rank, in the order of their names.
 
         Collective: two all_gathers.
         """
-        of_stage = {_name_in_stage(each[0], self._first_layer): each for each in self._weights}
-        kinds = {_kind(name, of_stage[name][1]): of_stage[name] for name in sorted(of_stage)}
-        most = int(self._comm.all_gather(torch.tensor([len(kinds)])).max())
-        own = torch.tensor([*kinds, *[-1] * (most - len(kinds))], dtype=torch.int64)
-        common = set.intersection(*(set(each.tolist()) for each in self._comm.all_gather(own)))
-        self._weights = [each for kind, each in kinds.items() if kind in common]
-        self._is_agreed = True
+        by_stage_name = {
+            _name_in_stage(weight[0], self._first_layer): weight for weight in self._weights
+        }
+        by_hash = {
+            _weight_hash(name, by_stage_name[name][1]): by_stage_name[name]
+            for name in sorted(by_stage_name)
+        }
+        max_weights = int(self._comm.all_gather(torch.tensor([len(by_hash)])).max())
+        hashes = torch.tensor([*by_hash, *[-1] * (max_weights - len(by_hash))], dtype=torch.int64)
+        common = set.intersection(
+            *(set(weight.tolist()) for weight in self._comm.all_gather(hashes))
+        )
+        self._weights = [weight for kind, weight in by_hash.items() if kind in common]
+        self._has_common_weights = True
 
 
 def _name_in_stage(name: str, first_layer: int) -> str:
@@ -101,8 +110,8 @@ def _name_in_stage(name: str, first_layer: int) -> str:
     return f"layers.{int(layer) - first_layer}.{leaf}"
 
 
-def _kind(name: str, weight: Weight) -> int:
-    """A hash of what must be equal on all ranks before they compare products of a weight."""
+def _weight_hash(name: str, weight: Weight) -> int:
+    """A hash of the name, format and shape of a weight; ranks compare weights of equal hashes."""
     form = weight.panels if isinstance(weight, QuantWeight) else weight.values.dtype
     return zlib.crc32(repr((name, form, _panel_rows(weight), weight.n_inputs)).encode())
 

@@ -11,7 +11,7 @@ LONGEST, SHORTEST = 4, 2  # lengths of the suffixes that are looked up, longest 
 
 
 class PromptLookup:
-    """Drafts for one growing sequence: what followed the latest occurrence of its last tokens.
+    """Drafts for one sequence: the tokens after the latest earlier occurrence of its last tokens.
 
     Cost: amortised constant time and three index entries per token of the sequence.
     """
@@ -21,19 +21,19 @@ class PromptLookup:
         self._n_indexed = 0  # tokens that are indexed
         self._budget = DraftBudget(row_costs)
 
-    def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most `most` drafts that continue `tokens`; none if they would not pay off.
+    def draft(self, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
+        """At most `max_drafts` drafts that continue `tokens`; none if they would not pay off.
 
         `tokens` must start with the tokens of the previous call.
         """
-        found = self.continuation(tokens, min(most, self._budget.most))
+        found = self.continuation(tokens, min(max_drafts, self._budget.max_drafts))
         return found[: self._budget.n_allowed()] if found else ()
 
-    def update(self, n_drafts: int, n_kept: int) -> None:
-        """Update the acceptance rate: the first `n_kept` of a step's drafts were right."""
-        self._budget.update(n_drafts, n_kept)
+    def update(self, n_drafts: int, n_accepted: int) -> None:
+        """Update the acceptance rate: the first `n_accepted` of a step's drafts were right."""
+        self._budget.update(n_drafts, n_accepted)
 
-    def continuation(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+    def continuation(self, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
         """The tokens after the latest earlier occurrence of the longest suffix that has one."""
         for position in range(self._n_indexed, len(tokens)):
             for size in range(SHORTEST, min(LONGEST, position) + 1):
@@ -42,5 +42,5 @@ class PromptLookup:
         for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
             start = self._following.get(tuple(tokens[len(tokens) - size :]))
             if start is not None:
-                return tokens[start : start + most]
+                return tokens[start : start + max_drafts]
         return ()

@@ -1,7 +1,7 @@
-"""Calls that all ranks run together between two steps: scoring, measuring, adapters, closing.
+"""Remote calls that all ranks run together between two steps: scoring, measuring, adapters.
 
-Rank 0 calls one of these functions, which sends the call to the other ranks, where `serve_rank`
-runs it.
+Rank 0 calls one of these functions, which sends the call to the other ranks; `serve_rank` runs it
+there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,14 +60,14 @@ def score_sequence(engine: Engine, tokens: Sequence[int]) -> list[float]:
     return _score(engine, tokens)
 
 
-def windows(n_tokens: int, longest: int, stride: int) -> Iterator[range]:
-    """The windows in which a sequence is scored, of at most `longest` tokens each.
+def windows(n_tokens: int, max_tokens: int, stride: int) -> Iterator[range]:
+    """The windows in which a sequence is scored, of at most `max_tokens` tokens each.
 
     Every window begins `stride` tokens after the previous one. Except in the first window, the new
-    tokens have at least `longest - stride` tokens before them. Source: "Perplexity of fixed-length
-    models" in the documentation of transformers.
+    tokens have at least `max_tokens - stride` tokens before them.
+    Source: "Perplexity of fixed-length models" in the documentation of transformers.
     """
-    start, stop = 0, min(longest, n_tokens)
+    start, stop = 0, min(max_tokens, n_tokens)
     yield range(start, stop)
     while stop < n_tokens:
         start, stop = start + stride, min(stop + stride, n_tokens)
@@ -94,12 +94,12 @@ def load_adapter(engine: Engine, name: str, folder: str) -> None:
     if name in engine.runner.adapters:
         raise UsageError(f"the adapter {name!r:.200} is loaded already; unload it first")
     engine.send_rpc(_LOAD + msgspec.msgpack.encode((name, folder)))
-    if refused := _load_adapter(engine, name, folder):
-        raise UsageError(f"adapter {name!r:.200}: {refused}")
+    if why_refused := _load_adapter(engine, name, folder):
+        raise UsageError(f"adapter {name!r:.200}: {why_refused}")
 
 
 def unload_adapter(engine: Engine, name: str) -> None:
-    """Free a LoRA adapter on all ranks.
+    """Unload a LoRA adapter on all ranks.
 
     Raises: UsageError if it is not loaded, or a request uses it.
     """
@@ -117,27 +117,27 @@ def close(engine: Engine) -> None:
 
 
 def _load_adapter(engine: Engine, name: str, folder: str) -> str:
-    """Load an adapter, on every rank. Returns: why no rank has it; empty if all have it.
+    """Load an adapter, on every rank. Returns: why no rank has loaded it; empty if all have.
 
     Collective: one all_gather.
     """
-    runner, refused, digest = engine.runner, "", bytes(_DIGEST_BYTES)
+    runner, why_refused, digest = engine.runner, "", bytes(_DIGEST_BYTES)
     try:
         adapter = load_served_adapter(expanded(folder), runner.args)
         digest = bytes.fromhex(adapter_digest(adapter))
         with MemoryFor("the adapter", "unload another one, or lower kv_cache_bytes"):
             runner.load_adapter(name, adapter)
     except (UsageError, CheckpointError, OutOfMemory) as error:
-        refused, digest = str(error), bytes(_DIGEST_BYTES)
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    digests = [bytes(each.tolist()) for each in engine.comm.all_gather(own)]
+        why_refused, digest = str(error), bytes(_DIGEST_BYTES)
+    digest_tensor = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    digests = [bytes(other.tolist()) for other in engine.comm.all_gather(digest_tensor)]
     if len({*digests}) == 1 and any(digest):
         return ""
     if name in runner.adapters:
         runner.unload_adapter(name)
-    different = [rank for rank, each in enumerate(digests) if each != digests[0]]
-    ranks = listed_ranks(different)
-    return refused or f"{folder} cannot be read, or has other files, on rank {ranks}"
+    differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    ranks = listed_ranks(differing)
+    return why_refused or f"{folder} cannot be read, or has other files, on rank {ranks}"
 
 
 def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
@@ -156,11 +156,14 @@ def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
             for kv_group, table in zip(kv_groups, tables, strict=True):
                 kv_group.extend(table, start, stop, len(tokens))
             chunk = Chunk(tokens[start:stop], start, tables, len(tokens))
-            # The row that a request would sample.
-            last = [n_scored - start] if stop == len(tokens) else []
-            hidden = runner.forward([chunk], [*last, *range(min(stop, n_scored) - start)])
-            for at in range(len(last), len(hidden), SCORE_ROWS):
-                rows, first = hidden[at : at + SCORE_ROWS], 1 + len(logprobs)
+            # A request would also compute the row that it samples from.
+            sampled_row = [n_scored - start] if stop == len(tokens) else []
+            hidden = runner.forward([chunk], [*sampled_row, *range(min(stop, n_scored) - start)])
+            for start_row in range(len(sampled_row), len(hidden), SCORE_ROWS):
+                rows, first = (
+                    hidden[start_row : start_row + SCORE_ROWS],
+                    1 + len(logprobs),
+                )
                 targets = torch.tensor(tokens[first : first + len(rows)], device=runner.device)
                 logits = runner.logits(rows)
                 logprobs += score(logits, runner.shard.vocab, targets, engine.comm).tolist()

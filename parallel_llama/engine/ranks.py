@@ -1,7 +1,7 @@
-"""Starts the ranks of one LLM, compares their settings, steps them and ends them.
+"""The ranks of one LLM: starts them, loads the model, runs steps, replaces lost ranks, ends them.
 
-If no other program has started ranks, this process is rank 0 and starts the others on this host, as
-`python -m parallel_llama.engine.ranks`.
+If no launcher has started this process as a rank, it is rank 0 and starts the other ranks on this
+host, as `python -m parallel_llama.engine.ranks`.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.engine.warm_up import warm_up
-from parallel_llama.errors import DISAGREE, TEST_MEMORY, UsageError
+from parallel_llama.errors import DISAGREE, TEST_MEMORY, UsageError, counted
 from parallel_llama.files.model_files import fingerprint
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.triton_toolchain import why_unusable
@@ -66,11 +66,11 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_LAST_WORDS_S = 1.0  # the wait for the message of a rank that has failed
+_LAST_REPORT_S = 1.0  # how long to wait for the message of a rank that has failed
 _MEMORY_FOR_GRAPHS = MemoryFor("recorded decode steps", "lower kv_cache_bytes, or use more ranks")
-_LOOK_S = 0.2  # between checks of the spares
-# The delay after a loss before spares are started: starting Python takes seconds of a core's time,
-# which the other ranks need to compute keys and values again.
+_SPARE_CHECK_S = 0.2  # between checks of the spares
+# The delay after a loss before new spares are started: starting Python takes seconds of a core,
+# which the remaining ranks need to compute keys and values again.
 _RECOMPUTE_S = 2.0
 
 
@@ -79,10 +79,10 @@ class Regroup:
     """A new group of ranks, which continues the requests of the previous group.
 
     Args:
-        lost: why ranks were lost; empty if no rank was.
-        n_new: how many of its ranks were spares before.
-        tp_size: its number of ranks.
-        seconds: the time from when rank 0 detected the cause until the next step can run.
+        lost: why ranks were lost; empty if only spares joined.
+        n_new: the number of ranks that were spares before.
+        tp_size: the number of ranks.
+        seconds: from the detection of the cause by rank 0 until the next step can run.
     """
 
     lost: str
@@ -93,8 +93,8 @@ class Regroup:
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s"
         if not self.lost:
-            new = f"tp_size={self.tp_size} after {seconds}"
-            return f"a new process has taken the place of a lost rank: {new}"
+            size = f"tp_size={self.tp_size} after {seconds}"
+            return f"a new process has replaced a lost rank: {size}"
         spares = f"; former spares among the ranks: {self.n_new}" if self.n_new else ""
         return f"continuing with tp_size={self.tp_size} after {seconds}{spares}"
 
@@ -105,9 +105,9 @@ class Ranks:
     The constructor starts the processes of the other ranks, unless another program has started
     them; `start` joins them and loads the model.
 
-    With `elastic`, after the loss of a rank the others form a new group and continue. A spare
-    replaces the lost rank: at once if a spare is ready, else later between two steps. Ranks that
-    another program has started, one by one, also continue, but have no spares.
+    With `elastic`, the remaining ranks form a new group after the loss of a rank and continue. A
+    spare replaces the lost rank: at once if a spare is ready, otherwise later between two steps.
+    Ranks that another program has started one by one also continue, but have no spares.
 
     Args:
         orders: reads the orders of rank 0; only for a rank that another `Ranks` has started.
@@ -129,14 +129,14 @@ class Ranks:
         self._n_threads = torch.get_num_threads()
         self._timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
         self.regroups: list[Regroup] = []
-        self._next_look_s = 0.0  # monotonic
+        self._next_check_s = 0.0  # monotonic
         self._orders = orders
         keep_freed_memory()
         if setup.size > 1:
             require_no_group()
         if is_started_as_rank():
             if setup.config.elastic and orders is None:
-                _require_started_singly(setup.config.spares)
+                _require_single_starts(setup.config.spares)
             return
         threads = threads_per_rank(setup.size)
         torch.set_num_threads(self._threads_of(setup.size))
@@ -158,7 +158,7 @@ class Ranks:
         on_wait: Callable[[Sequence[int]], None] = lambda _: None,
         on_graph: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Join the other ranks, load the model, and make the engine; arguments as in LLM.
+        """Join the other ranks, load the model, and create the engine. Arguments are as in LLM.
 
         Raises: RankError for a rank that does not join, fails, or differs in a value that must be
         equal on all ranks; UsageError for too little memory; DamagedWeights for weights that cannot
@@ -166,7 +166,7 @@ class Ranks:
         Collective: all ranks call it.
         """
         setup = self.setup
-        with self.explaining():
+        with self.with_reports():
             self._join({**(facts or {}), **self._facts}, on_wait)
             if setup.config.pp > 1:
                 stages = [stage.ranks for stage in setup.plan.stages]
@@ -183,9 +183,9 @@ class Ranks:
                 with _MEMORY_FOR_GRAPHS:
                     warm_up(runner, runner.comm.keepalive)
                 _record(runner, on_graph)
-            own = peak_cuda_bytes(setup.device)
-            if own is not None:
-                self.cuda_bytes = tuple(self.comm.all_gather(torch.tensor(own)).tolist())
+            peak_bytes = peak_cuda_bytes(setup.device)
+            if peak_bytes is not None:
+                self.cuda_bytes = tuple(self.comm.all_gather(torch.tensor(peak_bytes)).tolist())
         capacity, inputs = self._engine.capacity, setup.inputs
         inputs.n_cache_tokens = capacity.longest(inputs.max_seq_len)
 
@@ -198,7 +198,7 @@ class Ranks:
 
     @property
     def comm(self) -> Communicator:
-        """The communicator of the running ranks; with `slice_of`, the engine uses another one."""
+        """The communicator of all ranks; with `slice_of`, the engine uses a `Slice` instead."""
         assert self._comm is not None
         return self._comm
 
@@ -209,21 +209,23 @@ class Ranks:
         Collective: all ranks take part.
         """
         use_device(self.setup.device)  # any thread may call this
-        self._take_back()
-        return self.enduring(self._step)
+        self._use_spares()
+        return self.retry_after_loss(self._step)
 
     def _step(self) -> list[StepOutput]:
-        # Without `computing`, the other ranks would wait without a limit for a step that hangs.
+        # Without `computing`, the other ranks would wait for a step that hangs forever.
         with self.engine.comm.computing():
             return self.engine.step()
 
-    def enduring(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which is run again after each loss of a rank that others survive.
+    def retry_after_loss(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, and run it again after each loss of a rank that `elastic` allows.
+
+        Returns: the result of `work`.
 
         Raises: as `work`; RankError with the message of a rank that has ended.
         """
         if not self.setup.config.elastic:
-            with self.explaining():
+            with self.with_reports():
                 return work()
         while True:
             try:
@@ -232,8 +234,8 @@ class Ranks:
                 failure = error
             self._regroup(failure)
 
-    def stand_by(self, facts: str) -> RegroupOrder | None:
-        """On a spare, wait until rank 0 orders it to take the place of a lost rank.
+    def wait_as_spare(self, facts: str) -> RegroupOrder | None:
+        """On a spare, wait until rank 0 orders it to replace a lost rank.
 
         Args:
             facts: the digest of the facts of the ranks.
@@ -245,7 +247,7 @@ class Ranks:
                 "the model's files or the installed software have changed since the ranks started; "
                 "restart the command"
             )
-        record_stacks(self.setup.config.log_dir)  # rank 0 sees that this process is ready
+        record_stacks(self.setup.config.log_dir)  # shows rank 0 that this process is ready
         assert self._orders is not None
         return self._orders.latest(None)
 
@@ -265,7 +267,7 @@ class Ranks:
             try:
                 if order is not None:
                     comm = join_group(order, orders, self._timeouts)
-                    self._go_on(comm, order.n_threads)
+                    self._rebuild(comm, order.n_threads)
                 rank_rpc.serve_rank(self.engine)
                 return
             except RankError:
@@ -277,11 +279,11 @@ class Ranks:
     def _follow_links(self) -> None:
         """Serve rank 0, on a rank that another program has started."""
         link, order = self._links, None
-        with self.explaining():
+        with self.with_reports():
             while True:
                 try:
                     if isinstance(link, Link) and order is not None:
-                        self._go_on(link.group(order), torch.get_num_threads())
+                        self._rebuild(link.group(order), torch.get_num_threads())
                     rank_rpc.serve_rank(self.engine)
                     return
                 except RankError as error:
@@ -290,12 +292,12 @@ class Ranks:
                     order = link.latest()
 
     def pids(self) -> dict[int, int]:
-        """The processes of this rank and of the ranks that it has started, by rank."""
-        own = {} if self._comm is None else {self._comm.rank: os.getpid()}
-        return own | (self._local_ranks.pids() if self._local_ranks else {})
+        """Process ids, by rank, of this rank and of the ranks that it has started."""
+        own_pid = {} if self._comm is None else {self._comm.rank: os.getpid()}
+        return own_pid | (self._local_ranks.pids() if self._local_ranks else {})
 
     def spare_pids(self) -> list[int]:
-        """The processes that have been started to take the places of lost ranks."""
+        """Process ids of the spares."""
         return self._local_ranks.spare_pids() if self._local_ranks else []
 
     def require_alive(self) -> None:
@@ -303,8 +305,8 @@ class Ranks:
 
         Raises: RankError naming a rank that has died, with its own message if it left one.
         """
-        self._take_back()
-        self.enduring(self._look)
+        self._use_spares()
+        self.retry_after_loss(self._require_alive_now)
 
     def change_adapter(self, name: str, folder: str | None) -> None:
         """Load a LoRA adapter on all ranks between two steps, or unload it if `folder` is None.
@@ -317,14 +319,14 @@ class Ranks:
                 "adapters cannot be changed with elastic: a new process would not have them; name "
                 "them at the start"
             )
-        with self.explaining():
+        with self.with_reports():
             if folder is None:
                 rank_rpc.unload_adapter(self.engine, name)
             else:
                 rank_rpc.load_adapter(self.engine, name, folder)
 
     def end(self) -> None:
-        """End the other ranks. Errors of ranks are suppressed, as the LLM is no longer used."""
+        """End the other ranks. Errors of ranks are suppressed, because the LLM is closed."""
         with suppress(RankError):
             if self._engine is not None and self._engine.comm.rank == 0:
                 rank_rpc.close(self._engine)
@@ -345,7 +347,7 @@ class Ranks:
         give_back_memory()
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
+    def with_reports(self) -> Iterator[None]:
         """Replaces a RankError by the message of the rank that has ended, if it left one.
 
         On a rank with a link to rank 0, any error is sent to rank 0.
@@ -355,15 +357,15 @@ class Ranks:
         except Exception as error:
             if isinstance(self._links, Link):
                 self._links.send_reason(str(error) or type(error).__name__)
-            elif (others := self._others()) is not None and isinstance(error, RankError):
-                others.require_alive(_LAST_WORDS_S)
+            elif (processes := self._rank_processes()) is not None and isinstance(error, RankError):
+                processes.require_alive(_LAST_REPORT_S)
             raise
 
-    def _others(self) -> LocalRanks | Links | None:
-        """The other ranks, on rank 0; None if this process has neither started nor linked them."""
+    def _rank_processes(self) -> LocalRanks | Links | None:
+        """On rank 0, the other ranks, if this process has started or linked them; else None."""
         return self._links if isinstance(self._links, Links) else self._local_ranks
 
-    def _look(self) -> None:
+    def _require_alive_now(self) -> None:
         if self._local_ranks is not None and not self.setup.config.elastic:
             self._local_ranks.require_alive()
         if isinstance(self._links, Links):
@@ -371,12 +373,12 @@ class Ranks:
         if self._comm is not None:
             self._comm.require_alive()
 
-    def _take_back(self) -> None:
-        """Let spares that are ready take the places of lost ranks, and start spares."""
+    def _use_spares(self) -> None:
+        """Replace lost ranks by spares that are ready, and start new spares."""
         ranks, now = self._local_ranks, time.monotonic()
-        if ranks is None or not self.setup.config.elastic or now < self._next_look_s:
+        if ranks is None or not self.setup.config.elastic or now < self._next_check_s:
             return
-        self._next_look_s = now + _LOOK_S
+        self._next_check_s = now + _SPARE_CHECK_S
         if why := ranks.keep_spares():
             logger.warning("no more spares are started: %s", why.partition("\n")[0])
         if ranks.can_grow():
@@ -391,8 +393,8 @@ class Ranks:
 
         Raises: `error` if no rank has ended, or tokens may be wrong.
         """
-        began_s, lost, n_new = time.monotonic(), list[str](), 0
-        ranks = self._others()
+        start_s, lost, n_new = time.monotonic(), list[str](), 0
+        ranks = self._rank_processes()
         if ranks is None or _are_tokens_wrong(error):
             assert error is not None
             raise error
@@ -400,65 +402,68 @@ class Ranks:
         _clear_frames(error)
         while True:
             if error is not None:
-                lost.append(self._lost(ranks, error))
+                lost.append(self._drop_lost(ranks, error))
             try:
                 if isinstance(ranks, Links):
-                    self._go_on(ranks.group(), torch.get_num_threads(), unfinished)
+                    self._rebuild(ranks.group(), torch.get_num_threads(), unfinished)
                     break
                 n_new += ranks.take_spares()
                 n_threads = self._threads_of(ranks.env.size)
-                self._go_on(lead_group(ranks, n_threads, self._timeouts), n_threads, unfinished)
+                self._rebuild(lead_group(ranks, n_threads, self._timeouts), n_threads, unfinished)
                 break
-            except RankError as another:
-                error = another  # another rank was lost meanwhile
-        seconds = time.monotonic() - began_s
+            except RankError as second_error:
+                error = second_error  # a second rank was lost meanwhile
+        seconds = time.monotonic() - start_s
         self.regroups.append(Regroup("; ".join(lost), n_new, self.comm.size, seconds))
         logger.warning("%s", self.regroups[-1])
-        self._next_look_s = time.monotonic() + (_RECOMPUTE_S if lost else 0.0)
+        self._next_check_s = time.monotonic() + (_RECOMPUTE_S if lost else 0.0)
 
-    def _lost(self, ranks: LocalRanks | Links, error: RankError) -> str:
-        """Forget the ranks that have ended. Returns: why.
+    def _drop_lost(self, ranks: LocalRanks | Links, error: RankError) -> str:
+        """Remove the ranks that have ended from the group. Returns: why they ended, for logs.
 
         Raises: as `_regroup`.
         """
-        why = ranks.drop_ended(_LAST_WORDS_S)
+        why = ranks.drop_ended(_LAST_REPORT_S)
         if why is None:
-            with self.explaining():
+            with self.with_reports():
                 raise error
         if DISAGREE in why or TEST_MEMORY in why:
             raise RankError(why) from error
         summary = why.partition("\n")[0]
-        logger.warning("%s; the others go on", summary)
+        logger.warning("%s; the other ranks continue", summary)
         return summary
 
     def _threads_of(self, size: int) -> int:
-        """The threads per rank for `size` ranks on this host, unless OMP_NUM_THREADS is set."""
+        """The number of threads per rank for `size` ranks; OMP_NUM_THREADS takes precedence."""
         if "OMP_NUM_THREADS" in os.environ:
             return torch.get_num_threads()
         return min(threads_per_rank(size), self._n_threads)
 
-    def _go_on(
+    def _rebuild(
         self, comm: Communicator, n_threads: int, unfinished: Sequence[Unfinished] = ()
     ) -> None:
-        """Load this rank's new shard and continue the requests; rank 0 passes them.
+        """Load this rank's shard in a new group, and continue the requests there.
+
+        Args:
+            unfinished: the requests; only for rank 0, which sends them to the other ranks.
 
         Collective: all ranks of `comm` call it.
         """
-        old, self._comm = self._comm, comm
-        if old is not None:
-            old.close()
+        old_comm, self._comm = self._comm, comm
+        if old_comm is not None:
+            old_comm.close()
         setup, engine = self.setup, self._engine
         setup.shard_over(comm.size)
-        # Raised only after loading: several threads load weights, each with its own team of OpenMP
-        # threads, and the teams would wait for cores.
+        # The number is raised only after loading: each thread that loads weights has its own OpenMP
+        # threads, and more of them would wait for cores.
         torch.set_num_threads(min(n_threads, torch.get_num_threads()))
-        if engine is not None:  # gives up the KV cache
+        if engine is not None:  # free the KV cache
             engine.runner.reserve([0] * len(engine.capacity.n_blocks), 1)
         runner = self._load(lambda _: None)
         torch.set_num_threads(n_threads)
         capacity = self._capacity(runner)
-        own = encode_unfinished(unfinished) if comm.rank == 0 else None
-        message = broadcast_bytes(comm, own)
+        encoded = encode_unfinished(unfinished) if comm.rank == 0 else None
+        message = broadcast_bytes(comm, encoded)
         with MemoryFor("the KV cache", "lower kv_cache_bytes"):
             if engine is None:  # this process was a spare
                 self._engine = engine = self._make_engine(runner, capacity)
@@ -468,7 +473,7 @@ class Ranks:
     def _join(self, facts: Mapping[str, str], on_wait: Callable[[Sequence[int]], None]) -> None:
         ranks = self._local_ranks
 
-        def look(missing: Sequence[int]) -> None:
+        def check_and_wait(missing: Sequence[int]) -> None:
             if ranks is not None:
                 ranks.require_alive()
             on_wait(missing)
@@ -483,8 +488,8 @@ class Ranks:
             notes=gpu_notes(setup),
             timeouts=self._timeouts,
             log_dir=setup.config.log_dir,
-            on_wait=look,
-            form=self._link if is_linked else None,
+            on_wait=check_and_wait,
+            form=self._form_linked_group if is_linked else None,
         )
         is_shared = isinstance(self._comm, SharedMemory | Solo)
         if setup.config.elastic and not (is_shared or is_linked):
@@ -493,18 +498,20 @@ class Ranks:
                 "drop elastic"
             )
 
-    def _link(self, env: RankEnv, store: SealedStore, endpoint: Endpoint | None) -> Communicator:
-        """The first group of ranks that another program has started, with their links."""
+    def _form_linked_group(
+        self, env: RankEnv, store: SealedStore, endpoint: Endpoint | None
+    ) -> Communicator:
+        """Form the first group of ranks that another program has started, with their links."""
         self._links, comm = link_ranks(env.rank, env.size, store, endpoint, self._timeouts)
         return comm
 
     def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
-        """Read this rank's weights, then wait for all ranks; reading has no time limit."""
+        """Read this rank's weights without a time limit, then wait for all ranks."""
         setup, inputs = self.setup, self.setup.inputs
         slice_of = setup.config.slice_of
         comm = self.comm if slice_of is None else Slice(slice_of[1])
 
-        def note(n_bytes: int) -> None:
+        def report_progress(n_bytes: int) -> None:
             comm.keepalive()
             on_bytes(n_bytes)
 
@@ -516,12 +523,12 @@ class Ranks:
             # The tokenizer is parsed mostly in another process, while this one reads weights.
             tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
             with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
-                self._runner = runner = self._load_model(setup, comm, note, self._runner)
+                self._runner = runner = self._load_model(setup, comm, report_progress, self._runner)
                 for name, adapter in setup.adapters.items():
                     runner.load_adapter(name, adapter)
                     comm.keepalive()
                 if setup.draft is not None:
-                    self._draft_model = self._load_draft_model(setup.draft, comm, note)
+                    self._draft_model = self._load_draft_model(setup.draft, comm, report_progress)
             tokenizer.result()
         if not keeps_open:
             del setup.checkpoint  # its headers may be large
@@ -534,7 +541,7 @@ class Ranks:
         setup: ModelSetup,
         comm: Communicator,
         on_bytes: Callable[[int], None],
-        before: ModelRunner | None = None,
+        old_runner: ModelRunner | None = None,
     ) -> ModelRunner:
         """Read this rank's weights of the model or of the draft model."""
         return ModelRunner.load(
@@ -547,7 +554,7 @@ class Ranks:
             device=setup.device,
             kv_format=setup.kv_format,
             on_bytes=on_bytes,
-            before=before,
+            old_runner=old_runner,
         )
 
     def _load_draft_model(
@@ -561,11 +568,11 @@ class Ranks:
         return DraftModel(runner, setup.draft_tables, setup.args.vocab_size, relative_cost)
 
     def _capacity(self, runner: ModelRunner) -> Capacity:
-        """The capacity that all ranks agree on."""
+        """The size of the KV cache, which all ranks agree on."""
         return self.setup.cache_size.agree(self.comm, memory_of(runner.device))
 
     def _make_engine(self, runner: ModelRunner, capacity: Capacity) -> Engine:
-        """The engine; its constructor allocates the KV cache."""
+        """Create the engine, which allocates the KV cache."""
         inputs, config = self.setup.inputs, self.setup.config
         has_text = runner.comm.rank == 0 and inputs.has_tokenizer
         with MemoryFor("the KV cache", "lower kv_cache_bytes"):
@@ -580,8 +587,8 @@ class Ranks:
             )
 
 
-def _require_started_singly(n_spares: int) -> None:
-    """Raises: UsageError if ranks that another program started could not go on after a loss."""
+def _require_single_starts(n_spares: int) -> None:
+    """Raises: UsageError if ranks that another program has started cannot continue after a loss."""
     if is_watched():
         raise UsageError(
             f"elastic inside {launcher_name()}, which ends all ranks when one is lost; drop "
@@ -590,13 +597,13 @@ def _require_started_singly(n_spares: int) -> None:
         )
     if n_spares:
         raise UsageError(
-            f"spares={n_spares} with ranks that another program has started: only a program that "
-            "starts its ranks itself can replace them; drop spares"
+            f"{counted(n_spares, 'spare')} with ranks that another program has started: only a "
+            "program that starts its ranks itself can replace them; drop the spares"
         )
 
 
 def _are_tokens_wrong(error: RankError | None) -> bool:
-    """Whether tokens that were already returned may be wrong, so that ranks must not continue."""
+    """Whether tokens that were returned may be wrong, so that ranks must not continue."""
     return isinstance(error, IntegrityError) or DISAGREE in str(error)
 
 
@@ -610,17 +617,17 @@ def _clear_frames(error: BaseException | None) -> None:
 def _record(runner: ModelRunner, on_graph: Callable[[int], None]) -> None:
     """Record the decode steps as CUDA graphs."""
 
-    def note(n_rows: int) -> None:
+    def report_progress(n_rows: int) -> None:
         runner.comm.keepalive()
         on_graph(n_rows)
 
     with _MEMORY_FOR_GRAPHS:
-        runner.record(on_graph=note)
+        runner.record(on_graph=report_progress)
     runner.comm.barrier()
 
 
 def shared_facts(setup: ModelSetup) -> dict[str, str]:
-    """The values that must be the same on all ranks, by name."""
+    """The values that must be equal on all ranks, by name."""
     drafts = {} if setup.draft is None else _model_facts(setup.draft)
     return {
         "version of parallel_llama": parallel_llama.__version__,
@@ -630,12 +637,12 @@ def shared_facts(setup: ModelSetup) -> dict[str, str]:
         **setup.config.facts(),
         **_model_facts(setup),
         **{f"draft model's {name}": value for name, value in drafts.items()},
-        **{f"adapter {name}": adapter_digest(each) for name, each in setup.adapters.items()},
+        **{f"adapter {name}": adapter_digest(adapter) for name, adapter in setup.adapters.items()},
     }
 
 
 def _model_facts(setup: ModelSetup) -> Mapping[str, str]:
-    """The values of a model that must be the same on all ranks."""
+    """The values of a model that must be equal on all ranks, by name."""
     has_files = setup.config.random_weights is None
     contents = fingerprint(setup.inputs.files) if has_files else {}
     return {
@@ -646,7 +653,7 @@ def _model_facts(setup: ModelSetup) -> Mapping[str, str]:
 
 
 def _gpu_facts(setup: ModelSetup) -> Mapping[str, str]:
-    """The values that must be the same on all ranks with GPUs.
+    """The values that must be equal on all ranks with GPUs, by name.
 
     In a mixture of experts every rank routes all tokens. GPUs of different architectures round the
     router's scores differently, so ranks could choose different experts for a token.
@@ -655,18 +662,18 @@ def _gpu_facts(setup: ModelSetup) -> Mapping[str, str]:
         return {}
     kernels = {"kernels": "torch's operators" if why_unusable() else "Triton"}
     name = "architecture of the GPU"
-    routed = {name: describe_gpu(setup.device).get(name, "")} if setup.args.n_experts else {}
-    return library_versions() | kernels | routed
+    router_facts = {name: describe_gpu(setup.device).get(name, "")} if setup.args.n_experts else {}
+    return library_versions() | kernels | router_facts
 
 
 def gpu_notes(setup: ModelSetup) -> Mapping[str, str]:
-    """The values of this rank's GPU that should be the same on all ranks.
+    """The values of this rank's GPU that should be equal on all ranks, by name.
 
     Empty if the user has set the ranks' memory or speeds, because GPUs may then differ.
     """
     config = setup.config
-    is_unlike = config.memory is not None or config.speeds is not None
-    return {} if is_unlike else describe_gpu(setup.device)
+    may_differ = config.memory is not None or config.speeds is not None
+    return {} if may_differ else describe_gpu(setup.device)
 
 
 def _digest(value: object) -> str:
@@ -688,7 +695,7 @@ def main() -> int:
         ranks = Ranks(ModelSetup(config), orders)
         try:
             if facts_of_ranks:
-                ranks.follow(ranks.stand_by(*facts_of_ranks))
+                ranks.follow(ranks.wait_as_spare(*facts_of_ranks))
             else:
                 ranks.start()
                 ranks.follow()

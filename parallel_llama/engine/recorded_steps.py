@@ -1,12 +1,12 @@
-"""Decode steps that are recorded once and replayed: one call instead of hundreds.
+"""Records decode steps and replays them, which takes one call from Python instead of hundreds.
 
 A recording contains the kernels and collectives of a step, with fixed addresses. A later step with
-the same number of rows writes its inputs to these addresses and replays the recording. All other
-steps run operator by operator.
+the same number of rows writes its inputs to these addresses and replays the recording. Steps
+without a recording run operator by operator.
 
 `CUDAGraphs` captures a graph for each bucket of rows at the start. A step is padded to the smallest
-bucket that fits it. `KernelCalls`, on the CPU, records the first step with each number of rows, and
-again the first with LoRA adapters. Replays have the same bits as the operators.
+bucket that fits it. `KernelCalls`, on the CPU, records the first step with each number of rows,
+separately for steps with LoRA adapters. Replays have the same bits as the operators.
 """
 
 import logging
@@ -45,8 +45,8 @@ _MAX_ROWS = 32
 # Rows of the graphs, close enough that padding costs little.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# Time limit for capturing graphs at the start; sizes that are missing then have no graph.
-LIMIT_S = 120.0
+# Time limit for capturing graphs at the start; buckets that are missing then have no graph.
+CAPTURE_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Logits:
     largest: npt.NDArray[np.float64] | None = None
     drawn: Tensor | None = None
 
-    def rows(self, which: slice | list[int]) -> "Logits":
-        largest = None if self.largest is None else self.largest[which]
-        drawn = None if self.drawn is None else self.drawn[which]
-        return Logits(self.values[which], largest, drawn)
+    def rows(self, rows: slice | list[int]) -> "Logits":
+        largest = None if self.largest is None else self.largest[rows]
+        drawn = None if self.drawn is None else self.drawn[rows]
+        return Logits(self.values[rows], largest, drawn)
 
 
 # Runs a step, and returns its logits and a function that replays it.
@@ -83,17 +83,18 @@ class _Graph:
 
 
 class CUDAGraphs:
-    """The captured decode steps of a model, none before `prepare`.
+    """The captured decode steps of a model; `prepare` captures them.
 
-    `longest` is the length of the longest sequence.
+    Args:
+        longest: the length of the longest sequence in tokens.
     """
 
     def __init__(
         self, layout: KVLayout, rotations: Sequence[Tensor], longest: int, device: torch.device
     ) -> None:
         self._layout, self._rotations, self._device = layout, rotations, device
-        # A token and its drafts are rows that share blocks, so this suffices for any batch.
-        self._blocks_of_row = layout.most_blocks(longest)
+        # Enough for any batch: a token and its drafts are rows that share blocks.
+        self._blocks_of_row = layout.max_blocks(longest)
         self._graphs: dict[int, _Graph] = {}
 
     def prepare(
@@ -103,21 +104,23 @@ class CUDAGraphs:
         recorder: Recorder,
         on_rows: Callable[[int], None],
     ) -> None:
-        """Capture `step` for each bucket, smallest first, until LIMIT_S have passed or one fails.
+        """Capture `step` for each bucket, smallest first, until a capture fails or time is up.
 
-        `step` is not kept: it holds the model, which must be freed with its LLM. `on_rows` is
-        called with the number of rows before each capture. Capturing fails if an operator
-        waits for the device, or memory is exhausted.
+        A capture fails if an operator waits for the device, or memory is exhausted. `step` is not
+        kept, because it refers to the model, which must be freed with its LLM.
+
+        Args:
+            on_rows: called with the number of rows before each capture.
 
         Collective: a broadcast and an all_gather for each bucket, and its steps.
         """
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + CAPTURE_LIMIT_S
         for n_rows in BUCKETS:
-            goes_on = torch.tensor([time.monotonic() < deadline])
-            if not comm.broadcast(goes_on):
+            has_time = torch.tensor([time.monotonic() < deadline])
+            if not comm.broadcast(has_time):
                 break
             on_rows(n_rows)
-            graph = self._try(step, n_rows, recorder)
+            graph = self._capture(step, n_rows, recorder)
             if not comm.all_gather(torch.tensor([graph is not None])).all():
                 break
             assert graph is not None
@@ -136,10 +139,10 @@ class CUDAGraphs:
         The next step overwrites them. `sampling_keys` and `tokens` are as in `StepBuffer.fill`.
         """
         n_rows = len(rows)
-        room = min((each for each in self._graphs if each >= n_rows), default=0)
-        if not room or has_adapters(chunks) or not is_decode_step(chunks, rows):
+        bucket = min((n for n in self._graphs if n >= n_rows), default=0)
+        if not bucket or has_adapters(chunks) or not is_decode_step(chunks, rows):
             return None
-        graph = self._graphs[room]
+        graph = self._graphs[bucket]
         graph.buffer.fill(
             chunks, self._layout.steps(chunks), sampling_keys=sampling_keys, tokens=tokens
         )
@@ -150,7 +153,7 @@ class CUDAGraphs:
         """Drop the graphs: a communicator cannot be destroyed while a graph holds it."""
         self._graphs.clear()
 
-    def _try(
+    def _capture(
         self, step: Callable[[Batch], Logits], n_rows: int, recorder: Recorder
     ) -> _Graph | None:
         try:
@@ -195,7 +198,7 @@ class KernelCalls:
         # By number of rows, and whether there are adapters; None if an operator is not a kernel.
         self._steps: dict[tuple[int, bool], _KernelCallStep | None] = {}
         # The products of rows with the matrices A of their adapters.
-        self._sums = torch.empty(_MAX_ROWS, 0)
+        self._low_rank_products = torch.empty(_MAX_ROWS, 0)
         self.residual = memoryview(b"")
         self.slots: Sequence[Sequence[int]] = ()
 
@@ -233,7 +236,7 @@ class KernelCalls:
         key = n_rows, has_adapters(chunks)
         step = self._steps.get(key)
         is_refused = n_rows > _MAX_ROWS or (step is None and key in self._steps)
-        if is_refused or not is_decode_step(chunks, rows) or self._layout.reaches_sinks(chunks):
+        if is_refused or not is_decode_step(chunks, rows) or self._layout.needs_sinks(chunks):
             return None
         kv_groups = self._layout.steps(chunks)
         rotations = rotations_of(self._tables, chunks)
@@ -254,18 +257,18 @@ class KernelCalls:
         self.slots = [kv_group.slots for kv_group in kv_groups]
         return step
 
-    def _fill_adapters(self, room: AdapterRoom, chunks: Sequence[Chunk]) -> None:
+    def _fill_adapters(self, adapter_inputs: AdapterRoom, chunks: Sequence[Chunk]) -> None:
         """Write which rows of a step have which adapter."""
-        of_rows = [
+        adapter_of_row = [
             None if chunk.adapter is None else self._adapters[chunk.adapter]
             for chunk in chunks
             for _ in chunk.tokens
         ]
-        n_most = max(each.n_rows for each in of_rows if each is not None)
-        if n_most > self._sums.shape[1]:
+        max_rank = max(adapter.n_rows for adapter in adapter_of_row if adapter is not None)
+        if max_rank > self._low_rank_products.shape[1]:
             dtype = self._model.tok_embeddings.weight.computed
-            self._sums = torch.empty(_MAX_ROWS, n_most, dtype=dtype)
-        room.fill(of_rows, self._sums)
+            self._low_rank_products = torch.empty(_MAX_ROWS, max_rank, dtype=dtype)
+        adapter_inputs.fill(adapter_of_row, self._low_rank_products)
 
 
 class _KernelCallStep:
@@ -288,7 +291,9 @@ class _KernelCallStep:
         with_adapters: bool,
     ) -> None:
         self._model, embedding = model, model.tok_embeddings
-        self._kv_groups = [_KVGroupRoom(*own) for own in zip(kv_groups, rotations, strict=True)]
+        self._kv_groups = [
+            _KVGroupInputs(*inputs) for inputs in zip(kv_groups, rotations, strict=True)
+        ]
         self._token_ids = np.zeros(len(rotations[0]), dtype=np.int64)
         self._tokens = torch.from_numpy(self._token_ids)
         shape = len(self._tokens), embedding.dim
@@ -296,7 +301,7 @@ class _KernelCallStep:
         self.adapters = AdapterRoom(len(self._tokens)) if with_adapters else None
         batch = Batch(
             self._tokens,
-            tuple(room.batch for room in self._kv_groups),
+            tuple(group.batch for group in self._kv_groups),
             rows=None,
             adapters=self.adapters or (),
         )
@@ -310,15 +315,15 @@ class _KernelCallStep:
             # the first kernels of the next step may overwrite.
             borrowed = self._recording.borrowed(scores)
         self.residual = bytes_of(self.hidden)
-        self._scores = Logits(borrowed, None if largest is None else largest.numpy())
+        self._logits = Logits(borrowed, None if largest is None else largest.numpy())
 
     @property
     def logits(self) -> Logits:
         """The logits of the latest step; the next step may overwrite them."""
         if not self._model.has_logit_scaling:
-            return self._scores
+            return self._logits
         with torch.inference_mode():
-            return Logits(self._model.finish_logits(self._scores.values))
+            return Logits(self._model.finish_logits(self._logits.values))
 
     def fill(
         self,
@@ -330,7 +335,7 @@ class _KernelCallStep:
         # With numpy: reading a step's weights evicts torch's code and data from the CPU's caches,
         # which makes a call of torch ten times slower.
         self._token_ids[:] = tokens
-        return all(map(_KVGroupRoom.fill, self._kv_groups, kv_groups, rotations))
+        return all(map(_KVGroupInputs.fill, self._kv_groups, kv_groups, rotations))
 
     def replay(self) -> None:
         """Run the step of the last `fill`."""
@@ -340,7 +345,7 @@ class _KernelCallStep:
         self._recording.replay()
 
 
-class _KVGroupRoom:
+class _KVGroupInputs:
     """The part of a batch for one KV group at fixed addresses, with room for more keys."""
 
     def __init__(self, step: KVGroupStep, rotations: HostRotations) -> None:
@@ -375,9 +380,9 @@ def is_all(rows: Sequence[int] | None, n_rows: int) -> bool:
 
 def rotations_of(tables: Sequence[RotaryTables], chunks: Sequence[Chunk]) -> list[HostRotations]:
     """The rotary embedding of each token, by KV group. Shapes: [T, 1, head_dim / 2] complex."""
-    found: dict[RotaryTables, HostRotations] = {}
+    by_table: dict[RotaryTables, HostRotations] = {}
     for table in tables:
-        if table not in found:
+        if table not in by_table:
             rows = [table.rows(chunk.positions, chunk.n_prompt) for chunk in chunks]
-            found[table] = rows[0] if len(rows) == 1 else np.concatenate(rows)
-    return [found[table] for table in tables]
+            by_table[table] = rows[0] if len(rows) == 1 else np.concatenate(rows)
+    return [by_table[table] for table in tables]

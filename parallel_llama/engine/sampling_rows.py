@@ -28,7 +28,11 @@ from parallel_llama.sampling.sampler import sample
 def sampling_rows_of(
     item: ScheduledTokens, history: History | None, mask: bytes | None
 ) -> list[SamplingRow]:
-    """The rows of one sequence; `mask` marks the tokens that are allowed next."""
+    """The sampling rows of one sequence.
+
+    Args:
+        mask: of the tokens that are allowed next.
+    """
     drafts, params = item.drafts, item.request.params
     return [
         sampling_row(item.sequence, params, drafts[:n], history, mask)
@@ -81,18 +85,18 @@ def draw_each(
 
     Shapes: logits [n, V_local] local, one row per draw, sequence after sequence; best as in
     `sample`.
-    Collective: as `sample`; a second time for the other rows if a row has no allowed token.
+    Collective: as `sample`; again, for the other rows, if a row has no allowed token.
     """
-    rows = [draw for own in draws for draw in own]
+    rows = [draw for draws_of_sequence in draws for draw in draws_of_sequence]
     try:
         drawn = dict(enumerate(sample(logits, vocab, rows, comm, best)))
     except NoTokenLeft as error:
-        able = [row for row in range(len(rows)) if row not in error.rows]
-        others = sample(logits[able], vocab, [rows[row] for row in able], comm)
-        drawn = dict(zip(able, others, strict=True))
+        allowed_rows = [row for row in range(len(rows)) if row not in error.rows]
+        others = sample(logits[allowed_rows], vocab, [rows[row] for row in allowed_rows], comm)
+        drawn = dict(zip(allowed_rows, others, strict=True))
     tokens = []
     stop = 0
-    for own in draws:
-        start, stop = stop, stop + len(own)
+    for draws_of_sequence in draws:
+        start, stop = stop, stop + len(draws_of_sequence)
         tokens.append([drawn[row] for row in takewhile(drawn.__contains__, range(start, stop))])
     return tokens

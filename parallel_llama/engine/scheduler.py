@@ -46,8 +46,8 @@ MAX_DEFERRED_STEPS = 8
 # prompt tokens: short steps let the next short request start soon.
 RECENT_STEPS = 256
 
-# In the first step after the loss of a rank, at most this fraction of the tokens are prompt tokens, so
-# that some of the continued requests draw their next token soon.
+# In the first step after the loss of a rank, at most this fraction of a step's tokens are prompt
+# tokens, so that some of the continued requests draw their next token soon.
 FIRST_FRACTION = 1 / 4
 
 _arrival = attrgetter("arrival")
@@ -202,9 +202,10 @@ class Scheduler:
             if n_fitting > 0
             else f"shorten the prompt to at most {counted(n_blocks * size, 'token')}"
         )
+        needs = f"{counted(n_prompt, 'prompt token')} and {counted(max_tokens, 'new token')} need"
         return (
-            f"{counted(n_prompt, 'prompt token')} and {counted(max_tokens, 'new token')} need "
-            f"{needed} blocks of {size}, but the KV cache has {n_blocks}; {remedy}, or enlarge the KV cache"
+            f"{needs} {needed} blocks of {size}, but the KV cache has {n_blocks}; {remedy}, or "
+            "enlarge the KV cache"
         )
 
     def add(

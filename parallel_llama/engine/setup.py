@@ -1,4 +1,4 @@
-"""Applies an LLM's settings to a model, before ranks start or weights are read."""
+"""Combines an LLM's settings with its model, before ranks start or weights are read."""
 
 import logging
 from collections.abc import Sequence
@@ -72,7 +72,8 @@ _WHY_UNROUNDED = (
 class ModelSetup:
     """The plan, precision, device and checkpoint of a model on this rank.
 
-    `inputs` is the model's InputProcessor, if the caller already has one.
+    Args:
+        inputs: the model's InputProcessor, if the caller already has one.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used;
     DamagedWeights for files that differ from their manifest.
@@ -81,18 +82,18 @@ class ModelSetup:
     def __init__(self, config: LLMConfig, inputs: InputProcessor | None = None) -> None:
         self.size = resolve_size(config.tp_size)
         slice_of, has_files = config.slice_of, config.random_weights is None
-        _require_alone(slice_of, self.size)
+        _require_single_rank(slice_of, self.size)
         if config.download and inputs is None:
             require_downloaded(config.model, config.start_timeout_s)
         if config.verify:
-            where = config.model if inputs is None else str(inputs.files.path)
-            require_whole(where, part=slice(world()[0], None, self.size))
+            model = config.model if inputs is None else str(inputs.files.path)
+            require_whole(model, part=slice(world()[0], None, self.size))
         self.inputs = inputs or _input_processor(config)
         self.args, files = self.inputs.args, self.inputs.files
-        # Sent to the other ranks: `inputs` may have another context length than `config`.
+        # This is sent to the other ranks, so it has the context length of `inputs`.
         self.config = replace(config, tp_size=self.size, max_seq_len=self.inputs.max_seq_len)
         self.adapters = load_served_adapters(self.config.adapters, self.args)
-        self.kind, gpu = _device_of(config.device, self.size)
+        self.kind, gpu = _choose_device(config.device, self.size)
         _require_checkable(bool(config.integrity_check), self.kind)
         self.device = own_device(self.kind, gpu)
         require_pipeline(config.pp, self.kind, config.kv_split)
@@ -100,55 +101,55 @@ class ModelSetup:
             require_elastic(self.kind, config.kv_split)
             require_spares(config.spares, self.size)
         self.dtype = config.dtype or default_dtype(files, self.args, self.kind)
-        played, n_shards = slice_of or (0, self.size)
-        # Exact sums send more messages, so on several hosts they are not the default, except where
-        # stages keep these messages on one host.
+        slice_rank, n_shards = slice_of or (None, self.size)
+        # Exact sums send more data, so they are not the default on several hosts, unless stages
+        # keep that data on one host.
         is_local = is_one_host(self.size) or config.pp > 1
-        asked = config.exact if is_local else bool(config.exact)
-        in_stage = max(stage_sizes(n_shards, config.pp))
-        self.exact = resolve_exact(asked, self.args, in_stage, self.kind)
+        requested_exact = config.exact if is_local else bool(config.exact)
+        max_stage_size = max(stage_sizes(n_shards, config.pp))
+        self.exact = resolve_exact(requested_exact, self.args, max_stage_size, self.kind)
         stored = stored_formats(files, self.args) if has_files else None
         self.quant = config.quant or "none"
         if has_files and config.quant is None:
             self.quant = default_quant(files, self.args, self.dtype)
-        stated = input_formats(files, self.args) if has_files else {}
-        rounded = {
+        input_forms = input_formats(files, self.args) if has_files else {}
+        rounded_inputs = {
             name: form
-            for name, form in stated.items()
-            if self.exact or in_stage == 1 or form.scale is not None
+            for name, form in input_forms.items()
+            if self.exact or max_stage_size == 1 or form.scale is not None
         }
         self.precision = make_precision(
-            self.args, self.dtype, self.kind, self.quant, stored, rounded
+            self.args, self.dtype, self.kind, self.quant, stored, rounded_inputs
         )
         self.kv_format = kv_format(config.kv_cache_dtype, self.precision.computed)
-        is_checked = config.integrity_check
-        if is_checked is None:
-            is_checked = self.exact and slice_of is None
-        self.integrity_check = is_checked
+        checks_integrity = config.integrity_check
+        if checks_integrity is None:
+            checks_integrity = self.exact and slice_of is None
+        self.integrity_check = checks_integrity
         self.draft = self._draft_setup()
-        self.shard_over(n_shards, None if slice_of is None else played)
-        slower = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
+        self.shard_over(n_shards, slice_rank)
+        slowdowns = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
         if self.exact and config.exact is None and self.precision.dtype == "bfloat16":
-            slower.append(_why_without_tiles())
+            slowdowns.append(_why_without_tiles())
         if self.kind == "cuda":
-            slower.append(why_unusable())
+            slowdowns.append(why_unusable())
         if has_files:
-            slower.append(why_decoded(files, self.args, self.dtype, config.quant))
-            slower.append(why_own_kv_scales(files))
+            slowdowns.append(why_decoded(files, self.args, self.dtype, config.quant))
+            slowdowns.append(why_own_kv_scales(files))
             if self.precision.inputs and self.kind == "cpu":
-                slower.append(why_differing_inputs(self.args, self.precision.inputs))
-            if any(self._is_decoded(name) for name in stated.keys() - rounded.keys()):
-                slower.append(_WHY_UNROUNDED)
-        for reason in filter(None, slower if world()[0] == 0 else ()):
+                slowdowns.append(why_differing_inputs(self.args, self.precision.inputs))
+            if any(self._is_decoded(name) for name in input_forms.keys() - rounded_inputs.keys()):
+                slowdowns.append(_WHY_UNROUNDED)
+        for reason in filter(None, slowdowns if world()[0] == 0 else ()):
             logger.warning(reason)
-        drawn_on = torch.device("cpu") if slice_of is None else self.device
-        self.checkpoint = _open_weights(files, self.args, config, drawn_on)
+        random_device = torch.device("cpu") if slice_of is None else self.device
+        self.checkpoint = _open_weights(files, self.args, config, random_device)
 
     def shard_over(self, n_shards: int, alone: int | None = None) -> None:
         """Compute the plan, the size of the KV cache and `weight_bytes` for a number of ranks.
 
         Args:
-            alone: the only rank that runs, if any.
+            alone: the rank that runs without the other ranks; None if all ranks run.
 
         Raises: UsageError if the model cannot be sharded over that many ranks, or does not fit into
         their memory.
@@ -238,9 +239,9 @@ class ModelSetup:
     def _draft_bytes(self, draft: "ModelSetup", shard: Shard) -> list[int]:
         """Bytes of the draft model's KV cache per token, for each KV group of this model."""
         n_bytes = [0] * len(kv_groups(self.args))
-        own = kv_bytes_per_token(draft.args, shard, draft.kv_format)
-        for number, each in zip(self.draft_tables, own, strict=True):
-            n_bytes[number] += each
+        draft_bytes = kv_bytes_per_token(draft.args, shard, draft.kv_format)
+        for number, n_group_bytes in zip(self.draft_tables, draft_bytes, strict=True):
+            n_bytes[number] += n_group_bytes
         return n_bytes
 
     def _is_decoded(self, matrix: str) -> bool:
@@ -256,25 +257,25 @@ class ModelSetup:
         ]
 
 
-def resolve_size(wanted: int | None) -> int:
-    """The number of ranks: `wanted`, or the number of ranks that torchrun has started.
+def resolve_size(requested: int | None) -> int:
+    """The number of ranks: `requested`, or the number of ranks that torchrun has started.
 
     Raises: UsageError if both are given and differ, or for a number that is out of range.
     """
     _, size = world()
-    if wanted is None or wanted == size:
+    if requested is None or requested == size:
         return size
-    if type(wanted) is not int or not 1 <= wanted <= MAX_RANKS:
-        raise UsageError(f"tp_size={wanted!r}: use a whole number from 1 to {MAX_RANKS}")
+    if type(requested) is not int or not 1 <= requested <= MAX_RANKS:
+        raise UsageError(f"tp_size={requested!r}: use a whole number from 1 to {MAX_RANKS}")
     if size > 1 or is_started_as_rank():
         raise UsageError(
-            f"tp_size={wanted} and there are {size} ranks, which torchrun or another program has "
-            "started; leave tp_size out"
+            f"tp_size={requested} and there are {size} ranks, which torchrun or another program "
+            "has started; leave tp_size out"
         )
-    return wanted
+    return requested
 
 
-def _require_alone(slice_of: tuple[int, int] | None, size: int) -> None:
+def _require_single_rank(slice_of: tuple[int, int] | None, size: int) -> None:
     if slice_of is not None and (size > 1 or is_started_as_rank()):
         raise UsageError(
             f"slice_of={slice_of} with {size} ranks: a slice runs alone; leave tp_size out"
@@ -311,11 +312,11 @@ def _why_without_tiles() -> str | None:
 
 
 def _open_weights(
-    files: ModelFiles, args: ModelArgs, config: LLMConfig, drawn_on: torch.device
+    files: ModelFiles, args: ModelArgs, config: LLMConfig, random_device: torch.device
 ) -> Checkpoint:
     """The model's checkpoint, its structure checked, before any weight is read."""
     if config.random_weights is not None:
-        return random_checkpoint(args, config.random_weights, drawn_on)
+        return random_checkpoint(args, config.random_weights, random_device)
     files.require_weights()
     try:
         checkpoint = open_checkpoint(files, args)
@@ -327,15 +328,15 @@ def _open_weights(
     return checkpoint
 
 
-def _device_of(asked: str, size: int) -> tuple[DeviceKind, int]:
-    """The kind of device of this rank, and the index of its GPU; warns if auto leaves GPUs unused.
+def _choose_device(requested: str, size: int) -> tuple[DeviceKind, int]:
+    """The kind of this rank's device, and the index of its GPU; warns if auto ignores GPUs.
 
     Args:
         size: the number of ranks on all hosts.
     """
     n_gpus = visible_gpus()
-    gpu, n_ranks = ranks_sharing_gpus(asked, size, n_gpus)
-    kind = choose_device(asked, n_ranks, n_gpus)
-    if n_gpus and asked == "auto" and kind == "cpu" and world()[0] == 0:
+    gpu, n_ranks = ranks_sharing_gpus(requested, size, n_gpus)
+    kind = choose_device(requested, n_ranks, n_gpus)
+    if n_gpus and requested == "auto" and kind == "cpu" and world()[0] == 0:
         logger.warning("running on the CPU: %s", too_few(n_ranks, n_gpus))
     return kind, gpu

@@ -1,4 +1,4 @@
-"""The load of an engine and the durations of its steps, as plain numbers."""
+"""Statistics of an engine: its load, and the time that the parts of its steps take."""
 
 import time
 from collections import deque
@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass
 class StepTimes:
-    """The time that each part of all steps so far took, in seconds.
+    """The total time of each part of a step, over all steps so far, in seconds.
 
     On CUDA these are device times: concurrent work of the host counts as zero.
     """
@@ -41,9 +41,9 @@ class EngineStatistics:
 
 
 class Tick(Protocol):
-    """A moment, which a device may not have reached."""
+    """A moment in the work of a device, which the device may not have reached yet."""
 
-    def has_come(self) -> bool: ...
+    def is_reached(self) -> bool: ...
 
     def seconds_until(self, later: "Tick", /) -> float:
         """The time until another tick of the same kind, once both have been reached."""
@@ -55,7 +55,7 @@ class HostTick:
     def __init__(self) -> None:
         self.s = time.perf_counter()
 
-    def has_come(self) -> bool:
+    def is_reached(self) -> bool:
         return True
 
     def seconds_until(self, later: Tick) -> float:
@@ -64,7 +64,7 @@ class HostTick:
 
 
 class StepClock:
-    """Adds the laps of steps to `times`, by name; a step counts once its last tick is reached.
+    """Adds the laps of each step to `times`, once the device has reached the last tick of the step.
 
     It never waits for a device, so `times` may lack the last one or two steps.
     """
@@ -84,7 +84,7 @@ class StepClock:
 
     def end(self) -> None:
         self._ended.append(self._laps)
-        while self._ended and self._ended[0][-1][1].has_come():
+        while self._ended and self._ended[0][-1][1].is_reached():
             laps = self._ended.popleft()
             for (_, before), (name, after) in pairwise(laps):
                 seconds = getattr(self._times, name) + before.seconds_until(after)

@@ -1,4 +1,4 @@
-"""The chunks of a step, and all its inputs in one buffer, which takes one copy to the device.
+"""Packs all inputs of a step into one buffer, so that one copy moves them to the device.
 
 On a GPU a copy costs more than a small kernel, and a CUDA graph reads its inputs from fixed
 addresses. So one buffer on the host, and one on the device, holds all inputs of a step: tokens,
@@ -33,8 +33,10 @@ SamplingKey = tuple[int, float]
 class Chunk:
     """Consecutive tokens of one sequence, the first at position `start`.
 
-    `tables` are the sequence's block tables, one for each KV group, at least up to the chunk's last
-    token; `n_prompt` is the length of the sequence's prompt, and `adapter` the name of its adapter.
+    Args:
+        tables: the sequence's block table in each KV group, at least up to the chunk's last token.
+        n_prompt: the length of the sequence's prompt.
+        adapter: the name of its LoRA adapter.
     """
 
     tokens: Sequence[int]
@@ -54,7 +56,7 @@ class Chunk:
 
 
 def has_adapters(chunks: Sequence[Chunk]) -> bool:
-    """Whether a token runs with an adapter."""
+    """Whether any token runs with a LoRA adapter."""
     return any(chunk.adapter is not None for chunk in chunks)
 
 
@@ -78,10 +80,14 @@ class KVGroupStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSize:
-    """The capacity of a buffer in tokens, decoded tokens, chunks of the other tokens, and blocks.
+    """The capacity of a buffer.
 
-    `n_rows` is the number of output rows, None for all tokens in their order; `n_blocks` counts a
-    block once for each chunk and KV group that sees it.
+    Args:
+        n_rows: output rows; None for all tokens, in order.
+        n_decoded: tokens that are separate queries.
+        n_chunks: chunks whose tokens are tiles of queries.
+        n_blocks: blocks, each counted once for each chunk and KV group that sees it.
+        max_queries: maximum queries of one chunk.
     """
 
     n_tokens: int
@@ -89,7 +95,7 @@ class StepSize:
     n_decoded: int
     n_chunks: int
     n_blocks: int
-    max_queries: int  # of one chunk
+    max_queries: int
 
     @property
     def n_results(self) -> int:
@@ -103,7 +109,7 @@ class StepSize:
         """The exact size of a step."""
         tiled = [len(chunk.tokens) for chunk in chunks if not chunk.is_decoded]
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        n_blocks = sum(len(each.blocks) for own in kv_groups for each in own.queries.ranges)
+        n_blocks = sum(len(item.blocks) for group in kv_groups for item in group.queries.ranges)
         n_decoded = n_tokens - sum(tiled)
         return cls(n_tokens, n_rows, n_decoded, len(tiled), n_blocks, max(tiled, default=0))
 
@@ -163,8 +169,8 @@ class StepBuffer:
             self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.empty(n_words, dtype=torch.int64, device=device)
-        self._here = [_Parts.of(words, size, n_kv_groups) for words in self._host]
-        self._there = _Parts.of(self._device, size, n_kv_groups)
+        self._host_parts = [_Parts.of(words, size, n_kv_groups) for words in self._host]
+        self._device_parts = _Parts.of(self._device, size, n_kv_groups)
         self._index = 0
 
     def fill(
@@ -177,70 +183,71 @@ class StepBuffer:
     ) -> None:
         """Fill in a step, at most `size`, and copy it to the device; the rest is padding.
 
-        `sampling_keys` has the keys of the first output rows; the other rows draw the largest
-        logit. `tokens` has the tokens of the chunks if only the device knows them.
+        Args:
+            sampling_keys: the keys of the first output rows; the other rows draw the largest logit.
+            tokens: the tokens of the chunks, if only the device has them.
 
         Shapes: tokens [T] int64, on the device.
         """
         self._index = 1 - self._index
         if self._copied:
             self._copied[self._index].synchronize()
-        words, here = self._host[self._index], self._here[self._index]
+        words, parts = self._host[self._index], self._host_parts[self._index]
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        for part, values in (
-            (here.tokens, chain.from_iterable(chunk.tokens for chunk in chunks)),
-            (here.positions, chain.from_iterable(chunk.positions for chunk in chunks)),
+        for target, values in (
+            (parts.tokens, chain.from_iterable(chunk.tokens for chunk in chunks)),
+            (parts.positions, chain.from_iterable(chunk.positions for chunk in chunks)),
         ):
-            part.numpy()[:n_tokens] = np.fromiter(values, np.int64, n_tokens)
-            part[n_tokens:] = 0
-        here.rows.numpy()[:] = rows
-        here.sampling_keys.keys.numpy()[: len(sampling_keys)] = [key for key, _ in sampling_keys]
-        here.sampling_keys.temperatures.numpy()[: len(sampling_keys)] = [
+            target.numpy()[:n_tokens] = np.fromiter(values, np.int64, n_tokens)
+            target[n_tokens:] = 0
+        parts.rows.numpy()[:] = rows
+        parts.sampling_keys.keys.numpy()[: len(sampling_keys)] = [key for key, _ in sampling_keys]
+        parts.sampling_keys.temperatures.numpy()[: len(sampling_keys)] = [
             temperature for _, temperature in sampling_keys
         ]
-        here.sampling_keys.temperatures[len(sampling_keys) :] = 0
-        n_blocks, self._queries = 0, [own.queries for own in kv_groups]
+        parts.sampling_keys.temperatures[len(sampling_keys) :] = 0
+        n_blocks, self._queries = 0, [kv_group.queries for kv_group in kv_groups]
         for number, kv_group in enumerate(kv_groups):
-            n_blocks = self._fill_kv_group(here, number, kv_group, n_blocks)
-        n_used = len(words) - (len(here.blocks) - n_blocks) // 2
+            n_blocks = self._fill_kv_group(parts, number, kv_group, n_blocks)
+        n_used = len(words) - (len(parts.blocks) - n_blocks) // 2
         self._device[:n_used].copy_(words[:n_used], non_blocking=True)
         if self._copied:
             self._copied[self._index].record()
         if tokens is not None:
-            self._there.tokens[:n_tokens].copy_(tokens)
+            self._device_parts.tokens[:n_tokens].copy_(tokens)
 
     def batch(self) -> Batch:
         """The batch, whose tensors are views of the device's buffer."""
-        there, tables = self._there, self._rotations
-        rotations = {table: table.index_select(0, there.positions) for table in set(tables)}
+        parts, tables = self._device_parts, self._rotations
+        rotations = {table: table.index_select(0, parts.positions) for table in set(tables)}
         kv_groups = tuple(
             KVGroupBatch(slots, rotations[table], self._plan(number))
-            for number, (slots, table) in enumerate(zip(there.slots, tables, strict=True))
+            for number, (slots, table) in enumerate(zip(parts.slots, tables, strict=True))
         )
-        rows = None if self.size.n_rows is None else there.rows
-        return Batch(there.tokens, kv_groups, rows, there.sampling_keys)
+        rows = None if self.size.n_rows is None else parts.rows
+        return Batch(parts.tokens, kv_groups, rows, parts.sampling_keys)
 
     def _plan(self, number: int) -> PagedPlan:
-        ranges, n = self._there.ranges[number], self.size.n_decoded
-        queries, blocks = self._queries[number], self._there.blocks
+        ranges, n = self._device_parts.ranges[number], self.size.n_decoded
+        queries, blocks = self._queries[number], self._device_parts.blocks
         parts = (ranges[:n], 1), (ranges[n:], self.size.max_queries)
         return PagedPlan(
             tuple(
-                PagedQueries(own, blocks, queries.block_size, most, queries.window)
-                for own, most in parts
-                if len(own)
+                PagedQueries(rows, blocks, queries.block_size, max_queries, queries.window)
+                for rows, max_queries in parts
+                if len(rows)
             )
         )
 
-    def _fill_kv_group(self, here: _Parts, number: int, step: KVGroupStep, n_blocks: int) -> int:
+    def _fill_kv_group(self, parts: _Parts, number: int, step: KVGroupStep, n_blocks: int) -> int:
         """Returns: `n_blocks`, the number of blocks of previous KV groups, plus this group's."""
-        slots = here.slots[number].numpy()
+        slots = parts.slots[number].numpy()
         slots[: len(step.slots)] = step.slots
         slots[len(step.slots) :] = step.spare_slot
-        decoded, tiled, n_blocks = PagedQueries.pack(step.queries, here.blocks.numpy(), n_blocks)
-        ranges = here.ranges[number].numpy()
+        decoded, tiled, n_blocks = PagedQueries.pack(step.queries, parts.blocks.numpy(), n_blocks)
+        ranges = parts.ranges[number].numpy()
         ranges[: self.size.n_decoded] = 0
-        for start, found in ((0, decoded), (self.size.n_decoded, tiled)):
-            if found:
-                ranges[start : start + len(found)] = found
+        for start, packed in ((0, decoded), (self.size.n_decoded, tiled)):
+            if packed:
+                ranges[start : start + len(packed)] = packed
         return n_blocks

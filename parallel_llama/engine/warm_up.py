@@ -1,4 +1,4 @@
-"""The first steps of a model on a GPU, which compile its kernels before a request waits for them.
+"""Warm-up on a GPU: runs every kind of step once, so that no request waits for compilation.
 
 Triton compiles a kernel when it is first launched, which takes 0.2 to 3 seconds. Without a warm-up,
 the first prompt, the first token sampled with top-k or top-p and the first log-probabilities would
@@ -29,9 +29,9 @@ _N_PROMPT = max(MAX_DECODED, 16) + 1
 def warm_up(runner: ModelRunner, on_step: Callable[[], None]) -> None:
     """Run every kind of step once, on the blocks of an empty KV cache.
 
-    Ranks with a cold Triton cache compile for longer than others. So each rank runs the steps
-    without exchanging data, and ranks wait for each other only in the barrier at the end, with the
-    timeout for starting.
+    Ranks with a cold Triton cache compile longer than others. So each rank runs the steps without
+    exchanging data; ranks wait for each other only in the barrier at the end, with the timeout for
+    starting.
 
     Args:
         on_step: called before each step.

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from parallel_llama.config.adapter import Adapter
 from parallel_llama.config.gguf_fields import written_form
 from parallel_llama.config.layouts import scaled_formats, stored_formats
-from parallel_llama.dtypes import ASKED, QuantFormat, StoredFormat, make_precision
+from parallel_llama.dtypes import QUANT_FORMATS, QuantFormat, StoredFormat, make_precision
 from parallel_llama.errors import CheckpointError, UsageError, WriteError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
@@ -168,7 +168,7 @@ def target_formats(
         if isinstance(form, QuantFormat):
             if kind == "gguf" and form not in TYPES_OF_FORMATS:
                 names = ", ".join(each.name for each in TYPES_OF_FORMATS)
-                asked = [name for name, each in ASKED.items() if each in TYPES_OF_FORMATS]
+                asked = [name for name, each in QUANT_FORMATS.items() if each in TYPES_OF_FORMATS]
                 raise UsageError(
                     f"{param.name}: is in {form.name}, and written GGUF files support {names}; "
                     f"use --quant {' or '.join(asked)}, or --quant none with a --dtype"

@@ -14,15 +14,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import expanded, read_private
-from parallel_llama.serve.asgi import HEADER
+from parallel_llama.serve.asgi import REQUEST_ID_HEADER
 from parallel_llama.serve.errors import HTTPError, error_response
 
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
-# Key in a scope's state; its value is a function that admits the connection if a slot is free.
+# A key in a scope's state: a function that admits the connection if a slot is free.
 ADMIT = "parallel_llama.admit"
-# Key in a scope's state; its value is the account that is charged for the request's completions.
+# A key in a scope's state: the account that is charged for the request's completions.
 ACCOUNT = "parallel_llama.account"
-TOO_MANY = "too many connections are open; try again later"
+TOO_MANY_CONNECTIONS = "too many connections are open; try again later"
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
 MAX_KEYS = 1024
 
@@ -30,7 +30,7 @@ _HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]*)?")
 
 
 def read_keys(path: str) -> list[str]:
-    """The keys of a file, one per line; empty lines and lines that begin with # are skipped.
+    """Reads the keys of a file, one per line; empty lines and lines that begin with # are skipped.
 
     Raises: UsageError for a file without keys, for a key of a wrong length, and for a file of this
     user that other users can read (the rule of ssh).
@@ -63,17 +63,18 @@ def allowing_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=(HEADER, "retry-after"),
+        expose_headers=(REQUEST_ID_HEADER, "retry-after"),
     )
 
 
 class Access:
-    """Passes authorised requests to the application and refuses others.
+    """Passes authorised requests to the application and refuses all other requests.
 
-    If there are keys, every path except those in OPEN requires one: as a bearer token, or as the
-    password of HTTP basic authentication, for browsers. A server on loopback refuses the names of
-    other hosts, to prevent DNS rebinding. An authorised request admits its connection, and is
-    refused if all slots are taken. Its account is its key, or its address if there are no keys.
+    If there are keys, every path except those in OPEN requires a key: as a bearer token, or as the
+    password of HTTP basic authentication, for browsers. A server on loopback refuses Host headers
+    that name another host, to prevent DNS rebinding. An authorised request admits its connection,
+    and is refused if all slots are taken. The account of a request is its key, or the client's
+    address if there are no keys.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], host: str) -> None:
@@ -88,12 +89,12 @@ class Access:
         try:
             self._check(scope["path"], headers)
             if admit is not None and scope["path"] not in OPEN and not admit():
-                raise HTTPError(503, TOO_MANY)
-        except HTTPError as refused:
-            response = error_response(refused)
-            if refused.status == 401:
+                raise HTTPError(503, TOO_MANY_CONNECTIONS)
+        except HTTPError as error:
+            response = error_response(error)
+            if error.status == 401:
                 response.headers["www-authenticate"] = 'Basic realm="parallel_llama"'
-            if refused.status == 503:
+            if error.status == 503:
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
         else:
@@ -117,9 +118,9 @@ class Access:
             raise HTTPError(401, "no valid API key; send one as Authorization: Bearer KEY")
 
     def _has_key(self, headers: Headers) -> bool:
-        given = _digest(_key_of(headers.get("authorization", "")))
+        client_digest = _digest(_key_of(headers.get("authorization", "")))
         # All keys are compared, so that the time does not depend on which one matches.
-        return sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
+        return sum(hmac.compare_digest(client_digest, digest) for digest in self._digests) > 0
 
 
 def _key_of(header: str) -> str:

@@ -1,6 +1,6 @@
-"""Loading and unloading LoRA adapters while serving, as vLLM does.
+"""The routes that load and unload LoRA adapters while the server runs, like those of vLLM.
 
-The routes exist only if the server was given a folder that clients may load adapters from.
+They exist only if the server has a folder from which clients may load adapters.
 
 Source: /v1/load_lora_adapter and /v1/unload_lora_adapter of vLLM 0.32.
 """
@@ -27,7 +27,7 @@ async def load_adapter(context: RequestContext, body: LoadAdapterBody) -> Respon
     async with service.adapter_change:
         if len(service.adapters) >= MAX_ADAPTERS:
             raise UsageError(f"{MAX_ADAPTERS} adapters are loaded, the maximum; unload one first")
-        # Not cancelled if the client disconnects, because the engine would go on.
+        # Not cancelled if the client disconnects, because the engine would continue.
         await service.engine.change_adapter(name, str(folder))
         service.adapters.append(name)
     return _success(f"LoRA adapter {name!r} added")
@@ -52,7 +52,7 @@ def _folder_in(root: Path, path: str) -> Path:
     if not folder.is_relative_to(resolved(root)):
         raise UsageError(
             f"lora_path={shown(path)}: outside of the folder that this server loads adapters from; "
-            "give a path in it"
+            "give a path in that folder"
         )
     return folder
 

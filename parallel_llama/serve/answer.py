@@ -1,4 +1,4 @@
-"""The frontend's handle of one request: its outputs so far, and the coroutine waiting for more."""
+"""`Answer`: the frontend's handle of one request, which yields the outputs of the engine."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from parallel_llama.request import FinishReason, Request, TokenLogprob
 from parallel_llama.serve.asgi import current_id
 from parallel_llama.serve.wire import Output
 
-MAX_HELD = 4096  # unread outputs; with more, the client counts as stalled
+MAX_UNREAD = 4096  # outputs; if more are unread, the client counts as stalled
 
 
 class Stalled(Exception):
@@ -22,20 +22,20 @@ class Diverged(Exception):
 
 @dataclass
 class _Emitted:
-    """The outputs of a choice so far; `*_again` count the outputs of the current engine."""
+    """The outputs of a choice so far; `*_rerun` count the outputs of the current engine."""
 
     tokens: list[int] = field(default_factory=list)
     n_chars: int = 0
-    n_tokens_again: int = 0
-    n_chars_again: int = 0
+    n_tokens_rerun: int = 0
+    n_chars_rerun: int = 0
     end: FinishReason | None = None
 
 
 class Answer:
     """A submitted request; iterate over `outputs`.
 
-    After a restart of the engine the request runs again from its prompt, which generates the same
-    tokens; those already emitted are not emitted again.
+    After a restart of the engine, the request runs again from its prompt and generates the same
+    tokens. The tokens that have been emitted are not emitted again.
 
     Iterating raises: UsageError, NumericalError, Stalled, Diverged, or the engine's error.
     """
@@ -50,14 +50,14 @@ class Answer:
         self.prompt_logprobs: list[TokenLogprob] = []  # from the prompt's second token on
         # Times of the monotonic clock.
         self.submitted_s = time.monotonic()
-        self.begun_s: float | None = None
+        self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self._cancel = cancel
         self._emitted = [_Emitted() for _ in range(request.params.n)]
-        self._held: list[Output] = []
+        self._unread: list[Output] = []
         self._error: Exception | None = None
-        self._came = asyncio.Event()
+        self._has_news = asyncio.Event()
 
     @property
     def ends(self) -> list[FinishReason]:
@@ -75,7 +75,7 @@ class Answer:
         return all(emitted.end is not None for emitted in self._emitted)
 
     def abandon(self) -> None:
-        """Cancels the request within one step, if it has not ended."""
+        """Cancels the request at the next step, if it has not ended."""
         if not self.has_ended and not self.is_abandoned and self._error is None:
             self.is_abandoned = True
             self._cancel(self)
@@ -84,82 +84,82 @@ class Answer:
         """Yields lists of ready outputs; closing the iterator cancels the request."""
         try:
             while True:
-                await self._came.wait()
-                self._came.clear()
-                held, self._held = self._held, []
-                if held:
-                    yield held
+                await self._has_news.wait()
+                self._has_news.clear()
+                unread, self._unread = self._unread, []
+                if unread:
+                    yield unread
                 if self._error is not None:
                     raise self._error
-                if self.has_ended and not self._held:
+                if self.has_ended and not self._unread:
                     return
         finally:
             self.abandon()
 
     async def whole(self) -> list[Output]:
-        """All outputs, once the request has ended."""
-        return [output async for some in self.outputs() for output in some]
+        """Waits until the request has ended. Returns: all its outputs."""
+        return [output async for outputs_of_step in self.outputs() for output in outputs_of_step]
 
     # Called by the engine client
 
-    def begin(self) -> None:
-        """Records that a step has included the request."""
-        self.begun_s = self.begun_s or time.monotonic()
+    def start(self) -> None:
+        """Records that a step has run tokens of the request."""
+        self.started_s = self.started_s or time.monotonic()
 
     def put(self, output: Output) -> Output | None:
-        """Adds a step's output, and returns its new part."""
-        new = self._unknown(output)
+        """Adds a step's output. Returns: the part that is new, if any."""
+        new = self._new_part(output)
         if new is None:
             return None
         if new.tokens:
             self.last_token_s = time.monotonic()
             self.first_token_s = self.first_token_s or self.last_token_s
-        self._held.append(new)
-        self._came.set()
-        if len(self._held) > MAX_HELD:
+        self._unread.append(new)
+        self._has_news.set()
+        if len(self._unread) > MAX_UNREAD:
             self.abandon()
-            self.fail(Stalled(f"{MAX_HELD} outputs are unread; read the stream faster"))
+            self.fail(Stalled(f"{MAX_UNREAD} outputs are unread; read the stream faster"))
         return new
 
     def fail(self, error: Exception) -> None:
         """Ends the request with an error, which `outputs` raises."""
         if self._error is None and not self.has_ended:
             self._error = error
-            self._came.set()
+            self._has_news.set()
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Records that a restarted engine runs the request from its prompt."""
         self.n_engines += 1
         self.prompt_logprobs.clear()  # the new engine sends them again
         for emitted in self._emitted:
-            emitted.n_tokens_again = emitted.n_chars_again = 0
+            emitted.n_tokens_rerun = emitted.n_chars_rerun = 0
 
-    def _unknown(self, output: Output) -> Output | None:
-        """The part of an output that has not been emitted; None if nothing is new.
+    def _new_part(self, output: Output) -> Output | None:
+        """The part of an output that has not been emitted yet; None without a new part.
 
         Fails the request if a restarted engine generated other tokens.
         """
         emitted = self._emitted[output.choice]
         if emitted.end is not None:
             return None
-        n_known = len(emitted.tokens) - emitted.n_tokens_again
-        n_known_chars = emitted.n_chars - emitted.n_chars_again
-        emitted.n_tokens_again += len(output.tokens)
-        emitted.n_chars_again += len(output.text)
+        n_known = len(emitted.tokens) - emitted.n_tokens_rerun
+        n_known_chars = emitted.n_chars - emitted.n_chars_rerun
+        emitted.n_tokens_rerun += len(output.tokens)
+        emitted.n_chars_rerun += len(output.text)
         if output.completion is not None:
             emitted.end = output.completion.finish_reason
         if not n_known and not n_known_chars:  # the engine was not restarted
             emitted.tokens += output.tokens
-            emitted.n_chars = emitted.n_chars_again
+            emitted.n_chars = emitted.n_chars_rerun
             return output
-        start = len(emitted.tokens) - n_known
-        if list(output.tokens[:n_known]) != emitted.tokens[start : start + len(output.tokens)]:
+        first = len(emitted.tokens) - n_known
+        if list(output.tokens[:n_known]) != emitted.tokens[first : first + len(output.tokens)]:
             self.abandon()
             self.fail(Diverged("the engine was restarted and generated other tokens; try again"))
             return None
         tokens, text = output.tokens[n_known:], output.text[n_known_chars:]
         emitted.tokens += tokens
-        emitted.n_chars = max(emitted.n_chars, emitted.n_chars_again)
+        emitted.n_chars = max(emitted.n_chars, emitted.n_chars_rerun)
         if not tokens and not text and output.completion is None:
             return None
         logprobs = output.logprobs[n_known:]

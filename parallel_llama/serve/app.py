@@ -17,7 +17,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.serve import bodies, replies
 from parallel_llama.serve.access import ACCOUNT
 from parallel_llama.serve.adapters import load_adapter, unload_adapter
-from parallel_llama.serve.asgi import CLIENT_GONE, ClientGone, JSONBody
+from parallel_llama.serve.asgi import CLIENT_CLOSED_REQUEST, ClientDisconnected, JSONBody
 from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import complete
 from parallel_llama.serve.errors import HTTPError, error_response, json_response
@@ -39,7 +39,7 @@ async def tokenize(context: RequestContext, body: bodies.TokenizeBody) -> Respon
     reply = context.in_thread(
         lambda: _tokens(context.inputs, body).encode(), renders=body.messages is not None
     )
-    return JSONBody(await context.unless_gone(reply))
+    return JSONBody(await context.until_disconnect(reply))
 
 
 def _tokens(inputs: InputProcessor, body: bodies.TokenizeBody) -> replies.Tokens:
@@ -58,7 +58,7 @@ def _tokens(inputs: InputProcessor, body: bodies.TokenizeBody) -> replies.Tokens
         tokens = list(inputs.encode(chat))
     texts = None
     if body.return_token_strs:
-        pieces = [inputs.tokenizer.vocabulary.piece(each, skip_special=False) for each in tokens]
+        pieces = [inputs.tokenizer.vocabulary.piece(token, skip_special=False) for token in tokens]
         texts = [piece.decode("utf-8", "replace") for piece in pieces]
     return replies.Tokens(
         count=len(tokens), max_model_len=inputs.max_seq_len, tokens=tokens, token_strs=texts
@@ -75,7 +75,7 @@ async def detokenize(context: RequestContext, body: bodies.DetokenizeBody) -> Re
         text = inputs.tokenizer.decode(body.tokens, skip_special=False)
         return replies.Detokenized(prompt=text).encode()
 
-    return JSONBody(await context.unless_gone(context.in_thread(reply)))
+    return JSONBody(await context.until_disconnect(context.in_thread(reply)))
 
 
 async def tokenizer_info(context: RequestContext) -> Response:
@@ -103,8 +103,11 @@ Handler = Callable[[RequestContext, B], Awaitable[Response]]
 def make_app(service: Service) -> Starlette:
     """The application that serves one model."""
     app = Starlette(
-        routes=[*(_route(service, each) for each in _operations(service)), *page_routes()],
-        exception_handlers={404: _no_route, 405: _no_method},
+        routes=[
+            *(_route(service, operation) for operation in _operations(service)),
+            *page_routes(),
+        ],
+        exception_handlers={404: _route_not_found, 405: _method_not_allowed},
     )
     app.router.redirect_slashes = False
     return app
@@ -165,16 +168,16 @@ def _post(
     decoder = msgspec.json.Decoder(body)
 
     async def endpoint(context: RequestContext) -> Response:
-        data = await _body(context)
-        own = replace(context, n_bytes=len(data))
+        data = await _read_json_body(context)
+        sized_context = replace(context, n_bytes=len(data))
         try:
             if len(data) > LARGE_WORK:
-                decoded = await own.in_thread(lambda: bodies.read_body(decoder, data))
+                decoded = await sized_context.in_thread(lambda: bodies.read_body(decoder, data))
             else:
                 decoded = bodies.read_body(decoder, data)
         except UnicodeDecodeError as error:
             raise HTTPError(400, f"the body is not valid JSON: {error}") from error
-        return await handler(own, decoded)
+        return await handler(sized_context, decoded)
 
     return Operation(name, path, summary, endpoint, reply, body, chunk, is_text)
 
@@ -240,8 +243,8 @@ def _route(service: Service, operation: Operation) -> Route:
             account = request.scope["state"][ACCOUNT]
             context = RequestContext(service, request, _client_of(request), account)
             return await operation.endpoint(context)
-        except (ClientGone, ClientDisconnect):
-            return Response(status_code=CLIENT_GONE)
+        except (ClientDisconnected, ClientDisconnect):
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
             return error_response(error, prompt)
 
@@ -254,7 +257,7 @@ def _client_of(request: Request) -> str:
     return str(request.client) if key is None else f"key {hash(key)}"
 
 
-async def _body(context: RequestContext) -> bytes:
+async def _read_json_body(context: RequestContext) -> bytes:
     """The request's body, checked for its content type and length only.
 
     A large body is read only as fast as earlier large bodies are processed; the rest stays in the
@@ -263,20 +266,20 @@ async def _body(context: RequestContext) -> bytes:
     Raises: HTTPError; Busy if earlier large bodies take too long.
     """
     request = context.request
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
         # Browsers send other types across origins without a preflight request.
-        raise HTTPError(415, f"content-type is {kind!r:.80}; send application/json")
+        raise HTTPError(415, f"content-type is {content_type!r:.80}; send application/json")
     too_long = HTTPError(413, f"the body has more than {bodies.MAX_BODY_BYTES} bytes; shorten it")
     if int(request.headers.get("content-length", 0)) > bodies.MAX_BODY_BYTES:
         raise too_long
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
+    async for chunk in request.stream():
+        body += chunk
         if len(body) > bodies.MAX_BODY_BYTES:
             raise too_long
         if len(body) > LARGE_WORK:
-            await context.room_for_large(len(piece))
+            await context.wait_for_large(len(chunk))
     return bytes(body)
 
 
@@ -289,12 +292,12 @@ def _model(service: Service, name: str) -> replies.Model:
     )
 
 
-async def _no_route(request: Request, _: Exception) -> Response:
+async def _route_not_found(request: Request, _: Exception) -> Response:
     return error_response(HTTPError(404, f"no route {request.url.path!r:.200}; see /openapi.json"))
 
 
-async def _no_method(request: Request, error: Exception) -> Response:
-    refused = HTTPError(405, f"{request.url.path!r:.200} does not support {request.method}")
-    response = error_response(refused)
+async def _method_not_allowed(request: Request, error: Exception) -> Response:
+    not_allowed = HTTPError(405, f"{request.url.path!r:.200} does not support {request.method}")
+    response = error_response(not_allowed)
     response.headers.update(getattr(error, "headers", None) or {})  # the Allow header
     return response

@@ -1,4 +1,4 @@
-"""ASGI parts that all routes share: request ids, streamed responses, and clients that disconnect.
+"""What all routes share: request ids, streamed responses, and the detection of disconnects.
 
 Source: the event stream format of the HTML standard.
 """
@@ -19,14 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
-HEADER = "x-request-id"
-MAX_CHARS = 128
-CLIENT_GONE = 499  # nginx's status for the log; no client sees it
-REASON = "parallel_llama.reason"  # key in a scope: the code and parameter of an error, for the log
-PIECE_BYTES = 64 << 10
+REQUEST_ID_HEADER = "x-request-id"
+MAX_ID_CHARS = 128
+CLIENT_CLOSED_REQUEST = 499  # nginx's status, only for the log
+# A key in a scope: the code and parameter of an error, for the log.
+REASON = "parallel_llama.reason"
+CHUNK_BYTES = 64 << 10
 DONE = b"data: [DONE]\n\n"
 
-_VALID_ID = re.compile(f"[!-~]{{1,{MAX_CHARS}}}")  # printable ASCII without spaces
+_VALID_ID = re.compile(f"[!-~]{{1,{MAX_ID_CHARS}}}")  # printable ASCII without spaces
 
 # The id of the request whose handler runs.
 current_id: ContextVar[str] = ContextVar("current_id", default="")
@@ -34,7 +35,7 @@ current_id: ContextVar[str] = ContextVar("current_id", default="")
 logger = logging.getLogger(__name__)
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
@@ -52,12 +53,12 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get(HEADER, "")
-        request_id = given if _VALID_ID.fullmatch(given) else new_request_id()
+        client_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        request_id = client_id if _VALID_ID.fullmatch(client_id) else new_request_id()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
                 if message["status"] >= 400 and not scope["path"].startswith("/health"):
                     _log(request_id, message["status"], scope)
             await send(message)
@@ -67,10 +68,10 @@ class RequestIds:
 
 
 def _log(request_id: str, status: int, scope: Scope) -> None:
-    fields = {"request_id": request_id, "status": status, "path": scope["path"][:MAX_CHARS]}
-    is_gone = status == CLIENT_GONE
-    fields |= {} if is_gone else scope.get(REASON, {})
-    logger.info("cancelled" if is_gone else "refused", extra={"fields": fields})
+    fields = {"request_id": request_id, "status": status, "path": scope["path"][:MAX_ID_CHARS]}
+    is_disconnected = status == CLIENT_CLOSED_REQUEST
+    fields |= {} if is_disconnected else scope.get(REASON, {})
+    logger.info("cancelled" if is_disconnected else "refused", extra={"fields": fields})
 
 
 def event(body: bytes) -> bytes:
@@ -78,16 +79,16 @@ def event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Awaits `work`, and cancels it if the client disconnects. The body must have been read.
+async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Awaits `work`, and cancels it if the client disconnects. The body must be read before.
 
-    Raises: ClientGone.
+    Raises: ClientDisconnected.
     """
     return await _while_connected(request.receive, work)
 
 
 class JSONBody(Response):
-    """Sends a JSON body in pieces, so that a slow client does not make the server buffer it all."""
+    """Sends a JSON body in chunks, so that the server does not buffer it all for a slow client."""
 
     media_type = "application/json"
 
@@ -95,14 +96,14 @@ class JSONBody(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        for start in range(0, len(self.body), PIECE_BYTES):
-            piece = bytes(self.body[start : start + PIECE_BYTES])
-            is_last = start + PIECE_BYTES >= len(self.body)
-            await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+        for start in range(0, len(self.body), CHUNK_BYTES):
+            chunk = bytes(self.body[start : start + CHUNK_BYTES])
+            is_last = start + CHUNK_BYTES >= len(self.body)
+            await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
 
 
 class EventStream(Response):
-    """Streams events: `first`, then those of `rest`. A slow client delays the next event.
+    """Streams the event `first` and the events of `rest`; a slow client delays the next event.
 
     Unlike starlette's StreamingResponse it closes `rest` as soon as the client disconnects, which
     cancels the request in the engine.
@@ -117,7 +118,7 @@ class EventStream(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ClientGone):
+            with suppress(ClientDisconnected):
                 await _while_connected(receive, self._send(send))
         finally:
             await self._rest.aclose()
@@ -126,8 +127,8 @@ class EventStream(Response):
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for piece in self._rest:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        async for chunk in self._rest:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -137,14 +138,14 @@ async def _while_connected(receive: Receive, work: Awaitable[T]) -> T:
             pass
 
     working = asyncio.ensure_future(work)
-    leaving = asyncio.create_task(disconnected())
+    disconnecting = asyncio.create_task(disconnected())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnected
         return working.result()
     finally:
-        leaving.cancel()
+        disconnecting.cancel()
         if not working.done():
             working.cancel()
             with suppress(asyncio.CancelledError):

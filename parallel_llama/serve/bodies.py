@@ -1,8 +1,8 @@
 """The JSON bodies of requests: every field with its type and bounds.
 
 Unknown fields are refused, with the nearest known name. Fields below a comment "Ignored" are
-accepted because SDKs send them. Those in WITHOUT_EFFECT may have any value, and are logged once;
-the others must have the value that changes nothing.
+accepted because SDKs send them. Fields in WITHOUT_EFFECT may have any value, and are logged once;
+other ignored fields must have the value that changes nothing.
 
 Source: the API reference of OpenAI; vLLM's extra parameters.
 """
@@ -278,15 +278,15 @@ def _without_texts(data: bytes) -> bytes:
 
 
 def _invalid(text: str, kind: type[Body]) -> InvalidBody:
-    what, _, where = text.rpartition(" - at `$")
-    if not what:
-        what, where = text, ""
-    where = where.rstrip("`").lstrip(".")[:_MAX_PARAM_CHARS]
-    code = "invalid_type" if ", got `" in what else "invalid_value"
-    if found := _UNKNOWN.fullmatch(what):
+    reason, _, path = text.rpartition(" - at `$")
+    if not reason:
+        reason, path = text, ""
+    path = path.rstrip("`").lstrip(".")[:_MAX_PARAM_CHARS]
+    code = "invalid_type" if ", got `" in reason else "invalid_value"
+    if match := _UNKNOWN.fullmatch(reason):
         code = "unknown_parameter"
-        text += did_you_mean(found[1], NESTED_FIELDS if where else kind.__struct_fields__)
-    elif found := _MISSING.fullmatch(what):
+        text += did_you_mean(match[1], NESTED_FIELDS if path else kind.__struct_fields__)
+    elif match := _MISSING.fullmatch(reason):
         code = "missing_required_parameter"
-    name = found[1][:_MAX_PARAM_CHARS] if found else ""
-    return InvalidBody(text, ".".join(filter(None, (where, name))) or None, code)
+    name = match[1][:_MAX_PARAM_CHARS] if match else ""
+    return InvalidBody(text, ".".join(filter(None, (path, name))) or None, code)

@@ -1,4 +1,4 @@
-"""Separates the reasoning, the calls and the text of answers that mark them by special tokens."""
+"""Separates text, reasoning and function calls in answers that mark them by special tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,30 +22,30 @@ Part = str | Reasoning | CalledFunction
 
 
 class ChannelParts:
-    """Separates the reasoning and the calls of an answer, in pieces, from its text.
+    """Separates an answer that arrives in pieces into text, reasoning and calls.
 
-    Calls are held back until they are complete. If arguments are not a JSON object or a name is not
-    in `names`, they are emitted as text. Two messages of the same kind are separated by an empty
-    line.
+    Calls are held back until they are complete. A call whose name is not in `names` or whose
+    arguments are not a JSON object is emitted as text. Two messages of the same kind are separated
+    by an empty line.
 
     Args:
-        reader: reads the marks of the answer.
-        most: calls after this many are dropped.
+        reader: reads the markers of the answer.
+        max_calls: more calls are dropped.
     """
 
     def __init__(
         self,
         reader: AnswerReader,
         names: frozenset[str] = frozenset(),
-        most: int | None = None,
+        max_calls: int | None = None,
     ) -> None:
-        self._reader, self._names, self._most = reader, names, most
+        self._reader, self._names, self._max_calls = reader, names, max_calls
         self._joiner = MessageJoiner()
         self._call: list[ChannelText] = []
         self._n_calls = 0
 
     def push(self, piece: str) -> list[Part]:
-        """Adds a piece, and returns the parts that are now certain."""
+        """Adds a piece. Returns: the parts that are now complete."""
         return self._parts(self._reader.push(piece))
 
     def finish(self) -> list[Part]:
@@ -54,16 +54,16 @@ class ChannelParts:
 
     def _parts(self, texts: Iterable[ChannelText]) -> list[Part]:
         parts: list[Part] = []
-        for each in texts:
-            if self._call and self._call[0].number != each.number:
+        for text in texts:
+            if self._call and self._call[0].number != text.number:
                 parts += self._end_calls()
-            if each.is_call:
-                self._call.append(each)
+            if text.is_call:
+                self._call.append(text)
             else:
-                parts.append(self._shown(each))
+                parts.append(self._as_part(text))
         return parts
 
-    def _shown(self, text: ChannelText) -> Part:
+    def _as_part(self, text: ChannelText) -> Part:
         shown = self._joiner.shown(text)
         return Reasoning(shown) if text.is_reasoning else shown
 
@@ -71,21 +71,23 @@ class ChannelParts:
         """The calls of the message that has ended, if there are any."""
         if not self._call:
             return []
-        whole = self._call[0]._replace(text="".join(each.text for each in self._call))
+        message = self._call[0]._replace(text="".join(text.text for text in self._call))
         self._call = []
-        if not (calls := self._read_calls(whole)):
-            return [self._shown(whole)]
-        room = len(calls) if self._most is None else max(0, self._most - self._n_calls)
+        if not (calls := self._read_calls(message)):
+            return [self._as_part(message)]
+        n_allowed = (
+            len(calls) if self._max_calls is None else max(0, self._max_calls - self._n_calls)
+        )
         self._n_calls += len(calls)
-        return [*calls[:room]]
+        return [*calls[:n_allowed]]
 
-    def _read_calls(self, whole: ChannelText) -> list[CalledFunction]:
-        if whole.channel == CALLS:
-            return calls_in(whole.text, self._names)
-        name = whole.recipient.removeprefix("functions.")
-        if name not in self._names or not _is_object(whole.text):
+    def _read_calls(self, message: ChannelText) -> list[CalledFunction]:
+        if message.channel == CALLS:
+            return calls_in(message.text, self._names)
+        name = message.recipient.removeprefix("functions.")
+        if name not in self._names or not _is_object(message.text):
             return []
-        return [CalledFunction(name=name, arguments=whole.text.strip())]
+        return [CalledFunction(name=name, arguments=message.text.strip())]
 
 
 def _is_object(text: str) -> bool:

@@ -48,12 +48,12 @@ class _Pending:
     body: ChatBody
     answer: Answer
     tools: Tools | None
-    has_parts: bool
+    has_channels: bool
     id: str
     created: int
 
     def answer_reader(self) -> AnswerReader | None:
-        """A reader of the marks of one choice; None if the model writes none."""
+        """A reader of the markers in one choice; None if the model writes no markers."""
         return self.context.inputs.answer_reader(self.answer.request.prompt)
 
     def token_ids(self, ids: Sequence[int]) -> Sequence[int] | UnsetType:
@@ -85,14 +85,14 @@ class _Pending:
 async def chat(context: RequestContext, body: ChatBody) -> Response:
     """A chat completion, as one reply or as a stream of events."""
     context = context.for_model(body.model)
-    pending = await context.unless_gone(_begin(context, body))
+    pending = await context.until_disconnect(_begin(context, body))
     if body.stream:
-        return await context.unless_gone(rendering.streamed(_chunks(pending)))
-    outputs = await context.unless_gone(pending.answer.whole())
+        return await context.until_disconnect(rendering.streamed(_chunks(pending)))
+    outputs = await context.until_disconnect(pending.answer.whole())
     n_tokens = pending.answer.n_tokens + len(pending.answer.request.prompt)
     n_bytes = _TOKEN_BYTES * n_tokens * (2 + (body.top_logprobs or 0))
-    written = context.serialize(lambda: _reply(pending, outputs).encode(), n_bytes)
-    return JSONBody(await context.unless_gone(written))
+    encoded = context.serialize(lambda: _reply(pending, outputs).encode(), n_bytes)
+    return JSONBody(await context.until_disconnect(encoded))
 
 
 async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
@@ -111,36 +111,38 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
         grammar=grammar if tools is None else tools.grammar(grammar),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    template, names = context.inputs.chat_template, body.chat_template_kwargs or {}
+    template, template_vars = context.inputs.chat_template, body.chat_template_kwargs or {}
     # A client that asks for special tokens gets the model's text unchanged.
-    has_parts = context.inputs.has_marks and body.skip_special_tokens is not False
-    if has_parts or (tools is not None and tools.has_special_marks):
+    has_channels = context.inputs.has_markers and body.skip_special_tokens is not False
+    if has_channels or (tools is not None and tools.has_special_markers):
         params = replace(params, skip_special_tokens=False)
     if body.reasoning_effort is not None:
-        names = {"reasoning_effort": body.reasoning_effort, **names}
-    functions = [] if tools is None else body.tools or []
+        template_vars = {"reasoning_effort": body.reasoning_effort, **template_vars}
+    listed_tools = [] if tools is None else body.tools or []
     continues = bool(body.continue_final_message)
     if (body.add_generation_prompt is False) != continues:
         raise UsageError(
             "continue_final_message=true needs add_generation_prompt=false and vice versa; give "
             "both or neither"
         )
-    special = body.parse_special is not False
+    parse_special = body.parse_special is not False
     prompt = await context.in_thread(
-        lambda: conversation(template, body.messages, functions, names, continues, special)
+        lambda: conversation(
+            template, body.messages, listed_tools, template_vars, continues, parse_special
+        )
     )
     (answer,) = await context.submit([prompt], params)
     id = f"chatcmpl-{body.request_id or token_hex(12)}"
-    return _Pending(context, body, answer, tools, has_parts, id, int(time.time()))
+    return _Pending(context, body, answer, tools, has_channels, id, int(time.time()))
 
 
 def _reply(pending: _Pending, outputs: Sequence[Output]) -> ChatReply:
     ended = [output.completion for output in outputs if output.completion is not None]
     choices = []
-    for completion in sorted(ended, key=lambda each: each.choice):
-        own = _Choice(pending, completion.choice)
-        message = own.message(completion.text)
-        reason, stop_reason = own.finish_reason(completion)
+    for completion in sorted(ended, key=lambda completion: completion.choice):
+        choice_of_reply = _Choice(pending, completion.choice)
+        message = choice_of_reply.message(completion.text)
+        reason, stop_reason = choice_of_reply.finish_reason(completion)
         choices.append(
             ChatChoice(
                 index=completion.choice,
@@ -164,20 +166,22 @@ def _reply(pending: _Pending, outputs: Sequence[Output]) -> ChatReply:
 async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
     """The events: each choice's role, text and finish reason; then the usage."""
     ended = []
-    begun: dict[int, _Choice] = {}
+    by_index: dict[int, _Choice] = {}
     try:
         async for outputs in pending.answer.outputs():
-            pieces = []
+            events = []
             for output in outputs:
-                if output.choice not in begun:
-                    begun[output.choice] = _Choice(pending, output.choice)
+                if output.choice not in by_index:
+                    by_index[output.choice] = _Choice(pending, output.choice)
                     delta = ChatDelta(role="assistant", content="")
                     choice = ChatChunkChoice(index=output.choice, delta=delta)
-                    pieces.append(pending.chunk([choice], is_first=True))
-                pieces += (pending.chunk([choice]) for choice in begun[output.choice].take(output))
+                    events.append(pending.chunk([choice], is_first=True))
+                events += (
+                    pending.chunk([choice]) for choice in by_index[output.choice].take(output)
+                )
                 if output.completion is not None:
                     ended.append(output.completion)
-            yield b"".join(pieces)
+            yield b"".join(events)
         options = pending.body.stream_options
         if options is not None and options.include_usage:
             yield pending.chunk([], rendering.usage_of([pending.answer], ended))
@@ -191,12 +195,12 @@ class _Choice:
 
     def __init__(self, pending: _Pending, index: int) -> None:
         self._pending, self._index = pending, index
-        answers = pending.answer_reader()
+        answer_reader = pending.answer_reader()
         self._reader: CallReader | ChannelParts | None = None
         if pending.tools is not None:
-            self._reader = pending.tools.reader(answers)
-        elif pending.has_parts and answers is not None:
-            self._reader = ChannelParts(answers)
+            self._reader = pending.tools.reader(answer_reader)
+        elif pending.has_channels and answer_reader is not None:
+            self._reader = ChannelParts(answer_reader)
         self._n_calls = 0
 
     def message(self, text: str) -> ChatMessage:
@@ -219,7 +223,7 @@ class _Choice:
         )
 
     def take(self, output: Output) -> list[ChatChunkChoice]:
-        """The event choices for an output; the last output's include the finish reason."""
+        """The event choices for an output; for the last output also one with the finish reason."""
         parts = self._parts(output.text, is_last=output.completion is not None)
         if not parts and (
             output.logprobs or (output.tokens and self._pending.body.return_token_ids)

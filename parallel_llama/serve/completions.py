@@ -65,22 +65,22 @@ class _Pending:
         return self.context.inputs.tokenizer.decode(answer.request.prompt, skip_special=False)
 
     def logprobs(
-        self, answer: Answer, scored: Sequence[TokenLogprob | None], at: int
+        self, answer: Answer, scored: Sequence[TokenLogprob | None], offset: int
     ) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
         vocabulary = self.context.inputs.tokenizer.vocabulary
         first = answer.request.prompt[0]
-        return rendering.completion_logprobs(vocabulary, scored, first, self.body.logprobs, at)
+        return rendering.completion_logprobs(vocabulary, scored, first, self.body.logprobs, offset)
 
 
 async def complete(context: RequestContext, body: CompletionBody) -> Response:
     """Text completions of some prompts, as one reply or as a stream of events."""
     context = context.for_model(body.model)
-    pending = await context.unless_gone(_begin(context, body))
+    pending = await context.until_disconnect(_begin(context, body))
     if body.stream:
-        return await context.unless_gone(rendering.streamed(_chunks(pending)))
-    return JSONBody(await context.unless_gone(_whole(pending)))
+        return await context.until_disconnect(rendering.streamed(_chunks(pending)))
+    return JSONBody(await context.until_disconnect(_whole(pending)))
 
 
 async def _begin(context: RequestContext, body: CompletionBody) -> _Pending:
@@ -93,11 +93,11 @@ async def _begin(context: RequestContext, body: CompletionBody) -> _Pending:
         raise UsageError("echo with logprobs cannot be streamed; omit echo, logprobs or stream")
     if body.max_tokens == 0 and not body.echo:
         raise UsageError("max_tokens=0 needs echo=true; give max_tokens of at least 1")
-    wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(
         context.inputs,
         body,
-        max_tokens=max(1, wanted),
+        max_tokens=max(1, max_tokens),
         grammar=grammar_of(body),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -115,30 +115,30 @@ def prompts_of(body: CompletionBody, inputs: InputProcessor) -> list[Prompt]:
 
     Raises: UsageError for a list that mixes texts and token ids, or is too long.
     """
-    prompts = _listed(body)
-    bos, special = body.add_special_tokens is not False, body.parse_special is not False
-    if bos and special:
+    prompts = _as_list(body)
+    add_bos, parse_special = body.add_special_tokens is not False, body.parse_special is not False
+    if add_bos and parse_special:
         return prompts
     return [
-        inputs.tokenizer.encode(each, bos=bos and each != "", special=special)
-        if isinstance(each, str)
-        else each
-        for each in prompts
+        inputs.tokenizer.encode(prompt, bos=add_bos and prompt != "", special=parse_special)
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
     ]
 
 
-def _listed(body: CompletionBody) -> list[Prompt]:
+def _as_list(body: CompletionBody) -> list[Prompt]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
-    kinds = {type(each) for each in prompt}
+    kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise UsageError("prompt mixes strings and token ids; give only one kind")
     if kinds == {int}:
-        return [[each for each in prompt if isinstance(each, int)]]
+        return [[item for item in prompt if isinstance(item, int)]]
     if len(prompt) > MAX_PROMPTS:
         raise UsageError(f"prompt holds {len(prompt)} prompts; give at most {MAX_PROMPTS}")
-    return [each for each in prompt if not isinstance(each, int)]
+    return [item for item in prompt if not isinstance(item, int)]
 
 
 async def _whole(pending: _Pending) -> bytes:
@@ -146,18 +146,22 @@ async def _whole(pending: _Pending) -> bytes:
         outputs = [await answer.whole() for answer in pending.answers]
     finally:
         _abandon(pending)
-    choices, ended = [], []
-    for number, own in enumerate(outputs):
+    choices, completions_of_all = [], []
+    for number, answer_outputs in enumerate(outputs):
         answer = pending.answers[number]
         n_bytes = _TOKEN_BYTES * len(answer.request.prompt) * bool(pending.body.echo)
         prompt = await pending.context.serialize(partial(pending.prompt_text, answer), n_bytes)
-        completions = [output.completion for output in own if output.completion is not None]
-        ended += completions
-        for completion in sorted(completions, key=lambda each: each.choice):
-            write = partial(_choice, pending, number, own, completion, prompt)
+        completions = [
+            output.completion for output in answer_outputs if output.completion is not None
+        ]
+        completions_of_all += completions
+        for completion in sorted(completions, key=lambda completion: completion.choice):
+            write = partial(_choice, pending, number, answer_outputs, completion, prompt)
             n_bytes = _n_bytes(pending, answer, completion)
             choices.append(await pending.context.serialize(write, n_bytes))
-    return pending.reply([], rendering.usage_of(pending.answers, ended)).encode_with(choices)
+    return pending.reply([], rendering.usage_of(pending.answers, completions_of_all)).encode_with(
+        choices
+    )
 
 
 def _n_bytes(pending: _Pending, answer: Answer, completion: Completion) -> int:
@@ -171,17 +175,17 @@ def _choice(
 ) -> bytes:
     """A choice as JSON."""
     answer = pending.answers[number]
-    is_prompt_alone = pending.body.max_tokens == 0
+    is_prompt_only = pending.body.max_tokens == 0
     reason, stop_reason = rendering.finish_reason(completion)
     scored = [None, *answer.prompt_logprobs] if pending.body.echo else []
-    if not is_prompt_alone:
+    if not is_prompt_only:
         scored += rendering.logprobs_of(outputs, completion.choice)
-    at = 0 if pending.body.echo else len(prompt)
+    offset = 0 if pending.body.echo else len(prompt)
     choice = CompletionChoice(
         index=pending.index(number, completion.choice),
-        text=prompt if is_prompt_alone else prompt + completion.text,
-        logprobs=pending.logprobs(answer, scored, at),
-        finish_reason="length" if is_prompt_alone else reason,
+        text=prompt if is_prompt_only else prompt + completion.text,
+        logprobs=pending.logprobs(answer, scored, offset),
+        finish_reason="length" if is_prompt_only else reason,
         stop_reason=stop_reason,
         token_ids=pending.token_ids(completion.tokens),
         prompt_token_ids=pending.token_ids(answer.request.prompt),
@@ -193,7 +197,7 @@ async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
     """The events of all prompts, interleaved; then the usage."""
     ended: list[Completion] = []
     shown: dict[int, int] = {}  # characters sent, by choice
-    merged = _merged(pending.answers)
+    merged = _merge(pending.answers)
     try:
         async for number, outputs in merged:
             yield b"".join(
@@ -210,7 +214,7 @@ async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
         _abandon(pending)
 
 
-async def _merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Output]]]:
+async def _merge(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Output]]]:
     """Outputs of several answers as they become ready, each with the answer's number."""
     if len(answers) == 1:  # the usual case needs no queue
         async for outputs in answers[0].outputs():
@@ -248,15 +252,15 @@ def _piece(
     answer, index = pending.answers[number], pending.index(number, output.choice)
     is_first = index not in shown
     text = pending.prompt_text(answer) + output.text if is_first else output.text
-    at = shown.get(index, 0)
-    shown[index] = at + len(text)
+    offset = shown.get(index, 0)
+    shown[index] = offset + len(text)
     reason, stop_reason = (
         (None, None) if output.completion is None else rendering.finish_reason(output.completion)
     )
     return CompletionChoice(
         index=index,
         text=text,
-        logprobs=pending.logprobs(answer, output.logprobs, at) if output.logprobs else None,
+        logprobs=pending.logprobs(answer, output.logprobs, offset) if output.logprobs else None,
         finish_reason=reason,
         stop_reason=stop_reason,
         token_ids=pending.token_ids(output.tokens),

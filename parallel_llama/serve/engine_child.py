@@ -16,13 +16,11 @@ from parallel_llama.parallel.failures import MAX_REPORT_BYTES, read_report
 from parallel_llama.parallel.rank_env import beyond_ctrl_c
 
 _TERM_GRACE_S = 2.0
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 class EngineChild:
-    """The process of an engine, which Ctrl-C does not reach.
-
-    It ends with the thread that started it.
+    """The process of an engine. It does not receive Ctrl-C, and ends with the starting thread.
 
     Args:
         module: the module to run, with a socket's descriptor and `log_format` as arguments.
@@ -31,21 +29,21 @@ class EngineChild:
     """
 
     def __init__(self, module: str, settings: Mapping[str, Any], log_format: str) -> None:
-        self.socket, theirs = socket.socketpair()
+        self.socket, child_socket = socket.socketpair()
         self._report: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in `end`
-        paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+        python_path = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
         env = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
             "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{self._report.fileno()}",
         }
-        with theirs:
+        with child_socket:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), log_format],
+                [sys.executable, "-m", module, str(child_socket.fileno()), log_format],
                 stdin=subprocess.PIPE,
                 stdout=2,  # to stderr
                 env=env,
-                pass_fds=[theirs.fileno(), self._report.fileno()],
+                pass_fds=[child_socket.fileno(), self._report.fileno()],
                 **beyond_ctrl_c(),
             )
         assert self._process.stdin is not None
@@ -65,7 +63,7 @@ class EngineChild:
                 if asyncio.get_running_loop().time() >= deadline:
                     self._process.send_signal(number)
                     break
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
         code = self._process.wait()
         report = read_report(os.pread(self._report.fileno(), MAX_REPORT_BYTES, 0))
         self._report.close()
@@ -75,8 +73,8 @@ class EngineChild:
 class AttachedEngine:
     """An engine that another program, such as torchrun, starts and restarts."""
 
-    def __init__(self, own: socket.socket) -> None:
-        self.socket = own
+    def __init__(self, engine_socket: socket.socket) -> None:
+        self.socket = engine_socket
 
     async def end(self, _grace_s: float = 0.0) -> tuple[int, str]:
         """Closes the socket, which ends the engine; the engine reports its errors itself."""

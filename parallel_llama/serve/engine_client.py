@@ -1,4 +1,4 @@
-"""The frontend's client of the engine: requests in, answers out; restarts an engine that ended."""
+"""The frontend's side of the engine: submits requests, receives outputs, restarts the engine."""
 
 import asyncio
 import itertools
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 State = Literal["loading", "ready", "restarting", "draining", "ended"]
 
 PROBE_EVERY_S = 5.0  # interval at which an idle engine must prove that it can step
-FORGIVEN_AFTER_S = 600.0  # older restarts do not count as part of a crash loop
+RESTART_WINDOW_S = 600.0  # older restarts do not count as part of a crash loop
 MAX_BACKOFF_S = 30.0
 MAX_ENGINES = 3  # engines tried per request, because the request may crash them
 WRONG_USE = 2  # exit code of an engine that would end in the same way after a restart
 # Large requests and requests for several choices may use only 1 - SMALL_FRACTION of max_choices. A
-# small request of an account without unfinished choices may use 1 + SMALL_FRACTION of it.
+# small request of an account without unfinished choices may exceed it by SMALL_FRACTION.
 SMALL_FRACTION = 1 / 8
 _READ_BYTES = 1 << 18
 
@@ -56,7 +56,7 @@ class EngineClient:
     Unfinished requests have at most `max_choices` choices together. A fraction SMALL_FRACTION is
     added for accounts without unfinished requests, one choice each, so that one account cannot use
     up the limit. If a step takes longer than `step_timeout_s`, the engine is stopped. An engine is
-    restarted at most `restarts` times in FORGIVEN_AFTER_S; unfinished requests then run again from
+    restarted at most `restarts` times in RESTART_WINDOW_S; unfinished requests then run again from
     their prompts. `probe` is a cheap request for an idle engine.
     """
 
@@ -77,7 +77,7 @@ class EngineClient:
         self._keys = itertools.count()
         self._answers: dict[int, Answer] = {}
         # Changes of adapters without a reply, and the folders of changed adapters (None: unloaded).
-        self._changing: dict[int, asyncio.Future[str | None]] = {}
+        self._adapter_replies: dict[int, asyncio.Future[str | None]] = {}
         self._adapters: dict[str, str | None] = {}
         # Choices of requests that are being prepared for the engine, by account.
         self._preparing: Counter[str] = Counter()
@@ -86,12 +86,12 @@ class EngineClient:
         self._restarted_s: list[float] = []
         self._is_draining = False
         self._state: State = "loading"
-        self._heard_s = self._asked_s = time.monotonic()
+        self._last_message_s = self._last_idle_submit_s = time.monotonic()
         self.loaded: wire.Loaded | None = None
         self.last_step: wire.Stepped | None = None
         self.n_restarts = 0
         self.n_failed_steps = 0
-        self.n_losses = 0  # times that ranks were lost and the others continued
+        self.n_losses = 0  # times that ranks were lost and the remaining ranks continued
         self.n_returns = 0  # processes that have replaced lost ranks
         self.on_loaded: Callable[[wire.Loaded], None] = lambda _: None
 
@@ -115,7 +115,7 @@ class EngineClient:
     @property
     def step_age_s(self) -> float | None:
         """Seconds since the engine's last message; None while it is down."""
-        return time.monotonic() - self._heard_s if self._writer is not None else None
+        return time.monotonic() - self._last_message_s if self._writer is not None else None
 
     @property
     def is_ready(self) -> bool:
@@ -124,26 +124,28 @@ class EngineClient:
         return self.state == "ready" and age_s is not None and age_s < self._step_timeout_s
 
     def require_room(self, n_choices: int, account: str, *, is_large: bool = False) -> None:
-        """Raises: NotReady; Busy if this account cannot have `n_choices` more choices."""
+        """Raises: NotReady; Busy if this account cannot have `n_choices` more choices now."""
         if self.state != "ready":
             self.metrics.rejected("not_ready")
             raise NotReady(_WHY[self.state])
-        self._require_places(n_choices, account, is_large)
+        self._require_choices(n_choices, account, is_large)
 
-    def _require_places(self, n_choices: int, account: str, is_large: bool) -> None:
+    def _require_choices(self, n_choices: int, account: str, is_large: bool) -> None:
         if n_choices > self._max_choices:
             raise UsageError(
                 f"{n_choices} completions at once exceed the limit of {self._max_choices}; ask for "
                 "fewer"
             )
-        counts, most = self._choices_by_account(), self._max_choices
-        n_here = counts.total()
-        if n_here and (is_large or n_choices > 1):
-            most -= int(most * SMALL_FRACTION)
+        counts, max_choices = self._choices_by_account(), self._max_choices
+        n_unfinished = counts.total()
+        if n_unfinished and (is_large or n_choices > 1):
+            max_choices -= int(max_choices * SMALL_FRACTION)
         elif not counts[account]:
-            most += math.ceil(most * SMALL_FRACTION)
-        if n_here + n_choices > most:
-            raise self.busy(f"{n_here} of at most {most} completions are waiting or running")
+            max_choices += math.ceil(max_choices * SMALL_FRACTION)
+        if n_unfinished + n_choices > max_choices:
+            raise self.busy(
+                f"{n_unfinished} of at most {max_choices} completions are waiting or running"
+            )
 
     def busy(self, message: str) -> Busy:
         """Counts a rejected request. Returns: its error."""
@@ -156,7 +158,7 @@ class EngineClient:
 
         Raises: Busy if there are too many.
         """
-        self._require_places(n_choices, account, is_large)
+        self._require_choices(n_choices, account, is_large)
         self._preparing[account] += n_choices
         try:
             yield
@@ -178,7 +180,7 @@ class EngineClient:
         answer = Answer(next(self._keys), request, self._cancel, account)
         self._send(wire.Submit(answer.key, request))
         if not self._answers:
-            self._asked_s = time.monotonic()
+            self._last_idle_submit_s = time.monotonic()
         self._answers[answer.key] = answer
         return answer
 
@@ -190,7 +192,7 @@ class EngineClient:
         if self.state != "ready":
             raise NotReady(_WHY[self.state])
         key, reply = next(self._keys), asyncio.get_running_loop().create_future()
-        self._changing[key] = reply
+        self._adapter_replies[key] = reply
         self._send(wire.ChangeAdapter(key, name, folder))
         if (refused := await reply) is not None:
             raise UsageError(refused)
@@ -214,10 +216,10 @@ class EngineClient:
                 raise
             was_loaded, self._writer = self._writer is not None, None
             self._state = "restarting"
-            for reply in self._changing.values():
+            for reply in self._adapter_replies.values():
                 if not reply.done():
                     reply.set_exception(NotReady(_WHY["restarting"]))
-            self._changing.clear()
+            self._adapter_replies.clear()
             code, reason = await child.end()
             if DISAGREE in reason:
                 self.metrics.mismatched()
@@ -233,7 +235,7 @@ class EngineClient:
     def _delay_s(self) -> float | None:
         """Seconds until the next restart; None if there were too many."""
         now = time.monotonic()
-        self._restarted_s = [when for when in self._restarted_s if now - when < FORGIVEN_AFTER_S]
+        self._restarted_s = [when for when in self._restarted_s if now - when < RESTART_WINDOW_S]
         if len(self._restarted_s) >= self._restarts:
             return None
         self._restarted_s.append(now)
@@ -261,22 +263,22 @@ class EngineClient:
         while True:
             await asyncio.sleep(probe_every_s / 5)
             now, is_loaded = time.monotonic(), self._writer is not None
-            if is_loaded and not self._answers and now - self._heard_s > probe_every_s:
+            if is_loaded and not self._answers and now - self._last_message_s > probe_every_s:
                 self._probe_key = self._submit(self._probe).key
-            waited_s = now - max(self._heard_s, self._asked_s)
+            waited_s = now - max(self._last_message_s, self._last_idle_submit_s)
             if is_loaded and self._answers and waited_s > self._step_timeout_s:
                 logger.error("the engine has not stepped for %.1f s and is stopped", waited_s)
                 writer.transport.abort()
                 return
 
     def _on_message(self, message: wire.FromEngine, writer: asyncio.StreamWriter) -> None:
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         match message:
             case wire.Stepped():
                 self.last_step = message
                 self.metrics.stepped(message)
                 for key in message.begun:
-                    self._answers[key].begin()
+                    self._answers[key].start()
                 for output in message.outputs:
                     self._on_output(self._answers[output.key], output)
             case wire.Scored():
@@ -299,7 +301,7 @@ class EngineClient:
                     self._forget(key).fail(NumericalError(message.reason))
 
     def _on_changed(self, message: wire.AdapterChanged) -> None:
-        reply = self._changing.pop(message.key, None)
+        reply = self._adapter_replies.pop(message.key, None)
         if reply is None and message.refused is not None:  # in an engine that was restarted
             logger.error("%s", message.refused)
         elif reply is not None and not reply.done():
@@ -328,7 +330,7 @@ class EngineClient:
             elif answer.n_engines == MAX_ENGINES:
                 self._forget(key).fail(NotReady("every engine that ran this request has ended"))
             else:
-                answer.begin_again()
+                answer.restart()
                 self._send(wire.Submit(key, answer.request))
 
     def _forget(self, key: int) -> Answer:

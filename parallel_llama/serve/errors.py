@@ -40,7 +40,7 @@ def error_reply(error: Exception, prompt: str | None = None) -> tuple[int, Error
     message = str(error)
     match error:
         case HTTPError():
-            type, code = _REFUSALS.get(error.status, ("invalid_request_error", None))
+            type, code = _HTTP_ERRORS.get(error.status, ("invalid_request_error", None))
             return error.status, _reply(message, type, code=code)
         case ContextExceeded():
             code = "context_length_exceeded"
@@ -102,7 +102,7 @@ def reason_of(error: ErrorDetail) -> dict[str, str]:
     return reason
 
 
-_REFUSALS = {
+_HTTP_ERRORS = {
     400: ("invalid_request_error", "invalid_request"),
     401: ("authentication_error", "invalid_api_key"),
     403: ("permission_error", "host_not_allowed"),
@@ -123,8 +123,8 @@ _LOGGED_PARAM = re.compile(rf"(?:{_OWN_NAMES})(?:\[[0-9.]*\]|\.(?:{_OWN_NAMES}))
 
 def _param(message: str) -> str | None:
     """The field that an error is about: messages about a field begin with its name."""
-    found = _FIRST_WORD.match(message)
-    name = found and _ALIASES.get(found[1], found[1])
+    match = _FIRST_WORD.match(message)
+    name = match and _ALIASES.get(match[1], match[1])
     if name in FIELDS:
         return name
     return "prompt" if message.startswith("prompt ") else None
@@ -133,7 +133,7 @@ def _param(message: str) -> str | None:
 def _reply(
     message: str, type: str, param: str | None = None, code: str | None = None
 ) -> ErrorReply:
-    # Messages may quote the client's data, whatever its length.
+    # Messages may quote client data of any length.
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[:MAX_MESSAGE_CHARS] + "..."
     return ErrorReply(error=ErrorDetail(message=message, type=type, param=param, code=code))

@@ -1,4 +1,4 @@
-"""A queue that is shared fairly between clients, and a pacer for work on the event loop.
+"""Fair queueing: `FairQueue` shares work fairly between clients, `Pacer` paces the event loop.
 
 Source: self-clocked and start-time fair queueing (Golestani 1994; Goyal, Vin and Cheng 1996).
 """
@@ -15,11 +15,11 @@ _MAX_CLIENTS = 4096  # with more, idle clients are dropped
 
 
 class FairQueue(Generic[T]):
-    """Items with sizes, in an order in which waiting clients receive equal amounts of work.
+    """A queue of items with sizes, in which waiting clients receive equal amounts of work.
 
-    `_now` is the virtual time: the amount of work that each busy client has received. An item gets
-    a virtual start, the virtual end of its client's previous item but not before `_now`, and a
-    virtual end, the start plus its size. The item with the earliest virtual end comes first.
+    `_now` is the virtual time: the amount of work that each busy client has received. The
+    virtual start of an item is the virtual end of its client's previous item, but at least `_now`;
+    its virtual end is the start plus its size. The item with the earliest virtual end comes first.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class FairQueue(Generic[T]):
         _end, _number, start, item = heappop(self._waiting)
         self._now = max(self._now, start)
         if len(self._ends) > _MAX_CLIENTS:
-            self._ends = {who: end for who, end in self._ends.items() if end > self._now}
+            self._ends = {client: end for client, end in self._ends.items() if end > self._now}
         return item
 
 

@@ -1,4 +1,4 @@
-"""Threads that are shared fairly between clients."""
+"""Thread pools for work on requests, whose time is divided fairly between clients."""
 
 import asyncio
 import os
@@ -12,27 +12,28 @@ from parallel_llama.serve.fair_queue import FairQueue, Pacer
 
 T = TypeVar("T")
 
-LARGE_WORK = 64 << 10  # bytes of a body; more takes milliseconds and runs in the large lane
-MAX_LARGE_WAITING = 4 << 20  # bytes of large work in all; above this no large body is read
+LARGE_WORK = 64 << 10  # bytes of a body; a larger body takes milliseconds, in the large lane
+MAX_LARGE_WAITING = 4 << 20  # total bytes of large work; above it, no large body is read
 # Large work takes the interpreter lock from the event loop, and a core from the engine, for
 # milliseconds at a time. Without rests, many large bodies made a small request four times slower.
-_LARGE_REST = 3.0  # as a multiple of the work's time
+_LARGE_REST_FACTOR = 3.0  # as a multiple of the work's time
 _MAX_REST_S = 0.3
 _NICE = 10  # of low-priority threads: they get a tenth of a contended core
 
 
 class FairThreads:
-    """Runs small work in several threads, large work in one, and small chat templates in one.
+    """Runs work in three lanes: small work, large work, and small chat templates.
 
-    These three kinds of work have separate lanes. Each lane divides the time of its threads between
-    clients, by the size of their work. After large work, also of a chat template, the large lane
-    rests.
+    Small work has several threads; the other two lanes have one. Each lane divides the time of its
+    threads between clients, by the size of their work. After large work, including a large chat
+    template, the large lane rests.
     """
 
     def __init__(self, n_threads: int = 4) -> None:
         self._small = _Lane(n_threads - 2, "small")
-        self._large = _Lane(1, "large", yields=True, rest=_LARGE_REST)
-        self._templates = _Lane(1, "templates", yields=True)  # all are rendered by one process
+        self._large = _Lane(1, "large", is_low_priority=True, rest=_LARGE_REST_FACTOR)
+        # One thread, because one process renders all templates.
+        self._templates = _Lane(1, "templates", is_low_priority=True)
         self._reads = Pacer()
 
     async def run(
@@ -57,7 +58,7 @@ class FairThreads:
             lane = self._large
         return await lane.run(work, size, client, wait_s)
 
-    async def room_for_large(self, n_bytes: int, client: str, wait_s: float) -> None:
+    async def wait_for_large(self, n_bytes: int, client: str, wait_s: float) -> None:
         """Waits until less than MAX_LARGE_WAITING of large work is queued or running.
 
         Also lets only one client at a time continue: reading pieces of many large bodies in one
@@ -70,7 +71,7 @@ class FairThreads:
         """
         deadline_s = time.monotonic() + wait_s
         while self._large.size >= MAX_LARGE_WAITING:
-            await self._large.next_end(deadline_s - time.monotonic())
+            await self._large.wait_for_end(deadline_s - time.monotonic())
         await self._reads.wait(n_bytes, client)
 
 
@@ -84,7 +85,7 @@ def yield_cores() -> None:
 
 
 class _Lane:
-    """Some threads, and a fair queue of work for them.
+    """Threads for one kind of work, with a fair queue.
 
     Args:
         yields: whether the threads run at low priority.
@@ -92,10 +93,12 @@ class _Lane:
     """
 
     def __init__(
-        self, n_threads: int, name: str, *, yields: bool = False, rest: float = 0.0
+        self, n_threads: int, name: str, *, is_low_priority: bool = False, rest: float = 0.0
     ) -> None:
         self._rest = rest
-        self._threads = ThreadPoolExecutor(n_threads, name, yield_cores if yields else None)
+        self._threads = ThreadPoolExecutor(
+            n_threads, name, yield_cores if is_low_priority else None
+        )
         self._n_free = n_threads
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
         self.size = 0  # of queued and running work
@@ -111,7 +114,7 @@ class _Lane:
                 self._ended.set_result(None)
                 self._ended = None
 
-    async def next_end(self, wait_s: float) -> None:
+    async def wait_for_end(self, wait_s: float) -> None:
         """Waits until some work has ended or left the queue.
 
         Raises: TimeoutError.
@@ -131,22 +134,22 @@ class _Lane:
             await asyncio.wait((assigned,), timeout=wait_s)
         except BaseException:
             if not assigned.cancel():  # a thread was assigned at the same moment
-                self._free()
+                self._free_thread()
             raise
         if assigned.cancel():
             raise TimeoutError
         started_s = time.monotonic()
 
         def rest() -> None:
-            took_s = time.monotonic() - started_s
-            loop.call_later(min(self._rest * took_s, _MAX_REST_S), self._free)
+            duration_s = time.monotonic() - started_s
+            loop.call_later(min(self._rest * duration_s, _MAX_REST_S), self._free_thread)
 
         running = self._threads.submit(work)
         # If the caller is cancelled, the thread is still busy until the work ends.
         running.add_done_callback(lambda _: loop.call_soon_threadsafe(rest))
         return await asyncio.wrap_future(running)
 
-    def _free(self) -> None:
+    def _free_thread(self) -> None:
         self._n_free += 1
         self._assign_threads()
 

@@ -9,7 +9,7 @@ from parallel_llama.errors import escaped
 FORMATS = "text", "json"
 
 
-class _Lines(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     """A record as text; lines after the first are indented.
 
     So client text in a record can neither control the terminal nor imitate another record.
@@ -20,7 +20,7 @@ class _Lines(logging.Formatter):
         return escaped(super().format(record) + fields).replace("\n", "\n  ")
 
 
-class _Json(logging.Formatter):
+class _JSONFormatter(logging.Formatter):
     """A record as one line of ASCII JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -39,8 +39,8 @@ class _Json(logging.Formatter):
 def log_to_stderr(form: str = "text") -> None:
     """Logs to stderr: warnings of all loggers, and messages of the package from level INFO on."""
     handler = logging.StreamHandler()
-    lines = _Lines("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(_Json() if form == "json" else lines)
+    lines = _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(_JSONFormatter() if form == "json" else lines)
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("parallel_llama").setLevel(logging.INFO)
 

@@ -44,8 +44,8 @@ _COUNTERS = {
     "rank_token_mismatches": ("Engine failures because ranks sampled different tokens.",),
 }
 
-NOW_S = 5.0
-MINUTE_S = 60.0
+SHORT_WINDOW_S = 5.0
+LONG_WINDOW_S = 60.0
 RATE_RESOLUTION_S = 0.05
 
 
@@ -60,22 +60,22 @@ class Rate:
         now_s = time.monotonic()
         # Counts within RATE_RESOLUTION_S share an entry, which bounds the length of the deque.
         if self._counts and now_s - self._counts[-1][0] < RATE_RESOLUTION_S:
-            begun_s, n_before = self._counts.pop()
-            self._counts.append((begun_s, n_before + n))
+            entry_s, n_before = self._counts.pop()
+            self._counts.append((entry_s, n_before + n))
         else:
             self._counts.append((now_s, n))
-        while now_s - self._counts[0][0] > MINUTE_S:
+        while now_s - self._counts[0][0] > LONG_WINDOW_S:
             self._counts.popleft()
 
-    def per_s(self, window_s: float = NOW_S) -> float:
+    def per_s(self, window_s: float = SHORT_WINDOW_S) -> float:
         """Mean rate over the last `window_s` seconds, or since the start, but at least NOW_S."""
         now_s = time.monotonic()
         total = 0
-        for begun_s, n in reversed(self._counts):
-            if now_s - begun_s > window_s:
+        for entry_s, n in reversed(self._counts):
+            if now_s - entry_s > window_s:
                 break
             total += n
-        return total / min(window_s, max(now_s - self._started_s, NOW_S))
+        return total / min(window_s, max(now_s - self._started_s, SHORT_WINDOW_S))
 
 
 class Metrics:
@@ -93,7 +93,7 @@ class Metrics:
             for name, (help, *label) in _COUNTERS.items()
         }
         self._families: list[MetricWrapperBase] = [*histograms.values(), *self._counters.values()]
-        self._histograms = {name: each.labels(model) for name, each in histograms.items()}
+        self._histograms = {name: histogram.labels(model) for name, histogram in histograms.items()}
         for name, (_, *label) in _COUNTERS.items():
             if not label:
                 self._count(name, 0)  # exported from the start
@@ -116,14 +116,14 @@ class Metrics:
             self._count("generation_tokens", n_drawn)
             self.token_rate.add(n_drawn)
 
-    def emitted(self, answer: Answer, output: Output, before_s: float | None) -> None:
-        """Counts an answer's output; `before_s` is the time of the tokens before it."""
+    def emitted(self, answer: Answer, output: Output, previous_token_s: float | None) -> None:
+        """Counts an answer's output; `previous_token_s` is the time of the tokens before it."""
         if output.tokens and answer.last_token_s is not None:
-            if before_s is None:
+            if previous_token_s is None:
                 first_s = answer.last_token_s - answer.submitted_s
                 self._observe("time_to_first_token_seconds", first_s)
             else:
-                self._observe("inter_token_latency_seconds", answer.last_token_s - before_s)
+                self._observe("inter_token_latency_seconds", answer.last_token_s - previous_token_s)
         if output.completion is not None:
             self._count("request_success", 1, output.completion.finish_reason)
             self._observe("request_generation_tokens", len(output.completion.tokens))
@@ -132,12 +132,12 @@ class Metrics:
         """Counts an answer whose choices have all ended."""
         now = time.monotonic()
         self._observe("e2e_request_latency_seconds", now - answer.submitted_s)
-        begun_s, first_s = answer.begun_s, answer.first_token_s
-        if begun_s is not None:
-            self._observe("request_queue_time_seconds", begun_s - answer.submitted_s)
-            self._observe("request_inference_time_seconds", now - begun_s)
-        if begun_s is not None and first_s is not None:
-            self._observe("request_prefill_time_seconds", first_s - begun_s)
+        started_s, first_s = answer.started_s, answer.first_token_s
+        if started_s is not None:
+            self._observe("request_queue_time_seconds", started_s - answer.submitted_s)
+            self._observe("request_inference_time_seconds", now - started_s)
+        if started_s is not None and first_s is not None:
+            self._observe("request_prefill_time_seconds", first_s - started_s)
         if first_s is not None:
             self._observe("request_decode_time_seconds", now - first_s)
             if (n_after := answer.n_tokens - answer.request.params.n) > 0:
@@ -148,8 +148,8 @@ class Metrics:
         self._count("rank_token_mismatches", 1)
 
     def collect(self) -> Iterator[Metric]:
-        for each in self._families:
-            yield from each.collect()
+        for family in self._families:
+            yield from family.collect()
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)

@@ -1,4 +1,4 @@
-"""The description of the API at /openapi.json.
+"""Generates the OpenAPI document at /openapi.json.
 
 Source: OpenAPI Specification 3.1.1.
 """
@@ -68,25 +68,25 @@ class Operation:
 
     @property
     def errors(self) -> list[int]:
-        found = {*_FOR_ALL, *(_FOR_BODIES if self.body else ())}
-        found.update(_FOR_COMPLETIONS if self.chunk else ())
-        found.update((404,) if self.has_parameter else ())
-        return sorted(found)
+        statuses = {*_FOR_ALL, *(_FOR_BODIES if self.body else ())}
+        statuses.update(_FOR_COMPLETIONS if self.chunk else ())
+        statuses.update((404,) if self.has_parameter else ())
+        return sorted(statuses)
 
 
 @cache  # takes some milliseconds
 def description(operations: tuple[Operation, ...], version: str) -> dict[str, Any]:
     """The OpenAPI document of these operations, for a server of this version."""
-    kinds = {
-        kind: None
-        for each in operations
-        for kind in (each.body, each.reply, each.chunk)
-        if kind is not None
+    types = {
+        type_: None
+        for operation in operations
+        for type_ in (operation.body, operation.reply, operation.chunk)
+        if type_ is not None
     }
-    _, schemas = msgspec.json.schema_components((*kinds, ErrorReply), ref_template=_REF)
+    _, schemas = msgspec.json.schema_components((*types, ErrorReply), ref_template=_REF)
     paths = {
-        each.path.replace(":path}", "}"): {each.method.lower(): _operation(each)}
-        for each in operations
+        operation.path.replace(":path}", "}"): {operation.method.lower(): _operation(operation)}
+        for operation in operations
     }
     return {
         "openapi": "3.1.1",
@@ -121,6 +121,6 @@ def _operation(own: Operation) -> dict[str, Any]:
     return {**operation, "responses": responses}
 
 
-def _schema(kind: type[msgspec.Struct] | None) -> dict[str, Any]:
-    own = {"type": "object"} if kind is None else {"$ref": _REF.format(name=kind.__name__)}
-    return {"schema": own}
+def _schema(type_: type[msgspec.Struct] | None) -> dict[str, Any]:
+    schema = {"type": "object"} if type_ is None else {"$ref": _REF.format(name=type_.__name__)}
+    return {"schema": schema}

@@ -38,13 +38,13 @@ def page_routes() -> list[Route]:
     }
 
     async def index(request: Request) -> Response:
-        return _answer(request, INDEX, contents[INDEX])
+        return _file_response(request, INDEX, contents[INDEX])
 
     async def file(request: Request) -> Response:
         name = request.path_params["file"]
         if name == INDEX or name not in contents:
             return Response("no such file\n", 404, SECURITY_HEADERS, "text/plain")
-        return _answer(request, name, contents[name])
+        return _file_response(request, name, contents[name])
 
     return [
         Route("/", index, include_in_schema=False),
@@ -52,7 +52,7 @@ def page_routes() -> list[Route]:
     ]
 
 
-def _answer(request: Request, name: str, content: bytes) -> Response:
+def _file_response(request: Request, name: str, content: bytes) -> Response:
     # "no-cache": a browser may cache the file, but must revalidate it for each use.
     tag = f'"{sha256(content).hexdigest()[:32]}"'
     headers = {**SECURITY_HEADERS, "ETag": tag, "Cache-Control": "no-cache"}

@@ -13,7 +13,7 @@ from parallel_llama.serve import bodies
 logger = logging.getLogger(__name__)
 
 # Fields that are sampling parameters of the same name.
-_SAME = (
+_SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
     "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "skip_special_tokens", "include_stop_str_in_output", "cache_salt",
@@ -40,13 +40,13 @@ def sampling_params(
     for name in bodies.WITHOUT_EFFECT:
         if getattr(body, name, None) is not None:
             log_ignored(name)
-    given: dict[str, Any] = {
-        name: value for name in _SAME if (value := getattr(body, name)) is not None
+    overrides: dict[str, Any] = {
+        name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
     }
     if body.logit_bias:
-        given["logit_bias"] = {_token(text): bias for text, bias in body.logit_bias.items()}
+        overrides["logit_bias"] = {_token(text): bias for text, bias in body.logit_bias.items()}
     return inputs.sampling_params(
-        **given,
+        **overrides,
         max_tokens=max_tokens,
         grammar=grammar,
         logprobs=logprobs,
@@ -65,41 +65,45 @@ def grammar_of(body: bodies.SamplingBody) -> Grammar | None:
 
     Raises: UsageError for an inconsistent format, or for two formats.
     """
-    given = [body.response_format, body.structured_outputs]
-    if all(each is not None for each in given):
+    formats = [body.response_format, body.structured_outputs]
+    if all(format_ is not None for format_ in formats):
         raise UsageError("response_format and structured_outputs cannot be combined; give one")
     if body.structured_outputs is not None:
-        return _of_structured_outputs(body.structured_outputs)
-    return None if body.response_format is None else _of_response_format(body.response_format)
+        return _grammar_of_structured_outputs(body.structured_outputs)
+    return (
+        None if body.response_format is None else _grammar_of_response_format(body.response_format)
+    )
 
 
-def _of_response_format(wanted: bodies.ResponseFormat) -> Grammar | None:
-    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+def _grammar_of_response_format(response_format: bodies.ResponseFormat) -> Grammar | None:
+    if (response_format.type == "json_schema") != (response_format.json_schema is not None):
         raise UsageError(
-            f"response_format.type={wanted.type!r}: give json_schema if and only if type is "
-            "json_schema"
+            f"response_format.type={response_format.type!r}: give json_schema if and only if type "
+            "is json_schema"
         )
-    if wanted.json_schema is not None:
-        return Grammar("json_schema", json.dumps(wanted.json_schema.schema))
-    return _ANY_OBJECT if wanted.type == "json_object" else None
+    if response_format.json_schema is not None:
+        return Grammar("json_schema", json.dumps(response_format.json_schema.schema))
+    return _ANY_OBJECT if response_format.type == "json_object" else None
 
 
-def _of_structured_outputs(wanted: bodies.StructuredOutputs) -> Grammar:
-    given = [name for name in wanted.__struct_fields__ if getattr(wanted, name) not in (None, [])]
-    if len(given) != 1:
+def _grammar_of_structured_outputs(outputs: bodies.StructuredOutputs) -> Grammar:
+    constraints = [
+        name for name in outputs.__struct_fields__ if getattr(outputs, name) not in (None, [])
+    ]
+    if len(constraints) != 1:
         raise UsageError(
-            f"structured_outputs has {len(given)} constraints; give one of json, regex, choice, "
-            "grammar"
+            f"structured_outputs has {len(constraints)} constraints; give one of json, regex, "
+            "choice, grammar"
         )
-    if wanted.json is not None:
-        schema = wanted.json if isinstance(wanted.json, str) else json.dumps(wanted.json)
+    if outputs.json is not None:
+        schema = outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
         return Grammar("json_schema", schema)
-    if wanted.regex is not None:
-        return Grammar("regex", wanted.regex)
-    if wanted.choice is not None:
-        return Grammar("lark", "start: " + " | ".join(map(json.dumps, wanted.choice)))
-    assert wanted.grammar is not None
-    return Grammar("lark", wanted.grammar)
+    if outputs.regex is not None:
+        return Grammar("regex", outputs.regex)
+    if outputs.choice is not None:
+        return Grammar("lark", "start: " + " | ".join(map(json.dumps, outputs.choice)))
+    assert outputs.grammar is not None
+    return Grammar("lark", outputs.grammar)
 
 
 def _token(text: str) -> int:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, with bounds on what a client may send and how slowly."""
+"""uvicorn's HTTP protocol, with limits on the size and the speed of requests."""
 
 import asyncio
 import logging
@@ -14,8 +14,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from parallel_llama.serve.access import ADMIT, TOO_MANY
-from parallel_llama.serve.asgi import HEADER, new_request_id
+from parallel_llama.serve.access import ADMIT, TOO_MANY_CONNECTIONS
+from parallel_llama.serve.asgi import REQUEST_ID_HEADER, new_request_id
 from parallel_llama.serve.errors import HTTPError, error_reply, error_response, reason_of
 from parallel_llama.serve.fair_queue import Pacer
 
@@ -24,12 +24,12 @@ MAX_HEADER_BYTES = 64 << 10  # total of all names and values
 MAX_URL_BYTES = 8 << 10
 HEAD_LIMIT_S = 10.0  # from the first byte of a request to the end of its headers
 BODY_LIMIT_S = 30.0  # from the end of the headers to the end of the body
-MAX_BODIES_BYTES = 256 << 20  # total of all requests that have not been answered
+MAX_BODIES_BYTES = 256 << 20  # total of all unanswered requests
 PIPELINE_GAP_S = 0.001  # between the starts of two pipelined requests, of all connections together
-MAX_UNREAD_BYTES = 64 << 10  # pipelined after a request that has not been answered
+MAX_UNPARSED_BYTES = 64 << 10  # pipelined after an unanswered request
 MAX_CONNECTIONS = 1024  # admitted connections
-MAX_OTHERS = 128  # other connections; they also use the slots of MAX_CONNECTIONS that are free
-UNREAD_LIMIT_S = 1.0  # for a client to read some of its response, if others need its slot
+MAX_UNADMITTED = 128  # other connections; they may also use free slots of MAX_CONNECTIONS
+UNREAD_LIMIT_S = 1.0  # for a client to read its response, while other connections need its slot
 
 # Bytes of an incomplete head or chunk, which the parser buffers. Twice the limits, because of the
 # separators between headers.
@@ -51,9 +51,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     A connection is admitted by its first request that passes `Access`, except health checks. It
     keeps its slot until it closes, or its client stops reading while another connection needs a
-    slot. Connections that are not admitted share the remaining slots, at least `max_others()`; if
-    all are taken, the oldest such connection is closed for a new one. So neither silent clients nor
-    clients without a key can lock out health checks and clients with a key.
+    slot. Connections that are not admitted share the remaining slots, at least
+    `max_unadmitted()`; if all are taken, the oldest such connection is closed for a new one. So
+    neither silent clients nor clients without a key can lock out health checks and clients with a
+    key.
 
     Each request has its own parser, which receives no byte of the next request, so that one request
     cannot change how the following bytes are parsed. A request is parsed after the previous one has
@@ -70,24 +71,24 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, pacer: Pacer, pipeline_pacer: Pacer, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pacer, self._pipeline_pacer = pacer, pipeline_pacer
-        self._is_pipelined = False  # the next request
-        self._is_queued = False  # the next request, in a pacer
+        self._is_pipelined = False  # whether the next request arrived before the last answer
+        self._is_queued = False  # whether the next request waits in a pacer
         self._refused: HTTPError | None = None
         self._framing = ""  # the header that frames the body
         self._timer: asyncio.TimerHandle | None = None
-        self._unread = bytearray()  # received but not parsed
+        self._unparsed = bytearray()  # received
         self._is_admitted = False
-        self._made_s = self._begun_s = self.loop.time()
-        self._n_body = 0  # body bytes of the current request, until it is answered
+        self._connected_s = self._body_start_s = self.loop.time()
+        self._n_body_bytes = 0  # body bytes of the current request, until it is answered
         self._begin_head()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)
-        self._limit(HEAD_LIMIT_S)
-        if len(self.connections) > max_connections() + max_others():
-            others = (each for each in self._every() if not each._is_admitted)
-            min(others, key=lambda each: each._made_s)._give_up_slot()
+        self._set_timer(HEAD_LIMIT_S)
+        if len(self.connections) > max_connections() + max_unadmitted():
+            unadmitted = (other for other in self._all_connections() if not other._is_admitted)
+            min(unadmitted, key=lambda other: other._connected_s)._give_up_slot()
 
     def admit(self) -> bool:
         """Admits the connection; False if no slot is free.
@@ -96,40 +97,42 @@ class BoundedProtocol(HttpToolsProtocol):
         has waited longest is closed, if that is more than UNREAD_LIMIT_S.
         """
         if not self._is_admitted:
-            admitted = [each for each in self._every() if each._is_admitted]
+            admitted = [
+                connection for connection in self._all_connections() if connection._is_admitted
+            ]
             if len(admitted) >= max_connections():
-                slowest = min(admitted, key=lambda each: each.flow.waits_since_s)
+                slowest = min(admitted, key=lambda connection: connection.flow.waits_since_s)
                 if slowest.flow.waits_since_s > self.loop.time() - UNREAD_LIMIT_S:
                     return False
                 slowest._give_up_slot()
             self._is_admitted = True
         return self._is_admitted
 
-    def _every(self) -> "set[BoundedProtocol]":
+    def _all_connections(self) -> "set[BoundedProtocol]":
         return cast("set[BoundedProtocol]", self.connections)
 
     def _give_up_slot(self) -> None:
-        """Closes this connection so that another can be opened."""
+        """Closes this connection to free its slot."""
         self.connections.discard(self)
         if self.n_unsent:
             self.transport.abort()  # the client may never read
         else:
-            self._end_with(HTTPError(503, TOO_MANY))
+            self._end_with(HTTPError(503, TOO_MANY_CONNECTIONS))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unlimit()
-        self._unread.clear()  # reference cycles keep this object alive for a long time
+        self._clear_timer()
+        self._unparsed.clear()  # reference cycles keep this object alive for a long time
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._unread += data
+        self._unparsed += data
         self._parse()
 
     def on_response_complete(self) -> None:
-        self._n_body = 0
-        self._is_pipelined = len(self._unread) > 0
+        self._n_body_bytes = 0
+        self._is_pipelined = len(self._unparsed) > 0
         super().on_response_complete()
         self._parse()
 
@@ -140,13 +143,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def _parse(self, *, may_begin: bool = False) -> None:
         """Parses up to the end of a request, unless one is being answered.
 
-        The first bytes of a request are parsed only if it `may_begin`; else it is put in a pacer.
+        The first bytes of a request are parsed only if it `may_begin`; otherwise the request is
+        queued in a pacer.
         """
-        while self._unread and not (self._is_answering() or self.transport.is_closing()):
+        while self._unparsed and not (self._is_answering() or self.transport.is_closing()):
             self._unset_keepalive_if_required()
             if self._timer is None:  # the first bytes of a request on a kept-alive connection
-                self._limit(HEAD_LIMIT_S)
-            n_bytes = self._piece_bytes()
+                self._set_timer(HEAD_LIMIT_S)
+            n_bytes = self._n_parsable()
             if not n_bytes:
                 break
             if self._is_head and not self._n_pending and not may_begin:
@@ -156,11 +160,11 @@ class BoundedProtocol(HttpToolsProtocol):
                     pacer.submit(self._begin_request, 1, self.client)
                 break
             may_begin = False
-            piece = self._unread[:n_bytes]
-            del self._unread[:n_bytes]
+            part = self._unparsed[:n_bytes]
+            del self._unparsed[:n_bytes]
             self._n_pending += n_bytes
             try:
-                self.parser.feed_data(piece)
+                self.parser.feed_data(part)
             except HttpParserUpgrade:
                 self._read_body_despite_upgrade()
             except HttpParserError:  # from the parser, or from `_refuse` in a callback
@@ -169,7 +173,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._end_with(
                     HTTPError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
                 )
-        was_full, self.flow.is_full = self.flow.is_full, len(self._unread) >= MAX_UNREAD_BYTES
+        was_full, self.flow.is_full = self.flow.is_full, len(self._unparsed) >= MAX_UNPARSED_BYTES
         if self.flow.is_full:
             self.flow.pause_reading()
         elif was_full:
@@ -179,15 +183,15 @@ class BoundedProtocol(HttpToolsProtocol):
         """Whether a request has been read completely and its response is not complete."""
         return self._is_head and self.cycle is not None and not self.cycle.response_complete
 
-    def _piece_bytes(self) -> int:
-        """How many unread bytes to pass to the parser: never bytes of two requests."""
+    def _n_parsable(self) -> int:
+        """How many unparsed bytes to pass to the parser: never bytes of two requests."""
         if self._n_body_left:
-            return min(self._n_body_left, len(self._unread))
-        end = self._unread.find(_END)
+            return min(self._n_body_left, len(self._unparsed))
+        end = self._unparsed.find(_END)
         if end >= 0:
             return end + len(_END)
-        n_begun = max(n for n in range(len(_END)) if self._unread.endswith(_END[:n]))
-        return len(self._unread) - n_begun
+        n_of_end = max(n for n in range(len(_END)) if self._unparsed.endswith(_END[:n]))
+        return len(self._unparsed) - n_of_end
 
     def _read_body_despite_upgrade(self) -> None:
         """Reads the body that the parser skips after an Upgrade header, which is ignored here."""
@@ -222,30 +226,37 @@ class BoundedProtocol(HttpToolsProtocol):
         # cannot be located.
         self.cycle.keep_alive &= not self.expect_100_continue
         self._is_head, self._n_pending = False, 0
-        self._begun_s = self.loop.time()
-        self._limit(BODY_LIMIT_S)
+        self._body_start_s = self.loop.time()
+        self._set_timer(BODY_LIMIT_S)
 
     def on_body(self, body: bytes) -> None:
         self._n_pending = 0
         self._n_body_left -= min(len(body), self._n_body_left)
         if not self.cycle.response_complete:
-            self._n_body += len(body)
+            self._n_body_bytes += len(body)
         super().on_body(body)
-        if self._n_body > _SMALL_BODY_BYTES:
+        if self._n_body_bytes > _SMALL_BODY_BYTES:
             self._bound_bodies()
 
     def _bound_bodies(self) -> None:
         """Refuses the request with the slowest body if all bodies together are too long."""
-        if sum(each._n_body for each in self._every()) > MAX_BODIES_BYTES:
-            sending = (each for each in self._every() if each._n_body and not each._is_head)
-            slowest = min(sending, key=lambda each: each._begun_s)
-            slowest._n_body = 0
+        if (
+            sum(connection._n_body_bytes for connection in self._all_connections())
+            > MAX_BODIES_BYTES
+        ):
+            with_body = (
+                connection
+                for connection in self._all_connections()
+                if connection._n_body_bytes and not connection._is_head
+            )
+            slowest = min(with_body, key=lambda connection: connection._body_start_s)
+            slowest._n_body_bytes = 0
             slowest._end_with(HTTPError(503, "too many long bodies at once; try again later"))
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():  # only the head has ended
             return
-        self._unlimit()
+        self._clear_timer()
         self._begin_head()
         super().on_message_complete()
 
@@ -280,18 +291,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # Time limits
 
-    def _limit(self, limit_s: float) -> None:
-        self._unlimit()
-        self._timer = self.loop.call_later(limit_s, self._is_late, limit_s)
+    def _set_timer(self, limit_s: float) -> None:
+        self._clear_timer()
+        self._timer = self.loop.call_later(limit_s, self._time_out, limit_s)
 
-    def _unlimit(self) -> None:
+    def _clear_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _is_late(self, limit_s: float) -> None:
+    def _time_out(self, limit_s: float) -> None:
         if self.flow.read_paused:  # this server is not reading, so the client is not late
-            self._limit(limit_s)
+            self._set_timer(limit_s)
         elif self._is_head:
             self._end_with(HTTPError(408, f"the headers did not arrive within {limit_s:g} s"))
         else:
@@ -316,18 +327,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # Closing
 
-    def _end_with(self, refused: HTTPError) -> None:
+    def _end_with(self, error: HTTPError) -> None:
         """Closes the connection, with an error response if no other response has been started."""
-        self._unlimit()
+        self._clear_timer()
         cycle = self.cycle
-        is_free = cycle is None or cycle.response_complete
-        if is_free or not (self._is_head or cycle.response_started):
+        is_idle = cycle is None or cycle.response_complete
+        if is_idle or not (self._is_head or cycle.response_started):
             request_id = new_request_id()
-            self.transport.write(_response(refused, request_id))
-            has_begun = self._n_pending or self._unread or not self._is_head
-            if has_begun and refused.status != 503:  # under overload the log would be flooded
-                reason = reason_of(error_reply(refused)[1].error)
-                fields = {"request_id": request_id, "status": refused.status, **reason}
+            self.transport.write(_response(error, request_id))
+            has_begun = self._n_pending or self._unparsed or not self._is_head
+            if has_begun and error.status != 503:  # under overload the log would be flooded
+                reason = reason_of(error_reply(error)[1].error)
+                fields = {"request_id": request_id, "status": error.status, **reason}
                 logger.info("refused", extra={"fields": fields})
         self.transport.close()
 
@@ -371,16 +382,16 @@ def max_connections() -> int:
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 
 
-def max_others() -> int:
-    """How many more connections may be open without being admitted."""
-    return max(1, min(MAX_OTHERS, max_connections() // 4))
+def max_unadmitted() -> int:
+    """The limit of connections that are not admitted, in addition to `max_connections`."""
+    return max(1, min(MAX_UNADMITTED, max_connections() // 4))
 
 
-def _response(refused: HTTPError, request_id: str) -> bytes:
+def _response(error: HTTPError, request_id: str) -> bytes:
     """The bytes of an error response that closes the connection."""
-    response = error_response(refused)
-    response.headers[HEADER] = request_id
+    response = error_response(error)
+    response.headers[REQUEST_ID_HEADER] = request_id
     response.headers["connection"] = "close"
-    first = f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}\r\n".encode()
+    first = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()
     headers = b"".join(b"%b: %b\r\n" % pair for pair in response.raw_headers)
     return first + headers + b"\r\n" + bytes(response.body)

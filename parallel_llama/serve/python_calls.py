@@ -39,7 +39,9 @@ def _call(item: ast.expr, names: frozenset[str]) -> CalledFunction:
         raise ValueError("not a call with keywords")
     if (name := ast.unparse(item.func)) not in names:
         raise ValueError("not a function that may be called")
-    arguments = {each.arg: _value(each.value) for each in item.keywords if each.arg is not None}
+    arguments = {
+        keyword.arg: _value(keyword.value) for keyword in item.keywords if keyword.arg is not None
+    }
     if len(arguments) < len(item.keywords):
         raise ValueError("an argument without a name of its own")
     return CalledFunction(name=name, arguments=msgspec.json.encode(arguments).decode())

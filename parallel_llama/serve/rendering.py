@@ -64,50 +64,57 @@ def usage_of(answers: Sequence[Answer], ended: Sequence[Completion]) -> Usage:
 
 def logprobs_of(outputs: Iterable[Output], choice: int) -> list[TokenLogprob]:
     """The log-probabilities of a choice's tokens, from all outputs of its request."""
-    return [one for output in outputs if output.choice == choice for one in output.logprobs]
+    return [logprob for output in outputs if output.choice == choice for logprob in output.logprobs]
 
 
 def chat_logprobs(
     vocabulary: Vocabulary, scored: Iterable[TokenLogprob], n_top: int
 ) -> ChatLogprobs:
     content = []
-    for one in scored:
-        top = [_top_logprob(vocabulary, *pair) for pair in _top_of(one, n_top)]
-        own = _top_logprob(vocabulary, one.token, one.logprob)
+    for position in scored:
+        top = [_top_logprob(vocabulary, *pair) for pair in _most_likely(position, n_top)]
+        sampled = _top_logprob(vocabulary, position.token, position.logprob)
         content.append(
-            ContentLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
+            ContentLogprob(
+                token=sampled.token, logprob=sampled.logprob, bytes=sampled.bytes, top_logprobs=top
+            )
         )
     return ChatLogprobs(content=content)
 
 
 def completion_logprobs(
-    vocabulary: Vocabulary, scored: Sequence[TokenLogprob | None], first: int, n_top: int, at: int
+    vocabulary: Vocabulary,
+    scored: Sequence[TokenLogprob | None],
+    first_token: int,
+    n_top: int,
+    offset: int,
 ) -> CompletionLogprobs:
     """Log-probabilities of a text completion.
 
     Args:
         scored: one item per token; None for the first token of an echoed prompt.
-        first: the id of that token.
-        at: text offset of the first token.
+        first_token: the id of that first token.
+        offset: text offset of the first token.
     """
-    found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for one in scored:
-        text = _token_text(vocabulary, first if one is None else one.token)
-        found.tokens.append(text)
-        found.token_logprobs.append(None if one is None else one.logprob)
-        found.text_offset.append(at)
-        at += len(text)
-        if one is None:
-            found.top_logprobs.append(None)
+    logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for position in scored:
+        text = _token_text(vocabulary, first_token if position is None else position.token)
+        logprobs.tokens.append(text)
+        logprobs.token_logprobs.append(None if position is None else position.logprob)
+        logprobs.text_offset.append(offset)
+        offset += len(text)
+        if position is None:
+            logprobs.top_logprobs.append(None)
             continue
         top = {
-            _token_text(vocabulary, token): value for token, value in reversed(_top_of(one, n_top))
+            _token_text(vocabulary, token): value
+            for token, value in reversed(_most_likely(position, n_top))
         }
-        found.top_logprobs.append({**top, text: one.logprob})
-    return found
+        logprobs.top_logprobs.append({**top, text: position.logprob})
+    return logprobs
 
 
-def _top_of(scored: TokenLogprob, n: int) -> list[tuple[int, float]]:
+def _most_likely(scored: TokenLogprob, n: int) -> list[tuple[int, float]]:
     """The `n` most likely tokens at a position, with the sampled token if it is among them."""
     pairs = [(scored.token, scored.logprob), *scored.top]
     return sorted(pairs, key=lambda pair: -pair[1])[:n]

@@ -25,7 +25,7 @@ class Reply(msgspec.Struct, kw_only=True):
             for name, value in msgspec.structs.asdict(self).items()
             if value is not UNSET
         }
-        return _ENCODER.encode({**fields, "choices": [msgspec.Raw(each) for each in choices]})
+        return _ENCODER.encode({**fields, "choices": [msgspec.Raw(choice) for choice in choices]})
 
 
 class ErrorDetail(Reply):

@@ -20,17 +20,17 @@ from parallel_llama.serve.engine_client import EngineClient, EngineEnded
 from parallel_llama.serve.protocol import (
     BoundedProtocol,
     max_connections,
-    max_others,
+    max_unadmitted,
     protocol_factory,
 )
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 512
-# Kernel's send buffer of a connection; with a larger one a slow reader would not be noticed.
-_SYSTEM_UNSENT_BYTES = 32 << 10
-_LOOK_S = 0.05
-_TICKS_PER_LOOK = 10  # ticks of uvicorn, 0.1 s each
+# The kernel's send buffer of a connection; a larger buffer would hide slow readers.
+_KERNEL_BUFFER_BYTES = 32 << 10
+_POLL_S = 0.05
+_TICKS_PER_CHECK = 10  # ticks of uvicorn, 0.1 s each
 _TICKS_PER_TRIM = 100
 _MAX_KEPT_BYTES = 32 << 20  # freed memory that malloc may keep
 _CLOSING_S = 5  # for open connections to close at shutdown
@@ -47,17 +47,17 @@ def abort_slow_readers(connections: Iterable[BoundedProtocol], now_s: float) -> 
     longest are aborted too.
     """
     waiting = sorted(
-        ((each.waits_since(now_s, MIN_READ_BYTES), each) for each in connections),
+        ((connection.waits_since(now_s, MIN_READ_BYTES), connection) for connection in connections),
         key=lambda pair: pair[0],
     )
-    n_unsent = sum(each.n_unsent for _, each in waiting)
-    for since_s, each in waiting:
+    n_unsent = sum(connection.n_unsent for _, connection in waiting)
+    for since_s, connection in waiting:
         if now_s - since_s < READ_LIMIT_S and n_unsent <= MAX_UNSENT_BYTES:
             break
-        n_unsent -= each.n_unsent
-        fields = {"waited_s": round(now_s - since_s), "unsent_bytes": each.n_unsent}
+        n_unsent -= connection.n_unsent
+        fields = {"waited_s": round(now_s - since_s), "unsent_bytes": connection.n_unsent}
         logger.info("closed the connection of a slow reader", extra={"fields": fields})
-        each.transport.abort()
+        connection.transport.abort()
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -67,29 +67,29 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        own = socket.socket(family)
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _SYSTEM_UNSENT_BYTES)
-        own.bind(address)
-        own.listen(BACKLOG)
+        sock = socket.socket(family)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _KERNEL_BUFFER_BYTES)
+        sock.bind(address)
+        sock.listen(BACKLOG)
     except OSError as error:
-        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        is_bad_address = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         remedy = (
             "give a --host that is an address of this machine"
-            if is_host
+            if is_bad_address
             else "give another --port, or 0 for any free port"
         )
         raise UsageError(
             f"--host {host} --port {port}: {error.strerror or error}; {remedy}"
         ) from error
-    return own
+    return sock
 
 
-async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s: float) -> int:
+async def serve(app: ASGIApp, engine: EngineClient, listener: socket.socket, drain_s: float) -> int:
     """Serves until a signal or the engine's final end, and returns the exit code.
 
-    After the first SIGTERM or Ctrl-C, new requests are refused, and accepted ones may run for up to
-    `drain_s` seconds; the second one ends them.
+    After the first SIGTERM or Ctrl-C, new requests are refused, and accepted requests may run for
+    up to `drain_s` seconds; a second signal ends them.
     """
     server = _Server(
         uvicorn.Config(
@@ -105,32 +105,34 @@ async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s:
             timeout_graceful_shutdown=_CLOSING_S,
         )
     )
-    asked = asyncio.Event()
+    shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals: list[int] = []
 
-    def ask(number: int) -> None:
+    def request_shutdown(number: int) -> None:
         signals.append(number)
         engine.drain()
-        asked.set()
+        shutdown.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ask, number)
+        loop.add_signal_handler(number, request_shutdown, number)
     running = asyncio.create_task(engine.run())
-    serving = asyncio.create_task(server.serve([own]))
-    asking = asyncio.create_task(asked.wait())
+    serving = asyncio.create_task(server.serve([listener]))
+    awaiting_shutdown = asyncio.create_task(shutdown.wait())
     try:
-        await asyncio.wait((running, serving, asking), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            (running, serving, awaiting_shutdown), return_when=asyncio.FIRST_COMPLETED
+        )
         deadline = loop.time() + drain_s
-        while asked.is_set() and engine.n_choices and len(signals) == 1:
+        while shutdown.is_set() and engine.n_choices and len(signals) == 1:
             if running.done() or loop.time() >= deadline:
                 break
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
     finally:
         server.should_exit = True
         server.force_exit = len(signals) > 1
         await serving
-        asking.cancel()
+        awaiting_shutdown.cancel()
         running.cancel()
         code = await _ending(running)
     return 128 + signals[-1] if len(signals) > 1 else code
@@ -152,10 +154,10 @@ class _Server(uvicorn.Server):
     _is_full = False  # whether all connections were in use at the last check
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % _TICKS_PER_LOOK == 0:
+        if counter % _TICKS_PER_CHECK == 0:
             connections = cast(set[BoundedProtocol], self.server_state.connections)
             abort_slow_readers(connections, asyncio.get_running_loop().time())
-            is_full = len(connections) >= max_connections() + max_others()
+            is_full = len(connections) >= max_connections() + max_unadmitted()
             if is_full and not self._is_full:
                 logger.warning("connection limit reached: %d", len(connections))
             self._is_full = is_full

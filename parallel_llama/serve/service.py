@@ -1,4 +1,4 @@
-"""The state that all route handlers share, and the operations of one request."""
+"""`Service` is what all route handlers share; `RequestContext` is one HTTP request to it."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from parallel_llama.engine.input_processor import InputProcessor, Prompt
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request, SamplingParams
 from parallel_llama.serve.answer import Answer
-from parallel_llama.serve.asgi import unless_gone
+from parallel_llama.serve.asgi import until_disconnect
 from parallel_llama.serve.engine_client import EngineClient
 from parallel_llama.serve.fair_threads import LARGE_WORK, FairThreads
 from parallel_llama.tokenizer import Chat
@@ -32,10 +32,14 @@ class UnknownModel(Exception):
 
 @dataclass(frozen=True)
 class Service:
-    """One model and its engine. Requests may use any of its `names`; replies contain the first.
+    """One model and its engine.
 
-    A request that names one of the `adapters` runs with it. Clients may load adapters from
-    folders in `adapter_root`, one after another: `adapter_change` is held meanwhile.
+    Args:
+        names: the names by which requests may call the model; replies contain the first.
+        adapters: the names of the loaded LoRA adapters.
+        adapter_root: the folder from which clients may load adapters; None if they may not.
+        adapter_change: held while an adapter is loaded or unloaded.
+        threads: run templates, tokenizers and grammars, which would block the event loop.
     """
 
     names: Sequence[str]
@@ -45,7 +49,6 @@ class Service:
     adapter_root: Path | None = None
     adapter_change: asyncio.Lock = field(default_factory=asyncio.Lock)
     created: int = field(default_factory=lambda: int(time.time()))
-    # Templates, tokenizers and grammars run here, so that they do not block the event loop.
     threads: FairThreads = field(default_factory=FairThreads)
 
     def require_model(self, name: str | None) -> None:
@@ -94,8 +97,8 @@ class RequestContext:
         self.service.require_model(name)
         return replace(self, adapter=name if name in self.service.adapters else None)
 
-    async def unless_gone(self, work: Awaitable[T]) -> T:
-        return await unless_gone(self.request, work)
+    async def until_disconnect(self, work: Awaitable[T]) -> T:
+        return await until_disconnect(self.request, work)
 
     async def in_thread(
         self, work: Callable[[], T], n_choices: int = 1, *, extra: int = 0, renders: bool = False
@@ -115,19 +118,19 @@ class RequestContext:
                 size = self.n_bytes + extra
                 return await threads.run(work, size, self.client, WAIT_LIMIT_S, renders=renders)
             except TimeoutError as error:
-                raise self._no_thread() from error
+                raise self._busy_threads() from error
 
-    async def room_for_large(self, n_bytes: int) -> None:
+    async def wait_for_large(self, n_bytes: int) -> None:
         """Waits until more of a large body may be read, after a piece of `n_bytes`.
 
         Raises: Busy if that takes longer than WAIT_LIMIT_S.
         """
         try:
-            await self.service.threads.room_for_large(n_bytes, self.client, WAIT_LIMIT_S)
+            await self.service.threads.wait_for_large(n_bytes, self.client, WAIT_LIMIT_S)
         except TimeoutError as error:
-            raise self._no_thread() from error
+            raise self._busy_threads() from error
 
-    def _no_thread(self) -> Exception:
+    def _busy_threads(self) -> Exception:
         return self.service.engine.busy(
             f"no thread was free for this request within {WAIT_LIMIT_S:g} s; try again later"
         )
@@ -184,19 +187,19 @@ def _requests(
             if len(prompts) == 1:
                 raise
             raise type(error)(f"prompt {index}: {error}") from error
-    _check_scores(requests, params)
+    _require_small_logprobs(requests, params)
     return requests
 
 
-def _check_scores(requests: Sequence[Request], params: SamplingParams) -> None:
+def _require_small_logprobs(requests: Sequence[Request], params: SamplingParams) -> None:
     """Raises: UsageError if the prompts' log-probabilities would make the response too large."""
     if params.prompt_logprobs is None:
         return
     n_tokens = sum(len(request.prompt) for request in requests)
-    n_each, n = params.prompt_logprobs + 1, params.n
-    if (total := n_tokens * n_each * n) > MAX_PROMPT_LOGPROBS:
+    n_logprobs, n = params.prompt_logprobs + 1, params.n
+    if (total := n_tokens * n_logprobs * n) > MAX_PROMPT_LOGPROBS:
         raise UsageError(
-            f"{n_tokens} prompt tokens x {n_each} log-probabilities x n={n} make {total} in one "
-            f"response, over the limit of {MAX_PROMPT_LOGPROBS}; shorten the prompts, or lower "
+            f"{n_tokens} prompt tokens x {n_logprobs} log-probabilities x n={n} make {total} in "
+            f"one response, over the limit of {MAX_PROMPT_LOGPROBS}; shorten the prompts, or lower "
             "logprobs or n"
         )

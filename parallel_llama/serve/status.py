@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 import parallel_llama
 from parallel_llama.serve.engine_client import EngineClient
-from parallel_llama.serve.metrics import MINUTE_S
+from parallel_llama.serve.metrics import LONG_WINDOW_S
 from parallel_llama.serve.service import Service
 from parallel_llama.serve.wire import Stepped
 
@@ -24,7 +24,7 @@ _PAGE_BYTES = 4096
 
 
 def status_of(service: Service) -> dict[str, Any]:
-    """The model, and the engine's load and memory; None for values unknown before it has loaded.
+    """The model, and the engine's load and memory; None for values that are not known yet.
 
     Units are in the suffixes of the keys. `memory_bytes` is a rank's resident memory now;
     `weight_bytes`, `cuda_bytes` and `bytes_per_rank` are allocated sizes.
@@ -43,7 +43,7 @@ def status_of(service: Service) -> dict[str, Any]:
         "step_age_s": engine.step_age_s,
         "step_ms": step and round(step.step_s * 1e3, 2),
         "tokens_per_s": round(engine.metrics.token_rate.per_s(), 1),
-        "tokens_per_s_minute": round(engine.metrics.token_rate.per_s(MINUTE_S), 1),
+        "tokens_per_s_minute": round(engine.metrics.token_rate.per_s(LONG_WINDOW_S), 1),
         "n_running": statistics and statistics.n_running,
         "n_waiting": statistics and statistics.n_waiting,
         "n_restarts": engine.n_restarts,
@@ -95,11 +95,11 @@ def _resident_bytes(pid: int | None) -> int | None:
     return None
 
 
-OWN, VLLM = "parallel_llama", "vllm"
+OWN_PREFIX, VLLM_PREFIX = "parallel_llama", "vllm"
 Value = float | Mapping[str, float]  # one value, or values by a further label
 
-# Series that vLLM does not have.
-OURS = frozenset((
+# Metrics that vLLM does not have.
+OWN_METRICS = frozenset((
     "up", "rank_up", "tp_size", "step_age_seconds", "step_seconds", "step_phase_seconds",
     "engine_restarts", "rank_losses", "rank_returns", "failed_steps", "rank_token_mismatches",
     "rejected_requests",
@@ -113,17 +113,19 @@ class EngineCollector(Collector):
         self._engine, self._labels = engine, engine.metrics.labels
 
     def collect(self) -> Iterator[Metric]:
-        families = [*self._engine.metrics.collect(), *self._of_engine(self._engine)]
+        families = [*self._engine.metrics.collect(), *self._engine_metrics(self._engine)]
         for family in families:
-            yield _renamed(OWN, family)
+            yield _renamed(OWN_PREFIX, family)
         for family in families:
-            if family.name not in OURS:
-                yield _renamed(VLLM, family)
+            if family.name not in OWN_METRICS:
+                yield _renamed(VLLM_PREFIX, family)
 
-    def _of_engine(self, engine: EngineClient) -> Iterator[Metric]:
+    def _engine_metrics(self, engine: EngineClient) -> Iterator[Metric]:
         yield self._gauge("up", "1 if the engine accepts requests.", engine.is_ready)
         yield self._total("engine_restarts", "Number of engine restarts.", engine.n_restarts)
-        survived = "Number of times that ranks were lost and the others continued all requests."
+        survived = (
+            "Number of times that ranks were lost and the remaining ranks continued all requests."
+        )
         yield self._total("rank_losses", survived, engine.n_losses)
         returned = "Number of processes that have replaced lost ranks."
         yield self._total("rank_returns", returned, engine.n_returns)
@@ -140,9 +142,9 @@ class EngineCollector(Collector):
             block_size = {str(engine.loaded.block_size): 1}
             yield self._gauge("cache_config_info", config, block_size, "block_size")
         if engine.last_step is not None:
-            yield from self._of_statistics(engine.last_step)
+            yield from self._step_metrics(engine.last_step)
 
-    def _of_statistics(self, step: Stepped) -> Iterator[Metric]:
+    def _step_metrics(self, step: Stepped) -> Iterator[Metric]:
         state, times = step.statistics, step.statistics.times
         n_blocks = state.n_blocks_used + state.n_blocks_cached + state.n_blocks_free
         running = "Number of choices in model execution batches."
@@ -167,18 +169,22 @@ class EngineCollector(Collector):
         yield self._total("step_phase_seconds", spent, phase_s, "phase")
 
     def _gauge(self, name: str, help: str, value: Value, *label: str) -> Metric:
-        return self._filled(GaugeMetricFamily(name, help, labels=[*self._labels, *label]), value)
+        return self._with_value(
+            GaugeMetricFamily(name, help, labels=[*self._labels, *label]), value
+        )
 
     def _total(self, name: str, help: str, value: Value, *label: str) -> Metric:
-        return self._filled(CounterMetricFamily(name, help, labels=[*self._labels, *label]), value)
+        return self._with_value(
+            CounterMetricFamily(name, help, labels=[*self._labels, *label]), value
+        )
 
-    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, value: Value) -> Metric:
-        own = list(self._labels.values())
+    def _with_value(self, family: GaugeMetricFamily | CounterMetricFamily, value: Value) -> Metric:
+        labels = list(self._labels.values())
         if isinstance(value, Mapping):
-            for label, each in value.items():
-                family.add_metric([*own, label], float(each))
+            for label, labelled_value in value.items():
+                family.add_metric([*labels, label], float(labelled_value))
         else:
-            family.add_metric(own, float(value))
+            family.add_metric(labels, float(value))
         return family
 
 

@@ -1,6 +1,6 @@
 """Parsing of function calls in generated text, in the syntaxes that models use.
 
-Calls between marks of their own (`CHANNELS`, `SECTIONS`) are read by `serve.channels`.
+`serve.channels` reads calls of the forms `CHANNELS` and `SECTIONS`, which have their own markers.
 
 Source: the chat templates of Qwen 2.5 and Hermes 2 Pro, of Mistral 7B v0.3, of Llama 3.1 and 4, and
 of Command R7B; for calls in Python's syntax, the prompt formats of Llama 4's model card.
@@ -20,13 +20,13 @@ from parallel_llama.tokenizer.channels import has_channels
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The syntax of function calls: JSON, or a list of Python's calls, between two marks.
+    """The syntax of function calls: JSON, or a list of Python's calls, between two markers.
 
     Args:
-        opening, closing: the marks.
+        opening, closing: the markers.
         arguments: key of the arguments.
         is_list: whether all calls are one list, rather than one JSON object after another.
-        is_bare: whether the marks may be missing at the start of a response.
+        is_bare: whether the markers may be missing at the start of a response.
         is_python: whether calls have Python's syntax, as in [rain(city="Oslo"), time()].
     """
 
@@ -49,42 +49,42 @@ CHANNELS = ToolFormat("<|channel|>", "<|call|>")
 SECTIONS = ToolFormat("<|START_ACTION|>", "<|END_ACTION|>", "parameters", is_list=True)
 
 # A template with this text asks for calls in Python's syntax.
-_ASKS_FOR_PYTHON = "[func_name1("
+_PYTHON_EXAMPLE = "[func_name1("
 
 # The beginning of a list of calls in Python's syntax, up to the first parenthesis. The bounds limit
 # its cost, because it is matched again for every character.
 _PYTHON_HEAD = re.compile(r"\[\s{0,64}[\w.]{0,256}\s{0,64}")
 
-# Templates with these ask for calls in another syntax.
-_OTHER = ("<function=", "<arg_key>", "[ARGS]", "Action:")
+# Templates with these texts ask for calls in a syntax that is not supported.
+_UNSUPPORTED = ("<function=", "<arg_key>", "[ARGS]", "Action:")
 
 
-def format_of(template: str) -> ToolFormat | None:
+def tool_format(template: str) -> ToolFormat | None:
     """The syntax in which a template writes calls; None if it is not supported."""
     if has_channels(template):
         return CHANNELS
     if SECTIONS.opening in template:
         return SECTIONS
-    if _ASKS_FOR_PYTHON in template:
+    if _PYTHON_EXAMPLE in template:
         return PYTHONIC
-    if any(mark in template for mark in _OTHER):
+    if any(mark in template for mark in _UNSUPPORTED):
         return None
-    for known in (HERMES, MISTRAL, LLAMA3, LLAMA4):
-        if known.opening in template:
-            return known
-    # Llama 3.2, which uses no marks.
+    for form in (HERMES, MISTRAL, LLAMA3, LLAMA4):
+        if form.opening in template:
+            return form
+    # Llama 3.2, which uses no markers.
     return LLAMA3 if '"parameters": ' in template else None
 
 
 class CallReader:
     """Separates calls from text in a response that arrives in pieces.
 
-    Text that may be the start of a call is held back until the call is complete. If it is not JSON
-    or its name is not in `names`, it is emitted as text.
+    Text that may be the start of a call is withheld until the call is complete. It is emitted as
+    text if it is not valid JSON, or the name of the function is not in `names`.
 
     Args:
         begins_inside: whether the response starts after the opening.
-        most: calls after this many are dropped.
+        max_calls: more calls are dropped.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class CallReader:
         names: frozenset[str],
         *,
         begins_inside: bool = False,
-        most: int | None = None,
+        max_calls: int | None = None,
     ) -> None:
-        self._form, self._names, self._most = form, names, most
+        self._form, self._names, self._max_calls = form, names, max_calls
         self.n_calls = 0
         self._parts: list[str | CalledFunction] = []
         self._begin_text()
@@ -103,23 +103,23 @@ class CallReader:
             self._begin_call("")
 
     def push(self, piece: str) -> list[str | CalledFunction]:
-        """Adds a piece, and returns the text and calls that are now certain."""
+        """Adds a piece. Returns: the text and the calls that are now complete."""
         for char in piece:
             self._read(char)
-        return self._taken()
+        return self._take_parts()
 
     def finish(self) -> list[str | CalledFunction]:
-        """The texts and calls that were held back, at the end of the response."""
+        """Ends the response. Returns: the text and the calls that were withheld."""
         if self._calls:
             self._end_call()
-        elif self._held:
-            self._add_text("".join(self._held))
+        elif self._withheld:
+            self._add_text("".join(self._withheld))
         tail = self._opening.flush()
         if tail or not self.n_calls:
             self._add_text(tail)
-        return self._taken()
+        return self._take_parts()
 
-    def _taken(self) -> list[str | CalledFunction]:
+    def _take_parts(self) -> list[str | CalledFunction]:
         parts, self._parts = self._parts, []
         return parts
 
@@ -131,13 +131,13 @@ class CallReader:
         else:
             self._read_value(char, self._span)
 
-    # Text outside marks
+    # Text outside of calls
 
     def _begin_text(self) -> None:
-        """Expects text or a call; spaces before it are held back."""
+        """Expects text or a call; withholds white space before it."""
         self._opening = StopChecker((self._form.opening,))
         self._span: _Span | None = None
-        self._held: list[str] = []
+        self._withheld: list[str] = []
         self._calls: list[CalledFunction] = []
         self._gap, self._is_gap = "", True
 
@@ -164,7 +164,7 @@ class CallReader:
 
     def _begin_call(self, opening: str) -> None:
         self._span, self._n_closing = _Span(self._form.is_python), 0
-        self._held = [opening]
+        self._withheld = [opening]
         self._closing = self._form.closing if opening else ""
 
     def _read_value(self, char: str, span: "_Span") -> None:
@@ -172,10 +172,10 @@ class CallReader:
             self._give_up()
             self._read(char)
             return
-        self._held.append(char)
+        self._withheld.append(char)
         if span.ends_with(char):
             read = python_calls if self._form.is_python else calls_in
-            self._calls = read("".join(self._held[1:]), self._names)
+            self._calls = read("".join(self._withheld[1:]), self._names)
             if not self._calls:
                 self._give_up()
             elif not self._closing:
@@ -184,37 +184,37 @@ class CallReader:
             self._give_up()
 
     def _begins_python(self) -> bool:
-        """Whether the held text can begin a list of calls; other text is not held back for long."""
+        """Whether the withheld text can begin a list of calls in Python's syntax."""
         return (
-            "(" in self._held
-            or _PYTHON_HEAD.fullmatch("".join(self._held[1:]).lstrip()) is not None
+            "(" in self._withheld
+            or _PYTHON_HEAD.fullmatch("".join(self._withheld[1:]).lstrip()) is not None
         )
 
     def _read_closing(self, char: str) -> None:
         if char == self._closing[self._n_closing]:
-            self._held.append(char)
+            self._withheld.append(char)
             self._n_closing += 1
             if self._n_closing == len(self._closing):
                 self._end_call()
         elif char.isspace() and not self._n_closing:
-            self._held.append(char)
+            self._withheld.append(char)
         else:
             self._give_up()
             self._read(char)
 
     def _give_up(self) -> None:
-        """Emits the held text, which is not a call."""
-        held = "".join(self._held)
+        """Emits the withheld text, which is not a call."""
+        withheld = "".join(self._withheld)
         gap = self._gap
         self._begin_text()
         self._gap = gap
-        self._add_text(held)
+        self._add_text(withheld)
 
     def _end_call(self) -> None:
-        room = len(self._calls) if self._most is None else self._most - self.n_calls
-        kept = self._calls[: max(0, room)]
-        self.n_calls += len(kept)
-        self._parts += kept
+        n_allowed = len(self._calls) if self._max_calls is None else self._max_calls - self.n_calls
+        calls = self._calls[: max(0, n_allowed)]
+        self.n_calls += len(calls)
+        self._parts += calls
         self._begin_text()
 
 
@@ -224,7 +224,7 @@ def calls_in(text: str, names: frozenset[str]) -> list[CalledFunction]:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return []
-    calls = [_call(each, names) for each in (value if isinstance(value, list) else [value])]
+    calls = [_call(item, names) for item in (value if isinstance(value, list) else [value])]
     return [call for call in calls if call is not None] if None not in calls else []
 
 

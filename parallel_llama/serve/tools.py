@@ -1,4 +1,4 @@
-"""Function calling: the functions that a prompt lists and a reply may call, and their grammar."""
+"""Function calling: lists the functions in the prompt, and constrains and reads the calls."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from parallel_llama.serve.tool_calls import (
     SECTIONS,
     CallReader,
     ToolFormat,
-    format_of,
+    tool_format,
 )
 from parallel_llama.tokenizer import Chat, ChatTemplate
 from parallel_llama.tokenizer.answers import AnswerReader
@@ -32,7 +32,7 @@ _WORD = re.compile(r"[A-Za-z_]\w+")
 _SIMILARITY = 0.85  # minimum similarity of a misspelling to a name that the template reads
 
 # The syntax of HERMES.
-_IN_WORDS = """You can call functions. Each line describes one:
+_TOOLS_AS_TEXT = """You can call functions. Each line describes one:
 {functions}
 
 To call one, write this, with its name and its arguments in their places:
@@ -50,7 +50,7 @@ def conversation(
     continues: bool = False,
     parse_special: bool = True,
 ) -> Chat:
-    """The chat of some messages for this template.
+    """Builds the chat of some messages for this template.
 
     Variables that the template does not read are dropped and logged.
 
@@ -58,25 +58,25 @@ def conversation(
     that the template reads.
     """
     text = template.template_text if template else ""
-    described = list(map(_described, tools))
+    tool_objects = list(map(_tool_object, tools))
     chat = Chat(
         messages,
-        described,
+        tool_objects,
         template_vars=template_vars,
         continues=continues,
         parse_special=parse_special,
     )
-    known = {name: value for name, value in template_vars.items() if _reads(text, name)}
-    words = set(_WORD.findall(text)) if len(known) < len(template_vars) else set()
-    for name in template_vars.keys() - known.keys():
-        if (near := nearest(name, words, _SIMILARITY)) is not None:
+    used_vars = {name: value for name, value in template_vars.items() if _reads(text, name)}
+    template_words = set(_WORD.findall(text)) if len(used_vars) < len(template_vars) else set()
+    for name in template_vars.keys() - used_vars.keys():
+        if (similar := nearest(name, template_words, _SIMILARITY)) is not None:
             raise UsageError(
                 f"chat_template_kwargs: the model's template does not read {name!r:.80}; did you "
-                f"mean {near!r}?"
+                f"mean {similar!r}?"
             )
         log_ignored(name if name == "reasoning_effort" else "chat_template_kwargs")
-    chat = replace(chat, template_vars=known)
-    return chat if supports_tools(template) else _in_words(chat)
+    chat = replace(chat, template_vars=used_vars)
+    return chat if supports_tools(template) else _with_tools_as_text(chat)
 
 
 def supports_tools(template: ChatTemplate | None) -> bool:
@@ -87,7 +87,7 @@ def _reads(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
-def _described(tool: Tool) -> dict[str, Any]:
+def _tool_object(tool: Tool) -> dict[str, Any]:
     """A tool as the client gave it, without fields that are null."""
     function = msgspec.to_builtins(tool.function)
     return {
@@ -96,27 +96,32 @@ def _described(tool: Tool) -> dict[str, Any]:
     }
 
 
-def _in_words(chat: Chat) -> Chat:
+def _with_tools_as_text(chat: Chat) -> Chat:
     """The chat with functions and calls as text."""
     messages: list[Message] = []
-    for is_tool, some in groupby(chat.messages, lambda each: each["role"] == "tool"):
+    for is_tool, messages_of_kind in groupby(
+        chat.messages, lambda message: message["role"] == "tool"
+    ):
         if is_tool:
-            returned = (f"<tool_response>\n{text_of(each)}\n</tool_response>" for each in some)
-            messages.append({"role": "user", "content": "\n".join(returned)})
+            results = (
+                f"<tool_response>\n{text_of(message)}\n</tool_response>"
+                for message in messages_of_kind
+            )
+            messages.append({"role": "user", "content": "\n".join(results)})
         else:
-            messages += map(_with_calls, some)
+            messages += map(_with_calls_as_text, messages_of_kind)
     if chat.tools:
         functions = "\n".join(
             json.dumps(tool["function"], ensure_ascii=False) for tool in chat.tools
         )
-        text = _IN_WORDS.format(functions=functions)
+        text = _TOOLS_AS_TEXT.format(functions=functions)
         if messages[0]["role"] == "system":
             text = f"{text_of(messages.pop(0))}\n\n{text}"
         messages.insert(0, {"role": "system", "content": text})
     return replace(chat, messages=messages, tools=())
 
 
-def _with_calls(message: Message) -> Message:
+def _with_calls_as_text(message: Message) -> Message:
     """A message with its calls as part of its text."""
     calls = message.get("tool_calls")
     if not calls:
@@ -127,11 +132,11 @@ def _with_calls(message: Message) -> Message:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UsageError(f"tool_calls has {call!r:.80}; give a function with a name")
         name, arguments = json.dumps(function["name"]), function.get("arguments") or "{}"
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        body = f'{{"name": {name}, "arguments": {written}}}'
+        arguments_json = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        body = f'{{"name": {name}, "arguments": {arguments_json}}}'
         parts.append(f"{HERMES.opening}\n{body}\n{HERMES.closing}")
-    others = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**others, "content": "\n".join(parts)}
+    other_fields = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**other_fields, "content": "\n".join(parts)}
 
 
 MAX_CALLS = 16
@@ -152,49 +157,49 @@ class Tools:
 
     Args:
         form: the syntax in which the model writes calls.
-        most: maximum number of calls.
-        has_special_marks: whether the form's marks are special tokens.
+        max_calls: maximum number of calls; None for no limit.
+        has_special_markers: whether the form's markers are special tokens.
     """
 
     form: ToolFormat
     functions: Sequence[ToolFunction]
     must_call: bool
-    most: int | None
-    has_special_marks: bool
+    max_calls: int | None
+    has_special_markers: bool
 
     @property
     def _grammar_form(self) -> ToolFormat | None:
         """The form if a grammar can express it, else None."""
-        if self.form.is_list or (self.has_special_marks and not self.form.is_bare):
+        if self.form.is_list or (self.has_special_markers and not self.form.is_bare):
             return None
         return self.form
 
-    def reader(self, answers: AnswerReader | None = None) -> CallReader | ChannelParts:
+    def reader(self, answer_reader: AnswerReader | None = None) -> CallReader | ChannelParts:
         """A reader that separates the calls of one choice from its text.
 
         Args:
-            answers: a reader of the marks of answers, for a form that needs it.
+            answer_reader: a reader of the markers in answers, for a form that needs it.
         """
-        names = frozenset(each.name for each in self.functions)
+        names = frozenset(function.name for function in self.functions)
         begins_inside = self.must_call and self._grammar_form is None
         if self.form in (CHANNELS, SECTIONS) and not begins_inside:
-            assert answers is not None
-            return ChannelParts(answers, names, self.most)
+            assert answer_reader is not None
+            return ChannelParts(answer_reader, names, self.max_calls)
         form = replace(self.form, is_python=False) if begins_inside else self.form
-        return CallReader(form, names, begins_inside=begins_inside, most=self.most)
+        return CallReader(form, names, begins_inside=begins_inside, max_calls=self.max_calls)
 
     def grammar(self, answer: Grammar | None) -> Grammar | None:
         """The grammar of the generated text; `answer` is the grammar of a response without calls.
 
-        Strict functions constrain their calls only if a grammar can express the model's marks.
+        Strict functions constrain their calls only if a grammar can express the model's markers.
 
         Raises: UsageError if `answer` cannot be combined with calls.
         """
-        grammar = ToolGrammar(self._grammar_form, self.functions, self.most)
+        grammar = ToolGrammar(self._grammar_form, self.functions, self.max_calls)
         if self.must_call:
             return grammar.calls()
         if answer is None:
-            is_strict = self._grammar_form and any(each.strict for each in self.functions)
+            is_strict = self._grammar_form and any(function.strict for function in self.functions)
             return grammar.text_and_calls() if is_strict else None
         if answer.kind == "json_schema" and self._grammar_form is not None:
             return grammar.calls_or(answer)
@@ -218,7 +223,7 @@ def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
             raise UsageError(
                 f"tool_choice names {choice.function.name!r:.80}, which is not one of tools"
             )
-        functions = [each for each in functions if each.name == choice.function.name]
+        functions = [function for function in functions if function.name == choice.function.name]
     elif choice == "required" and not functions:
         raise UsageError("tool_choice is 'required' but tools is empty; give at least one")
     if len(set(names)) < len(names):
@@ -232,20 +237,20 @@ def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
             "tool_choice must be 'auto' or 'none' for this model, which writes calls in a channel "
             "after its reasoning: no grammar can express that"
         )
-    special = inputs.tokenizer.vocabulary.special_ids
+    special_ids = inputs.tokenizer.vocabulary.special_ids
     return Tools(
         form,
         functions,
         must_call=is_named or choice == "required",
-        most=1 if is_named or body.parallel_tool_calls is False else None,
-        has_special_marks=form.opening in special,
+        max_calls=1 if is_named or body.parallel_tool_calls is False else None,
+        has_special_markers=form.opening in special_ids,
     )
 
 
 def _form(template: ChatTemplate | None) -> ToolFormat:
     if template is None or not supports_tools(template):
         return HERMES
-    form = format_of(template.template_text)
+    form = tool_format(template.template_text)
     if form is None:
         raise UsageError(
             "the model's chat template writes calls in a syntax that is not supported; omit tools, "
@@ -255,17 +260,20 @@ def _form(template: ChatTemplate | None) -> ToolFormat:
 
 
 class ToolGrammar:
-    """Grammars of at most `most` calls of some functions, in llguidance's Lark syntax.
+    """Builds grammars of calls of some functions, in llguidance's Lark syntax.
 
-    If a grammar cannot express the form, because calls are one list or the marks are special tokens
-    that cannot be omitted, `form` is None, and the calls are a JSON list without marks.
+    Args:
+        form: None if a grammar cannot express the form, because calls are one list or the markers
+            are special tokens that cannot be omitted; then the calls are a JSON list without
+            markers.
+        max_calls: maximum number of calls; None for MAX_CALLS.
     """
 
     def __init__(
-        self, form: ToolFormat | None, functions: Sequence[ToolFunction], most: int | None
+        self, form: ToolFormat | None, functions: Sequence[ToolFunction], max_calls: int | None
     ) -> None:
         self._form, self._functions = form, functions
-        self._n_more = (most or MAX_CALLS) - 1
+        self._n_more_calls = (max_calls or MAX_CALLS) - 1
 
     def calls(self) -> Grammar:
         """Calls only."""
@@ -276,7 +284,7 @@ class ToolGrammar:
         return self._with(f"start: calls | answer\nanswer: {_json(json.loads(answer.text))}")
 
     def text_and_calls(self) -> Grammar:
-        """Any text, optionally followed by calls. Needs marks to tell calls from text."""
+        """Any text, optionally followed by calls, which must have markers."""
         assert self._form is not None
         if self._form.is_bare:  # text must not begin with a brace: that starts a call
             return self._with("start: text | calls\n" r"text: /(\s*[^\s{](?s:.*))?/")
@@ -310,7 +318,9 @@ class ToolGrammar:
         )
 
     def _more(self, rule: str, joint: str = "\n") -> str:
-        return f"({json.dumps(joint)} {rule}){{0,{self._n_more}}}" if self._n_more else ""
+        return (
+            f"({json.dumps(joint)} {rule}){{0,{self._n_more_calls}}}" if self._n_more_calls else ""
+        )
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The messages between the HTTP frontend and the engine's process, as frames over a socket.
+"""The messages between the HTTP frontend and the engine process, sent as frames over a socket.
 
 A frame is its length in 4 bytes, little endian, followed by that many bytes of msgpack. Both ends
 validate every type and range, and reject a frame of more than MAX_FRAME_BYTES.
@@ -15,7 +15,7 @@ from parallel_llama.engine.statistics import EngineStatistics
 from parallel_llama.request import Completion, Request, TokenLogprob
 
 MAX_FRAME_BYTES = 64 << 20
-# Beyond this many unsent bytes the other end has stopped reading.
+# With more unsent bytes, the frontend counts as stalled.
 MAX_UNSENT_BYTES = 256 << 20
 
 _LENGTH_BYTES = 4
@@ -47,9 +47,11 @@ ToEngine = Submit | Cancel | ChangeAdapter
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """One rank of the engine; `pid` if it runs on the frontend's host.
+    """One rank of the engine.
 
-    `cuda_bytes` is its peak memory on its GPU once the model is loaded.
+    Args:
+        pid: None if the rank runs on another host.
+        cuda_bytes: peak memory on the rank's GPU until the model was loaded; None on the CPU.
     """
 
     rank: int
@@ -71,7 +73,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
 
 
 class Regrouped(msgspec.Struct, frozen=True, array_like=True, tag="regrouped"):
-    """The ranks of the engine have changed; the present ranks continue all requests.
+    """The ranks of the engine have changed; the new group of ranks continues all requests.
 
     Args:
         loaded: the new state of the engine.
@@ -109,7 +111,7 @@ class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
     """The outputs of one step, its duration in seconds, and the engine's load after it.
 
-    `begun` has the keys of the requests that the step began.
+    `begun` has the keys of the requests that ran for the first time.
     """
 
     outputs: tuple[Output, ...]
@@ -119,7 +121,7 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
 
 
 class EngineRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """A request that the engine cannot run, and the reason."""
+    """The engine cannot run a request; `reason` says why."""
 
     key: int
     reason: str
@@ -157,36 +159,36 @@ class Frames:
     """Splits a stream of bytes into the bodies of its frames."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._unparsed = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Adds a piece of the stream; yields the frames that it completes.
 
         Raises: ValueError for a frame that is too long.
         """
-        self._held += data
+        self._unparsed += data
         start = 0
-        while len(self._held) - start >= _LENGTH_BYTES:
+        while len(self._unparsed) - start >= _LENGTH_BYTES:
             body = start + _LENGTH_BYTES
-            n_bytes = int.from_bytes(self._held[start:body], "little")
+            n_bytes = int.from_bytes(self._unparsed[start:body], "little")
             if n_bytes > MAX_FRAME_BYTES:
                 raise ValueError(f"a frame of {n_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
-            if len(self._held) < body + n_bytes:
+            if len(self._unparsed) < body + n_bytes:
                 break
-            yield bytes(self._held[body : body + n_bytes])
+            yield bytes(self._unparsed[body : body + n_bytes])
             start = body + n_bytes
-        del self._held[:start]
+        del self._unparsed[:start]
 
 
 class FrameSocket:
-    """The engine's end of the socket. It never blocks, and buffers what the frontend has not read.
+    """The engine's end of the socket. It never blocks, and buffers messages that are not read.
 
     Raises: BrokenPipeError once the frontend has closed the socket or stopped reading.
     """
 
-    def __init__(self, own: socket.socket) -> None:
-        own.setblocking(False)
-        self.socket = own
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.socket = sock
         self._frames = Frames()
         self._unsent: deque[memoryview] = deque()
         self._n_unsent = 0
@@ -205,7 +207,7 @@ class FrameSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much as the socket takes."""
+        """Sends as many bytes as the socket accepts."""
         while self._unsent:
             try:
                 n_sent = self.socket.send(self._unsent[0])

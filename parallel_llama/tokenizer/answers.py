@@ -19,7 +19,7 @@ class AnswerReader(Protocol):
         """The text that was held back, at the end of the answer."""
 
 
-def has_marks(template: str) -> bool:
+def has_markers(template: str) -> bool:
     """Whether answers to a chat template have marks of reasoning and calls."""
     return has_channels(template) or has_sections(template)
 

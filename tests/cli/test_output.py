@@ -24,7 +24,7 @@ from parallel_llama.request import (
     resolve_max_tokens,
 )
 from parallel_llama.tokenizer import Chat
-from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, has_marks
+from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, has_markers
 
 
 @dataclass
@@ -173,8 +173,8 @@ class EchoModel:
     template: str = ""
 
     @property
-    def has_marks(self) -> bool:
-        return has_marks(self.template)
+    def has_markers(self) -> bool:
+        return has_markers(self.template)
 
     def answer_reader(self, _: Sequence[int]) -> AnswerReader | None:
         return answer_reader(self.template, "")

@@ -7,7 +7,7 @@ from mixes import ARGS
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import model_runner
-from parallel_llama.engine.model_runner import ModelRunner, settle_cuda
+from parallel_llama.engine.model_runner import ModelRunner, set_cuda_options
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 
@@ -57,7 +57,7 @@ def test_a_model_on_a_gpu_keeps_its_digits_and_asks_cudnn_for_no_plans(monkeypat
         assert settings() == (True, True, True, "medium")
         make(GPU)
         assert settings() == (False, False, False, "highest")
-        settle_cuda()  # a second model
+        set_cuda_options()  # a second model
         assert settings() == (False, False, False, "highest")
     finally:
         torch.backends.cuda.enable_cudnn_sdp(bool(before[0]))

@@ -216,10 +216,13 @@ def test_weights_that_a_rank_holds_are_copied_and_the_others_are_read(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"elastic": True, "device": "cuda"}, "elastic and device=cuda cannot be combined"),
-        ({"elastic": True, "kv_split": "sequence"}, "elastic and kv_split='sequence' cannot"),
+        ({"elastic": True, "device": "cuda"}, "elastic and GPUs cannot be combined"),
+        (
+            {"elastic": True, "kv_split": "sequence"},
+            "elastic and a KV cache split by sequence cannot",
+        ),
         ({"elastic": True, "memory": (1, 2)}, "elastic and memory cannot be combined"),
-        ({"spares": 1}, "spares=1 without elastic"),
+        ({"spares": 1}, "spares \\(1\\) without elastic"),
         ({"elastic": True, "spares": -1}, "spares=-1: use a whole number"),
     ],
 )
@@ -280,7 +283,7 @@ def test_a_spare_with_another_model_does_not_wait_for_its_order(folder, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = LLMConfig(str(folder), tp_size=2, elastic=True)
     with pytest.raises(UsageError, match="files or the installed software have changed"):
-        Ranks(ModelSetup(config), Mock()).stand_by("another digest")
+        Ranks(ModelSetup(config), Mock()).wait_as_spare("another digest")
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ class FakeTick:
     s: float
     n_looks: int = field(default=0)
 
-    def has_come(self) -> bool:
+    def is_reached(self) -> bool:
         self.n_looks += 1
         return self.n_looks >= 3
 

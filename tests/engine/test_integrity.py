@@ -109,8 +109,8 @@ def test_the_lowest_bit_of_a_key_is_found():
 
 def test_ranks_whose_residual_streams_differ_are_found():
     def diverge(engine: Engine) -> None:
-        forwarded = engine._integrity.forwarded
-        engine._integrity.forwarded = lambda slots, residual: forwarded(
+        record = engine._integrity.record_step
+        engine._integrity.record_step = lambda slots, residual: record(
             slots, memoryview(bytes(byte ^ 1 for byte in residual))
         )
 

@@ -83,7 +83,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     gpu = LateDevice()
     monkeypatch.setattr(recorded_steps, "BUCKETS", (1, 2))
     monkeypatch.setattr("parallel_llama.sampling.pending.N_CANDIDATES", 10)
-    monkeypatch.setattr(model_runner, "settle_cuda", lambda: None)
+    monkeypatch.setattr(model_runner, "set_cuda_options", lambda: None)
     monkeypatch.setattr(model_runner, "use_device", lambda _: gpu.calls().__enter__())
     with gpu.installed(monkeypatch):
         engines = Engines(gpu)
@@ -234,7 +234,7 @@ def fill_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(buffer: StepBuffer, *args: Any) -> None:
         init(buffer, *args)
         buffer._host = buffer._host[:1].expand(2, -1)
-        buffer._here = buffer._here[:1] * 2
+        buffer._host_parts = buffer._host_parts[:1] * 2
 
     monkeypatch.setattr(StepBuffer, "__init__", make)
 

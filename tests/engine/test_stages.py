@@ -167,12 +167,15 @@ def test_a_plan_shows_stages_and_the_bytes_of_each_rank(capsys: Capture):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"pp": 0}, "pp=0: use a whole number of stages from 1"),
-        ({"pp": 1.5}, r"pp=1\.5: use a whole number"),
-        ({"pp": 2, "elastic": True}, "pp=2 and elastic cannot be combined"),
-        ({"pp": 2, "device": "cuda"}, "pp=2 on GPUs is not supported; use device='cpu'"),
-        ({"pp": 2, "kv_split": "sequence"}, "pp=2 and kv_split='sequence' cannot be combined"),
-        ({"pp": 2, "slice_of": (0, 2)}, "pp=2 and slice_of cannot be combined"),
+        ({"pp": 0}, "a pipeline of 0 stages: use a whole number from 1"),
+        ({"pp": 1.5}, r"a pipeline of 1\.5 stages: use a whole number"),
+        ({"pp": 2, "elastic": True}, r"a pipeline \(pp\) and elastic cannot be combined"),
+        ({"pp": 2, "device": "cuda"}, r"a pipeline \(pp\) on GPUs is not supported; use the CPU"),
+        (
+            {"pp": 2, "kv_split": "sequence"},
+            "a pipeline .* and a KV cache split by sequence cannot be combined",
+        ),
+        ({"pp": 2, "slice_of": (0, 2)}, r"a pipeline \(pp\) and a slice cannot be combined"),
     ],
 )
 def test_settings_that_stages_cannot_run_with_are_refused(settings, reason):

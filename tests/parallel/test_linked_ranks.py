@@ -267,5 +267,5 @@ def test_elastic_is_refused_under_torchrun_and_spares_for_ranks_of_others(folder
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     with pytest.raises(UsageError, match="--spares 1 with ranks that another program has started"):
         verb.prepare(parse_flags(verb, command))
-    with pytest.raises(UsageError, match="spares=1 with ranks that another program has started"):
+    with pytest.raises(UsageError, match="1 spare with ranks that another program has started"):
         Ranks(ModelSetup(replace(config, spares=1)))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from parallel_llama.request import Completion, Request, SamplingParams
 from parallel_llama.serve import answer as answers
 from parallel_llama.serve.answer import Answer, Diverged, Stalled
-from parallel_llama.serve.asgi import unless_gone
+from parallel_llama.serve.asgi import until_disconnect
 from parallel_llama.serve.wire import Output
 
 TOKENS = tuple(range(100, 112))
@@ -51,7 +51,7 @@ def test_what_was_told_is_not_told_again_however_steps_fall(first, second, n_tol
         for output in outputs(first)[:n_told]:
             answer.put(output)
         for cuts in (second[:n_again], second):  # the second engine dies as well
-            answer.begin_again()
+            answer.restart()
             for output in outputs(cuts)[: None if cuts is second else n_again]:
                 answer.put(output)
         return await answer.whole()
@@ -67,7 +67,7 @@ async def test_an_engine_that_draws_other_tokens_is_found_out():
     answer = new_answer(cancelled)
     for output in outputs([3, 6])[:2]:
         answer.put(output)
-    answer.begin_again()
+    answer.restart()
     answer.put(outputs([4], (*TOKENS[:2], 7, *TOKENS[3:]))[0])
     assert cancelled == [answer]
     with pytest.raises(Diverged):
@@ -75,7 +75,7 @@ async def test_an_engine_that_draws_other_tokens_is_found_out():
 
 
 async def test_who_reads_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(answers, "MAX_HELD", 3)
+    monkeypatch.setattr(answers, "MAX_UNREAD", 3)
     cancelled: list[Answer] = []
     answer = new_answer(cancelled)
     for output in outputs([1, 2, 3, 4, 5, 6])[:4]:
@@ -110,7 +110,7 @@ def test_what_a_refused_request_held_is_free_at_once():
     async def run() -> None:
         request = SimpleNamespace(receive=asyncio.Event().wait)
         with suppress(ValueError):
-            await unless_gone(request, refuse())
+            await until_disconnect(request, refuse())
         await asyncio.sleep(0)
         assert held[0]() is None
 

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from parallel_llama.serve.asgi import PIECE_BYTES, JSONBody
+from parallel_llama.serve.asgi import CHUNK_BYTES, JSONBody
 from parallel_llama.serve.fair_threads import LARGE_WORK, MAX_LARGE_WAITING, FairThreads
 from parallel_llama.serve.replies import CompletionChoice, CompletionReply
 from parallel_llama.serve.service import RequestContext, Service
@@ -50,13 +50,13 @@ async def test_a_client_of_little_work_passes_the_queue_of_one_with_much():
 async def test_large_bodies_wait_while_much_large_work_is_waiting():
     """The server read all bodies at once, and 100 clients took 900 MB."""
     threads = FairThreads()
-    await threads.room_for_large(1, "a", 0.05)
+    await threads.wait_for_large(1, "a", 0.05)
     goes_on = threading.Event()
     half = MAX_LARGE_WAITING // 2
     tasks = [await started(threads.run(goes_on.wait, half, str(n))) for n in range(2)]
     with pytest.raises(TimeoutError):
-        await threads.room_for_large(1, "a", 0.05)
-    waiting = [await started(threads.room_for_large(1, "a", 60)) for _ in range(3)]
+        await threads.wait_for_large(1, "a", 0.05)
+    waiting = [await started(threads.wait_for_large(1, "a", 60)) for _ in range(3)]
     assert not any(task.done() for task in waiting)
     tasks[1].cancel()
     await asyncio.gather(*waiting)
@@ -120,7 +120,7 @@ async def test_large_parts_of_an_answer_are_written_in_a_thread():
 
 
 def test_a_body_is_sent_in_pieces_each_when_the_client_has_room():
-    sent, text = [], b"1234567" * PIECE_BYTES
+    sent, text = [], b"1234567" * CHUNK_BYTES
 
     async def send(message):
         sent.append(message)

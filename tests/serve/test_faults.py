@@ -148,7 +148,7 @@ def test_with_elastic_the_others_continue_every_answer(folder):
         assert re.search(rb"parallel_llama:rank_losses_total{[^}]*} 2.0", exported)
         assert re.search(rb"parallel_llama:rank_returns_total{[^}]*} 2.0", exported)
         assert re.search(rb"parallel_llama:tp_size{[^}]*} 3.0", exported)
-    assert re.search(r"rank \d of 3 was killed by SIGKILL; the others go on", served.stderr)
+    assert re.search(r"rank \d of 3 was killed by SIGKILL; the other ranks continue", served.stderr)
     assert re.search(
         r"continuing with tp_size=3 after .* s; former spares among the ranks: 1", served.stderr
     )

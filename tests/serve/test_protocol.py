@@ -20,7 +20,7 @@ from parallel_llama.serve.fair_queue import Pacer
 from parallel_llama.serve.protocol import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
-    MAX_UNREAD_BYTES,
+    MAX_UNPARSED_BYTES,
     MAX_URL_BYTES,
     PIPELINE_GAP_S,
     BoundedProtocol,
@@ -272,7 +272,7 @@ async def test_one_request_of_a_connection_is_in_work_and_the_others_wait_in_the
             await asyncio.sleep(0.01)
         (protocol,) = state.connections
         assert begun == ["/0"] and not protocol.pipeline
-        assert len(protocol._unread) < MAX_UNREAD_BYTES + (256 << 10)  # and a read
+        assert len(protocol._unparsed) < MAX_UNPARSED_BYTES + (256 << 10)  # and a read
         may_go_on.set()
         for _ in range(500):
             assert (await reply(reader))[0] == 200
@@ -357,7 +357,7 @@ class Crowd:
 @asynccontextmanager
 async def crowding(monkeypatch, keys: Sequence[str] = ()):
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 4)
-    monkeypatch.setattr(protocol, "max_others", lambda: 2, raising=False)
+    monkeypatch.setattr(protocol, "max_unadmitted", lambda: 2, raising=False)
     async with listening(Access(reads_all, keys, "127.0.0.1")) as (port, state):
         crowd = Crowd(port, state)
         yield crowd
@@ -481,13 +481,13 @@ async def test_a_connection_that_ends_keeps_nothing_of_what_it_sent():
     async with listening(endless) as (port, state):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write((GET + b"\r\n") * 1000)
-        while not state.connections or not all(each._unread for each in state.connections):
+        while not state.connections or not all(each._unparsed for each in state.connections):
             await asyncio.sleep(0.01)
         (connection,) = state.connections
         writer.transport.abort()
         while state.connections:
             await asyncio.sleep(0.01)
-        assert not connection._unread
+        assert not connection._unparsed
 
 
 def test_what_the_protocol_refuses_is_in_the_log_with_its_reason(caplog):

@@ -12,7 +12,7 @@ from parallel_llama.serve.tool_calls import (
     MISTRAL,
     PYTHONIC,
     CallReader,
-    format_of,
+    tool_format,
 )
 
 NAMES = frozenset(("rain", "time"))
@@ -156,9 +156,9 @@ def test_a_list_whose_opening_is_not_written_is_read():
 
 def test_calls_beyond_the_most_are_left_out():
     written = hermes("rain", OSLO) + hermes("time", {})
-    assert read(HERMES, written, most=1) == ("", [("rain", OSLO)])
+    assert read(HERMES, written, max_calls=1) == ("", [("rain", OSLO)])
     both = '[TOOL_CALLS][{"name": "time"}, {"name": "rain"}]'
-    assert read(MISTRAL, both, most=1) == ("", [("time", {})])
+    assert read(MISTRAL, both, max_calls=1) == ("", [("time", {})])
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_calls_beyond_the_most_are_left_out():
     ],
 )
 def test_the_form_is_that_of_the_template(template, form):
-    assert format_of(template) == form
+    assert tool_format(template) == form
 
 
 WRITTEN_BY_META = [

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from parallel_llama.config.quantised import HF_QUANTS
-from parallel_llama.dtypes import ASKED, GGUF_QUANTS, QUANT_GROUP_SIZE, QuantFormat
+from parallel_llama.dtypes import GGUF_QUANTS, QUANT_FORMATS, QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.ops.quant import QuantMatrix
 
 INT8, INT4, INT4_MIN = QuantFormat(8), QuantFormat(4), QuantFormat(4, has_min=True)
-FP8 = ASKED["fp8"]
+FP8 = QUANT_FORMATS["fp8"]
 # All bit widths, and all features of a block with several groups.
 BLOCKS = {name: GGUF_QUANTS[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q6_K")}
 INTEGERS = [INT8, INT4, INT4_MIN, *BLOCKS.values(), HF_QUANTS[32], HF_QUANTS[128]]

@@ -12,7 +12,7 @@ from parallel_llama.serve import chat
 from parallel_llama.serve.bodies import ChatBody
 from parallel_llama.serve.channels import ChannelParts, Reasoning
 from parallel_llama.serve.replies import CalledFunction
-from parallel_llama.serve.tool_calls import CHANNELS, format_of
+from parallel_llama.serve.tool_calls import CHANNELS, tool_format
 from parallel_llama.serve.wire import Output
 from parallel_llama.tokenizer.channels import ChannelReader, has_channels
 
@@ -82,7 +82,7 @@ def test_text_is_emitted_as_soon_as_it_is_certain():
 
 
 def test_calls_after_the_last_allowed_one_are_dropped():
-    reader = ChannelParts(ChannelReader(), NAMES, most=1)
+    reader = ChannelParts(ChannelReader(), NAMES, max_calls=1)
     parts = reader.push(CALL + "<|call|>" + CALL + "<|call|>") + reader.finish()
     assert len(parts) == 1 and isinstance(parts[0], CalledFunction)
 
@@ -155,5 +155,5 @@ def test_what_openai_s_own_package_writes_and_reads_is_read_alike(messages):
 
 def test_templates_with_channels_are_known():
     template = "<|start|>{{ role }}<|channel|>final<|message|>{{ text }}<|end|>"
-    assert has_channels(template) and format_of(template) is CHANNELS
+    assert has_channels(template) and tool_format(template) is CHANNELS
     assert not has_channels("<|im_start|>assistant") and not has_channels("<|start|>x<|message|>")

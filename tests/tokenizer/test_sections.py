@@ -6,8 +6,8 @@ import pytest
 
 from parallel_llama.serve.channels import ChannelParts, Reasoning
 from parallel_llama.serve.replies import CalledFunction
-from parallel_llama.serve.tool_calls import SECTIONS, format_of
-from parallel_llama.tokenizer.answers import answer_reader, has_marks, split_answer
+from parallel_llama.serve.tool_calls import SECTIONS, tool_format
+from parallel_llama.tokenizer.answers import answer_reader, has_markers, split_answer
 
 TEMPLATE = "{{ tools }}<|START_THINKING|><|END_THINKING|><|START_ACTION|><|START_RESPONSE|>"
 NAMES = frozenset(("rain", "time"))
@@ -73,7 +73,7 @@ def test_the_prompt_may_begin_the_first_section(size):
 
 
 def test_calls_after_the_last_allowed_one_are_dropped():
-    assert read(action(RAIN, TIME), 5, most=1)[2] == [("rain", {"city": "Oslo"})]
+    assert read(action(RAIN, TIME), 5, max_calls=1)[2] == [("rain", {"city": "Oslo"})]
 
 
 def test_an_answer_without_tools_is_reasoning_and_text():
@@ -84,5 +84,5 @@ def test_an_answer_without_tools_is_reasoning_and_text():
 
 
 def test_templates_with_sections_are_known():
-    assert has_marks(TEMPLATE) and format_of(TEMPLATE) is SECTIONS
-    assert not has_marks("<|START_OF_TURN_TOKEN|>") and answer_reader("x", "") is None
+    assert has_markers(TEMPLATE) and tool_format(TEMPLATE) is SECTIONS
+    assert not has_markers("<|START_OF_TURN_TOKEN|>") and answer_reader("x", "") is None

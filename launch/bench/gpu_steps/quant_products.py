@@ -9,7 +9,7 @@ from torch import Tensor
 from launch.bench.gpu_steps import Rows, Setting, attempt
 from launch.bench.gpu_steps.checked import CACHED, alike, dtypes, hold, moved, normal
 from launch.bench.gpu_steps.clock import device_seconds
-from parallel_llama.dtypes import ASKED, QuantFormat
+from parallel_llama.dtypes import QUANT_FORMATS, QuantFormat
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.quant import PanelShape, quantise
 from parallel_llama.ops.quant import quant_gemm as torch_quant_gemm
@@ -18,7 +18,7 @@ from parallel_llama.ops.quant import quant_gemm as torch_quant_gemm
 def rows(setting: Setting) -> Rows:
     """The largest matrix of a layer of 8B, for 1 row and for 16."""
     n_inputs, n_outputs = (64, 70) if setting.is_rehearsal else (4096, 28672)
-    for form in ASKED.values():
+    for form in QUANT_FORMATS.values():
         for n_rows in (1, setting.pick(16, 2)):
             name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {form.name}"
             yield from attempt(
