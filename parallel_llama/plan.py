@@ -199,7 +199,7 @@ class Shard:
         return is_own_layer and (param.expert is None or param.expert in self.experts)
 
     def rows_of(self, param: Param) -> range:
-        """The rows (or columns) of a weight on this rank; all of them if it is replicated.
+        """The rows (or columns) of a weight on this rank; the whole weight if it is replicated.
 
         With an exact cut, `param` must be a result of `cut`.
         """

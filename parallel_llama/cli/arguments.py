@@ -62,17 +62,17 @@ JSON: Flag[bool] = Flag("json", "print only JSON to stdout", subject="output")
 class Flags:
     """The checked values of one command line, by flag: `flags[MODEL]`."""
 
-    def __init__(self, verb: str, given: Mapping[str, Any]) -> None:
-        self.verb, self._given = verb, given
+    def __init__(self, verb: str, values: Mapping[str, Any]) -> None:
+        self.verb, self._values = verb, values
 
     def __getitem__(self, flag: Flag[Value]) -> Value:
-        """The given value, else the command's default, else the default of the flag itself."""
-        value: Value = self._given.get(flag.name, flag.initial)
+        """The value on the command line, or the command's default, or the default of the flag."""
+        value: Value = self._values.get(flag.name, flag.initial)
         return value
 
     def with_value(self, flag: Flag[Value], value: Any) -> "Flags":
         """A copy with another value of this flag."""
-        return Flags(self.verb, {**self._given, flag.name: value})
+        return Flags(self.verb, {**self._values, flag.name: value})
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Verb:
         flags: in the order of the help.
         prepare: checks the flags and returns the job.
         positionals: required positional arguments.
-        placed: a flag that may also be given without its name, as the last positional argument.
+        placed: a flag whose name may be omitted if it is the last positional argument.
     """
 
     name: str
@@ -117,42 +117,42 @@ class HelpRequested(Exception):
 
 
 def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
-    """The value of every flag of a command, given or default.
+    """Parses a command line. Returns: the value of every flag, with defaults.
 
     Raises: UsageError for an unknown, repeated or incomplete flag, an invalid value, or an
     unexpected argument; HelpRequested for -h or --help where a flag is expected.
     """
-    given: dict[str, Any] = {}
-    for flag, name, text in _given(verb, argv):
+    values: dict[str, Any] = {}
+    for flag, name, text in _iterate_words(verb, argv):
         if flag.repeatable:
-            given.setdefault(flag.name, []).append(_value(flag, name, text))
-        elif flag.name in given:
-            places = f", as an argument or as --{flag.name}" if flag is verb.placed else ""
-            also = f" (also {_listed(flag.aliases)})" if flag.aliases else ""
-            raise UsageError(f"--{flag.name}{also} is given twice; give it once{places}")
+            values.setdefault(flag.name, []).append(_value(flag, name, text))
+        elif flag.name in values:
+            hint = f", as an argument or as --{flag.name}" if flag is verb.placed else ""
+            aliases = f" (also {_with_dashes(flag.aliases)})" if flag.aliases else ""
+            raise UsageError(f"--{flag.name}{aliases} is given twice; give it once{hint}")
         else:
-            given[flag.name] = _value(flag, name, text)
+            values[flag.name] = _value(flag, name, text)
     for flag in verb.positionals:
-        if flag.name not in given:
+        if flag.name not in values:
             raise UsageError(f"{verb.name} needs {flag.name.upper()}: {verb.name} {verb.usage}")
     # Commands may give one flag different defaults: use this command's default.
     defaults = {flag.name: flag.initial for flag in verb.flags}
-    return Flags(verb.name, defaults | given)
+    return Flags(verb.name, defaults | values)
 
 
-def _given(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag[Any], str, str]]:
+def _iterate_words(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag[Any], str, str]]:
     """Each flag of the command line, its name there, and its text: true or false for a switch."""
     words = iter(argv)
-    places = iter((*verb.positionals, *([verb.placed] if verb.placed else ())))
+    positionals = iter((*verb.positionals, *([verb.placed] if verb.placed else ())))
     for word in words:
         if word in ("-h", "--help"):
             raise HelpRequested(verb.name)
         if not word.startswith("-"):
-            if (positional := next(places, None)) is not None:
+            if (positional := next(positionals, None)) is not None:
                 name = positional.name
                 yield positional, f"--{name}" if positional is verb.placed else name.upper(), word
                 continue
-            raise UsageError(f"{verb.name}: unexpected argument {quoted(word)}; {_where(verb)}")
+            raise UsageError(f"{verb.name}: unexpected argument {quoted(word)}; {_hint(verb)}")
         name, equals, text = word.partition("=")
         flag, negated = _find(verb, name)
         name = name.replace("_", "-")
@@ -184,7 +184,7 @@ def _find(verb: Verb, word: str) -> tuple[Flag[Any], bool]:
     )
 
 
-def _where(verb: Verb) -> str:
+def _hint(verb: Verb) -> str:
     if any(flag.name == "prompt" for flag in verb.flags):
         return "a prompt goes after --prompt, in quotes"
     return f"parallel-llama {verb.name} --help lists the flags"
@@ -205,10 +205,12 @@ def help_text(verb: Verb) -> str:
     arguments = [(flag.name.upper(), flag.help) for flag in verb.positionals]
     if verb.placed:
         arguments.append((verb.placed.name.upper(), f"the same as --{verb.placed.name}"))
-    own = f"flags of {verb.name}"
-    subjects: dict[str, list[tuple[str, str]]] = {"arguments": arguments, own: []}
+    own_heading = f"flags of {verb.name}"
+    subjects: dict[str, list[tuple[str, str]]] = {"arguments": arguments, own_heading: []}
     for flag in verb.flags:
-        subjects.setdefault(flag.subject or own, []).append((_left(flag), _right(flag)))
+        subjects.setdefault(flag.subject or own_heading, []).append(
+            (_left_column(flag), _right_column(flag))
+        )
     subjects["help"] = [("-h, --help", "show this help")]
     left = max(len(name) for rows in subjects.values() for name, _ in rows)
     lines = [*_wrapped_usage(verb, width), "", *textwrap.wrap(verb.help, width), ""]
@@ -220,7 +222,7 @@ def help_text(verb: Verb) -> str:
 
 def terminal_width() -> int:
     """Columns of the terminal, or the variable COLUMNS; 80 without both."""
-    return max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
+    return max(shutil.get_terminal_size().columns, _MIN_WIDTH)
 
 
 def columns(rows: Sequence[tuple[str, str]], width: int, left: int = 0) -> list[str]:
@@ -252,7 +254,7 @@ def wrapped_command(command: str, width: int) -> list[str]:
     return [f"  {line}\\" for line in lines[:-1]] + [f"  {lines[-1]}"]
 
 
-_LEAST_WIDTH = 40
+_MIN_WIDTH = 40
 
 
 def _wrap(text: str, width: int, first: str, indent: str) -> list[str]:
@@ -270,22 +272,22 @@ def _wrap(text: str, width: int, first: str, indent: str) -> list[str]:
 def _wrapped_usage(verb: Verb, width: int) -> list[str]:
     """The usage line, wrapped, but not inside brackets."""
     first = f"usage: parallel-llama {verb.name} "
-    kept = re.sub(r"\[[^]]*\]", lambda part: part[0].replace(" ", "\0"), verb.usage)
-    return [line.replace("\0", " ") for line in _wrap(kept, width, first, " " * 8)]
+    unbroken = re.sub(r"\[[^]]*\]", lambda part: part[0].replace(" ", "\0"), verb.usage)
+    return [line.replace("\0", " ") for line in _wrap(unbroken, width, first, " " * 8)]
 
 
-def _left(flag: Flag[Any]) -> str:
+def _left_column(flag: Flag[Any]) -> str:
     return f"--{flag.name} {flag.metavar}".rstrip()
 
 
-def _listed(names: Sequence[str]) -> str:
+def _with_dashes(names: Sequence[str]) -> str:
     return ", ".join(f"--{name}" for name in names)
 
 
-def _right(flag: Flag[Any]) -> str:
+def _right_column(flag: Flag[Any]) -> str:
     notes = []
     if flag.aliases:
-        notes.append(f"also {_listed(flag.aliases)}")
+        notes.append(f"also {_with_dashes(flag.aliases)}")
     if flag.repeatable:
         notes.append("repeatable")
     default = flag.default_text or ("" if flag.default is None else str(flag.default))

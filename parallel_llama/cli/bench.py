@@ -71,7 +71,7 @@ CALIBRATE: Flag[Path | None] = Flag(
 
 # Microseconds per collective of a decode step on GPUs of one host with NVLink: for a fused
 # all-reduce and norm kernel, for an all-reduce kernel, and for NCCL.
-WAITS_US = (5, 7, 20)
+COLLECTIVE_US = (5, 7, 20)
 _SHORT_TOKENS = 32
 
 
@@ -88,11 +88,11 @@ def prepare(flags: Flags) -> Job:
     """Checks the sizes, model and plan, and returns the job."""
     slice_of = flags[SLICE]
     if slice_of is not None:
-        flags = _alone(flags, "--slice {}/{}".format(*slice_of))
+        flags = _single_rank_flags(flags, "--slice {}/{}".format(*slice_of))
     inputs, n_ranks = check_model(flags)
-    calibrated = flags[CALIBRATE]
-    if calibrated is not None:
-        _check_calibrated(flags, calibrated, n_ranks)
+    calibration_file = flags[CALIBRATE]
+    if calibration_file is not None:
+        _require_calibratable(flags, calibration_file, n_ranks)
     if slice_of is not None:
         rank, n_shards = slice_of
         make_plan(inputs.args, n_shards, kv_split=flags[KV_SPLIT], exact=bool(flags[EXACT])).alone(
@@ -100,24 +100,24 @@ def prepare(flags: Flags) -> Job:
         )
     n_tokens, batch = flags[PROMPT_TOKENS], flags[BATCH]
     # Random ids: the time of a token does not depend on its id.
-    draw = random.Random(0)
+    rng = random.Random(0)
     prompts = [
-        [draw.randrange(inputs.args.vocab_size) for _ in range(n_tokens)] for _ in range(batch)
+        [rng.randrange(inputs.args.vocab_size) for _ in range(n_tokens)] for _ in range(batch)
     ]
     params = SamplingParams(max_tokens=flags[MAX_TOKENS], ignore_eos=True)
     requests = inputs.requests(prompts, params) if leads() else []
 
     def work(llm: "LLM") -> int:
         # The first run is a warm-up.
-        _, *runs = [_measure(llm, _unseen(requests, run)) for run in range(1 + flags[REPEAT])]
+        _, *runs = [_measure(llm, _salted(requests, run)) for run in range(1 + flags[REPEAT])]
         figures = _figures(llm, runs, n_tokens * batch, batch)
         if slice_of is not None:
             longest = n_tokens + flags[MAX_TOKENS] - 1
             figures |= _slice_figures(llm, slice_of, figures, batch, longest)
-        if calibrated is not None:
+        if calibration_file is not None:
             rates = llm.rank_rates()
             formats = llm.precision.dtype, llm.precision.quant  # with the names that `plan` uses
-            write_calibration(calibrated, *formats, rates, _layer_s(llm, rates))
+            write_calibration(calibration_file, *formats, rates, _layer_s(llm, rates))
         print(json.dumps(figures) if flags[JSON] else "\n".join(_report(flags[MODEL], figures)))
         return 0
 
@@ -134,7 +134,7 @@ def _layer_s(llm: "LLM", rates: Sequence["RankRates"]) -> float:
     n_tokens = min(_SHORT_TOKENS, llm.input_processor.max_seq_len - 1)
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
     requests = llm.input_processor.requests([[0]], params)
-    _, *runs = [_measure(llm, _unseen(requests, run)) for run in range(3)]
+    _, *runs = [_measure(llm, _salted(requests, run)) for run in range(3)]
     steps_s = [step_s for run in runs for step_s in run.steps_s]
     if not steps_s:
         return 0.0
@@ -143,14 +143,16 @@ def _layer_s(llm: "LLM", rates: Sequence["RankRates"]) -> float:
         llm.args, llm.tp_size, ITEM_BYTES[llm.precision.computed], is_exact=is_exact
     )
     n_bytes_read = llm.rank_weight_bytes_per_step(1)
-    known_s = max(n / each.read_bytes_per_s for n, each in zip(n_bytes_read, rates, strict=True))
-    for each in rates[:1]:
-        if each.exchange_s is not None and each.link_bytes_per_s is not None:
-            known_s += n_exchanges * each.exchange_s + n_bytes / each.link_bytes_per_s
+    known_s = max(
+        n / rank_rates.read_bytes_per_s for n, rank_rates in zip(n_bytes_read, rates, strict=True)
+    )
+    for rank_rates in rates[:1]:
+        if rank_rates.exchange_s is not None and rank_rates.link_bytes_per_s is not None:
+            known_s += n_exchanges * rank_rates.exchange_s + n_bytes / rank_rates.link_bytes_per_s
     return max(statistics.median(steps_s) - known_s, 0.0) / llm.args.n_layers
 
 
-def _check_calibrated(flags: Flags, path: Path, n_ranks: int) -> None:
+def _require_calibratable(flags: Flags, path: Path, n_ranks: int) -> None:
     """Raises: UsageError if --calibrate is combined with --slice, --pp or GPUs."""
     if flags[SLICE] is not None:
         raise UsageError("--calibrate and --slice cannot be combined; drop one")
@@ -166,7 +168,7 @@ def _check_calibrated(flags: Flags, path: Path, n_ranks: int) -> None:
         )
 
 
-def _alone(flags: Flags, what: str) -> Flags:
+def _single_rank_flags(flags: Flags, what: str) -> Flags:
     """The flags of a slice, which has random weights.
 
     Raises: UsageError if there are other ranks.
@@ -180,7 +182,7 @@ def _alone(flags: Flags, what: str) -> Flags:
     return flags.with_value(RANDOM_WEIGHTS, flags[RANDOM_WEIGHTS] or 0)
 
 
-def _unseen(requests: Sequence[Request], run: int) -> list[Request]:
+def _salted(requests: Sequence[Request], run: int) -> list[Request]:
     """The requests with a cache salt, so that they do not hit the prefix cache of another run."""
     return [
         replace(request, params=replace(request.params, cache_salt=f"run {run}"))
@@ -190,15 +192,15 @@ def _unseen(requests: Sequence[Request], run: int) -> list[Request]:
 
 def _measure(llm: "LLM", requests: Sequence[Request]) -> BenchRun:
     """Runs the batch once, and records the time of each step's tokens."""
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     times: dict[int, list[float]] = {request.index: [] for request in requests}
     for output in llm.run(requests):
-        times[output.index].append(time.perf_counter() - started)
-    firsts = [own[0] for own in times.values()]
-    prefill_s = max(firsts)
+        times[output.index].append(time.perf_counter() - start_s)
+    first_tokens_s = [times_of_request[0] for times_of_request in times.values()]
+    prefill_s = max(first_tokens_s)
     # Once all requests are decoding, each step generates one token of the first request.
-    ticks = [tick for tick in times[0] if tick >= prefill_s]
-    return BenchRun(min(firsts), prefill_s, tuple(b - a for a, b in pairwise(ticks)))
+    decode_times = [time_s for time_s in times[0] if time_s >= prefill_s]
+    return BenchRun(min(first_tokens_s), prefill_s, tuple(b - a for a, b in pairwise(decode_times)))
 
 
 def _figures(
@@ -209,15 +211,17 @@ def _figures(
     n_bytes = llm.weight_bytes_per_step(batch)
     measured: dict[str, list[float]] = {
         "prefill_tokens_per_s": [n_prompt_tokens / run.prefill_s for run in runs],
-        "decode_tokens_per_s": [batch / each for each in step_s],
-        "decode_ms_per_step": [each * 1e3 for each in step_s],
+        "decode_tokens_per_s": [batch / seconds for seconds in step_s],
+        "decode_ms_per_step": [seconds * 1e3 for seconds in step_s],
         "time_to_first_token_s": [run.first_token_s for run in runs],
-        "read_bandwidth_share": [n_bytes / each / machine.read_bytes_per_s for each in step_s],
+        "read_bandwidth_share": [
+            n_bytes / seconds / machine.read_bytes_per_s for seconds in step_s
+        ],
     }
     figures: dict[str, Any] = {}
-    for name, choose in (("", statistics.median), ("_min", min), ("_max", max)):
+    for name, reduce in (("", statistics.median), ("_min", min), ("_max", max)):
         for key, values in measured.items():
-            figures[key + name] = _rounded(choose, values)
+            figures[key + name] = _rounded(reduce, values)
     return figures | {
         "start_s": round(llm.statistics.load_s, 3),
         "weight_bytes_per_step": n_bytes,
@@ -232,17 +236,17 @@ def _figures(
 
 
 def _slice_figures(
-    llm: "LLM", slice_of: tuple[int, int], figures: dict[str, Any], batch: int, longest: int
+    llm: "LLM", slice_of: tuple[int, int], figures: dict[str, Any], batch: int, max_tokens: int
 ) -> dict[str, Any]:
     """The measured step time of one rank's slice, and the modelled step time of all ranks.
 
     `byte_floor_ms` is a lower bound: the time to read the weights, and the keys and values of
-    sequences of `longest` tokens.
+    sequences of `max_tokens` tokens.
     """
     runner = llm.engine.runner
     kv = kv_bytes_per_token(llm.args, runner.shard, llm.kv_format)
-    n_seen = [min(kv_group.window or longest, longest) for kv_group in runner.kv_groups]
-    kv_bytes = batch * sum(n * each for n, each in zip(n_seen, kv, strict=True))
+    n_seen = [min(kv_group.window or max_tokens, max_tokens) for kv_group in runner.kv_groups]
+    kv_bytes = batch * sum(n * token_bytes for n, token_bytes in zip(n_seen, kv, strict=True))
     n_collectives = _count_collectives(llm)
     compute_ms = figures["decode_ms_per_step"]
     return {
@@ -253,7 +257,7 @@ def _slice_figures(
             f"{us} us": None
             if compute_ms is None
             else round(compute_ms + n_collectives * us / 1e3, 4)
-            for us in WAITS_US
+            for us in COLLECTIVE_US
         },
         "kv_bytes_per_step": kv_bytes,
         "byte_floor_ms": _rounded(
@@ -277,9 +281,9 @@ def _count_collectives(llm: "LLM") -> int:
     return comm.n_collectives - before
 
 
-def _rounded(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
+def _rounded(reduce: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
     """Four significant digits; None if there are no values, as with --max-tokens 1."""
-    return float(f"{choose(values):.4g}") if values else None
+    return float(f"{reduce(values):.4g}") if values else None
 
 
 def _report(model: str, figures: dict[str, Any]) -> list[str]:
@@ -299,7 +303,7 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
     kinds = in_dtypes(figures["dtype"], figures["quant"], figures["kv_cache_dtype"])
     readers = "this rank" if "slice" in figures else "all ranks together"
     n_bytes = figures["peak_cuda_bytes"]
-    on_gpu = "" if n_bytes is None else f", and {size(n_bytes)} on a GPU"
+    gpu_text = "" if n_bytes is None else f", and {size(n_bytes)} on a GPU"
     return [
         f"{model} on {n_ranks}, {kinds}",
         "",
@@ -308,7 +312,7 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
         f"a step reads {size(figures['weight_bytes_per_step'])} of weights; read bandwidth of "
         f"{readers}: {size(figures['read_bytes_per_s'])}/s",
         f"loaded in {figures['start_s']} s; largest peak memory of a rank: "
-        f"{size(figures['peak_rss_bytes'])}{on_gpu}",
+        f"{size(figures['peak_rss_bytes'])}{gpu_text}",
         *_modelled(figures),
     ]
 

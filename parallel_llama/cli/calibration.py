@@ -1,6 +1,6 @@
-"""A file with the rates of CPU ranks: `bench --calibrate` writes it, `plan` predicts from it.
+"""Calibration files: `bench --calibrate` writes the rates of CPU ranks, `plan` predicts from them.
 
-No torch.
+Without torch.
 """
 
 import json
@@ -49,31 +49,33 @@ class Calibration:
     @property
     def speeds(self) -> tuple[float, ...] | None:
         """The read rate of each rank; None if the ranks count as equally fast."""
-        rates = tuple(each.read_bytes_per_s for each in self.ranks)
+        rates = tuple(rank.read_bytes_per_s for rank in self.ranks)
         return None if are_alike(rates) else rates
 
     def hardware(self) -> Hardware:
-        """The hardware of a plan on the machines that were measured.
+        """The hardware of a plan on the measured machines.
 
-        One file is for any number of ranks on its machine. Several files are for exactly the ranks
-        that they list, on different hosts; the time of exchanges between hosts is not known.
+        A single file holds for any number of ranks on its machine. Several files hold for exactly
+        the ranks that they list, on different hosts; exchanges between hosts are not measured.
         """
         rates = tuple(
-            Rates(each.read_bytes_per_s, each.read_bytes_per_s, each.operations_per_s)
-            for each in self.ranks
+            Rates(rank.read_bytes_per_s, rank.read_bytes_per_s, rank.operations_per_s)
+            for rank in self.ranks
         )
-        waits = [each.exchange_s for each in self.ranks if each.exchange_s is not None]
-        links = [each.link_bytes_per_s for each in self.ranks if each.link_bytes_per_s is not None]
-        wait, link = max(waits, default=None), min(links, default=None)
-        is_one = self.n_files == 1
+        exchange_times = [rank.exchange_s for rank in self.ranks if rank.exchange_s is not None]
+        link_rates = [
+            rank.link_bytes_per_s for rank in self.ranks if rank.link_bytes_per_s is not None
+        ]
+        exchange_s, link_rate = max(exchange_times, default=None), min(link_rates, default=None)
+        is_one_host = self.n_files == 1
         return Hardware(
             rates,
-            wait if is_one else None,
-            link if is_one else None,
+            exchange_s if is_one_host else None,
+            link_rate if is_one_host else None,
             self.layer_s,
-            is_shared=is_one,
-            local_exchange_s=wait,
-            local_link=link,
+            is_shared=is_one_host,
+            local_exchange_s=exchange_s,
+            local_link=link_rate,
         )
 
 
@@ -87,8 +89,8 @@ def write_calibration(
         "quant": quant,
         "layer_s": layer_s,
         "ranks": [
-            {name: value for name, value in asdict(each).items() if value is not None}
-            for each in rates
+            {name: value for name, value in asdict(rank_rates).items() if value is not None}
+            for rank_rates in rates
         ],
     }
     try:
@@ -109,19 +111,19 @@ def read_calibrations(paths: Sequence[str] | None) -> Calibration | None:
     return merged([read_calibration(path) for path in paths], paths)
 
 
-def merged(found: Sequence[Calibration], paths: Sequence[str]) -> Calibration:
+def merged(calibrations: Sequence[Calibration], paths: Sequence[str]) -> Calibration:
     """The ranks of all files, in order. Raises: UsageError if the files' formats differ."""
-    first, *others = found
-    for path, each in zip(paths[1:], others, strict=True):
-        if (each.dtype, each.quant) != (first.dtype, first.quant):
+    first, *others = calibrations
+    for path, other in zip(paths[1:], others, strict=True):
+        if (other.dtype, other.quant) != (first.dtype, first.quant):
             raise UsageError(
-                f"--calibration {path} is for --dtype {each.dtype} --quant {each.quant}, and "
+                f"--calibration {path} is for --dtype {other.dtype} --quant {other.quant}, and "
                 f"{paths[0]} for --dtype {first.dtype} --quant {first.quant}; calibrate all hosts "
                 "with the same flags"
             )
-    ranks = tuple(rank for each in found for rank in each.ranks)
-    layer_s = max(each.layer_s for each in found)
-    return Calibration(first.dtype, first.quant, ranks, layer_s, len(found))
+    ranks = tuple(rank for other in calibrations for rank in other.ranks)
+    layer_s = max(other.layer_s for other in calibrations)
+    return Calibration(first.dtype, first.quant, ranks, layer_s, len(calibrations))
 
 
 def read_calibration(path: str) -> Calibration:
@@ -136,10 +138,10 @@ def read_calibration(path: str) -> Calibration:
             raise UsageError(f"version={version} is not supported; only {_VERSION} is")
         if (layer_s := values.number("layer_s", 0.0)) < 0:
             raise UsageError(f"layer_s={layer_s:g} is below 0")
-        listed = values.values.get("ranks")
-        if not isinstance(listed, list) or not listed:
+        ranks = values.values.get("ranks")
+        if not isinstance(ranks, list) or not ranks:
             raise UsageError("ranks is not a list of at least one rank")
-        entries = tuple(map(_entry, listed))
+        entries = tuple(map(_entry, ranks))
         return Calibration(values.string("dtype"), values.string("quant"), entries, layer_s)
     except (UsageError, CheckpointError) as error:
         raise UsageError(

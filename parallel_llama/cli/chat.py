@@ -56,8 +56,8 @@ SETTINGS = {flag.key: flag for flag in FLAGS if flag.key in ("max_tokens", "seed
     flag.key: flag for flag in SAMPLING
 }
 
-# Old turns are dropped until an answer has room for at least this many tokens.
-LEAST_ANSWER = 256
+# Old turns are dropped until the context has room for an answer of at least this many tokens.
+MIN_ANSWER_TOKENS = 256
 
 
 def prepare(flags: Flags) -> Job:
@@ -103,11 +103,11 @@ class Conversation:
         self.llm, self.params, self.system, self.variables = llm, params, system, variables
         self.adapter = adapter
         self.console = Console(highlight=False, markup=False, emoji=False)
-        self.remarks = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.notices = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.turns: list[Message] = []
         # Tokens of the last prompt and answer if the answer was cut off; else empty.
         self.cut_off: tuple[int, ...] = ()
-        # For answers with marks: the reader of the last answer, and the messages begun in it.
+        # For answers with markers: the reader of the last answer, and its number of messages.
         self.reader: AnswerReader | None = None
         self.n_messages = 0
 
@@ -135,10 +135,10 @@ class Conversation:
                 import readline
 
                 readline.parse_and_bind("set enable-bracketed-paste on")
-        held = ""
+        unfinished = ""
         while True:
             try:
-                line = input("... " if held else "> ") if sys.stdin.isatty() else input()
+                line = input("... " if unfinished else "> ") if sys.stdin.isatty() else input()
             except EOFError:
                 if sys.stdin.isatty():
                     print()
@@ -146,13 +146,13 @@ class Conversation:
             except KeyboardInterrupt:  # cancels the line, not the program
                 print()
                 self._say("Ctrl-D or /exit leaves")
-                held = ""
+                unfinished = ""
                 continue
             if line.endswith("\\"):
-                held += line[:-1] + "\n"
-            elif (held + line).strip():
-                yield held + line
-                held = ""
+                unfinished += line[:-1] + "\n"
+            elif (unfinished + line).strip():
+                yield unfinished + line
+                unfinished = ""
 
     def _command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
@@ -196,10 +196,10 @@ class Conversation:
         if not self.cut_off:
             self._say("the last answer was not cut off" if self.turns else "no message yet")
             return
-        answer = self._generate(lambda: self._capped(list(self.cut_off)))
+        answer = self._generate(lambda: self._limited_request(list(self.cut_off)))
         if answer is not None:
-            said = self.turns[-1]["content"]
-            self.turns[-1] = {"role": "assistant", "content": said + answer}
+            shown = self.turns[-1]["content"]
+            self.turns[-1] = {"role": "assistant", "content": shown + answer}
 
     def _generate(self, make_request: Callable[[], Request]) -> str | None:
         """Streams a completion; returns its text, or None if the request was refused.
@@ -222,7 +222,7 @@ class Conversation:
                     tokens += step.tokens
                     reason = step.completion and step.completion.finish_reason
                     is_last = reason == "stop"
-                    pieces += [self._show(*each) for each in self._read(step.text, is_last)]
+                    pieces += [self._show(*part) for part in self._read(step.text, is_last)]
         except (UsageError, CheckpointError) as error:
             self._say(f"{error}; /clear starts a new conversation")
             return None
@@ -242,13 +242,13 @@ class Conversation:
         """The texts to show for a piece of an answer, and whether each is reasoning."""
         if self.reader is None:
             return [(text, False)]
-        found: list[ChannelText] = self.reader.push(text)
-        found += self.reader.finish() if is_last else []
+        parts: list[ChannelText] = self.reader.push(text)
+        parts += self.reader.finish() if is_last else []
         shown = []
-        for each in found:
-            is_new = each.number > self.n_messages > 0
-            self.n_messages = each.number
-            shown.append(("\n\n" * is_new + each.text, each.channel != "final"))
+        for part in parts:
+            is_new = part.number > self.n_messages > 0
+            self.n_messages = part.number
+            shown.append(("\n\n" * is_new + part.text, part.channel != "final"))
         return shown
 
     def _show(self, text: str, is_reasoning: bool) -> str:
@@ -272,16 +272,16 @@ class Conversation:
         Drops the oldest turns, with a notice, until the answer fits in the context.
         """
         n_dropped = 0
-        wanted = min(self._max_tokens, LEAST_ANSWER)
+        min_tokens = min(self._max_tokens, MIN_ANSWER_TOKENS)
         while True:
-            chat = Chat([*self._first(), *self.turns, turn], template_vars=self.variables)
+            chat = Chat([*self._system_messages(), *self.turns, turn], template_vars=self.variables)
             try:
-                request = self._capped(chat)
+                request = self._limited_request(chat)
             except ContextExceeded:
                 if not self.turns:
                     raise
             else:
-                if request.max_tokens >= wanted or not self.turns:
+                if request.max_tokens >= min_tokens or not self.turns:
                     break
             self.turns, n_dropped = self.turns[2:], n_dropped + 2
         if n_dropped:
@@ -292,18 +292,18 @@ class Conversation:
     def _max_tokens(self) -> int:
         return self.params.max_tokens or self.llm.input_processor.max_seq_len
 
-    def _capped(self, prompt: Chat | list[int]) -> Request:
+    def _limited_request(self, prompt: Chat | list[int]) -> Request:
         """The request for --max-tokens tokens, or for as many as fit in the context.
 
         Raises: ContextExceeded if none fits.
         """
         inputs = self.llm.input_processor
         request: Request = inputs.request(0, prompt, replace(self.params, max_tokens=None))
-        most = min(self._max_tokens, request.max_tokens)
-        params = replace(request.params, max_tokens=most)
+        max_tokens = min(self._max_tokens, request.max_tokens)
+        params = replace(request.params, max_tokens=max_tokens)
         return replace(request, params=params, adapter=self.adapter)
 
-    def _first(self) -> list[Message]:
+    def _system_messages(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _retry(self) -> None:
@@ -320,12 +320,12 @@ class Conversation:
         if flag is not None and value.strip():
             assert flag.parse is not None
             try:
-                given = {flag.key: flag.parse(value.strip())}
-                self.params = replace(self.params, **given)
+                changed = {flag.key: flag.parse(value.strip())}
+                self.params = replace(self.params, **changed)
             except ValueError as error:
                 self._say(f"{name} {quoted(value.strip())}: {error}")
                 return
-            warn_of_idle_filters(given, [self.params])
+            warn_of_idle_filters(changed, [self.params])
         elif text:
             usage = did_you_mean(name, SETTINGS) if flag is None else "; write /set NAME VALUE"
             self._say(f"not a setting: {quoted(text)}{usage}")
@@ -334,7 +334,7 @@ class Conversation:
         self._say(", ".join(values))
 
     def _save(self, path: Path) -> None:
-        line = json.dumps({"messages": [*self._first(), *self.turns]}, ensure_ascii=False)
+        line = json.dumps({"messages": [*self._system_messages(), *self.turns]}, ensure_ascii=False)
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -345,7 +345,7 @@ class Conversation:
 
     def _say(self, text: str) -> None:
         """Prints a message of the program, as opposed to the model's text, to stderr."""
-        self.remarks.print(text, style="dim", soft_wrap=True)
+        self.notices.print(text, style="dim", soft_wrap=True)
 
 
 def _usage(name: str) -> str:

@@ -108,15 +108,15 @@ def _bash_case(verb: Verb) -> Iterator[str]:
     names: dict[str, list[str]] = {}
     for flag in verb.flags:
         if flag.parse is not None:
-            names.setdefault(_bash_value(flag), []).extend(_spelled(flag))
+            names.setdefault(_bash_value(flag), []).extend(_flag_words(flag))
     yield f"        {verb.name})"
     yield "            case $prev in"
-    for value, spelled in names.items():
-        yield f"                {'|'.join(spelled)}) {value} ;;"
+    for value, words in names.items():
+        yield f"                {'|'.join(words)}) {value} ;;"
     yield "                *)"
-    flags = " ".join(name for flag in verb.flags for name in _spelled(flag))
+    flags = " ".join(name for flag in verb.flags for name in _flag_words(flag))
     yield f'                    words="{flags} --help"'
-    for flag in _by_place(verb)[:1]:
+    for flag in _positionals(verb)[:1]:
         yield f"                    [[ $cur == -* ]] || {{ words=; {_bash_value(flag)}; }}"
     yield "                    ;;"
     yield "            esac"
@@ -132,22 +132,22 @@ def _bash_value(flag: Flag[Any]) -> str:
 
 
 def zsh_script(verbs: Sequence[Verb]) -> str:
-    described = [shlex.quote(f"{verb.name}:{verb.help}") for verb in verbs]
+    descriptions = [shlex.quote(f"{verb.name}:{verb.help}") for verb in verbs]
     script = _ZSH.replace("@MODELS@", " ".join(model_names()))
-    script = script.replace("@VERBS@", f"\n{' ' * 12}".join(described))
+    script = script.replace("@VERBS@", f"\n{' ' * 12}".join(descriptions))
     return script.replace("@CASES@", "\n".join(map(_zsh_case, verbs)))
 
 
 def _zsh_case(verb: Verb) -> str:
     specs = ["'(- *)'{-h,--help}" + shlex.quote(f"[{_HELP}]")]
     for flag in verb.flags:
-        excluded = f"({' '.join(_spelled(flag))})" if flag.aliases else ""
+        excluded = f"({' '.join(_flag_words(flag))})" if flag.aliases else ""
         text = re.sub(r"([][\\])", r"\\\1", flag.help)
-        for name in _spelled(flag):
+        for name in _flag_words(flag):
             spec = f"{excluded}{'*' * flag.repeatable}{name}"
             spec += f"[{text}]" if flag.parse is None else f"=[{text}]{_zsh_value(flag)}"
             specs.append(shlex.quote(spec))
-    specs += [shlex.quote(_zsh_value(flag)) for flag in _by_place(verb)]
+    specs += [shlex.quote(_zsh_value(flag)) for flag in _positionals(verb)]
     arguments = f" \\\n{' ' * 16}".join(["_arguments", *specs])
     return f"        {verb.name})\n            {arguments}\n            ;;"
 
@@ -172,7 +172,7 @@ def fish_script(verbs: Sequence[Verb]) -> str:
             value = "" if flag.parse is None else f" -r{_fish_value(flag)}"
             text = shlex.quote(flag.help)
             lines += [f"{start} -l {name}{value} -d {text}" for name in flag.names]
-        lines += [f"{start}{_fish_value(flag)}" for flag in _by_place(verb)[:1]]
+        lines += [f"{start}{_fish_value(flag)}" for flag in _positionals(verb)[:1]]
     return _FISH.replace("@LINES@", "\n".join(lines))
 
 
@@ -182,11 +182,11 @@ def _fish_value(flag: Flag[Any]) -> str:
     return (" -F" if _is_file(flag) else " -f") + words
 
 
-def _spelled(flag: Flag[Any]) -> list[str]:
+def _flag_words(flag: Flag[Any]) -> list[str]:
     return [f"--{name}" for name in flag.names]
 
 
-def _by_place(verb: Verb) -> list[Flag[Any]]:
+def _positionals(verb: Verb) -> list[Flag[Any]]:
     return [*verb.positionals, *([verb.placed] if verb.placed else [])]
 
 

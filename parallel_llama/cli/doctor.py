@@ -59,10 +59,10 @@ def _examine(flags: Flags, host: Host, n_ranks: int, weights: str | None) -> int
             activity.what = f"checking the ranks: {CHECKS[name]}"
 
         if is_started_as_rank():
-            own = tuple(machine_checks(host))
+            host_results = tuple(machine_checks(host))
             from parallel_llama.doctor.rank import Examination  # imports torch
 
-            Examination(weights, timeouts, checks.append, show, own).run()
+            Examination(weights, timeouts, checks.append, show, host_results).run()
         else:
             checks += machine_checks(host)
             show("start")

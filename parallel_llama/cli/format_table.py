@@ -1,4 +1,4 @@
-"""Which formats of weights and KV cache fit the given hardware, the most precise first. No torch.
+"""The table of weight and KV cache formats with the hardware they need. Without torch.
 
 Formats that take the same bytes share a row: fp8 and int8.
 """
@@ -82,29 +82,32 @@ class FormatTable:
         return any(row.found.fits for row in self.rows)
 
 
-def format_table(asked: PlanRequest, *, finds_fewest: bool) -> FormatTable:
-    """Plans a request in each format; `finds_fewest` looks for the fewest ranks for each.
+def format_table(request: PlanRequest, *, finds_fewest: bool) -> FormatTable:
+    """Plans a request in each format.
+
+    Args:
+        finds_fewest: plan the fewest ranks that fit, instead of the request's number.
 
     Raises: UsageError if there is no plan for the request's number of ranks.
     """
-    asked = replace(asked, quant="none")
-    stored = [change for change in lossless_changes(asked) if "kv_split" not in change]
-    caches: list[Change] = [{}, *narrower_caches(asked)]
+    request = replace(request, quant="none")
+    stored = [change for change in lossless_changes(request) if "kv_split" not in change]
+    caches: list[Change] = [{}, *narrower_caches(request)]
     rows: list[FormatRow] = []
     refused: dict[str, str] = {}
-    for weights, cache in product(({}, *stored, *narrower_weights(asked)), caches):
-        changed = replace(asked, **weights, **cache)
+    for weights, cache in product(({}, *stored, *narrower_weights(request)), caches):
+        changed = replace(request, **weights, **cache)
         try:
             rows.append(_row(changed, finds_fewest=finds_fewest))
         except UsageError as error:
             if not weights:
                 raise
             refused[", ".join(map(str, weights.values()))] = str(error)
-    return FormatTable(asked, finds_fewest, tuple(rows), refused)
+    return FormatTable(request, finds_fewest, tuple(rows), refused)
 
 
-def _row(asked: PlanRequest, *, finds_fewest: bool) -> FormatRow:
-    found = fewest_that_fit(asked)[0] if finds_fewest else estimate(asked)
+def _row(request: PlanRequest, *, finds_fewest: bool) -> FormatRow:
+    found = fewest_that_fit(request)[0] if finds_fewest else estimate(request)
     largest = find_largest(found.asked)
     assert largest is not None, "the caller knows the memory"
     return FormatRow(found, largest)

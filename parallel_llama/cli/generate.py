@@ -45,7 +45,7 @@ RESUME: Flag[bool] = Flag(
 def prepare(flags: Flags) -> Job:
     """Checks what can be checked before the prompts are read, and returns the job."""
     prompts.require_one_source(flags)
-    given = given_sampling(flags)
+    sampling = given_sampling(flags)
     output, resume = flags[OUTPUT], flags[RESUME]
     if resume and output is None:
         raise UsageError("--resume continues the file of --output; add --output FILE")
@@ -64,8 +64,8 @@ def prepare(flags: Flags) -> Job:
             run_seed = earlier_seed(path) if resume and path and flags[model.SEED] is None else None
             run_seed = inputs.run_seed() if run_seed is None else run_seed
             part, n_parts = flags[PART] or (0, 1)
-            numbers = range(part, len(lines), n_parts)
-            requests = _requests(lines, numbers, inputs, given, run_seed, adapter)
+            indices = range(part, len(lines), n_parts)
+            requests = _requests(lines, indices, inputs, sampling, run_seed, adapter)
             file = None
             if path is not None:
                 identity = run_of(
@@ -80,15 +80,15 @@ def prepare(flags: Flags) -> Job:
                 file = ResultFile(path, requests, identity, resume)
                 requests = file.missing(requests)
         if not requests and world()[1] == 1:  # otherwise the other ranks wait for this one
-            what = f"no prompt is in part {part}/{n_parts}" if file is None else _count(file)
-            warn(f"{what}; nothing to do")
+            reason = f"no prompt is in part {part}/{n_parts}" if file is None else _count(file)
+            warn(f"{reason}; nothing to do")
             return 0
 
         def work(llm: "LLM") -> int:
-            warn_of_idle_filters(given, (request.params for request in requests))
+            warn_of_idle_filters(sampling, (request.params for request in requests))
             if file is not None and file.done:
-                warn(f"{_count(file)}; {'generating the others' if requests else 'nothing to do'}")
-            results = Results(lines, requests, flags[JSON], file, _readers(lines, inputs))
+                warn(f"{_count(file)}; {'generating the rest' if requests else 'nothing to do'}")
+            results = Results(lines, requests, flags[JSON], file, _reader_factory(lines, inputs))
             return _generate(llm, requests, results, _shown_seed(requests, run_seed))
 
         return lead(flags, inputs, work, **ranks)
@@ -104,10 +104,10 @@ class Results:
     """Writes completions to stdout in input order, and to a file as they finish.
 
     A single completion is streamed to stdout. Otherwise a status line on stderr shows the progress.
-    The reasoning of an answer with marks is shown on a terminal only, and has its own key in JSON.
+    Reasoning is shown only on a terminal, and has its own key in JSON.
 
     Args:
-        new_reader: returns a reader of the answer to a request; None for answers without marks.
+        new_reader: returns a reader of the answer to a request; None for answers without markers.
 
     Raises: UsageError if the file cannot be written.
     """
@@ -126,7 +126,7 @@ class Results:
         ]
         self.finished: dict[tuple[int, int], Completion] = {}
         self.n_shown = 0
-        self.owes_gap = False  # an empty line between reasoning and text
+        self.needs_gap = False  # an empty line between reasoning and text
         self.streams = len(self.order) == 1 and not as_json and file is None
         self.requests = {request.index: request for request in requests}
         self.new_reader = new_reader
@@ -160,14 +160,14 @@ class Results:
             return
         for shown, is_reasoning in self.splitter.push(text, is_last=completion is not None):
             if not is_reasoning:
-                write_text("\n\n" * self.owes_gap + shown)
-                self.owes_gap = False
+                write_text("\n\n" * self.needs_gap + shown)
+                self.needs_gap = False
             elif sys.stdout.isatty():
                 write_reasoning(shown)
-                self.owes_gap = True
+                self.needs_gap = True
 
     def _split(self, completion: Completion) -> Completion:
-        """A completion with the reasoning of its answer apart from the text."""
+        """A completion with its reasoning separated from its text."""
         reader = self.new_reader(self.requests[completion.index])
         if reader is None:
             return completion
@@ -222,38 +222,40 @@ def write_reasoning(text: str) -> None:
 
 def _requests(
     lines: Sequence[prompts.Line],
-    numbers: range,
+    indices: range,
     inputs: InputProcessor,
-    given: Mapping[str, Any],
+    sampling: Mapping[str, Any],
     run_seed: int,
     adapter: str | None,
 ) -> list[Request]:
     """The requests of the lines with these numbers.
 
-    Sampling parameters are those of the line, else the flags, else the model.
+    Sampling parameters of a line take precedence over flags, and flags over the model's defaults.
 
     Raises: UsageError that names the line.
     """
-    shared = inputs.sampling_params(**given)
+    shared = inputs.sampling_params(**sampling)
     requests = []
-    for index in numbers:
+    for index in indices:
         line = lines[index]
         try:
-            own = inputs.sampling_params(**{**given, **line.settings}) if line.settings else shared
+            params = (
+                inputs.sampling_params(**{**sampling, **line.settings}) if line.settings else shared
+            )
             if _has_markers(line, inputs):
-                own = replace(own, skip_special_tokens=False)
-            requests.append(inputs.request(index, line.prompt, own, run_seed, adapter))
+                params = replace(params, skip_special_tokens=False)
+            requests.append(inputs.request(index, line.prompt, params, run_seed, adapter))
         except UsageError as error:
             raise UsageError(f"{line.where}: {error}") from error
     return requests
 
 
 def _has_markers(line: prompts.Line, inputs: InputProcessor) -> bool:
-    """Whether the answer to a line has marks of reasoning and calls."""
+    """Whether the answer to a line may have markers of reasoning and calls."""
     return isinstance(line.prompt, Chat) and inputs.has_markers
 
 
-def _readers(
+def _reader_factory(
     lines: Sequence[prompts.Line], inputs: InputProcessor
 ) -> Callable[[Request], AnswerReader | None]:
     """The `new_reader` of `Results`."""
@@ -273,8 +275,10 @@ def _adapter_digest(flags: Flags, inputs: InputProcessor) -> str | None:
 
 def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
     """The --seed that reproduces the run; None if no request used it."""
-    drawn = any(not each.params.is_greedy and each.params.seed is None for each in requests)
-    return run_seed if drawn else None
+    is_used = any(
+        not request.params.is_greedy and request.params.seed is None for request in requests
+    )
+    return run_seed if is_used else None
 
 
 def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: int | None) -> int:
@@ -299,22 +303,22 @@ def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: i
 def _logprob_rows(logprobs: Sequence[TokenLogprob]) -> list[str]:
     """A row per token: its log-probability, its text, and its alternatives."""
     rows = []
-    for each in logprobs:
-        others = [
+    for token in logprobs:
+        alternatives = [
             f"{text!r} {logprob:.3f}"
-            for (_, logprob), text in zip(each.top, each.top_texts, strict=False)
+            for (_, logprob), text in zip(token.top, token.top_texts, strict=False)
         ]
-        rows.append([f"{each.logprob:.3f}", repr(each.text), ", ".join(others)])
+        rows.append([f"{token.logprob:.3f}", repr(token.text), ", ".join(alternatives)])
     return table(
-        ["logprob", "token", "alternatives" if any(each.top for each in logprobs) else ""],
+        ["logprob", "token", "alternatives" if any(token.top for token in logprobs) else ""],
         rows,
         sys.stdout,
     )
 
 
 def _count(file: ResultFile) -> str:
-    of = "" if file.is_complete else f" of {file.n_total}"
-    return f"{len(file.done)}{of} completions in {file.path}"
+    total = "" if file.is_complete else f" of {file.n_total}"
+    return f"{len(file.done)}{total} completions in {file.path}"
 
 
 def _remedy(file: ResultFile | None) -> str:

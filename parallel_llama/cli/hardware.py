@@ -1,4 +1,4 @@
-"""The rates and costs of the ranks of a plan, from which its speed is predicted. No torch."""
+"""The rates and costs of a plan's ranks, for the prediction of its speed. Without torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ LAYER_S, STEP_S = 31e-6, 50e-6
 # An NCCL all-reduce of a few kilobytes: an assumption, not a measurement.
 EXCHANGE_S = 20e-6
 
-# The measured read rates of equal ranks differ by up to this factor.
-_ALIKE = 1.05
+# The measured read rates of equally fast ranks differ by up to this factor.
+_MAX_RATIO = 1.05
 
 
 def are_alike(rates: Sequence[float]) -> bool:
-    """Whether read rates differ so little that their ranks count as equally fast."""
-    return max(rates) <= _ALIKE * min(rates)
+    """Whether ranks with these read rates count as equally fast."""
+    return max(rates) <= _MAX_RATIO * min(rates)
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the ranks of a plan run on.
+    """The hardware of a plan: the rates of its ranks and of the links between them.
 
     Args:
         ranks: the rates of each rank, or one for all ranks.
-        exchange_s: seconds of one exchange between ranks, without its bytes; None if not known.
-        link: bytes per second that a rank receives from others; None if not known.
+        exchange_s: seconds of an exchange between ranks, without the transfer; None if unknown.
+        link: bytes per second that a rank receives from other ranks; None if unknown.
         layer_s: seconds of each layer in each step for launching kernels.
         step_s: seconds between two steps.
         is_shared: whether the ranks are on one machine; if a plan has another number of ranks than
@@ -72,10 +72,10 @@ class Hardware:
             return self.ranks
         if not self.is_shared or len(self.ranks) == n_ranks:
             return self.ranks[rank]
-        products = [each.products for each in self.ranks]
+        products = [rates.products for rates in self.ranks]
         return Rates(
-            sum(each.weights for each in self.ranks) / n_ranks,
-            sum(each.kv for each in self.ranks) / n_ranks,
+            sum(rates.weights for rates in self.ranks) / n_ranks,
+            sum(rates.kv for rates in self.ranks) / n_ranks,
             sum(filter(None, products)) / n_ranks if all(products) else None,
         )
 

@@ -1,4 +1,4 @@
-"""The memory that a command needs, and warnings about its host. No torch."""
+"""Computes the memory that a command needs, and warns about faults of its host. Without torch."""
 
 import os
 import shlex
@@ -19,8 +19,12 @@ from parallel_llama.parallel.rank_env import SECRET_FD, is_started_as_rank, loca
 def host_of(n_ranks: int, needs: Needs | None, port: int = 0) -> Host:
     """This process's host, for `n_ranks` ranks in all."""
     _, n_local = local_world(n_ranks)
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdecimal() and int(given) > 0 else threads_per_rank(n_local)
+    omp_threads = os.environ.get("OMP_NUM_THREADS", "")
+    threads = (
+        int(omp_threads)
+        if omp_threads.isdecimal() and int(omp_threads) > 0
+        else threads_per_rank(n_local)
+    )
     return Host(n_local, threads, needs, port, is_launched=is_started_as_rank())
 
 
@@ -36,20 +40,20 @@ def needs_of(
     _, n_sharing = ranks_sharing_gpus(flags[DEVICE], n_ranks, n_gpus)
     if choose_device(flags[DEVICE], n_sharing, n_gpus) != "cpu":
         return None
-    asked = plan_request(flags, files, args, "cpu", n_ranks)
-    first = world()[0] - local_rank
-    here = estimate(asked).ranks[first : first + n_local]
-    least = sum(rank.all_weights + rank.working for rank in here)
-    cache = sum(flags[KV_CACHE_BYTES] or rank.kv.needed for rank in here)
-    each = max(1, (available_memory() // n_local) >> 20)
+    request = plan_request(flags, files, args, "cpu", n_ranks)
+    first_rank = world()[0] - local_rank
+    local_ranks = estimate(request).ranks[first_rank : first_rank + n_local]
+    min_bytes = sum(rank.all_weights + rank.working for rank in local_ranks)
+    cache_bytes = sum(flags[KV_CACHE_BYTES] or rank.kv.needed for rank in local_ranks)
+    n_mib = max(1, (available_memory() // n_local) >> 20)
     command = ["parallel-llama", "plan", "--model", model, "--nproc", f"{n_ranks}"]
-    command += ["--memory", f"{each}MiB"]
+    command += ["--memory", f"{n_mib}MiB"]
     for name, folder in adapters_of(flags).items():
         command += ["--adapter", f"{name}={folder}"]
     for flag in DRAFTS:
         if flags[flag] is not None:
             command += [f"--{flag.name}", flags[flag]]
-    return Needs(least, least + cache, shlex.join(command))
+    return Needs(min_bytes, min_bytes + cache_bytes, shlex.join(command))
 
 
 def warn_of_host(

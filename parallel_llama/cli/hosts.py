@@ -1,4 +1,4 @@
-"""`plan --hosts FILE`: the hosts of a group of ranks, and the network between them. No torch."""
+"""Reads the file of `plan --hosts`: hosts, their ranks, and the network between them. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -77,7 +77,7 @@ class Hosts:
     @property
     def links(self) -> list[Link]:
         """The networks of the hosts; empty for one host."""
-        return [each.link for each in self.hosts if each.link is not None and len(self.hosts) > 1]
+        return [host.link for host in self.hosts if host.link is not None and len(self.hosts) > 1]
 
     def name(self, host: int) -> str:
         return self.hosts[host].name or f"host {host}"
@@ -89,19 +89,19 @@ class Hosts:
         """
         if hardware is None or not self.links:
             return hardware
-        latency_s = max(each.latency_us for each in self.links) * 1e-6
-        rate = min(each.gbit_per_s for each in self.links) * 1e9 / 8
+        latency_s = max(item.latency_us for item in self.links) * 1e-6
+        rate = min(item.gbit_per_s for item in self.links) * 1e9 / 8
         if self.gpus is not None:  # NCCL's ring passes every link twice
             exchange_s = EXCHANGE_S + 2 * (len(self.hosts) - 1) * latency_s
             link = rate if hardware.link is None else min(rate, hardware.link)
             return replace(hardware, exchange_s=exchange_s, link=link)
         assert self.calibration is not None
-        measured = [each.exchange_s for each in self.calibration.ranks if each.exchange_s]
+        measured_s = [item.exchange_s for item in self.calibration.ranks if item.exchange_s]
         return replace(
             hardware,
-            exchange_s=max([latency_s, *measured]),
+            exchange_s=max([latency_s, *measured_s]),
             link=rate,
-            messages=max(self.n_ranks - len(own) for own in self.ranks),
+            messages=max(self.n_ranks - len(local_ranks) for local_ranks in self.ranks),
         )
 
 
@@ -127,10 +127,10 @@ def read_hosts(path: str) -> Hosts:
 
 def _plain(error: str) -> str:
     """An error of msgspec with the host's number instead of a JSON path."""
-    text, _, where = error.partition(" - at `$[")
-    number, _, key = where.removesuffix("`").partition("]")
+    text, _, path = error.partition(" - at `$[")
+    number, _, key = path.removesuffix("`").partition("]")
     text = text[:1].lower() + text[1:]
-    return f"host {number}: {key.removeprefix('.')}: {text}" if where else text
+    return f"host {number}: {key.removeprefix('.')}: {text}" if path else text
 
 
 def _hosts(hosts: Sequence[Host], folder: Path) -> Hosts:
@@ -147,17 +147,17 @@ def _hosts(hosts: Sequence[Host], folder: Path) -> Hosts:
     entries: list[Calibration] = []
     for number, host in enumerate(hosts):
         try:
-            own = _gpus(host)
-            counts.append(len(own) or host.ranks or 0)
-            gpus += own
-            sizes += [each.memory for each in own] or [_bytes(host.memory)] * counts[-1]
+            host_gpus = _gpus(host)
+            counts.append(len(host_gpus) or host.ranks or 0)
+            gpus += host_gpus
+            sizes += [gpu.memory for gpu in host_gpus] or [_bytes(host.memory)] * counts[-1]
             if len(hosts) > 1 and host.link is None:
                 raise UsageError('link is missing; give {"latency_us": .., "gbit_per_s": ..}')
         except (UsageError, ValueError) as error:
             raise UsageError(f"host {number}: {error}") from None
         if host.calibration is not None:
-            found = read_calibration(str(folder / host.calibration))
-            entries.append(_spread(found, counts[-1]))
+            calibration = read_calibration(str(folder / host.calibration))
+            entries.append(_rates_for(calibration, counts[-1]))
     if sum(counts) > MAX_RANKS:
         raise UsageError(f"the hosts have {sum(counts)} ranks; the maximum is {MAX_RANKS}")
     return Hosts(
@@ -180,10 +180,10 @@ def _gpus(host: Host) -> list[GPU]:
     for name in ("memory", "calibration"):
         if getattr(host, name) is not None:
             raise UsageError(f"{name} is for CPU ranks; GPUs have their own; drop {name}")
-    found = gpu_list(host.gpus)
-    if isinstance(found, GPU):
+    gpus = gpu_list(host.gpus)
+    if isinstance(gpus, GPU):
         raise UsageError(f"gpus={host.gpus!r:.80} has no number; use 8x{host.gpus:.40}")
-    return found
+    return gpus
 
 
 def _bytes(memory: float | str | None) -> int:
@@ -193,12 +193,12 @@ def _bytes(memory: float | str | None) -> int:
     return int((memory or 0) * GIB)
 
 
-def _spread(found: Calibration, n_ranks: int) -> Calibration:
+def _rates_for(calibration: Calibration, n_ranks: int) -> Calibration:
     """The rates of `n_ranks` ranks: as measured, or equal parts of the sums."""
-    if len(found.ranks) == n_ranks:
-        return found
-    read = sum(each.read_bytes_per_s for each in found.ranks) / n_ranks
-    operations = sum(each.operations_per_s for each in found.ranks) / n_ranks
-    first = found.ranks[0]
+    if len(calibration.ranks) == n_ranks:
+        return calibration
+    read = sum(rank.read_bytes_per_s for rank in calibration.ranks) / n_ranks
+    operations = sum(rank.operations_per_s for rank in calibration.ranks) / n_ranks
+    first = calibration.ranks[0]
     entry = RankEntry(read, operations, first.exchange_s, first.link_bytes_per_s)
-    return replace(found, ranks=(entry,) * n_ranks)
+    return replace(calibration, ranks=(entry,) * n_ranks)

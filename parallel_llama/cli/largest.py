@@ -24,13 +24,13 @@ class Largest:
     batch: int
 
 
-def find_largest(asked: PlanRequest) -> Largest | None:
+def find_largest(request: PlanRequest) -> Largest | None:
     """The limits of a request; None if its memory is not known."""
-    if asked.memory is None:
+    if request.memory is None:
         return None
-    longest = context_length(asked.args)
+    longest = context_length(request.args)
     return Largest(
-        most_that_fit(asked, "max_seq_len", range(1, longest + 1)),
+        most_that_fit(request, "max_seq_len", range(1, longest + 1)),
         longest,
-        most_that_fit(asked, "batch", range(1, MAX_BATCH + 1)),
+        most_that_fit(request, "batch", range(1, MAX_BATCH + 1)),
     )

@@ -19,7 +19,7 @@ from parallel_llama.files.partial_output import growing_file
 from parallel_llama.memory import GIB
 from parallel_llama.parallel.launch import MAX_RANKS
 
-LARGEST = 2**63 - 1
+MAX_INT = 2**63 - 1
 _ORIGIN = re.compile(
     r"(?!http://.*:80$)(?!https://.*:443$)"
     r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?"
@@ -32,7 +32,7 @@ _SIZE = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 
-_COUNTED = re.compile(r"(?:([0-9]{1,4}) ?[xX] ?)?(.+)")
+_COUNT_AND_GPU = re.compile(r"(?:([0-9]{1,4}) ?[xX] ?)?(.+)")
 
 
 class GPU(NamedTuple):
@@ -101,9 +101,9 @@ def origin(text: str) -> str:
     return text
 
 
-def whole(low: int, high: int = LARGEST) -> Callable[[str], int]:
+def whole(low: int, high: int = MAX_INT) -> Callable[[str], int]:
     """Parser of a decimal integer in [low, high]."""
-    allowed = f"a whole number from {low}" + (f" to {high}" if high < LARGEST else "")
+    allowed = f"a whole number from {low}" + (f" to {high}" if high < MAX_INT else "")
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,19}", text) or not low <= int(text) <= high:
@@ -130,7 +130,7 @@ def number(low: float, high: float = math.inf, above: bool = False) -> Callable[
     return parse
 
 
-def token_count(low: int, high: int = LARGEST) -> Callable[[str], int]:
+def token_count(low: int, high: int = MAX_INT) -> Callable[[str], int]:
     """Parser of a number of tokens in [low, high]; the suffix k means 1,024 and M means 1,048,576.
 
     >>> token_count(1)("32k"), token_count(1)("1M"), token_count(1)("4096")
@@ -150,8 +150,8 @@ def token_count(low: int, high: int = LARGEST) -> Callable[[str], int]:
     return parse
 
 
-def byte_size(text: str, plain: int = 1) -> int:
-    """Bytes, given as a number with a unit, or in units of `plain` bytes without one.
+def byte_size(text: str, default_unit: int = 1) -> int:
+    """Bytes, given as a number with a unit, or without a unit in multiples of `default_unit` bytes.
 
     G and GiB are 2**30 bytes; GB is 10**9 bytes.
 
@@ -162,12 +162,12 @@ def byte_size(text: str, plain: int = 1) -> int:
     value, prefix, suffix = match.groups() if match else ("0", "", "")
     if prefix:
         base = 1000 if suffix.lower() == "b" else 1024
-        plain = base ** (1 + "kmgt".index(prefix.lower()))
+        default_unit = base ** (1 + "kmgt".index(prefix.lower()))
     elif suffix:
-        plain = 1
-    n_bytes = float(value) * plain
-    if not 1 <= n_bytes < LARGEST:
-        unit = "GiB" if plain == GIB else "bytes"
+        default_unit = 1
+    n_bytes = float(value) * default_unit
+    if not 1 <= n_bytes < MAX_INT:
+        unit = "GiB" if default_unit == GIB else "bytes"
         raise ValueError(f"not a size such as 2GB, 512MiB, 24G (24GiB) or a number of {unit}")
     return int(n_bytes)
 
@@ -281,24 +281,24 @@ def gpu_list(text: str) -> GPU | list[GPU]:
     >>> [gpu.memory // GIB for gpu in gpu_list("2x80,40")], gpu_list("H200").bandwidth
     ([80, 80, 40], 4800000000000)
     """
-    counted = [_COUNTED.fullmatch(piece.strip()) for piece in text.split(",")]
-    found: list[GPU] = []
+    matches = [_COUNT_AND_GPU.fullmatch(piece.strip()) for piece in text.split(",")]
+    gpus: list[GPU] = []
     try:
-        for match in counted:
+        for match in matches:
             if match is None:
                 raise ValueError
             n_gpus, gpu = whole(1, MAX_RANKS)(match[1] or "1"), _gpu(match[2])
-            if len(counted) == 1 and not match[1]:
+            if len(matches) == 1 and not match[1]:
                 return gpu
-            found += [gpu] * n_gpus
-            if len(found) > MAX_RANKS:
+            gpus += [gpu] * n_gpus
+            if len(gpus) > MAX_RANKS:
                 raise ValueError
     except ValueError:
         raise ValueError(
             f"not GPUs such as 8xH200, 3x24 (GiB) or 2x80,1x40, at most {MAX_RANKS}; the names "
             f"are {', '.join(KNOWN_GPUS)}"
         ) from None
-    return found
+    return gpus
 
 
 def _gpu(text: str) -> GPU:
@@ -342,7 +342,7 @@ def count_or_range(text: str) -> list[int]:
     return bounds
 
 
-def one_of_many(what: str, letter: str, most: int) -> Callable[[str], tuple[int, int]]:
+def one_of_many(what: str, letter: str, max_count: int) -> Callable[[str], tuple[int, int]]:
     """A parser of a number and a count, such as a rank and the number of ranks.
 
     >>> one_of_many("rank", "R", MAX_RANKS)("0/8")
@@ -352,10 +352,10 @@ def one_of_many(what: str, letter: str, most: int) -> Callable[[str], tuple[int,
     def parse(text: str) -> tuple[int, int]:
         match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
         number, count = (int(group) for group in match.groups()) if match else (0, 0)
-        if not number < count <= most:
+        if not number < count <= max_count:
             raise ValueError(
                 f"not {letter}/N, {what} {letter} of N such as 0/8; {letter} is 0 to N-1, N at "
-                f"most {most}"
+                f"most {max_count}"
             )
         return number, count
 

@@ -1,6 +1,6 @@
 """Predicts the time of decode and prefill steps from bytes, operations and exchanges. No torch.
 
-docs/plan.md has the formulas. All ranks wait for the slowest in each step.
+docs/plan.md has the formulas. In each step all ranks wait for the slowest rank.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class StepTime:
 
     @property
     def limit(self) -> Limit:
-        """What takes the largest part of the step."""
+        """The resource that takes the largest part of the step."""
         parts: dict[Limit, float] = {
             "memory bandwidth": self.memory_s,
             "arithmetic": self.arithmetic_s,
@@ -113,7 +113,7 @@ class RankSteps:
 
     @property
     def slowest(self) -> int:
-        """The rank that the others wait for."""
+        """The rank that all other ranks wait for."""
         return self.seconds.index(max(self.seconds))
 
     @property
@@ -127,38 +127,39 @@ class RankSteps:
         return not are_alike(self.rates)
 
 
-def rank_steps(found: Estimate) -> RankSteps | None:
+def rank_steps(planned: Estimate) -> RankSteps | None:
     """The predicted work of each rank, which needs no times of exchanges between ranks.
 
     None for a pipeline, and if the hardware or the work of a rank is not known.
     """
-    hardware = found.asked.hardware
-    if hardware is None or found.asked.pp > 1 or _why_unknown_work(found) is not None:
+    hardware = planned.asked.hardware
+    if hardware is None or planned.asked.pp > 1 or _why_unknown_work(planned) is not None:
         return None
-    rates = [hardware.rates(rank.shard.rank, found.plan.tp_size) for rank in found.ranks]
-    step = _Step(found.asked.batch, is_full=True)
+    rates = [hardware.rates(rank.shard.rank, planned.plan.tp_size) for rank in planned.ranks]
+    step = _Step(planned.asked.batch, is_full=True)
     seconds = tuple(
-        sum(_rank_s(rank, own, step)) for rank, own in zip(found.ranks, rates, strict=True)
+        sum(_rank_s(rank, rank_rates, step))
+        for rank, rank_rates in zip(planned.ranks, rates, strict=True)
     )
-    n_bytes = [rank.read_weights + rank.read_kv for rank in found.ranks]
-    speed = sum(n / each for n, each in zip(n_bytes, seconds, strict=True))
-    return RankSteps(seconds, tuple(each.weights for each in rates), sum(n_bytes) / speed)
+    n_bytes = [rank.read_weights + rank.read_kv for rank in planned.ranks]
+    speed = sum(n_read / item for n_read, item in zip(n_bytes, seconds, strict=True))
+    return RankSteps(seconds, tuple(item.weights for item in rates), sum(n_bytes) / speed)
 
 
-def predict(found: Estimate) -> Prediction | None:
+def predict(planned: Estimate) -> Prediction | None:
     """The predicted steps of a plan; None where `why_unpredicted` has a reason."""
-    hardware = found.asked.hardware
-    if hardware is None or why_unpredicted(found) is not None:
+    hardware = planned.asked.hardware
+    if hardware is None or why_unpredicted(planned) is not None:
         return None
-    n_ranks, batch, n_tokens = found.plan.tp_size, found.asked.batch, found.asked.step_tokens
-    rates = [hardware.rates(rank.shard.rank, n_ranks) for rank in found.ranks]
-    launch_s = hardware.step_s + found.asked.args.n_layers * hardware.layer_s
-    times = _all_ranks_s if found.asked.pp == 1 else _pipeline_s
+    n_ranks, batch, n_tokens = planned.plan.tp_size, planned.asked.batch, planned.asked.step_tokens
+    rates = [hardware.rates(rank.shard.rank, n_ranks) for rank in planned.ranks]
+    launch_s = hardware.step_s + planned.asked.args.n_layers * hardware.layer_s
+    times = _all_ranks_s if planned.asked.pp == 1 else _pipeline_s
 
     def predicted(step: _Step) -> StepTime:
-        return StepTime(*times(found, hardware, rates, step), launch_s)
+        return StepTime(*times(planned, hardware, rates, step), launch_s)
 
-    is_known = all(own.products is not None for own in rates)
+    is_known = all(rank_rates.products is not None for rank_rates in rates)
     return Prediction(
         predicted(_Step(batch, is_full=True)),
         predicted(_Step(batch)),
@@ -168,27 +169,27 @@ def predict(found: Estimate) -> Prediction | None:
     )
 
 
-def why_unpredicted(found: Estimate) -> str | None:
+def why_unpredicted(planned: Estimate) -> str | None:
     """Why the speed of a plan is not predicted; None if it is."""
-    hardware = found.asked.hardware
+    hardware = planned.asked.hardware
     if hardware is None:
-        if found.asked.device == "cpu":
+        if planned.asked.device == "cpu":
             return "bench --calibrate FILE measures a machine; pass FILE to --calibration"
         return "name the GPUs, as in --gpus 4xH100; a T4 has no bfloat16"
-    if found.plan.tp_size > 1 and (hardware.exchange_s is None or hardware.link is None):
+    if planned.plan.tp_size > 1 and (hardware.exchange_s is None or hardware.link is None):
         if not hardware.is_shared:
             return "the exchanges between the hosts of several files have not been measured"
         return "one rank exchanges nothing; calibrate with --nproc 2 or more"
-    largest = max(len(stage.ranks) for stage in found.plan.stages)
-    if found.asked.pp > 1 and largest > 1 and hardware.local_exchange_s is None:
+    largest = max(len(stage.ranks) for stage in planned.plan.stages)
+    if planned.asked.pp > 1 and largest > 1 and hardware.local_exchange_s is None:
         return "one rank exchanges nothing; calibrate each host with --nproc 2 or more"
-    return _why_unknown_work(found)
+    return _why_unknown_work(planned)
 
 
-def _why_unknown_work(found: Estimate) -> str | None:
-    """Why the work of a rank is not predicted, though its rates are known; None if it is."""
-    asked, precision = found.asked, found.asked.precision
-    if reason := found.unrecorded:
+def _why_unknown_work(planned: Estimate) -> str | None:
+    """Why the work of a rank cannot be predicted from its rates; None if it can."""
+    asked, precision = planned.asked, planned.asked.precision
+    if reason := planned.unrecorded:
         return reason
     if asked.device == "cuda":
         if precision.quant in ("fp8", "stored"):
@@ -233,60 +234,76 @@ def _layer_exchanges(
     return n_inputs + n_sums + n_norms, received * gathered
 
 
-def _link_s(found: Estimate, hardware: Hardware, n_rows: int) -> float:
-    item_bytes = ITEM_BYTES[found.asked.precision.computed]
+def _link_s(planned: Estimate, hardware: Hardware, n_rows: int) -> float:
+    item_bytes = ITEM_BYTES[planned.asked.precision.computed]
     n_exchanges, n_bytes = exchanges(
-        found.asked.args, found.plan.tp_size, item_bytes, is_exact=found.asked.is_exact
+        planned.asked.args, planned.plan.tp_size, item_bytes, is_exact=planned.asked.is_exact
     )
     if not n_exchanges:
         return 0.0
     assert hardware.exchange_s is not None and hardware.link is not None
-    n_ranks, args = found.plan.tp_size, found.asked.args
+    n_ranks, args = planned.plan.tp_size, planned.asked.args
     if hardware.messages and n_rows * args.dim * item_bytes <= _MAX_DIRECT_BYTES:
         # A message holds one rank's part of a gather, or the whole tensor of an all-reduce.
-        of_ring = 1 if found.asked.is_exact else 2 / n_ranks
-        n_bytes *= hardware.messages / (n_ranks - 1) / of_ring
+        ring_fraction = 1 if planned.asked.is_exact else 2 / n_ranks
+        n_bytes *= hardware.messages / (n_ranks - 1) / ring_fraction
     return n_exchanges * hardware.exchange_s + n_rows * n_bytes / hardware.link
 
 
 def _all_ranks_s(
-    found: Estimate, hardware: Hardware, rates: Sequence[Rates], step: _Step
+    planned: Estimate, hardware: Hardware, rates: Sequence[Rates], step: _Step
 ) -> tuple[float, float, float]:
     """Seconds of memory, arithmetic and exchanges of a step that all ranks run together."""
-    times = (_rank_s(*each, step) for each in zip(found.ranks, rates, strict=True))
-    return *max(times, key=sum), _link_s(found, hardware, step.n_rows)
+    times = (
+        _rank_s(*rank_and_rates, step) for rank_and_rates in zip(planned.ranks, rates, strict=True)
+    )
+    return *max(times, key=sum), _link_s(planned, hardware, step.n_rows)
 
 
 def _pipeline_s(
-    found: Estimate, hardware: Hardware, rates: Sequence[Rates], step: _Step
+    planned: Estimate, hardware: Hardware, rates: Sequence[Rates], step: _Step
 ) -> tuple[float, float, float]:
     """Seconds of memory, arithmetic and exchanges of a step that the stages run in pieces.
 
     In tick t, stage s runs piece t - s; a tick takes as long as its slowest stage.
     """
-    stages = found.plan.stages
+    stages = planned.plan.stages
     n_pieces = count_pieces(step.n_rows, len(stages))
     rows = step.n_rows / n_pieces
     times = []
     for stage in stages:
-        own = [(found.ranks[rank], rates[rank]) for rank in stage.ranks]
-        work = max((_layers_s(*each, rows, is_full=step.is_full) for each in own), key=sum)
-        times.append((*work, _stage_link_s(found, hardware, stage, rows)))
+        stage_ranks = [(planned.ranks[rank], rates[rank]) for rank in stage.ranks]
+        work = max(
+            (
+                _layers_s(*rank_and_rates, rows, is_full=step.is_full)
+                for rank_and_rates in stage_ranks
+            ),
+            key=sum,
+        )
+        times.append((*work, _stage_link_s(planned, hardware, stage, rows)))
     parts = [0.0, 0.0, 0.0]
     for tick in range(n_pieces + len(stages) - 1):
-        running = [own for number, own in enumerate(times) if 0 <= tick - number < n_pieces]
-        parts = [sum(both) for both in zip(parts, max(running, key=sum), strict=True)]
+        running = [
+            stage_ranks for number, stage_ranks in enumerate(times) if 0 <= tick - number < n_pieces
+        ]
+        parts = [sum(pair) for pair in zip(parts, max(running, key=sum), strict=True)]
     n_drawn = 0 if step.is_prefill else step.n_rows
-    head = max((_head_s(*each, n_drawn) for each in zip(found.ranks, rates, strict=True)), key=sum)
-    link_s = parts[2] + _handover_s(found, hardware, step.n_rows, n_pieces)
+    head = max(
+        (
+            _head_s(*rank_and_rates, n_drawn)
+            for rank_and_rates in zip(planned.ranks, rates, strict=True)
+        ),
+        key=sum,
+    )
+    link_s = parts[2] + _handover_s(planned, hardware, step.n_rows, n_pieces)
     return parts[0] + head[0], parts[1] + head[1], link_s
 
 
-def _handover_s(found: Estimate, hardware: Hardware, n_rows: int, n_pieces: int) -> float:
+def _handover_s(planned: Estimate, hardware: Hardware, n_rows: int, n_pieces: int) -> float:
     """Seconds of the exchanges of all ranks: of the embedding, after the stages, after the head."""
     assert hardware.exchange_s is not None and hardware.link is not None
-    n_stages, n_ranks = len(found.plan.stages), found.plan.tp_size
-    x_bytes = n_rows * found.asked.args.dim * ITEM_BYTES[found.asked.precision.computed]
+    n_stages, n_ranks = len(planned.plan.stages), planned.plan.tp_size
+    x_bytes = n_rows * planned.asked.args.dim * ITEM_BYTES[planned.asked.precision.computed]
     # After each stage, x is sent to every rank of another host; the embedding uses a ring.
     n_sent = n_ranks * (n_stages - 1) if hardware.messages else n_stages
     n_copies = n_sent + 2 * (n_ranks - 1) / n_ranks
@@ -294,19 +311,19 @@ def _handover_s(found: Estimate, hardware: Hardware, n_rows: int, n_pieces: int)
     return n_exchanges * hardware.exchange_s + n_copies * x_bytes / hardware.link
 
 
-def _stage_link_s(found: Estimate, hardware: Hardware, stage: Stage, n_rows: float) -> float:
+def _stage_link_s(planned: Estimate, hardware: Hardware, stage: Stage, n_rows: float) -> float:
     """Seconds of the exchanges of a stage's layers, between ranks of one host."""
     if len(stage.ranks) == 1:
         return 0.0
     assert hardware.local_exchange_s is not None and hardware.local_link is not None
     n_exchanges, n_bytes = _layer_exchanges(
-        found.asked.args,
+        planned.asked.args,
         len(stage.ranks),
-        ITEM_BYTES[found.asked.precision.computed],
-        is_exact=found.asked.is_exact,
+        ITEM_BYTES[planned.asked.precision.computed],
+        is_exact=planned.asked.is_exact,
     )
-    each_s = n_exchanges * hardware.local_exchange_s + n_rows * n_bytes / hardware.local_link
-    return len(stage.layers) * each_s
+    layer_s = n_exchanges * hardware.local_exchange_s + n_rows * n_bytes / hardware.local_link
+    return len(stage.layers) * layer_s
 
 
 def _rank_s(rank: RankEstimate, rates: Rates, step: _Step) -> tuple[float, float]:

@@ -93,23 +93,23 @@ class Progress:
 
     def __init__(self, what: str) -> None:
         self.what, self.status = what, StatusLine(sys.stderr)
-        self.total = self.before = self.done = 0
-        self.began_s = 0.0
+        self.n_total = self.n_earlier = self.n_done = 0
+        self.start_s = 0.0
 
-    def start(self, total: int, done: int) -> None:
+    def start(self, n_total: int, n_done: int) -> None:
         """Starts the clock; `done` of the `total` bytes were written by an earlier run."""
-        self.total, self.before, self.done = total, done, done
-        self.began_s = time.monotonic()
+        self.n_total, self.n_earlier, self.n_done = n_total, n_done, n_done
+        self.start_s = time.monotonic()
 
     def add(self, n_bytes: int) -> None:
-        self.done += n_bytes
+        self.n_done += n_bytes
         self.status.show(self.line)
 
     def line(self) -> str:
-        rate = (self.done - self.before) / max(time.monotonic() - self.began_s, 1e-3)
-        left_s = max(0, self.total - self.done) / max(rate, 1)
+        rate = (self.n_done - self.n_earlier) / max(time.monotonic() - self.start_s, 1e-3)
+        left_s = max(0, self.n_total - self.n_done) / max(rate, 1)
         return (
-            f"{self.what}: {size(self.done)} of {size(self.total)}, {size(rate)}/s, "
+            f"{self.what}: {size(self.n_done)} of {size(self.n_total)}, {size(rate)}/s, "
             f"{duration(left_s)} left"
         )
 

@@ -30,7 +30,7 @@ from parallel_llama.request import Completion, Request
 
 Key = tuple[int, int]  # request index, choice
 
-_WHOLE = ("stop", "length")  # finish reasons of completions that were not interrupted
+_COMPLETE = ("stop", "length")  # finish reasons of completions that were not interrupted
 _MAX_RUN_BYTES = 64 << 10
 _DIGESTS = ("model", "adapter", "set of prompts", "sampling or seed")
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
@@ -109,14 +109,14 @@ class ResultFile:
         self._expected = _expected(requests)
         self.n_total = len(self._expected)
         self.done: set[Key] = set()
-        self._n_whole = 0  # bytes of the complete lines, which are kept
+        self._n_complete_bytes = 0  # bytes of the complete lines, which are kept
         self._file: BufferedWriter | None = None
         if resume and not self.resumable:
             raise UsageError(f"--resume: {path} is not a regular file, so it cannot be continued")
-        self._n_found = path.stat().st_size if self.resumable and is_there(path) else 0
-        if self._n_found and resume:
+        self._n_bytes_at_start = path.stat().st_size if self.resumable and is_there(path) else 0
+        if self._n_bytes_at_start and resume:
             self._continue()
-        elif self._n_found:
+        elif self._n_bytes_at_start:
             what = "an unfinished run" if is_there(self._sidecar) else "results"
             raise UsageError(
                 f"{path}: contains {what}; continue with --resume, remove the file, or give "
@@ -144,7 +144,7 @@ class ResultFile:
             self._file = self.path.open("ab")
             if self.resumable:
                 self._lock(self._file.fileno())
-                self._file.truncate(self._n_whole)
+                self._file.truncate(self._n_complete_bytes)
                 # The sidecar must be complete on disk before any line is written.
                 run = json.dumps(self.run, indent=1).encode()
                 replace_file(self._sidecar, growing_file(self._sidecar), run)
@@ -158,13 +158,13 @@ class ResultFile:
         """
         assert self._file is not None
         key = (completion.index, completion.choice)
-        if key in self.done or (self.resumable and completion.finish_reason not in _WHOLE):
+        if key in self.done or (self.resumable and completion.finish_reason not in _COMPLETE):
             return
         try:
             self._file.write(json.dumps(completion.to_json()).encode() + b"\n")
             self._file.flush()
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
         self.done.add(key)
 
     def close(self) -> None:
@@ -176,14 +176,14 @@ class ResultFile:
                 self._sidecar.unlink(missing_ok=True)
             self._file.close()
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
 
     def _continue(self) -> None:
         if is_there(self._sidecar):
             self._require_same(_read_run(self._sidecar))
         for number, line in enumerate(whole_lines(self.path), start=1):
             self.done.add(self._key(number, line))
-            self._n_whole += len(line)
+            self._n_complete_bytes += len(line)
         if not is_there(self._sidecar) and not self.is_complete:
             raise UsageError(
                 f"{self.path}: has {len(self.done)} of {self.n_total} completions, but "
@@ -191,15 +191,15 @@ class ResultFile:
                 "start again, or give another name"
             )
 
-    def _require_same(self, before: Mapping[str, Any]) -> None:
-        what = changed(before, self.run)
-        if what is None:
+    def _require_same(self, earlier_run: Mapping[str, Any]) -> None:
+        difference = changed(earlier_run, self.run)
+        if difference is None:
             return
-        was, now = _shown(before.get(what)), _shown(self.run.get(what))
-        values = "" if what in _DIGESTS else f" ({was} then, {now} now)"
+        earlier, current = _shown(earlier_run.get(difference)), _shown(self.run.get(difference))
+        values = "" if difference in _DIGESTS else f" ({earlier} then, {current} now)"
         raise UsageError(
-            f"{self.path}: the unfinished run in it had a different {what}{values}; give the same "
-            f"one, or remove {self.path.name} to start again"
+            f"{self.path}: the unfinished run in it had a different {difference}{values}; give the "
+            f"same one, or remove {self.path.name} to start again"
         )
 
     def _key(self, number: int, line: bytes) -> Key:
@@ -207,10 +207,10 @@ class ResultFile:
         try:
             value = json.loads(line)
             key = value["index"], value.get("choice", 0)
-            belongs = self._expected.get(key) == value["n_prompt_tokens"]
+            is_expected = self._expected.get(key) == value["n_prompt_tokens"]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            belongs, key = False, (0, 0)
-        if not belongs or key in self.done:
+            is_expected, key = False, (0, 0)
+        if not is_expected or key in self.done:
             raise UsageError(
                 f"{self.path}, line {number}: not a completion of these prompts, or a second one "
                 f"for the same choice; remove the line, or {self.path.name} to start again"
@@ -220,15 +220,15 @@ class ResultFile:
     def _lock(self, descriptor: int) -> None:
         """Locks the file against other runs, and checks that none has written since it was read."""
         try:
-            is_mine = take_lock(descriptor)
+            is_locked = take_lock(descriptor)
         except OSError:  # a file system without locks
-            is_mine = True
-        if not is_mine:
+            is_locked = True
+        if not is_locked:
             raise UsageError(f"{self.path}: another run is writing it; wait until that run ends")
-        if os.fstat(descriptor).st_size != self._n_found:
+        if os.fstat(descriptor).st_size != self._n_bytes_at_start:
             raise UsageError(f"{self.path}: another run has written to it; start again")
 
-    def _failed(self, error: OSError) -> WriteError:
+    def _write_error(self, error: OSError) -> WriteError:
         text = f"{self.path}: {error.strerror or error}; {len(self.done)} completions are written"
         return WriteError(f"{text}; --resume continues after them" if self.resumable else text)
 

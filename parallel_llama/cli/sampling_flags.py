@@ -125,18 +125,18 @@ def given_sampling(flags: Flags) -> dict[str, Any]:
     Raises: UsageError for parameters that cannot be combined.
     """
     # --seed is the run's seed; the requests' seeds are derived from it.
-    given = {flag.key: flags[flag] for flag in FLAGS if flag is not SEED}
-    given = {name: value for name, value in given.items() if value not in (None, [])}
-    if "logit_bias" in given:
-        given["logit_bias"] = tuple(given["logit_bias"])
-    shapes = [name for name in GRAMMARS if name in given]
-    if len(shapes) > 1:
-        names = [f"--{name.replace('_', '-')}" for name in shapes]
+    params = {flag.key: flags[flag] for flag in FLAGS if flag is not SEED}
+    params = {name: value for name, value in params.items() if value not in (None, [])}
+    if "logit_bias" in params:
+        params["logit_bias"] = tuple(params["logit_bias"])
+    grammar_names = [name for name in GRAMMARS if name in params]
+    if len(grammar_names) > 1:
+        names = [f"--{name.replace('_', '-')}" for name in grammar_names]
         raise UsageError(f"{' and '.join(names)} cannot be combined; give only one")
-    for name in shapes:
-        given["grammar"] = Grammar(GRAMMARS[name], given.pop(name))
-    SamplingParams(**given)
-    return given
+    for name in grammar_names:
+        params["grammar"] = Grammar(GRAMMARS[name], params.pop(name))
+    SamplingParams(**params)
+    return params
 
 
 def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def warn_of_idle_filters(given: Mapping[str, Any], params: Iterable[SamplingPara
     filters = [
         f"--{name.replace('_', '-')}" for name in ("top_p", "top_k", "min_p") if name in given
     ]
-    if filters and all(own.is_greedy for own in params):
+    if filters and all(item.is_greedy for item in params):
         have = "has" if len(filters) == 1 else "have"
         warn(f"{' and '.join(filters)} {have} no effect at temperature 0; add --temperature T")
 

@@ -65,13 +65,13 @@ def _score(
     llm: "LLM", *, sequences: Sequence[Sequence[int]], stride: int | None, as_json: bool
 ) -> int:
     context = llm.input_processor.longest
-    most = max(map(len, sequences), default=0)
-    if most > context:
+    longest = max(map(len, sequences), default=0)
+    if longest > context:
         step = stride or context // 2
         print(
-            f"{most:,} tokens exceed the context of {context:,}: scoring in windows that move by "
-            f"{step:,}, so that each token after the first window has at least {context - step:,} "
-            "tokens before it",
+            f"{longest:,} tokens exceed the context of {context:,}: scoring in windows that move "
+            f"by {step:,}, so that each token after the first window has at least "
+            f"{context - step:,} tokens before it",
             file=sys.stderr,
         )
     n_all, n_done = sum(map(len, sequences)), 0

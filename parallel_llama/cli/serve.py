@@ -80,7 +80,7 @@ LOG_FORMAT: Flag[str] = Flag(
 )  # fmt: skip
 
 _ENGINE = "parallel_llama.engine_process"  # the module that the engine's process runs
-_RANKS_FIRST_S = 5.0  # extra time, so that the ranks themselves report which one is late
+_REPORT_MARGIN_S = 5.0  # so that the ranks report a late rank before the frontend stops the engine
 
 
 def prepare(flags: Flags) -> Job:
@@ -107,19 +107,19 @@ def prepare(flags: Flags) -> Job:
             f"--{ORIGINS.name} * without --{API_KEY_FILE.name}: every web page in a browser on "
             "this machine can use the server"
         )
-    own = bound_socket(flags[HOST], flags[PORT])
+    listener = bound_socket(flags[HOST], flags[PORT])
     if is_started_as_rank():
-        return Job(lambda: _serve_as_rank(flags, inputs, own, keys), n_ranks)
+        return Job(lambda: _serve_as_rank(flags, inputs, listener, keys), n_ranks)
     config = llm_config(flags, tp_size=n_ranks)
 
     def run() -> int:
         from parallel_llama.serve.engine_child import EngineChild
 
         print(painted(f"loading {flags[MODEL]}", DIM, sys.stderr), file=sys.stderr, flush=True)
-        return _front(
+        return _run_frontend(
             flags,
             inputs,
-            own,
+            listener,
             keys,
             lambda: EngineChild(_ENGINE, config.to_json(), flags[LOG_FORMAT]),
             flags[RESTARTS],
@@ -128,10 +128,10 @@ def prepare(flags: Flags) -> Job:
     return Job(run)
 
 
-def _front(
+def _run_frontend(
     flags: Flags,
     inputs: "InputProcessor",
-    own: socket.socket,
+    listener: socket.socket,
     keys: Sequence[str],
     start: "Callable[[], EngineChild | AttachedEngine]",
     restarts: int,
@@ -157,12 +157,12 @@ def _front(
         Metrics(names[0]),
         max_choices=flags[MAX_REQUESTS],
         restarts=restarts,
-        step_timeout_s=flags[TIMEOUT] + _RANKS_FIRST_S,
+        step_timeout_s=flags[TIMEOUT] + _REPORT_MARGIN_S,
     )
 
     def announce(loaded: Loaded) -> None:
         inputs.n_cache_tokens = loaded.longest
-        host, port = own.getsockname()[:2]
+        host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         n_ranks, dtype = len(loaded.ranks), in_dtype(loaded.dtype, loaded.quant)
         line = f"serving {names[0]} at http://{host}:{port} ({counted(n_ranks, 'rank')}"
@@ -175,12 +175,12 @@ def _front(
     app = allowing_origins(access, flags[ORIGINS])
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    with own:
-        return loop.run_until_complete(serve(app, engine, own, flags[DRAIN]))
+    with listener:
+        return loop.run_until_complete(serve(app, engine, listener, flags[DRAIN]))
 
 
 def _serve_as_rank(
-    flags: Flags, inputs: "InputProcessor", own: socket.socket, keys: Sequence[str]
+    flags: Flags, inputs: "InputProcessor", listener: socket.socket, keys: Sequence[str]
 ) -> int:
     """Rank 0 under a launcher: runs the engine, and forks the HTTP server.
 
@@ -189,30 +189,34 @@ def _serve_as_rank(
     """
     from parallel_llama.serve.engine_child import AttachedEngine
 
-    ours, theirs = socket.socketpair()
-    front = os.fork()
-    if front == 0:
+    engine_socket, frontend_socket = socket.socketpair()
+    frontend_pid = os.fork()
+    if frontend_pid == 0:
         os.setpgid(0, 0)  # rank 0 forwards signals; signals to its group must not arrive twice
-        ours.close()
-        os._exit(_front(flags, inputs, own, keys, lambda: AttachedEngine(theirs), restarts=0))
-    theirs.close()
-    own.close()
+        engine_socket.close()
+        os._exit(
+            _run_frontend(
+                flags, inputs, listener, keys, lambda: AttachedEngine(frontend_socket), restarts=0
+            )
+        )
+    frontend_socket.close()
+    listener.close()
     # The HTTP server handles signals: it drains, then closes the engine.
-    for ending in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(ending, lambda received, _: os.kill(front, received))
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda received, _: os.kill(frontend_pid, received))
 
     def work(llm: "LLM") -> int:
         from parallel_llama.engine_process import EngineProcess
         from parallel_llama.serve.wire import FrameSocket
 
-        EngineProcess(llm.ranks, FrameSocket(ours)).run()
+        EngineProcess(llm.ranks, FrameSocket(engine_socket)).run()
         return 0
 
     try:
         return lead(flags, inputs, work)
     finally:
-        ours.close()  # ends the HTTP server if `lead` has failed
-        os.waitpid(front, 0)  # the port must be free when this process exits
+        engine_socket.close()  # ends the HTTP server if `lead` has failed
+        os.waitpid(frontend_pid, 0)  # the port must be free when this process exits
 
 
 def _follow(flags: Flags, inputs: "InputProcessor") -> int:
@@ -235,13 +239,13 @@ def _require_adapter_root(flags: Flags) -> None:
 
 
 def _names(flags: Flags) -> list[str]:
-    """The model's names for clients: the given one, else the last part of its path, and the path.
+    """The model's names for clients: --served-model-name, or its file name and its path.
 
     Raises: UsageError for an adapter with a name of the model.
     """
-    model, given = flags[MODEL], flags[MODEL_NAME]
-    own = Path(model).name.removesuffix(".gguf") or model
-    names = [given] if given is not None else list(dict.fromkeys((own, model)))
+    model, served_name = flags[MODEL], flags[MODEL_NAME]
+    short_name = Path(model).name.removesuffix(".gguf") or model
+    names = [served_name] if served_name is not None else list(dict.fromkeys((short_name, model)))
     for name in adapters_of(flags):
         if name in names:
             raise UsageError(

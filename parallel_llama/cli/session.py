@@ -1,4 +1,4 @@
-"""Loads the model on all ranks of a command, and measures the progress of its run."""
+"""Runs the work of a command with its model on all ranks, and reports progress and speed."""
 
 import gc
 import io
@@ -29,25 +29,25 @@ class Meter:
     def __init__(
         self, requests: Sequence[Request], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.clock, self.began_s = clock, clock()
+        self.clock, self.start_s = clock, clock()
         self.first_token_s = self.last_token_s = 0.0
         self.n_total = sum(request.params.n for request in requests)
         self.n_done = self.n_tokens = 0
         self._begun: set[tuple[int, int]] = set()
         self._max_tokens = {request.index: request.max_tokens for request in requests}
-        self._most_left = sum(request.params.n * request.max_tokens for request in requests)
+        self._max_tokens_left = sum(request.params.n * request.max_tokens for request in requests)
 
     def take(self, output: "StepOutput") -> None:
         """Adds the output of one step for one choice."""
         if output.tokens:
-            self.last_token_s = self.clock() - self.began_s
+            self.last_token_s = self.clock() - self.start_s
             self.first_token_s = self.first_token_s or self.last_token_s
             self.n_tokens += len(output.tokens)
             self._begun.add((output.index, output.choice))
-            self._most_left -= len(output.tokens)
+            self._max_tokens_left -= len(output.tokens)
         if output.completion is not None:
             self.n_done += 1
-            self._most_left -= self._max_tokens[output.index] - len(output.completion.tokens)
+            self._max_tokens_left -= self._max_tokens[output.index] - len(output.completion.tokens)
 
     @property
     def tokens_per_s(self) -> float:
@@ -70,15 +70,17 @@ class Meter:
         token. The sum of all max_tokens is an upper bound.
         """
         if not self.n_done:
-            return self._most_left
-        return min(self._most_left, self.n_tokens / self.n_done * (self.n_total - self.n_done))
+            return self._max_tokens_left
+        return min(
+            self._max_tokens_left, self.n_tokens / self.n_done * (self.n_total - self.n_done)
+        )
 
     def line(self) -> str:
         line = f"generating: {self.n_done} of {self.n_total} done"
         if self.tokens_per_s:
             left = duration(self.n_tokens_left / self.tokens_per_s)
-            most = "" if self.n_done else "at most "
-            line += f", {self.tokens_per_s:.1f} tokens/s, {most}{left} left"
+            bound = "" if self.n_done else "at most "
+            line += f", {self.tokens_per_s:.1f} tokens/s, {bound}{left} left"
         return line
 
 
@@ -177,22 +179,22 @@ def closing_line(
 
     `drafts` are the numbers of draft tokens that were accepted, and of all draft tokens.
     """
-    least, most = size(min(weight_bytes)), size(max(weight_bytes))
-    pieces = [counted(meter.n_tokens, "token")]
+    smallest, largest = size(min(weight_bytes)), size(max(weight_bytes))
+    parts = [counted(meter.n_tokens, "token")]
     if meter.n_tokens:
-        pieces.append(f"the first after {meter.first_token_s:.2f} s")
+        parts.append(f"the first after {meter.first_token_s:.2f} s")
     if meter.tokens_per_s:
-        pieces.append(f"{meter.tokens_per_s:.1f} tokens/s")
+        parts.append(f"{meter.tokens_per_s:.1f} tokens/s")
     n_accepted, n_drafts = drafts
     if n_drafts:
-        pieces.append(f"{n_accepted} of {n_drafts} draft tokens accepted")
-    weights = most if least == most else f"{least} to {most}"
+        parts.append(f"{n_accepted} of {n_drafts} draft tokens accepted")
+    weights = largest if smallest == largest else f"{smallest} to {largest}"
     n_ranks = len(weight_bytes)
-    pieces.append(
+    parts.append(
         f"{n_ranks} ranks, {weights} of weights each"
         if n_ranks > 1
-        else f"1 rank, {most} of weights"
+        else f"1 rank, {largest} of weights"
     )
     if seed is not None:
-        pieces.append(f"seed {seed}")
-    return ", ".join(pieces)
+        parts.append(f"seed {seed}")
+    return ", ".join(parts)

@@ -14,8 +14,8 @@ from parallel_llama.parallel.launch import ENDING_SIGNALS
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 KIB = 1024
 
-_PATIENCE_S = 0.5  # shorter activities are not shown
-_REDRAWN_S = 0.1
+_SHOW_AFTER_S = 0.5  # shorter activities are not shown
+_REDRAW_S = 0.1
 
 
 def has_colors(stream: TextIO) -> bool:
@@ -47,11 +47,13 @@ def bar(parts: Sequence[float], width: int, stream: TextIO, limit: float = 1) ->
     for part, fill in zip(parts, fills, strict=False):
         total += part
         text += fill * (min(width, round(total * width)) - len(text))
-    within = min(width, round(limit * width))
+    n_within = min(width, round(limit * width))
     if total <= limit:
-        return text[:within].ljust(within, empty).ljust(width)
-    within = min(within, width - 1)
-    return (text[:within].ljust(within, empty) + "!" * max(1, len(text) - within)).ljust(width)
+        return text[:n_within].ljust(n_within, empty).ljust(width)
+    n_within = min(n_within, width - 1)
+    return (text[:n_within].ljust(n_within, empty) + "!" * max(1, len(text) - n_within)).ljust(
+        width
+    )
 
 
 def size(n_bytes: float) -> str:
@@ -106,7 +108,7 @@ class StatusLine:
         """Draws the line, unless it was drawn less than _REDRAWN_S ago."""
         now = time.monotonic()
         if self.shown and now >= self.next_s:
-            self.next_s = now + _REDRAWN_S
+            self.next_s = now + _REDRAW_S
             # A wrapped line could not be erased.
             self._write(f"\r\x1b[K{text()[: _columns(self.stream) - 1]}")
 
@@ -130,7 +132,7 @@ class Activity:
     def __init__(self, what: str, stream: TextIO) -> None:
         self.what = what
         self._status = StatusLine(stream)
-        self._began_s = time.monotonic()
+        self._start_s = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._draw, daemon=True)
         if self._status.shown:
@@ -150,10 +152,10 @@ class Activity:
         self._status.clear()
 
     def _draw(self) -> None:
-        wait_s = _PATIENCE_S
+        wait_s = _SHOW_AFTER_S
         while not self._ended.wait(wait_s):
-            wait_s = _REDRAWN_S
-            self._status.show(lambda: f"{self.what} ({time.monotonic() - self._began_s:.0f} s)")
+            wait_s = _REDRAW_S
+            self._status.show(lambda: f"{self.what} ({time.monotonic() - self._start_s:.0f} s)")
 
 
 def ctrl_c_raises() -> None:
@@ -186,18 +188,18 @@ def ctrl_c(raises_at: int = 2) -> Iterator[Callable[[], bool]]:
         if n_pressed == raises_at:
             signal.default_int_handler(signum, frame)
 
-    before = signal.signal(signal.SIGINT, press)
+    old_handler = signal.signal(signal.SIGINT, press)
     try:
         yield lambda: n_pressed > 0
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
 
 
 def _columns(stream: TextIO) -> int:
     try:
-        return os.get_terminal_size(stream.fileno()).columns or _USUAL_COLUMNS
+        return os.get_terminal_size(stream.fileno()).columns or _DEFAULT_COLUMNS
     except (OSError, ValueError):  # ValueError if the stream is not a file
-        return _USUAL_COLUMNS
+        return _DEFAULT_COLUMNS
 
 
-_USUAL_COLUMNS = 80
+_DEFAULT_COLUMNS = 80

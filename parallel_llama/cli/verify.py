@@ -37,13 +37,13 @@ def _verify(model: str, against: str | None, as_json: bool) -> int:
 
     n_read = 0
 
-    def note(n_bytes: int) -> None:
+    def show_progress(n_bytes: int) -> None:
         nonlocal n_read
         n_read += n_bytes
         progress.what = f"verifying {model}: {size(n_read)}"
 
     with Activity(f"verifying {model}", sys.stderr) as progress:
-        report = verify(model, against, note)
+        report = verify(model, against, show_progress)
     if as_json:
         keys = ("ok", "files", "tensors", "hashed", "bytes", "problems", "notes")
         print(json.dumps({key: getattr(report, key) for key in keys}), flush=True)

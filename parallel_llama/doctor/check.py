@@ -1,4 +1,4 @@
-"""The result of a check, and the ids of all checks. No torch."""
+"""`Check`, the result of a check, and the ids of all checks. Without torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ class Check:
 
     Args:
         id: a key of `CHECKS`.
-        status: warn: works, but slowly or not everywhere; skip: not checked, see `seen`.
-        seen: the values that decided, with the rank if there are several ranks.
+        status: warn: works, but slowly or not everywhere; skip: not checked, and `seen` says why.
+        seen: the measured values, with the rank if there are several ranks.
         remedy: one command, or what to change; empty if nothing is wrong.
     """
 
@@ -65,8 +65,8 @@ class Check:
 
 def in_order(checks: Iterable[Check]) -> list[Check]:
     """The checks in the order of `CHECKS`; those with the same id keep their order."""
-    places = list(CHECKS)
-    return sorted(checks, key=lambda check: places.index(check.id))
+    order = list(CHECKS)
+    return sorted(checks, key=lambda check: order.index(check.id))
 
 
 def is_ok(checks: Iterable[Check]) -> bool:

@@ -1,4 +1,4 @@
-"""Facts about each rank's process and host, compared between ranks or checked on each rank."""
+"""Checks of software, clocks, hosts and GPUs: each rank gathers its facts, and all are compared."""
 
 import hashlib
 import os
@@ -27,8 +27,8 @@ from parallel_llama.parallel.device_choice import count_gpus, too_few
 
 _LIBRARIES = "torch", "llvmlite", "numpy", "blake3", "msgspec", "safetensors", "fairscale"
 _PACKAGE = Path(parallel_llama.__file__).parent
-_CLOCKS_S = 1.0
-_CONNECT_S, _FAR_S, _N_PINGS = 3.0, 2e-3, 5
+_MAX_CLOCK_OFFSET_S = 1.0
+_CONNECT_S, _SLOW_TRIP_S, _N_PINGS = 3.0, 2e-3, 5
 _MIB = 1 << 20
 
 
@@ -63,39 +63,44 @@ class Facts(msgspec.Struct, frozen=True):
         )
 
 
-def versions(found: Sequence[Facts | None]) -> Check:
+def versions(facts_by_rank: Sequence[Facts | None]) -> Check:
     """Compares the versions of all ranks."""
-    lost = [rank for rank, facts in enumerate(found) if facts is None]
-    if lost:
-        seen = f"the facts of rank {listed_ranks(lost)} cannot be read: the rank runs another "
+    lost_ranks = [rank for rank, facts in enumerate(facts_by_rank) if facts is None]
+    if lost_ranks:
+        seen = (
+            f"the facts of rank {listed_ranks(lost_ranks)} cannot be read: the rank runs another "
+        )
         seen += "version, or its messages arrive damaged"
         return Check("versions", "fail", seen, "pip install the same version on all hosts")
-    there = [facts for facts in found if facts is not None]
-    for name in there[0].versions:
-        values = [facts.versions.get(name, "none") for facts in there]
-        usual, _ = Counter(values).most_common(1)[0]
-        odd = [rank for rank, value in enumerate(values) if value != usual]
-        if odd:
-            rank, like = odd[0], values.index(usual)
-            seen = f"{name}: rank {listed_ranks(odd)} has {values[rank]}, rank {like} has {usual}"
+    known_facts = [facts for facts in facts_by_rank if facts is not None]
+    for name in known_facts[0].versions:
+        values = [facts.versions.get(name, "none") for facts in known_facts]
+        most_common, _ = Counter(values).most_common(1)[0]
+        differing = [rank for rank, value in enumerate(values) if value != most_common]
+        if differing:
+            rank, reference = differing[0], values.index(most_common)
+            seen = f"{name}: rank {listed_ranks(differing)} has {values[rank]}, "
+            seen += f"rank {reference} has {most_common}"
             remedy = "pip install the same version on all hosts, and check that rank's PYTHONPATH"
             return Check("versions", "fail", seen, remedy)
     names = "parallel_llama", "torch", "llvmlite"
-    seen = ", ".join(f"{name} {there[0].versions[name]}" for name in names)
-    return Check("versions", "pass", f"{seen}, Python {there[0].versions['Python']}")
+    seen = ", ".join(f"{name} {known_facts[0].versions[name]}" for name in names)
+    return Check("versions", "pass", f"{seen}, Python {known_facts[0].versions['Python']}")
 
 
-def clocks(found: Sequence[Facts]) -> Check:
+def clocks(ranks: Sequence[Facts]) -> Check:
     """Compares the clocks of the hosts."""
-    if len({facts.host_id for facts in found}) == 1:
+    if len({facts.host_id for facts in ranks}) == 1:
         return Check("clocks", "skip", "all ranks are on one host")
-    usual = statistics.median(facts.time_s for facts in found)
-    off = {rank: facts.time_s - usual for rank, facts in enumerate(found)}
-    rank = max(off, key=lambda each: abs(off[each]))
-    seen = f"at most {abs(off[rank]):.2f} s from the median"
-    if abs(off[rank]) <= _CLOCKS_S:
+    median_s = statistics.median(facts.time_s for facts in ranks)
+    offset_s = {rank: facts.time_s - median_s for rank, facts in enumerate(ranks)}
+    rank = max(offset_s, key=lambda rank: abs(offset_s[rank]))
+    seen = f"at most {abs(offset_s[rank]):.2f} s from the median"
+    if abs(offset_s[rank]) <= _MAX_CLOCK_OFFSET_S:
         return Check("clocks", "pass", seen)
-    seen = f"rank {rank} ({found[rank].host}) is off by {off[rank]:.1f} s; only logs are affected"
+    seen = (
+        f"rank {rank} ({ranks[rank].host}) is off by {offset_s[rank]:.1f} s; only logs are affected"
+    )
     return Check("clocks", "warn", seen, "sudo timedatectl set-ntp true")
 
 
@@ -109,10 +114,10 @@ class Listener:
     def __init__(self, store: tuple[str, int] | None) -> None:
         self.address = "", 0
         self._server: socket.socket | None = None
-        own = store and address_to(*store)
+        address = store and address_to(*store)
         with suppress(OSError):
-            if own:
-                self._server = socket.create_server((str(own), 0))
+            if address:
+                self._server = socket.create_server((str(address), 0))
                 self.address = self._server.getsockname()[:2]
                 threading.Thread(target=self._echo, args=(self._server,), daemon=True).start()
 
@@ -131,33 +136,32 @@ class Listener:
                         near.sendall(near.recv(1))
 
 
-def hosts(comm: Communicator, found: Sequence[Facts]) -> Check:
+def hosts(comm: Communicator, ranks: Sequence[Facts]) -> Check:
     """Connects each rank to every rank on another host, in both directions.
 
     Collective: one all_gather, after every rank has a `Listener`.
     """
-    if len({facts.host_id for facts in found}) == 1:
+    if len({facts.host_id for facts in ranks}) == 1:
         return Check("hosts", "skip", "all ranks are on one host")
-    own = found[comm.rank]
-    trips = [
-        0.0 if facts.host_id == own.host_id else _round_trip(facts.address, facts.port)
-        for facts in found
+    own_facts = ranks[comm.rank]
+    round_trips_s = [
+        0.0 if facts.host_id == own_facts.host_id else _round_trip(facts.address, facts.port)
+        for facts in ranks
     ]
-    rows = exchange(comm, trips, list[float])
+    rows = exchange(comm, round_trips_s, list[float])
     pairs = {(a, b): s for a, row in enumerate(rows) for b, s in enumerate(row or ())}
-    cut = [pair for pair, s in pairs.items() if s < 0]
-    if cut:
-        (a, b), n_more = cut[0], len(cut) - 1
-        seen = f"rank {a} ({found[a].host}) cannot connect to rank {b} ({found[b].address})"
+    unreachable = [pair for pair, s in pairs.items() if s < 0]
+    if unreachable:
+        (a, b), n_more = unreachable[0], len(unreachable) - 1
+        seen = f"rank {a} ({ranks[a].host}) cannot connect to rank {b} ({ranks[b].address})"
         seen += f", and {n_more} more" if n_more else ""
-        return Check("hosts", "fail", seen, f"allow TCP from {found[a].address} in the firewall")
+        return Check("hosts", "fail", seen, f"allow TCP from {ranks[a].address} in the firewall")
     (a, b), slowest_s = max(pairs.items(), key=lambda item: item[1])
-    n_hosts = len({facts.host_id for facts in found})
+    n_hosts = len({facts.host_id for facts in ranks})
     seen = f"{n_hosts} hosts, round trip of at most {slowest_s * 1e3:.2f} ms"
-    if slowest_s > _FAR_S:
-        seen = (
-            f"rank {a} ({found[a].address}) and rank {b} ({found[b].address}) are far apart: {seen}"
-        )
+    if slowest_s > _SLOW_TRIP_S:
+        pair = f"rank {a} ({ranks[a].address}) and rank {b} ({ranks[b].address})"
+        seen = f"{pair} are far apart: {seen}"
         remedy = "export GLOO_SOCKET_IFNAME=INTERFACE (the fastest network of `ip -br addr`)"
         return Check("hosts", "warn", seen, remedy)
     return Check("hosts", "pass", seen)
@@ -167,39 +171,39 @@ def _round_trip(address: str, port: int) -> float:
     """The fastest round trip of a byte in seconds; -1 without a connection."""
     try:
         times = []
-        with socket.create_connection((address, port), _CONNECT_S) as far:
-            far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with socket.create_connection((address, port), _CONNECT_S) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for _ in range(_N_PINGS):
-                began = time.perf_counter()
-                far.sendall(b"?")
-                if far.recv(1) != b"?":
+                start_s = time.perf_counter()
+                connection.sendall(b"?")
+                if connection.recv(1) != b"?":
                     return -1.0
-                times.append(time.perf_counter() - began)
+                times.append(time.perf_counter() - start_s)
         return min(times)
     except OSError:
         return -1.0
 
 
 def gpus(n_local: int, needed: int) -> Check:
-    """Checks that this rank's GPU has `needed` bytes of free memory, 0 without a model."""
-    n_there, n_seen = count_gpus(), visible_gpus()
-    if not n_there and not n_seen:
+    """Checks that this rank's GPU has `needed` bytes of free memory; 0 bytes without a model."""
+    n_devices, n_visible = count_gpus(), visible_gpus()
+    if not n_devices and not n_visible:
         return Check("cards", "skip", "there is no CUDA device")
-    if not n_seen:
-        seen = f"{n_there} CUDA devices, but torch {torch.__version__} sees none"
+    if not n_visible:
+        seen = f"{n_devices} CUDA devices, but torch {torch.__version__} sees none"
         return Check("cards", "fail", seen, "nvidia-smi (then install a torch for its CUDA)")
-    kinds = {torch.cuda.get_device_name(gpu) for gpu in range(min(n_local, n_seen))}
-    if n_local > n_seen:
-        remedy = f"use at most --nproc {n_seen}"
-        return Check("cards", "warn", f"{too_few(n_local, n_seen)}: running on the CPU", remedy)
+    names = {torch.cuda.get_device_name(gpu) for gpu in range(min(n_local, n_visible))}
+    if n_local > n_visible:
+        remedy = f"use at most --nproc {n_visible}"
+        return Check("cards", "warn", f"{too_few(n_local, n_visible)}: running on the CPU", remedy)
     n_free, n_all = torch.cuda.mem_get_info()
     seen = f"{torch.cuda.get_device_name()}, {n_free // _MIB} of {n_all // _MIB} MiB free"
     if needed > n_free:
         return Check(
             "cards", "fail", f"{seen}, {needed // _MIB} needed", "nvidia-smi (lists other programs)"
         )
-    if len(kinds) > 1:
-        seen = f"different GPUs: {', '.join(sorted(kinds))}"
+    if len(names) > 1:
+        seen = f"different GPUs: {', '.join(sorted(names))}"
         return Check("cards", "warn", seen, "export CUDA_VISIBLE_DEVICES=.. (equal GPUs)")
     return Check("cards", "pass", seen)
 
@@ -242,15 +246,15 @@ def _host_id() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {
+    versions = {
         "parallel_llama": parallel_llama.__version__,
         "Python": platform.python_version(),
         "source of parallel_llama": _source_digest(),
     }
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _source_digest() -> str:

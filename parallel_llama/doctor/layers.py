@@ -1,4 +1,4 @@
-"""Checks a model's files, and some of its layers on all ranks against the same layers on one."""
+"""Checks a model's files, and computes some of its layers on all ranks and on a single rank."""
 
 import time
 from collections.abc import Iterator
@@ -40,9 +40,9 @@ from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.rank_env import local_world
 from parallel_llama.plan import ShardPlan, make_plan
 
-# Limits on the bytes that a rank hashes and on the time for layers, so that the command is quick.
-_HASHED_BYTES = 1 << 30
-_LAYERS_S = 3.0
+# Limits on the bytes that a rank hashes and on the time for layers, which keep the command quick.
+_MAX_HASHED_BYTES = 1 << 30
+_MAX_LAYERS_S = 3.0
 _DIGESTS_BYTES = 1 << 20  # for the names and digests of some thousand files
 _GPU_TOLERANCE = 2e-2  # of bfloat16, relative to the largest value
 _N_TOKENS = 16
@@ -53,8 +53,8 @@ def files(comm: Communicator, setup: ModelSetup) -> Check:
 
     Collective: two all_gathers.
     """
-    own = fingerprint(setup.inputs.files)
-    by_rank = exchange(comm, own, dict[str, str], _DIGESTS_BYTES)
+    own_digests = fingerprint(setup.inputs.files)
+    by_rank = exchange(comm, own_digests, dict[str, str], _DIGESTS_BYTES)
     first = by_rank[0] or {}
     for rank, other in enumerate(by_rank):
         if other is None:
@@ -65,7 +65,7 @@ def files(comm: Communicator, setup: ModelSetup) -> Check:
             seen = f"rank {rank} and rank 0 differ in {listed(names, 3)}"
             remedy = f"copy the model from rank 0's host: rsync -a {setup.inputs.files.path} HOST:"
             return Check("files", "fail", seen, remedy)
-    return agreed(comm, _manifest(setup, own))
+    return agreed(comm, _manifest(setup, own_digests))
 
 
 def _manifest(setup: ModelSetup, digests: dict[str, str]) -> Check:
@@ -86,7 +86,7 @@ def _manifest(setup: ModelSetup, digests: dict[str, str]) -> Check:
     n_bytes = 0
     for name in by_size[local_rank::n_local]:
         n_bytes += manifest.files[name].bytes
-        if n_bytes > _HASHED_BYTES and chosen:
+        if n_bytes > _MAX_HASHED_BYTES and chosen:
             break
         chosen.append(name)
     report = Report()
@@ -95,15 +95,15 @@ def _manifest(setup: ModelSetup, digests: dict[str, str]) -> Check:
     if faults:
         return Check("files", "fail", listed(faults, 3), remedy)
     n_left = len(by_size[local_rank::n_local]) - len(chosen)
-    left = f"; {n_left} not hashed, to save time ({remedy} hashes all)" if n_left else ""
-    return Check("files", "pass", f"equal to {MANIFEST}{left}")
+    suffix = f"; {n_left} not hashed, to save time ({remedy} hashes all)" if n_left else ""
+    return Check("files", "pass", f"equal to {MANIFEST}{suffix}")
 
 
 def layers(comm: Communicator, setup: ModelSetup) -> Check:
     """Computes layers on all ranks, and again on one rank, which compares every exchange.
 
-    The ranks take turns to compute a layer alone. The layers are the first, the last, and as many
-    others as time allows.
+    The ranks take turns to compute a layer alone. The first and the last layer are checked, and as
+    many other layers as time allows.
 
     Collective: one all_gather; then for each layer a broadcast, the collectives of the layer, and
     one or two all_gathers.
@@ -118,32 +118,40 @@ def layers(comm: Communicator, setup: ModelSetup) -> Check:
     )
     values = values_by_form(setup.args, setup.precision, exact=setup.exact)
     per_layer = weight_bytes(alone.shards[0], values) // setup.args.n_layers
-    room = Check("layers", "pass", "a layer fits into the free memory")
+    fits = Check("layers", "pass", "a layer fits into the free memory")
     if per_layer > available_memory() // 4:
-        room = Check("layers", "skip", "a layer takes too much of the free memory")
-    room = agreed(comm, room)  # ranks may have different free memory
-    if room.status != "pass":
-        return room
+        fits = Check("layers", "skip", "a layer takes too much of the free memory")
+    fits = agreed(comm, fits)  # ranks may have different free memory
+    if fits.status != "pass":
+        return fits
     x = _embedded(setup)
-    deadline, done = time.monotonic() + _LAYERS_S, 0
-    for number, layer in enumerate(_spread(setup.args.n_layers)):
-        goes_on = torch.tensor([number < 2 or time.monotonic() < deadline])
-        if not comm.broadcast(goes_on)[0]:
+    deadline, done = time.monotonic() + _MAX_LAYERS_S, 0
+    for number, layer in enumerate(_layers_to_check(setup.args.n_layers)):
+        has_time = torch.tensor([number < 2 or time.monotonic() < deadline])
+        if not comm.broadcast(has_time)[0]:
             break
         checker = number % comm.size
         traced = Traced(comm)
         _compute(setup, setup.plan, traced, layer, x)
-        found, n_exchanges = _compared(comm, setup, alone, layer, x, traced.trace, checker)
-        if found is not None:
+        difference, n_exchanges = _compare_with_one_rank(
+            comm, setup, alone, layer, x, traced.trace, checker
+        )
+        if difference is not None:
             # A second rank also computes the layer alone, to tell which rank is wrong.
             second = (checker + 1) % comm.size
-            again, _ = _compared(comm, setup, alone, layer, x, traced.trace, second)
+            second_difference, _ = _compare_with_one_rank(
+                comm, setup, alone, layer, x, traced.trace, second
+            )
             names = layer_names(layer, n_exchanges)
-            if again is None:
-                what = names[found.exchange] if found.exchange < len(names) else f"layer {layer}"
-                seen = f"rank {checker} computes or receives {what} differently"
+            if second_difference is None:
+                exchange = (
+                    names[difference.exchange]
+                    if difference.exchange < len(names)
+                    else f"layer {layer}"
+                )
+                seen = f"rank {checker} computes or receives {exchange} differently"
             else:
-                seen = describe({checker: found, second: again}, names)
+                seen = describe({checker: difference, second: second_difference}, names)
             return Check("layers", "fail", seen, HARDWARE)
         done += 1
     how = "within the tolerance" if setup.kind == "cuda" else "equal bits"
@@ -151,12 +159,12 @@ def layers(comm: Communicator, setup: ModelSetup) -> Check:
     return Check("layers", "pass", seen)
 
 
-class _Compared(msgspec.Struct, frozen=True):
+class _Comparison(msgspec.Struct, frozen=True):
     difference: Difference | None
     n_exchanges: int
 
 
-def _compared(
+def _compare_with_one_rank(
     comm: Communicator,
     setup: ModelSetup,
     alone: ShardPlan,
@@ -169,16 +177,16 @@ def _compared(
 
     Collective: one all_gather.
     """
-    own = _Compared(None, len(trace.results))
+    comparison = _Comparison(None, len(trace.results))
     if comm.rank == checker:
         solo = TracedSolo()
         _compute(setup, alone, solo, layer, x)
         tolerance = _GPU_TOLERANCE if setup.kind == "cuda" else 0.0
-        own = _Compared(first_difference(solo.trace, trace, tolerance), len(trace.results))
-    found = exchange(comm, own, _Compared)[checker]
-    if found is None:
+        comparison = _Comparison(first_difference(solo.trace, trace, tolerance), len(trace.results))
+    result = exchange(comm, comparison, _Comparison)[checker]
+    if result is None:
         return Difference(0, (checker,)), len(trace.results)
-    return found.difference, found.n_exchanges
+    return result.difference, result.n_exchanges
 
 
 def _compute(
@@ -226,7 +234,7 @@ def _embedded(setup: ModelSetup) -> Tensor:
     return torch.cat(rows).to(setup.device, dtype) * setup.args.embedding_scale
 
 
-def _spread(n_layers: int) -> Iterator[int]:
+def _layers_to_check(n_layers: int) -> Iterator[int]:
     """The first layer, the last, the middle, the quarters and so on, each once."""
     seen: set[int] = set()
     n_parts = 1

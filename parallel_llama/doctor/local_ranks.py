@@ -1,8 +1,8 @@
 """Starts the ranks of this host for the rank checks, and outlives the ranks. No torch.
 
 The ranks may crash, hang or be killed, because the checks look for such faults. So this process is
-not a rank: it reads the findings of rank 0 from a pipe, and names the rank that ends, stops or is
-silent.
+not a rank: it reads the results of rank 0 from a pipe, and detects ranks that have ended, are
+stopped or send nothing.
 """
 
 import json
@@ -24,40 +24,40 @@ from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.parallel.watchdog import Peers
 
 _MODULE = "parallel_llama.doctor.rank"
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _STOPPED_S = 2.0  # a rank that is stopped for longer is reported
-_LAST_WORDS_S = 2.0
+_LAST_REPORT_S = 2.0
 _MAX_LINE_BYTES = 1 << 16
 # Time of the ranks besides waiting for each other: for loading torch, kernels and the checks.
 _WORK_S = 60.0
 
 
 class _Results:
-    """The lines of rank 0 so far; `explain` may replace a check before it is passed on."""
+    """Parses the lines of rank 0, and passes each check on once; `explain` may replace a check."""
 
-    def __init__(self, on_check: Callable[[Check], None], on_now: Callable[[str], None]) -> None:
-        self._on_check, self._on_now = on_check, on_now
+    def __init__(self, on_check: Callable[[Check], None], on_begin: Callable[[str], None]) -> None:
+        self._on_check, self._on_begin = on_check, on_begin
         self.explain: Callable[[Check], Check] = lambda check: check
-        self.given: set[str] = set()
-        self.now, self.is_done, self.heard_s = "start", False, time.monotonic()
-        self._rest = b""
+        self.passed_on: set[str] = set()
+        self.current, self.is_done, self.last_data_s = "start", False, time.monotonic()
+        self._unfinished_line = b""
 
     def take(self, data: bytes) -> None:
-        self.heard_s = time.monotonic()
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        self.last_data_s = time.monotonic()
+        *lines, self._unfinished_line = (self._unfinished_line + data).split(b"\n")
         for line in lines:
             body = json.loads(line)
             if "check" in body:
-                self.give(self.explain(msgspec.convert(body["check"], Check)))
+                self.pass_on(self.explain(msgspec.convert(body["check"], Check)))
             elif body.get("now") in CHECKS:
-                self.now = body["now"]
-                self._on_now(self.now)
+                self.current = body["now"]
+                self._on_begin(self.current)
             self.is_done = self.is_done or "done" in body
-        assert len(self._rest) < _MAX_LINE_BYTES
+        assert len(self._unfinished_line) < _MAX_LINE_BYTES
 
-    def give(self, check: Check) -> None:
-        if check.id not in self.given:
-            self.given.add(check.id)
+    def pass_on(self, check: Check) -> None:
+        if check.id not in self.passed_on:
+            self.passed_on.add(check.id)
             self._on_check(check)
 
 
@@ -67,7 +67,7 @@ def examine_here(
     model: str | None,
     timeouts: Timeouts,
     on_check: Callable[[Check], None],
-    on_now: Callable[[str], None],
+    on_begin: Callable[[str], None],
 ) -> None:
     """Starts `size` ranks and passes on their results; a rank that fails does not raise here.
 
@@ -75,7 +75,7 @@ def examine_here(
         model: a model with weights, or None.
         timeouts: how long a rank waits for another.
     """
-    results = _Results(on_check, on_now)
+    results = _Results(on_check, on_begin)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     try:
@@ -85,15 +85,15 @@ def examine_here(
         os.close(reader)
         os.close(writer)
         seen = f"ranks cannot be started: {error.strerror or error}"
-        results.give(Check("start", "fail", seen, "see the other checks that have failed"))
+        results.pass_on(Check("start", "fail", seen, "see the other checks that have failed"))
         return
     os.close(writer)
     peers = Peers(ranks.pids())
-    results.explain = partial(_explained, ranks)
+    results.explain = partial(_with_message_of_rank, ranks)
     try:
         failure = _watch(ranks, peers, reader, results, timeouts)
         if failure is not None:
-            results.give(failure)
+            results.pass_on(failure)
     finally:
         peers.close()
         ranks.end()
@@ -107,38 +107,40 @@ def _watch(
     stopped_s: dict[int, float] = {}
     pids, limit_s = ranks.pids(), max(timeouts.step_s, timeouts.start_s) + _WORK_S
     while True:
-        _read(reader, results, _LOOK_S)
+        _read(reader, results, _POLL_S)
         if results.is_done:
             return None
         now_s = time.monotonic()
         stopped = [rank for rank in pids if peers.is_stopped(rank)]
         stopped_s = {rank: stopped_s.get(rank, now_s) for rank in stopped}
-        long = [rank for rank, since_s in stopped_s.items() if now_s - since_s > _STOPPED_S]
-        if long:
-            seen = f"rank {listed_ranks(long)} does not answer: it is stopped by a signal"
-            remedy = f"kill -CONT {' '.join(str(pids[rank]) for rank in long)}"
-            return Check(results.now, "fail", seen, remedy)
+        long_stopped = [rank for rank, since_s in stopped_s.items() if now_s - since_s > _STOPPED_S]
+        if long_stopped:
+            seen = f"rank {listed_ranks(long_stopped)} does not answer: it is stopped by a signal"
+            remedy = f"kill -CONT {' '.join(str(pids[rank]) for rank in long_stopped)}"
+            return Check(results.current, "fail", seen, remedy)
         try:
             ranks.require_alive()
         except RankError as error:
-            deadline = time.monotonic() + _LAST_WORDS_S
+            deadline = time.monotonic() + _LAST_REPORT_S
             while not results.is_done and time.monotonic() < deadline:
-                _read(reader, results, _LOOK_S)
+                _read(reader, results, _POLL_S)
             if results.is_done:
                 return None
             seen = str(error).partition("\n")[0]  # without the stacks
-            return Check(results.now, "fail", seen, _remedy_for_end(seen))
-        if now_s - results.heard_s > limit_s:
-            silent = listed_ranks(pids)
-            seen = f"rank {silent} has been silent for {limit_s:g} s"
-            return Check(results.now, "fail", seen, "ps -eo pid,stat,wchan,args | grep doctor.rank")
+            return Check(results.current, "fail", seen, _remedy_for_end(seen))
+        if now_s - results.last_data_s > limit_s:
+            ranks_text = listed_ranks(pids)
+            seen = f"rank {ranks_text} has been silent for {limit_s:g} s"
+            return Check(
+                results.current, "fail", seen, "ps -eo pid,stat,wchan,args | grep doctor.rank"
+            )
 
 
-def _explained(ranks: LocalRanks, check: Check) -> Check:
-    """Adds the message of a dead rank to a check in which rank 0 saw only that it has died."""
+def _with_message_of_rank(ranks: LocalRanks, check: Check) -> Check:
+    """Replaces a check that a rank has died by the message of that rank, if it left one."""
     if check.status == "fail" and "has died" in check.seen:
         try:
-            ranks.require_alive(_LAST_WORDS_S)
+            ranks.require_alive(_LAST_REPORT_S)
         except RankError as error:
             return replace(check, seen=str(error), remedy=_remedy_for_end(str(error)))
     return check

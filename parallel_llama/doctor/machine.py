@@ -1,4 +1,4 @@
-"""Checks of one host that need no ranks and no torch: functions from a `Host` to a `Check`."""
+"""Checks of one host, without ranks and torch; each takes a `Host` and returns a `Check`."""
 
 import errno
 import fcntl
@@ -26,16 +26,16 @@ MIB, GIB = 1 << 20, 1 << 30
 
 # Open files of a rank: libraries, files of weights, sockets and processes of the other ranks. A
 # server also needs one for each client.
-_LEAST_FILES, _USUAL_FILES = 128, 1024
+_MIN_FILES, _USUAL_FILES = 128, 1024
 # Threads of a rank besides those of kernels: heartbeat, reading, gloo.
 _OTHER_THREADS = 16
 # NCCL's documentation asks for 1 GiB; containers have 64 MiB by default, which is too little for
 # several GPUs. Ranks on the CPU do not use /dev/shm.
-_GPU_SHM, _GPU_LEAST_SHM, _CPU_SHM = GIB, 256 * MIB, 32 * MIB
-_LOCKED = 64 * MIB
-_TEMP_LEAST, _TEMP_USUAL = 1 * MIB, 64 * MIB
-_LOOK_S = 0.25  # 25 ticks of each core's clock
-_BUSY = 0.3  # number of cores that other programs may use without delaying ranks
+_GPU_SHM, _GPU_MIN_SHM, _CPU_SHM = GIB, 256 * MIB, 32 * MIB
+_MIN_LOCKED = 64 * MIB
+_TEMP_MIN, _TEMP_USUAL = 1 * MIB, 64 * MIB
+_SAMPLE_S = 0.25  # 25 ticks of each core's clock
+_MAX_BUSY_CORES = 0.3  # number of cores that other programs may use without delaying ranks
 _NAME_S, _CONNECT_S = 1.0, 2.0
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 1
 
@@ -57,7 +57,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Host:
-    """A host, as its checks see it.
+    """The host to check, and what will run on it.
 
     Args:
         n_ranks: ranks on this host.
@@ -92,11 +92,11 @@ def startup_checks(host: Host) -> list[Check]:
     More ranks than cores are slow, but the user asked for them; threads beyond a quota are also
     throttled.
     """
-    found = [check(host) for check in _QUICK]
+    checks = [check(host) for check in _QUICK]
     has_quota = cpu_cores(host.root) < len(os.sched_getaffinity(0))
     return [
         check
-        for check in found
+        for check in checks
         if check.status == "fail" or (check.id == "cores" and check.status == "warn" and has_quota)
     ]
 
@@ -119,45 +119,48 @@ def cores(host: Host) -> Check:
     return Check("cores", "warn", seen, f"use at most --nproc {max(1, int(n_cores))}")
 
 
-def load(host: Host, wait_s: float = _LOOK_S) -> Check:
+def load(host: Host, wait_s: float = _SAMPLE_S) -> Check:
     """Samples the cores for `wait_s` seconds, in which this process sleeps."""
     if host.is_launched and host.n_ranks > 1:
         return Check("load", "skip", "all ranks have started, and use the cores")
-    mine = os.sched_getaffinity(0)
-    before, worked = _core_times(host.root), _work_by_process(host.root)
+    own_cores = os.sched_getaffinity(0)
+    before, work_before = _core_times(host.root), _work_by_process(host.root)
     if not before:
         return Check("load", "skip", "/proc/stat cannot be read")
     time.sleep(wait_s)
     busy = stolen = 0.0
     for core, (total, idle, steal) in _core_times(host.root).items():
-        was = before.get(core)
-        if core in mine and was is not None and total > was[0]:
-            busy += 1 - (idle - was[1]) / (total - was[0])
-            stolen += (steal - was[2]) / (total - was[0])
-    n_threads = min(host.n_ranks * host.threads, len(mine))
-    seen = f"other programs use {busy:.1f} of {counted(len(mine), 'core')}"
-    if busy < _BUSY or n_threads + busy <= len(mine) + _BUSY:
+        earlier = before.get(core)
+        if core in own_cores and earlier is not None and total > earlier[0]:
+            busy += 1 - (idle - earlier[1]) / (total - earlier[0])
+            stolen += (steal - earlier[2]) / (total - earlier[0])
+    n_threads = min(host.n_ranks * host.threads, len(own_cores))
+    seen = f"other programs use {busy:.1f} of {counted(len(own_cores), 'core')}"
+    if busy < _MAX_BUSY_CORES or n_threads + busy <= len(own_cores) + _MAX_BUSY_CORES:
         return Check("load", "pass", seen)
     if stolen > busy / 2:
         seen += f"; other virtual machines of this host take {stolen:.1f}"
         return Check("load", "warn", seen, "use --nproc 1, or a machine with dedicated cores")
     after = _work_by_process(host.root)
-    gains = {pid: after[pid] - worked.get(pid, 0) for pid in after if pid != os.getpid()}
-    most = max(gains, key=lambda pid: gains[pid], default=0)
-    if not gains.get(most):
+    gains = {pid: after[pid] - work_before.get(pid, 0) for pid in after if pid != os.getpid()}
+    busiest = max(gains, key=lambda pid: gains[pid], default=0)
+    if not gains.get(busiest):
         seen += "; this container does not show them"
         return Check("load", "warn", seen, "on its host: ps -eo pid,pcpu,comm --sort=-pcpu")
-    name = _read(host.root / f"proc/{most}/comm").strip() or "?"
+    name = _read(host.root / f"proc/{busiest}/comm").strip() or "?"
     return Check(
-        "load", "warn", f"{seen}, most of it process {most} ({name})", f"renice -n 19 -p {most}"
+        "load",
+        "warn",
+        f"{seen}, most of it process {busiest} ({name})",
+        f"renice -n 19 -p {busiest}",
     )
 
 
 def numa(host: Host) -> Check:
-    mine = os.sched_getaffinity(0)
+    own_cores = os.sched_getaffinity(0)
     folder = host.root / "sys/devices/system/node"
     lists = {path.parent.name: _read(path) for path in folder.glob("node*/cpulist")}
-    nodes = sorted(name for name, text in lists.items() if _numbers_in(text) & mine)
+    nodes = sorted(name for name, text in lists.items() if _numbers_in(text) & own_cores)
     if not nodes:
         return Check("numa", "skip", "the system does not list its NUMA nodes")
     seen = f"{counted(len(nodes), 'NUMA node')} for {counted(host.n_ranks, 'rank')}"
@@ -184,16 +187,16 @@ def memory(host: Host) -> Check:
 
 def dev_shm(host: Host) -> Check:
     try:
-        found = os.statvfs(host.root / "dev/shm")
+        stat = os.statvfs(host.root / "dev/shm")
     except OSError as error:
         total = n_free = 0
         seen = f"/dev/shm: {error.strerror}"
     else:
-        total, n_free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+        total, n_free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
         seen = f"{_size(n_free)} free of {_size(total)}"
     remedy = "mount -o remount,size=1G /dev/shm (for a container: docker run --shm-size 1g)"
     if host.n_gpus > 1 and host.n_ranks > 1:
-        if n_free < _GPU_LEAST_SHM:
+        if n_free < _GPU_MIN_SHM:
             return Check("dev-shm", "fail", f"{seen}; NCCL needs up to 1 GiB", remedy)
         if n_free < _GPU_SHM:
             return Check("dev-shm", "warn", f"{seen}; NCCL needs up to 1 GiB", remedy)
@@ -209,37 +212,39 @@ def open_files(_: Host) -> Check:
         return Check("open-files", "pass", f"limit {_limit(soft)}")
     can_raise = hard == resource.RLIM_INFINITY or hard >= _USUAL_FILES
     remedy = "ulimit -n 4096" if can_raise else "sudo prlimit --pid $$ --nofile=4096:4096"
-    is_low = soft < _LEAST_FILES
+    is_low = soft < _MIN_FILES
     seen = f"limit {_limit(soft)} (hard limit {_limit(hard)}); "
-    seen += f"a rank needs {_LEAST_FILES}" if is_low else "a server needs one for each client"
+    seen += f"a rank needs {_MIN_FILES}" if is_low else "a server needs one for each client"
     return Check("open-files", "fail" if is_low else "warn", seen, remedy)
 
 
 def processes(host: Host) -> Check:
     needed = host.n_ranks * (host.threads + _OTHER_THREADS)
-    rooms = []  # processes left, the limit in words, the remedy
+    limits = []  # processes left, the limit in words, the remedy
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # root has no limit
-        left = soft - _threads_of_user(host.root)
-        rooms.append((left, f"ulimit -u is {soft}", f"ulimit -u {soft + 2 * needed}"))
+        n_left = soft - _threads_of_user(host.root)
+        limits.append((n_left, f"ulimit -u is {soft}", f"ulimit -u {soft + 2 * needed}"))
     for folder in cgroup_folders("pids", host.root):
         with suppress(OSError, ValueError):  # no limit: "max"
-            most = int((folder / "pids.max").read_text())
-            left = most - int((folder / "pids.current").read_text())
+            n_max = int((folder / "pids.max").read_text())
+            n_left = n_max - int((folder / "pids.current").read_text())
             remedy = "docker update --pids-limit -1 CONTAINER (or raise TasksMax of the service)"
-            rooms.append((left, f"pids.max of its control group is {most}", remedy))
-    if not rooms:
+            limits.append((n_left, f"pids.max of its control group is {n_max}", remedy))
+    if not limits:
         return Check("processes", "pass", f"no limit; {needed} needed")
-    left, what, remedy = min(rooms)
-    seen = f"{what}, {max(0, left)} left, {needed} needed"
-    return Check("processes", "pass" if left >= needed else "fail", seen, remedy * (left < needed))
+    n_left, limit_text, remedy = min(limits)
+    seen = f"{limit_text}, {max(0, n_left)} left, {needed} needed"
+    return Check(
+        "processes", "pass" if n_left >= needed else "fail", seen, remedy * (n_left < needed)
+    )
 
 
 def locked_memory(host: Host) -> Check:
     if not any((host.root / "sys/class/infiniband").glob("*")):
         return Check("locked-memory", "skip", "no InfiniBand device")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or soft >= _LOCKED:
+    if soft == resource.RLIM_INFINITY or soft >= _MIN_LOCKED:
         seen = "no limit" if soft == resource.RLIM_INFINITY else f"limit {_size(soft)}"
         return Check("locked-memory", "pass", seen)
     remedy = "ulimit -l unlimited (for a container: docker run --ulimit memlock=-1)"
@@ -260,31 +265,33 @@ def huge_pages(host: Host) -> Check:
 
 
 def temp(_: Host) -> Check:
-    asked = os.environ.get("TMPDIR")
+    requested = os.environ.get("TMPDIR")
     try:
         folder = tempfile.gettempdir()  # the first folder that can be written
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(mmap.PAGESIZE))
             file.flush()
-        found = os.statvfs(folder)
+        stat = os.statvfs(folder)
     except OSError as error:
-        where = asked or "/tmp"
-        seen = f"{where}: {error.strerror or error}"
+        folder_text = requested or "/tmp"
+        seen = f"{folder_text}: {error.strerror or error}"
         return Check("temp", "fail", seen, "export TMPDIR=DIR, a folder with free space")
-    n_free = found.f_frsize * found.f_bavail
-    if asked and Path(folder) != Path(asked):
-        seen = f"TMPDIR={asked} is full or cannot be written; {folder} is used"
-        return Check("temp", "warn", seen, f"export TMPDIR={folder}, or free space: df -h {asked}")
+    n_free = stat.f_frsize * stat.f_bavail
+    if requested and Path(folder) != Path(requested):
+        seen = f"TMPDIR={requested} is full or cannot be written; {folder} is used"
+        return Check(
+            "temp", "warn", seen, f"export TMPDIR={folder}, or free space: df -h {requested}"
+        )
     seen = f"{folder}: {_size(n_free)} free"
     if n_free < _TEMP_USUAL:
         remedy = "export TMPDIR=DIR, a folder with free space"
-        return Check("temp", "fail" if n_free < _TEMP_LEAST else "warn", seen, remedy)
+        return Check("temp", "fail" if n_free < _TEMP_MIN else "warn", seen, remedy)
     return Check("temp", "pass", seen)
 
 
 def hostname(_: Host) -> Check:
     name = socket.gethostname()
-    address = _within(_NAME_S, lambda: socket.getaddrinfo(name, None)[0][4][0])
+    address = _call_within(_NAME_S, lambda: socket.getaddrinfo(name, None)[0][4][0])
     if address is None:
         remedy = f'echo "127.0.1.1 {name}" | sudo tee -a /etc/hosts'
         return Check("hostname", "warn", f"{name} cannot be resolved", remedy)
@@ -292,20 +299,21 @@ def hostname(_: Host) -> Check:
 
 
 def interface(host: Host) -> Check:
-    asked = os.environ.get("GLOO_SOCKET_IFNAME")
-    there = interfaces()
-    if asked is None or (host.is_launched and asked == "lo" and "lo" in there):
-        return Check("interface", "pass", f"chosen by address among {', '.join(there) or 'none'}")
+    requested = os.environ.get("GLOO_SOCKET_IFNAME")
+    present = interfaces()
+    if requested is None or (host.is_launched and requested == "lo" and "lo" in present):
+        return Check("interface", "pass", f"chosen by address among {', '.join(present) or 'none'}")
     # gloo takes the first of several names.
-    wrong = [name for name in asked.split(",") if not there.get(name)]
+    wrong = [name for name in requested.split(",") if not present.get(name)]
     if not wrong:
-        return Check("interface", "pass", f"GLOO_SOCKET_IFNAME={asked}")
-    how = "is down" if wrong[0] in there else "does not exist"
-    seen = f"GLOO_SOCKET_IFNAME={asked}, and {wrong[0]} {how}; this host has {', '.join(there)}"
+        return Check("interface", "pass", f"GLOO_SOCKET_IFNAME={requested}")
+    fault = "is down" if wrong[0] in present else "does not exist"
+    seen = f"GLOO_SOCKET_IFNAME={requested}, and {wrong[0]} {fault}; "
+    seen += f"this host has {', '.join(present)}"
     if not host.is_launched:
         seen += "; ranks that --nproc starts use lo, but ranks of several hosts would fail"
     return Check(
-        "interface", "fail" if host.is_launched else "warn", seen, _interface_remedy(there)
+        "interface", "fail" if host.is_launched else "warn", seen, _interface_remedy(present)
     )
 
 
@@ -314,11 +322,14 @@ def loopback(_: Host) -> Check:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(_CONNECT_S)
             address = server.getsockname()
-            with socket.create_connection(address, _CONNECT_S) as near, server.accept()[0] as far:
-                far.settimeout(_CONNECT_S)
-                for one, other in ((near, far), (far, near)):
-                    one.sendall(b"?")
-                    if other.recv(1) != b"?":
+            with (
+                socket.create_connection(address, _CONNECT_S) as client,
+                server.accept()[0] as server_side,
+            ):
+                server_side.settimeout(_CONNECT_S)
+                for sender, receiver in ((client, server_side), (server_side, client)):
+                    sender.sendall(b"?")
+                    if receiver.recv(1) != b"?":
                         raise OSError(errno.EIO, "another byte arrived")
     except OSError as error:
         seen = f"127.0.0.1: {error.strerror or error}"
@@ -341,17 +352,17 @@ def port(host: Host) -> Check:
 
 def interfaces() -> Mapping[str, bool]:
     """The network interfaces of this host, and whether each is up."""
-    found = {}
+    is_up = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
             reply = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, request)
-            found[name] = bool(struct.unpack_from("H", reply, 16)[0] & _IFF_UP)
-    return found
+            is_up[name] = bool(struct.unpack_from("H", reply, 16)[0] & _IFF_UP)
+    return is_up
 
 
-def _interface_remedy(there: Mapping[str, bool]) -> str:
-    usable = [name for name, is_up in there.items() if is_up and name != "lo"]
+def _interface_remedy(present: Mapping[str, bool]) -> str:
+    usable = [name for name, is_up in present.items() if is_up and name != "lo"]
     if usable:
         return f"export GLOO_SOCKET_IFNAME={usable[0]}"
     return "unset GLOO_SOCKET_IFNAME"
@@ -400,18 +411,18 @@ def _numbers_in(text: str) -> set[int]:
     return numbers
 
 
-def _within(limit_s: float, look_up: Callable[[], object]) -> object:
+def _call_within(limit_s: float, function: Callable[[], object]) -> object:
     """The result of a function; None if it fails or takes longer."""
-    found: list[object] = []
+    results: list[object] = []
 
     def run() -> None:
         with suppress(OSError, UnicodeError):
-            found.append(look_up())
+            results.append(function())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(limit_s)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 def _read(path: Path) -> str:
@@ -431,7 +442,7 @@ def _size(n_bytes: float) -> str:
 
 
 Rule = Callable[[Host], Check]
-# What can make a run fail; `serve` and `generate` run these too.
+# Checks of what can make a run fail; `serve` and `generate` run them too.
 _QUICK: Sequence[Rule] = (cores, memory, dev_shm, open_files, processes)
 _SLOW: Sequence[Rule] = (
     numa, locked_memory, huge_pages, temp, hostname, interface, loopback, port,

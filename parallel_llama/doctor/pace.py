@@ -1,4 +1,4 @@
-"""How fast the ranks are, compared with each other: exchanges, a fixed product, and memory."""
+"""Measures and compares the speed of the ranks: exchanges, a fixed product, and memory reads."""
 
 import statistics
 import time

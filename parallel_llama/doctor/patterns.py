@@ -27,7 +27,7 @@ _BITS = {
     torch.int32: 30,
     torch.int64: 62,
 }
-_MOST = 50  # findings of one rank that are sent
+_MAX_FINDINGS = 50  # findings of one rank that are sent
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -46,23 +46,23 @@ def patterns(comm: Communicator, device: torch.device) -> Check:
     """
     found = list(_findings(comm, device))
     comm.barrier()
-    by_rank = exchange(comm, found[:_MOST], list[Finding])
+    by_rank = exchange(comm, found[:_MAX_FINDINGS], list[Finding])
     return judged(by_rank)
 
 
 def judged(by_rank: Sequence[list[Finding] | None]) -> Check:
     """Merges the findings of all ranks; a rank's entry is None if it arrived damaged."""
     size = len(by_rank)
-    lost = [rank for rank, found in enumerate(by_rank) if found is None]
-    if lost:
-        seen = f"messages from rank {listed_ranks(lost)} arrive damaged"
+    lost_ranks = [rank for rank, findings in enumerate(by_rank) if findings is None]
+    if lost_ranks:
+        seen = f"messages from rank {listed_ranks(lost_ranks)} arrive damaged"
         return Check("collectives", "fail", seen, HARDWARE)
     receivers: dict[int, set[int]] = {}
     first: dict[int, Finding] = {}
-    for rank, found in enumerate(by_rank):
-        for each in found or ():
-            receivers.setdefault(each.source, set()).add(rank)
-            first.setdefault(each.source, each)
+    for rank, findings in enumerate(by_rank):
+        for finding in findings or ():
+            receivers.setdefault(finding.source, set()).add(rank)
+            first.setdefault(finding.source, finding)
     if not receivers:
         n_sizes, largest = len(_SIZES), _SIZES[-1] >> 10
         seen = f"all bits arrive: 4 collectives, {n_sizes} sizes up to {largest} KiB"
@@ -71,44 +71,47 @@ def judged(by_rank: Sequence[list[Finding] | None]) -> Check:
     faults = []
     victims = set().union(*receivers.values())
     if len(victims) == 1 and len(senders) == size > 1:
-        what = f"{first[0].collective} of {first[0].n_bytes} bytes, value {first[0].at}"
-        seen = f"rank {listed_ranks(victims)} receives changed bits from every rank ({what})"
+        place = f"{first[0].collective} of {first[0].n_bytes} bytes, value {first[0].at}"
+        seen = f"rank {listed_ranks(victims)} receives changed bits from every rank ({place})"
         return Check("collectives", "fail", seen, HARDWARE)
     for source, ranks in sorted((senders or receivers).items()):
-        one = first[source]
-        what = f"{one.collective} of {one.n_bytes} bytes, value {one.at}"
+        finding = first[source]
+        place = f"{finding.collective} of {finding.n_bytes} bytes, value {finding.at}"
         if source < 0:
-            faults.append(f"rank {listed_ranks(ranks)} has a wrong sum ({what})")
+            faults.append(f"rank {listed_ranks(ranks)} has a wrong sum ({place})")
         elif len(ranks - {source}) >= max(1, size - 1) and size > 2:
-            faults.append(f"values from rank {source} arrive changed on every rank ({what})")
+            faults.append(f"values from rank {source} arrive changed on every rank ({place})")
         else:
-            where = listed_ranks(ranks - {source} or ranks)
-            faults.append(f"the link from rank {source} to rank {where} changes bits ({what})")
+            receivers_text = listed_ranks(ranks - {source} or ranks)
+            faults.append(
+                f"the link from rank {source} to rank {receivers_text} changes bits ({place})"
+            )
     return Check("collectives", "fail", "; ".join(faults), HARDWARE)
 
 
 def _findings(comm: Communicator, device: torch.device) -> Iterator[Finding]:
-    every = range(comm.size)
+    all_ranks = range(comm.size)
     for n_bytes in _SIZES:
-        sent = [_pattern(rank, n_bytes, device) for rank in every]
+        sent = [_pattern(rank, n_bytes, device) for rank in all_ranks]
         gathered = comm.all_gather(sent[comm.rank])
-        for rank in every:
+        for rank in all_ranks:
             yield from _compared("all_gather", n_bytes, rank, gathered[rank], sent[rank])
-        widths = [3 + rank for rank in every]
+        widths = [3 + rank for rank in all_ranks]
         n_rows = max(1, n_bytes // widths[-1])
         columns = [
-            _pattern(rank, n_rows * w, device).view(n_rows, w) for rank, w in enumerate(widths)
+            _pattern(rank, n_rows * width, device).view(n_rows, width)
+            for rank, width in enumerate(widths)
         ]
-        whole = comm.gather_columns(columns[comm.rank].view(torch.uint8), widths)
-        for rank, part in enumerate(torch.split(whole, widths, 1)):
+        gathered_columns = comm.gather_columns(columns[comm.rank].view(torch.uint8), widths)
+        for rank, part in enumerate(torch.split(gathered_columns, widths, 1)):
             yield from _compared("gather_columns", n_bytes, rank, part, columns[rank])
-        for rank in every:
+        for rank in all_ranks:
             x = sent[rank].clone() if rank == comm.rank else torch.zeros_like(sent[rank])
             yield from _compared("broadcast", n_bytes, rank, comm.broadcast(x, rank), sent[rank])
     cases = [(torch.float32, n) for n in _SIZES] + [(dtype, _ONE_SIZE) for dtype in _BITS]
     for dtype, n_bytes in cases:
-        terms = [_integers(rank, n_bytes, dtype, device) for rank in every]
-        for rank in every:  # one rank sends values, and the others zeros
+        terms = [_integers(rank, n_bytes, dtype, device) for rank in all_ranks]
+        for rank in all_ranks:  # one rank sends values, all other ranks send zeros
             x = terms[rank].clone() if rank == comm.rank else torch.zeros_like(terms[rank])
             yield from _compared("all_reduce", n_bytes, rank, comm.all_reduce(x), terms[rank])
         small = [term.to(torch.float64).remainder(64).to(torch.int64) for term in terms]
@@ -118,12 +121,12 @@ def _findings(comm: Communicator, device: torch.device) -> Iterator[Finding]:
 
 
 def _compared(
-    collective: str, n_bytes: int, source: int, got: Tensor, sent: Tensor
+    collective: str, n_bytes: int, source: int, received: Tensor, sent: Tensor
 ) -> Iterator[Finding]:
-    bits = [each.contiguous().view(-1).view(torch.uint8) for each in (got, sent)]
+    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (received, sent)]
     if not torch.equal(*bits):
-        at = int((bits[0] != bits[1]).nonzero()[0, 0]) // got.itemsize
-        yield Finding(collective, n_bytes, source, at)
+        index = int((bits[0] != bits[1]).nonzero()[0, 0]) // received.itemsize
+        yield Finding(collective, n_bytes, source, index)
 
 
 def _pattern(rank: int, n_bytes: int, device: torch.device) -> Tensor:
@@ -135,5 +138,5 @@ def _pattern(rank: int, n_bytes: int, device: torch.device) -> Tensor:
 def _integers(rank: int, n_bytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random integers that the dtype holds exactly. Shapes: [n_bytes / itemsize]."""
     generator = torch.Generator().manual_seed(n_bytes * 4099 + rank)
-    most, n = 1 << _BITS[dtype], max(1, n_bytes // dtype.itemsize)
-    return torch.randint(-most, most, (n,), generator=generator).to(dtype).to(device)
+    limit, n = 1 << _BITS[dtype], max(1, n_bytes // dtype.itemsize)
+    return torch.randint(-limit, limit, (n,), generator=generator).to(dtype).to(device)

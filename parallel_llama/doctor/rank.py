@@ -1,4 +1,4 @@
-"""The checks that all ranks run together, and the program of a rank of this host.
+"""Runs the checks that all ranks take part in; also the program of a rank of this host.
 
 Rank 0 passes on each check as soon as all ranks agree on it. If a rank is lost, the check that was
 running fails and names that rank, and the checks after it are skipped.
@@ -51,8 +51,10 @@ _REMEDIES: Mapping[str, str] = {  # by a part of the message of a RankError
 
 
 def remedy_for(message: str) -> str:
-    found = (remedy for part, remedy in _REMEDIES.items() if part in message)
-    return next(found, "parallel-llama doctor --nproc 1 (on each host, to find the one that fails)")
+    remedies = (remedy for part, remedy in _REMEDIES.items() if part in message)
+    return next(
+        remedies, "parallel-llama doctor --nproc 1 (on each host, to find the one that fails)"
+    )
 
 
 @dataclass
@@ -63,17 +65,17 @@ class Examination:
         model: a model with weights, or None for the built-in model alone.
         timeouts: how long a rank waits for another.
         on_check: called on rank 0 with each check.
-        on_now: called on every rank with the id of a check before it runs.
-        own: checks of this rank's host that have been run already.
+        on_begin: called on every rank with the id of a check before it runs.
+        host_checks: the results of checks of this rank's host.
     """
 
     model: str | None
     timeouts: Timeouts
     on_check: Callable[[Check], None]
-    on_now: Callable[[str], None]
-    own: Sequence[Check] = ()
-    now: str = RANK_CHECKS[0]
-    given: set[str] = field(default_factory=set)
+    on_begin: Callable[[str], None]
+    host_checks: Sequence[Check] = ()
+    current: str = RANK_CHECKS[0]
+    passed_on: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         """Runs the checks one after the other.
@@ -91,29 +93,31 @@ class Examination:
             use_device(device)
             comm = join(device, timeouts=self.timeouts)
             for check in self._checks(comm):
-                self._give(check)
+                self._pass_on(check)
             comm.barrier()
         except RankError as error:
             if rank > 0:
                 raise
-            self._give(Check(self.now, "fail", str(error), remedy_for(str(error))))
+            self._pass_on(Check(self.current, "fail", str(error), remedy_for(str(error))))
         finally:
             if rank == 0:
-                for check in self.own:
-                    if check.id not in self.given:
-                        self._give(check)
+                for check in self.host_checks:
+                    if check.id not in self.passed_on:
+                        self._pass_on(check)
                 for name in RANK_CHECKS:
-                    if name not in self.given:
-                        self._give(Check(name, "skip", f"not reached, because of {self.now}"))
+                    if name not in self.passed_on:
+                        self._pass_on(
+                            Check(name, "skip", f"not reached, because of {self.current}")
+                        )
             if comm is not None:
                 comm.close()
 
     def _begin(self, name: str) -> None:
-        self.now = name
-        self.on_now(name)
+        self.current = name
+        self.on_begin(name)
 
-    def _give(self, check: Check) -> None:
-        self.given.add(check.id)
+    def _pass_on(self, check: Check) -> None:
+        self.passed_on.add(check.id)
         self.on_check(check)
 
     def _checks(self, comm: Communicator) -> Iterator[Check]:
@@ -121,20 +125,20 @@ class Examination:
         store = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
         listener = Listener(store if comm.size > 1 else None)
         comm.barrier()
-        found = exchange(comm, Facts.here(listener.address), Facts)
-        there = [each for each in found if each is not None]
-        n_hosts = len({each.host_id for each in there})
+        facts_by_rank = exchange(comm, Facts.here(listener.address), Facts)
+        known_facts = [item for item in facts_by_rank if item is not None]
+        n_hosts = len({item.host_id for item in known_facts})
         seen = f"{counted(comm.size, 'rank')} on {counted(n_hosts, 'host')}"
         yield Check("start", "pass", seen)
-        yield (same := facts.versions(found))
-        if same.status == "fail":
+        yield (version_check := facts.versions(facts_by_rank))
+        if version_check.status == "fail":
             return
-        for own in self.own:
-            yield agreed(comm, own)
+        for check in self.host_checks:
+            yield agreed(comm, check)
         self._begin("hosts")
-        yield facts.hosts(comm, there)
+        yield facts.hosts(comm, known_facts)
         listener.close()
-        yield facts.clocks(there)
+        yield facts.clocks(known_facts)
         setup, unusable = self._setup()
         self._begin("cards")
         _, n_local = ranks_sharing_gpus("auto", comm.size, visible_gpus())
@@ -146,7 +150,7 @@ class Examination:
         device = own_device("cpu", 0) if setup is None else setup.device
         yield patterns.patterns(comm, device)
         self._begin("pace")
-        yield from _paces(comm, there)
+        yield from _paces(comm, known_facts)
         self._begin("arithmetic")
         alone = tiny_model.compute_alone(device)
         check, wrong = tiny_model.arithmetic(comm, alone)
@@ -179,17 +183,20 @@ class Examination:
             return None, Check("files", "fail", str(error), remedy)
 
 
-def _paces(comm: Communicator, found: Sequence[Facts]) -> Iterator[Check]:
+def _paces(comm: Communicator, facts_of_ranks: Sequence[Facts]) -> Iterator[Check]:
     measured = pace.measure(comm)
-    known = [each for each in measured if each is not None]
-    if len(known) < comm.size:
+    known_paces = [item for item in measured if item is not None]
+    if len(known_paces) < comm.size:
         yield Check("transport", "skip", "measurements of some ranks arrived damaged")
         return
-    is_one = len({each.host_id for each in found}) == 1
-    names, exchange_s = [each.host for each in found], [each.exchange_s for each in known]
-    yield pace.transport(comm, names, is_one, exchange_s)
-    yield pace.pace([each.product_s for each in known])
-    yield pace.bandwidth([each.bytes_per_s for each in known])
+    is_one_host = len({item.host_id for item in facts_of_ranks}) == 1
+    names, exchange_s = (
+        [item.host for item in facts_of_ranks],
+        [item.exchange_s for item in known_paces],
+    )
+    yield pace.transport(comm, names, is_one_host, exchange_s)
+    yield pace.pace([item.product_s for item in known_paces])
+    yield pace.bandwidth([item.bytes_per_s for item in known_paces])
 
 
 def main() -> int:
@@ -212,7 +219,7 @@ def main() -> int:
             settings["model"],
             Timeouts(settings["step_s"], settings["start_s"]),
             on_check=lambda check: write({"check": asdict(check)}),
-            on_now=lambda name: write({"now": name}),
+            on_begin=lambda name: write({"now": name}),
         ).run()
         return 0
 

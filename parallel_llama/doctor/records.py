@@ -27,7 +27,7 @@ _SEVERITY: Sequence[Status] = ("pass", "skip", "warn", "fail")
 
 
 def exchange(
-    comm: Communicator, own: Record, kind: type[Record], copy_bytes: int = _COPY_BYTES
+    comm: Communicator, record: Record, kind: type[Record], copy_bytes: int = _COPY_BYTES
 ) -> list[Record | None]:
     """Returns: the record of each rank, or None if all its copies arrived damaged.
 
@@ -37,25 +37,25 @@ def exchange(
     Raises: ValueError for a record that does not fit into a copy.
     Collective: one all_gather.
     """
-    body = msgspec.json.encode(own)
+    body = msgspec.json.encode(record)
     head = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
     data = head + len(body).to_bytes(_LENGTH_BYTES, "big") + body
     if len(data) > copy_bytes:
         raise ValueError(f"a record of {len(body)} bytes; the maximum is {copy_bytes}")
     copies = data.ljust(copy_bytes, b"\0") * _COPIES
     rows = comm.all_gather(torch.frombuffer(bytearray(copies), dtype=torch.uint8))
-    found: list[Record | None] = []
+    records: list[Record | None] = []
     for row in rows.view(comm.size, _COPIES, copy_bytes):
-        opened = (_opened(copy.numpy().tobytes()) for copy in row)
-        whole = [content for content in opened if content is not None]
+        bodies = (_body_of(copy.numpy().tobytes()) for copy in row)
+        intact = [content for content in bodies if content is not None]
         try:
-            found.append(msgspec.json.decode(whole[0], type=kind) if whole else None)
+            records.append(msgspec.json.decode(intact[0], type=kind) if intact else None)
         except msgspec.DecodeError:  # a rank of another version
-            found.append(None)
-    return found
+            records.append(None)
+    return records
 
 
-def _opened(data: bytes) -> bytes | None:
+def _body_of(data: bytes) -> bytes | None:
     """The body of a copy, or None if it is damaged."""
     start = _DIGEST_BYTES + _LENGTH_BYTES
     length = int.from_bytes(data[_DIGEST_BYTES:start], "big")
@@ -64,17 +64,17 @@ def _opened(data: bytes) -> bytes | None:
     return body if is_whole else None
 
 
-def agreed(comm: Communicator, own: Check) -> Check:
-    """The worst check of all ranks; it names the ranks that found it, unless all found the same.
+def agreed(comm: Communicator, check_of_rank: Check) -> Check:
+    """The check with the worst status of any rank; it names its ranks, unless all checks are equal.
 
     Collective: one all_gather.
     """
-    found = exchange(comm, own, Check)
-    lost = [rank for rank, check in enumerate(found) if check is None]
-    if lost:
-        seen = f"the findings of rank {listed_ranks(lost)} arrive damaged"
-        return Check(own.id, "fail", seen, HARDWARE)
-    checks = [check for check in found if check is not None]
+    checks_by_rank = exchange(comm, check_of_rank, Check)
+    lost_ranks = [rank for rank, check in enumerate(checks_by_rank) if check is None]
+    if lost_ranks:
+        seen = f"the findings of rank {listed_ranks(lost_ranks)} arrive damaged"
+        return Check(check_of_rank.id, "fail", seen, HARDWARE)
+    checks = [check for check in checks_by_rank if check is not None]
     worst = max(checks, key=lambda check: _SEVERITY.index(check.status))
     ranks = [rank for rank, check in enumerate(checks) if check == worst]
     if len(ranks) == len(checks) or worst.status == "pass":

@@ -128,38 +128,43 @@ def judged(
     digest are wrong. If two digests are equally frequent and no error exceeds the limit, a rank is
     wrong if its error is over ten times the smallest.
     """
-    lost = {rank for rank, result in enumerate(results) if result is None}
-    if lost:
-        seen = f"the result of rank {listed_ranks(lost)} arrives damaged"
-        return Check("arithmetic", "fail", seen, HARDWARE), lost
-    there = [result for result in results if result is not None]
+    lost_ranks = {rank for rank, result in enumerate(results) if result is None}
+    if lost_ranks:
+        seen = f"the result of rank {listed_ranks(lost_ranks)} arrives damaged"
+        return Check("arithmetic", "fail", seen, HARDWARE), lost_ranks
+    known_results = [result for result in results if result is not None]
     limit = _GPU_TOLERANCE if on_gpu else _REFERENCE_TOLERANCE
-    wrong = {rank for rank, result in enumerate(there) if not result.error <= limit}
-    seen = f"{len(there)} rank{'s' * (len(there) > 1)}, error {max(r.error for r in there):.1e}"
-    counts = Counter(result.digest for result in there)
+    wrong = {rank for rank, result in enumerate(known_results) if not result.error <= limit}
+    max_error = max(result.error for result in known_results)
+    seen = f"{counted(len(known_results), 'rank')}, error {max_error:.1e}"
+    counts = Counter(result.digest for result in known_results)
     if len(counts) > 1 and not on_gpu:
-        (most, n_most), (_, n_next) = counts.most_common(2)
-        right = recorded if recorded in counts else most if n_most > n_next else None
+        (most_common, n_most), (_, n_next) = counts.most_common(2)
+        right = recorded if recorded in counts else most_common if n_most > n_next else None
         if right is not None:
-            wrong |= {rank for rank, result in enumerate(there) if result.digest != right}
+            wrong |= {rank for rank, result in enumerate(known_results) if result.digest != right}
         if not wrong:
-            least = min(result.error for result in there)
-            wrong = {rank for rank, result in enumerate(there) if result.error > 10 * least}
+            min_error = min(result.error for result in known_results)
+            wrong = {
+                rank for rank, result in enumerate(known_results) if result.error > 10 * min_error
+            }
         if not wrong:
             seen = "ranks compute different bits, and which rank is wrong is unknown"
-            return Check("arithmetic", "fail", seen, HARDWARE), set(range(len(there)))
+            return Check("arithmetic", "fail", seen, HARDWARE), set(range(len(known_results)))
     if wrong:
-        error = max(there[rank].error for rank in wrong)
-        like = f"bits that differ from {'those recorded' if recorded in counts else 'other ranks'}"
-        what = f"wrong values, error {error:.1e}" if error > limit else like
-        seen = f"rank {listed_ranks(wrong)} computes {what}"
+        error = max(known_results[rank].error for rank in wrong)
+        other_bits = (
+            f"bits that differ from {'those recorded' if recorded in counts else 'other ranks'}"
+        )
+        fault = f"wrong values, error {error:.1e}" if error > limit else other_bits
+        seen = f"rank {listed_ranks(wrong)} computes {fault}"
         return Check("arithmetic", "fail", seen, HARDWARE), wrong
     if recorded is not None and recorded not in counts:
         seen = f"{seen}; all equal, but different from the bits recorded for this kind of CPU"
         return Check("arithmetic", "warn", seen, HARDWARE), set()
     how = "within the tolerance" if on_gpu else "equal bits"
-    known = ", as recorded" if recorded is not None else ""
-    return Check("arithmetic", "pass", f"{seen}; {how}{known}"), set()
+    suffix = ", as recorded" if recorded is not None else ""
+    return Check("arithmetic", "pass", f"{seen}; {how}{suffix}"), set()
 
 
 def tensor_parallel(
@@ -171,42 +176,43 @@ def tensor_parallel(
 
     Collective: loads and runs the model once for every number of ranks.
     """
-    most = min(comm.size, ARGS.n_heads)
-    for size in range(1, most + 1):
+    max_ranks = min(comm.size, ARGS.n_heads)
+    for size in range(1, max_ranks + 1):
         group = comm if size == comm.size else Repeated(comm, size)
         traced = Traced(group)
-        found = _compare(traced, device, alone)
-        check = _judged(exchange(comm, found, _Found), size, wrong)
+        result = _compare(traced, device, alone)
+        check = _failed_check(exchange(comm, result, _Comparison), size, wrong)
         if check is not None:
             return check
-    if most == comm.size > 1 and not wrong:  # with the exchanges that kernels do themselves
-        own = torch.cat((_prefill(runner := _load(comm, device)), *_decode(runner)))
-        is_equal = not _differs(own, alone, runner)
+    if max_ranks == comm.size > 1 and not wrong:  # with the exchanges that kernels do themselves
+        logits = torch.cat((_prefill(runner := _load(comm, device)), *_decode(runner)))
+        is_equal = not _differs(logits, alone, runner)
         ranks = exchange(comm, is_equal, bool)
-        odd = [rank for rank, equal in enumerate(ranks) if not equal]
-        if odd:
-            seen = f"rank {listed_ranks(odd)} of {most}: decode steps give different logits"
+        differing_ranks = [rank for rank, equal in enumerate(ranks) if not equal]
+        if differing_ranks:
+            which = f"rank {listed_ranks(differing_ranks)} of {max_ranks}"
+            seen = f"{which}: decode steps give different logits"
             return Check("tensor-parallel", "fail", seen, HARDWARE)
     how = "within the tolerance" if alone.logits.is_cuda else "equal bits"
     if wrong:
         seen = f"rank {listed_ranks(wrong)} computes wrong values; other ranks give {how}"
         return Check("tensor-parallel", "skip", seen)
-    return Check("tensor-parallel", "pass", f"on 1 to {most} ranks: {how}")
+    return Check("tensor-parallel", "pass", f"on 1 to {max_ranks} ranks: {how}")
 
 
-class _Found(msgspec.Struct, frozen=True):
+class _Comparison(msgspec.Struct, frozen=True):
     """How one rank's pass differs: in an exchange, or only in its logits."""
 
     difference: Difference | None
     is_equal: bool
 
 
-def _compare(comm: Traced, device: torch.device, alone: Alone) -> _Found:
+def _compare(comm: Traced, device: torch.device, alone: Alone) -> _Comparison:
     runner = _load(comm, device)
     logits = _prefill(runner)
     tolerance = _GPU_TOLERANCE if logits.is_cuda else 0.0
     found = first_difference(alone.trace, comm.trace, tolerance)
-    return _Found(found, not _differs(logits, alone, runner))
+    return _Comparison(found, not _differs(logits, alone, runner))
 
 
 def _differs(logits: Tensor, alone: Alone, runner: ModelRunner) -> bool:
@@ -217,20 +223,36 @@ def _differs(logits: Tensor, alone: Alone, runner: ModelRunner) -> bool:
     return bool(differing(expected.contiguous(), logits, tolerance).any())
 
 
-def _judged(found: Sequence[_Found | None], size: int, wrong: set[int]) -> Check | None:
+def _failed_check(
+    comparisons: Sequence[_Comparison | None], size: int, wrong: set[int]
+) -> Check | None:
     """The check that has failed, or None."""
-    trusted = [each for rank, each in enumerate(found) if each is not None and rank not in wrong]
-    ranks = [rank for rank, each in enumerate(found) if each is not None and rank not in wrong]
-    on = f"on {counted(size, 'rank')}"
-    if any(each.difference is not None for each in trusted):
-        by_rank = {rank: each.difference for rank, each in zip(ranks, trusted, strict=True)}
-        if all(each is None or set(each.owners) & wrong for each in by_rank.values()):
+    trusted = [
+        comparison
+        for rank, comparison in enumerate(comparisons)
+        if comparison is not None and rank not in wrong
+    ]
+    ranks = [
+        rank
+        for rank, comparison in enumerate(comparisons)
+        if comparison is not None and rank not in wrong
+    ]
+    group_text = f"on {counted(size, 'rank')}"
+    if any(comparison.difference is not None for comparison in trusted):
+        by_rank = {
+            rank: comparison.difference for rank, comparison in zip(ranks, trusted, strict=True)
+        }
+        if all(
+            comparison is None or set(comparison.owners) & wrong for comparison in by_rank.values()
+        ):
             return None  # a rank that is known to be wrong
-        seen = f"{on}, {describe(by_rank, _names(ARGS.n_layers))}"
+        seen = f"{group_text}, {describe(by_rank, _names(ARGS.n_layers))}"
         return Check("tensor-parallel", "fail", seen, HARDWARE)
-    odd = [rank for rank, each in zip(ranks, trusted, strict=True) if not each.is_equal]
-    if odd:
-        seen = f"{on}, rank {listed_ranks(odd)} computes different logits"
+    differing_ranks = [
+        rank for rank, comparison in zip(ranks, trusted, strict=True) if not comparison.is_equal
+    ]
+    if differing_ranks:
+        seen = f"{group_text}, rank {listed_ranks(differing_ranks)} computes different logits"
         return Check("tensor-parallel", "fail", seen, HARDWARE)
     return None
 

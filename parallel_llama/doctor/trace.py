@@ -1,4 +1,4 @@
-"""The exchanges of a forward pass on several ranks, compared with the same pass on one rank.
+"""Compares the exchanges of a forward pass on several ranks with the same pass on one rank.
 
 With exact sums every column of an exchanged tensor is computed completely by one rank, so a column
 that differs names the rank that computed it, and the exchange names the product and the layer.
@@ -38,9 +38,9 @@ class TracedSolo(Solo):
         return x
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        whole = super().gather_columns(x, widths, out)
-        self.trace.add(whole, widths)
-        return whole
+        result = super().gather_columns(x, widths, out)
+        self.trace.add(result, widths)
+        return result
 
 
 class Traced(Communicator):
@@ -51,17 +51,17 @@ class Traced(Communicator):
         self.trace, self._comm = Trace(), comm
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        whole = self._comm.all_reduce(x)
-        self.trace.add(whole)
-        return whole
+        result = self._comm.all_reduce(x)
+        self.trace.add(result)
+        return result
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._comm.all_gather(x)
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        whole = self._comm.gather_columns(x, widths, out)
-        self.trace.add(whole, widths)
-        return whole
+        result = self._comm.gather_columns(x, widths, out)
+        self.trace.add(result, widths)
+        return result
 
     def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         return self._comm.broadcast(x, src, no_timeout=no_timeout)
@@ -112,14 +112,18 @@ class Difference(msgspec.Struct, frozen=True):
     owners: tuple[int, ...]
 
 
-def first_difference(alone: Trace, group: Trace, tolerance: float = 0.0) -> Difference | None:
+def first_difference(
+    expected_trace: Trace, actual_trace: Trace, tolerance: float = 0.0
+) -> Difference | None:
     """Compares two passes, bit by bit or with a tolerance relative to the largest value."""
-    if len(alone.results) != len(group.results):
-        return Difference(min(len(alone.results), len(group.results)), ())
-    for number, (one, other) in enumerate(zip(alone.results, group.results, strict=True)):
-        differs = differing(one, other, tolerance)
+    if len(expected_trace.results) != len(actual_trace.results):
+        return Difference(min(len(expected_trace.results), len(actual_trace.results)), ())
+    for number, (expected, actual) in enumerate(
+        zip(expected_trace.results, actual_trace.results, strict=True)
+    ):
+        differs = differing(expected, actual, tolerance)
         if differs.any():
-            widths, columns = group.widths[number], differs.view(len(one), -1).any(0)
+            widths, columns = actual_trace.widths[number], differs.view(len(expected), -1).any(0)
             stops = list(accumulate(widths))
             owners = [
                 rank
@@ -135,19 +139,24 @@ def differing(one: Tensor, other: Tensor, tolerance: float = 0.0) -> Tensor:
     if tolerance:
         limit = tolerance * one.abs().max()
         return ~((one - other).abs() <= limit)
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
-    return one.view(whole) != other.contiguous().view(whole)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return one.view(bits) != other.contiguous().view(bits)
 
 
-def describe(found: Mapping[int, Difference | None], names: Sequence[str]) -> str:
-    """The findings of ranks in words; `names` are the names of the exchanges."""
-    there = {rank: each for rank, each in found.items() if each is not None}
-    first = min(there.values(), key=lambda each: (each.exchange, each.owners))
-    what = names[first.exchange] if first.exchange < len(names) else "the number of exchanges"
-    ranks = listed_ranks(rank for rank, each in there.items() if each == first)
+def describe(differences: Mapping[int, Difference | None], names: Sequence[str]) -> str:
+    """Describes the differences that ranks have found; `names` are the names of the exchanges."""
+    present = {
+        rank: difference for rank, difference in differences.items() if difference is not None
+    }
+    first = min(present.values(), key=lambda difference: (difference.exchange, difference.owners))
+    exchange = names[first.exchange] if first.exchange < len(names) else "the number of exchanges"
+    ranks = listed_ranks(rank for rank, difference in present.items() if difference == first)
     owners = listed_ranks(first.owners)
     if not first.owners:
-        return f"rank {ranks} has a different sum of {what}"
-    if list(there.values()).count(first) == len(found) or set(first.owners) & there.keys():
-        return f"rank {owners} computed {what} differently"
-    return f"rank {ranks} received {what} of rank {owners} differently"
+        return f"rank {ranks} has a different sum of {exchange}"
+    if (
+        list(present.values()).count(first) == len(differences)
+        or set(first.owners) & present.keys()
+    ):
+        return f"rank {owners} computed {exchange} differently"
+    return f"rank {ranks} received {exchange} of rank {owners} differently"

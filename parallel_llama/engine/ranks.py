@@ -454,8 +454,8 @@ class Ranks:
             old_comm.close()
         setup, engine = self.setup, self._engine
         setup.shard_over(comm.size)
-        # The number is raised only after loading: each thread that loads weights has its own OpenMP
-        # threads, and more of them would wait for cores.
+        # Raised only after loading: each thread that loads weights has its own OpenMP threads, and more
+        # threads would wait for cores.
         torch.set_num_threads(min(n_threads, torch.get_num_threads()))
         if engine is not None:  # free the KV cache
             engine.runner.reserve([0] * len(engine.capacity.n_blocks), 1)
