@@ -353,11 +353,11 @@ def make_precision(
     if quant not in QUANTS:
         raise UsageError(f"quant={quant!r}: use one of {', '.join(QUANTS)}")
     if quant != "none" and (reason := why_unquantised(args, dtype)):
-        raise UsageError(f"quant={quant!r}: {reason}")
+        raise UsageError(f"{quant} weights: {reason}")
     if quant == "stored" and not stored:
         known = ", ".join(GGUF_QUANTS)
         raise UsageError(
-            f"quant='stored': no weight of the model can stay as stored ({known} in a GGUF file, "
+            f"no weight of the model can stay as stored ({known} in a GGUF file, "
             "GPTQ, AWQ, integers of compressed-tensors or a quantised native folder); use int8, "
             "int4 or fp8, or none to decode the weights"
         )

@@ -231,7 +231,7 @@ def test_two_ranks_share_no_gpu_and_say_so(model, llm, monkeypatch, caplog):
 
 def test_memory_of_a_gpu_that_nobody_checks_is_not_said_to_be_checked(model, monkeypatch):
     monkeypatch.setattr("parallel_llama.engine.setup.visible_gpus", lambda: 1)
-    with pytest.raises(UsageError, match="integrity_check=True on device='cuda': only memory of"):
+    with pytest.raises(UsageError, match="the integrity check is only for memory of the CPU"):
         LLM(str(model), device="cuda", integrity_check=True)
 
 
@@ -832,7 +832,9 @@ def test_without_guesses_a_step_gives_one_token(model):
 
 def test_a_cache_for_not_even_one_block_is_refused_before_weights_are_read(model):
     read: list[int] = []
-    with pytest.raises(UsageError, match=r"kv_cache_bytes=1000, .* 16 tokens takes \d{4,} bytes"):
+    with pytest.raises(
+        UsageError, match=r"a KV cache of 1000 bytes, .* 16 tokens takes \d{4,} bytes"
+    ):
         LLM(str(model), dtype="float64", kv_cache_bytes=1000, on_bytes=read.append)
     assert not read
 

@@ -179,8 +179,8 @@ def _with_vars(line: Line, template_vars: Mapping[str, Any]) -> Line:
     """The line with template variables; those of the line itself take precedence."""
     if not isinstance(line.prompt, Chat):
         return line
-    own = {**template_vars, **line.prompt.template_vars}
-    return replace(line, prompt=replace(line.prompt, template_vars=own))
+    merged = {**template_vars, **line.prompt.template_vars}
+    return replace(line, prompt=replace(line.prompt, template_vars=merged))
 
 
 def _line(where: str, value: Any) -> Line:

@@ -159,8 +159,8 @@ class CacheSize:
         largest = max(map(sum, self._block_bytes))
         if n_bytes is not None and n_bytes < largest:
             raise UsageError(
-                f"kv_cache_bytes={n_bytes}, but one block of {block_size} tokens takes {largest} "
-                "bytes on a rank; raise kv_cache_bytes, lower block_size, or use more ranks"
+                f"a KV cache of {n_bytes} bytes, but one block of {block_size} tokens takes "
+                f"{largest} bytes on a rank; use a larger KV cache, smaller blocks, or more ranks"
             )
         self._limits = limits
         self._require_limits()
@@ -174,7 +174,7 @@ class CacheSize:
         for rank, limit in enumerate(self._limits):
             cache = sum(map(mul, sizes, self._block_bytes[rank]))
             if cache > limit.cache:
-                remedy = ", lower kv_cache_bytes" if self.n_bytes else ""
+                remedy = ", use a smaller KV cache" if self.n_bytes else ""
                 raise UsageError(
                     f"rank {rank} of {len(self._limits)} needs "
                     f"{_gib(limit.total - limit.cache + cache)} GiB, and its entry in memory is "
@@ -196,7 +196,7 @@ class CacheSize:
             cache, working = self.n_bytes or sum(self._block_bytes[rank]), self._working[rank]
             needed = weights[rank] + cache + working
             if needed > n_free:
-                remedy = " or lower kv_cache_bytes" if self.n_bytes else ""
+                remedy = " or a smaller KV cache" if self.n_bytes else ""
                 raise UsageError(
                     f"rank {rank} of {comm.size} needs {needed} bytes of its GPU, which has "
                     f"{n_free} free: {weights[rank]} for weights, {cache} for the KV cache, "
@@ -221,8 +221,8 @@ class CacheSize:
         rank = usable.index(min(usable))
         if self.n_bytes is not None and self.n_bytes > usable[rank]:
             raise UsageError(
-                f"kv_cache_bytes={self.n_bytes}, but rank {rank} has {usable[rank]} bytes of free "
-                "memory; lower kv_cache_bytes"
+                f"a KV cache of {self.n_bytes} bytes, but rank {rank} has {usable[rank]} bytes of "
+                "free memory; use a smaller KV cache"
             )
         cache_limits = [
             default_cache_bytes("cuda" if gpu else "cpu", n_free, n_working, comm.size)

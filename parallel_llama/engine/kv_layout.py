@@ -57,39 +57,44 @@ class KVLayout:
         kv_group, size = self.kv_groups[number], self.block_size
         window, has_chunks = kv_group.window, kv_group.has_chunks
         slots: list[int] = []
-        plain: list[QueryRange] = []
-        near: list[QueryRange] = []
-        far: list[QueryRange] = []
+        ranges: list[QueryRange] = []
+        window_ranges: list[QueryRange] = []
+        sink_ranges: list[QueryRange] = []
         for chunk in chunks:
             row, positions = len(slots), chunk.positions
             query_range = self._range(number, row, chunk, positions)
             slots += slots_of(query_range.blocks, size, after(query_range.first_key, positions))
             if has_chunks and window is not None:
-                plain += [
+                ranges += [
                     self._range(number, row + part.start - positions.start, chunk, part)
                     for part in _within_chunks(positions, window)
                 ]
                 continue
             if not self.n_sinks or window is None or positions.stop <= window:
-                plain.append(query_range)
+                ranges.append(query_range)
                 continue
             n_plain = max(window - positions.start, 0)
             if n_plain:
-                plain.append(self._range(number, row, chunk, positions[:n_plain]))
+                ranges.append(self._range(number, row, chunk, positions[:n_plain]))
             query_range = self._range(number, row + n_plain, chunk, positions[n_plain:])
-            # `near` has the keys of each query's window, `far` the sinks before the window.
-            before = after(window, query_range.positions)
-            blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before.stop))
-            near.append(query_range)
-            far.append(query_range._replace(positions=before, first_key=0, blocks=blocks))
+            # Each query gets two ranges: the keys of its window, and the sinks before the window.
+            before_window = after(window, query_range.positions)
+            blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before_window.stop))
+            window_ranges.append(query_range)
+            sink_ranges.append(
+                query_range._replace(positions=before_window, first_key=0, blocks=blocks)
+            )
         spare_slot = self.spare_slots[number]
-        queries = Queries(plain, size, window, has_chunks=has_chunks)
+        queries = Queries(ranges, size, window, has_chunks=has_chunks)
         if self.part is not None:
             slots = [spare_slot if slot < 0 else slot for slot in slots]
-        if not near:
+        if not window_ranges:
             return KVGroupStep(slots, spare_slot, queries)
-        both = Queries(near, size, window), Queries(far, size, n_keys=self.n_sinks)
-        return KVGroupStep(slots, spare_slot, queries, both)
+        beyond_window = (
+            Queries(window_ranges, size, window),
+            Queries(sink_ranges, size, n_keys=self.n_sinks),
+        )
+        return KVGroupStep(slots, spare_slot, queries, beyond_window)
 
     def slots(self, number: int, chunks: Sequence[Chunk]) -> list[int]:
         """The slots of a step's tokens in one KV group; for a cache not sharded by token."""

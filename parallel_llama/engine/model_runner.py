@@ -70,7 +70,7 @@ from parallel_llama.plan import PART_KEYS, ShardPlan, why_unrecorded
 # Number of weights to prefetch.
 _READ_AHEAD = 2
 
-_MEMORY = MemoryFor("a step of this batch", "lower kv_cache_bytes, or use more ranks")
+_MEMORY = MemoryFor("a step of this batch", "use a smaller KV cache, or more ranks")
 
 
 class ModelRunner:

@@ -125,7 +125,7 @@ def _load_adapter(engine: Engine, name: str, folder: str) -> str:
     try:
         adapter = load_served_adapter(expanded(folder), runner.args)
         digest = bytes.fromhex(adapter_digest(adapter))
-        with MemoryFor("the adapter", "unload another one, or lower kv_cache_bytes"):
+        with MemoryFor("the adapter", "unload another adapter, or use a smaller KV cache"):
             runner.load_adapter(name, adapter)
     except (UsageError, CheckpointError, OutOfMemory) as error:
         why_refused, digest = str(error), bytes(_DIGEST_BYTES)

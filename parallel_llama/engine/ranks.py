@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _LAST_REPORT_S = 1.0  # how long to wait for the message of a rank that has failed
-_MEMORY_FOR_GRAPHS = MemoryFor("recorded decode steps", "lower kv_cache_bytes, or use more ranks")
+_MEMORY_FOR_GRAPHS = MemoryFor("recorded decode steps", "use a smaller KV cache, or more ranks")
 _SPARE_CHECK_S = 0.2  # between checks of the spares
 # The delay after a loss before new spares are started: starting Python takes seconds of a core,
 # which the remaining ranks need to compute keys and values again.
@@ -93,10 +93,10 @@ class Regroup:
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s"
         if not self.lost:
-            size = f"tp_size={self.tp_size} after {seconds}"
+            size = f"{self.tp_size} ranks after {seconds}"
             return f"a new process has replaced a lost rank: {size}"
         spares = f"; former spares among the ranks: {self.n_new}" if self.n_new else ""
-        return f"continuing with tp_size={self.tp_size} after {seconds}{spares}"
+        return f"continuing with {counted(self.tp_size, 'rank')} after {seconds}{spares}"
 
 
 class Ranks:
@@ -454,8 +454,8 @@ class Ranks:
             old_comm.close()
         setup, engine = self.setup, self._engine
         setup.shard_over(comm.size)
-        # Raised only after loading: each thread that loads weights has its own OpenMP threads, and more
-        # threads would wait for cores.
+        # Raised only after loading: each thread that loads weights has its own OpenMP threads, and
+        # more threads would wait for cores.
         torch.set_num_threads(min(n_threads, torch.get_num_threads()))
         if engine is not None:  # free the KV cache
             engine.runner.reserve([0] * len(engine.capacity.n_blocks), 1)
@@ -464,7 +464,7 @@ class Ranks:
         capacity = self._capacity(runner)
         encoded = encode_unfinished(unfinished) if comm.rank == 0 else None
         message = broadcast_bytes(comm, encoded)
-        with MemoryFor("the KV cache", "lower kv_cache_bytes"):
+        with MemoryFor("the KV cache", "use a smaller KV cache"):
             if engine is None:  # this process was a spare
                 self._engine = engine = self._make_engine(runner, capacity)
             engine.resume(runner, capacity, decode_unfinished(message))
@@ -575,7 +575,7 @@ class Ranks:
         """Create the engine, which allocates the KV cache."""
         inputs, config = self.setup.inputs, self.setup.config
         has_text = runner.comm.rank == 0 and inputs.has_tokenizer
-        with MemoryFor("the KV cache", "lower kv_cache_bytes"):
+        with MemoryFor("the KV cache", "use a smaller KV cache"):
             return Engine(
                 runner,
                 capacity,

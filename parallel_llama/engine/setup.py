@@ -233,7 +233,7 @@ class ModelSetup:
             )
             self.draft_tables = shared_tables(self.args, draft.args)
         except UsageError as error:
-            raise UsageError(f"draft_model={config.draft_model!r}: {error}") from error
+            raise UsageError(f"draft model {config.draft_model!r}: {error}") from error
         return draft
 
     def _draft_bytes(self, draft: "ModelSetup", shard: Shard) -> list[int]:
@@ -285,8 +285,7 @@ def _require_single_rank(slice_of: tuple[int, int] | None, size: int) -> None:
 def _require_checkable(integrity_check: bool, kind: DeviceKind) -> None:
     if integrity_check and kind != "cpu":
         raise UsageError(
-            f"integrity_check=True on device={kind!r}: only memory of the CPU is checked; leave "
-            "integrity_check out, or use device='cpu'"
+            "the integrity check is only for memory of the CPU; drop it, or use the CPU"
         )
 
 

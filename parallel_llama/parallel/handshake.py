@@ -86,7 +86,7 @@ class RankInfo:
         return f"process {self.pid} on {printable(self.host, 255)}"
 
 
-def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> list[str]:
+def rendezvous(store: Store, own_info: RankInfo, missing: set[int], ended: Event) -> list[str]:
     """Waits for every rank, and checks that all facts are equal and that no two ranks share a GPU.
 
     The wait has no time limit.
@@ -102,24 +102,24 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int], ended: Event) -> 
     Collective: every rank calls it.
     """
     infos: dict[int, RankInfo] = {}
-    key = f"info/{own.rank}"
-    published = RankInfo.decode(store.compare_set(key, "", own.encode()), own.rank)
-    if published.token != own.token:
+    key = f"info/{own_info.rank}"
+    published = RankInfo.decode(store.compare_set(key, "", own_info.encode()), own_info.rank)
+    if published.token != own_info.token:
         raise RankError(
-            f"two processes are rank {own.rank} of {own.size}: {published.process} and "
-            f"{own.process}; give each process a RANK of its own"
+            f"two processes are rank {own_info.rank} of {own_info.size}: {published.process} and "
+            f"{own_info.process}; give each process a RANK of its own"
         )
-    while len(infos) < own.size:
+    while len(infos) < own_info.size:
         if (objection := read_objection(store)) is not None:
             raise RankError(objection)
-        for rank in range(own.size):
+        for rank in range(own_info.size):
             if rank not in infos and store.check([f"info/{rank}"]):
                 info = RankInfo.decode(store.get(f"info/{rank}"), rank)
-                infos[rank] = _checked(info, own)
+                infos[rank] = _checked(info, own_info)
                 missing.discard(rank)
-        if len(infos) < own.size and ended.wait(_POLL_S):
+        if len(infos) < own_info.size and ended.wait(_POLL_S):
             raise TimeoutError
-    by_rank = [infos[rank] for rank in range(own.size)]
+    by_rank = [infos[rank] for rank in range(own_info.size)]
     require_same(by_rank)
     require_own_gpus(by_rank)
     return differences([info.notes for info in by_rank])
@@ -218,10 +218,10 @@ def require_own_gpus(infos: Sequence[RankInfo]) -> None:
             )
 
 
-def _checked(info: RankInfo, own: RankInfo) -> RankInfo:
-    if info.size != own.size:
+def _checked(info: RankInfo, own_info: RankInfo) -> RankInfo:
+    if info.size != own_info.size:
         raise RankError(
-            f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {info.rank} "
-            f"({info.process}) one of {info.size}; give all ranks the same WORLD_SIZE"
+            f"rank {own_info.rank} ({own_info.process}) is one of {own_info.size} ranks and rank "
+            f"{info.rank} ({info.process}) one of {info.size}; give all ranks the same WORLD_SIZE"
         )
     return info

@@ -85,8 +85,8 @@ class ProcessGroup(Communicator):
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel() > 0:
             with self._named_failures("all_gather", x):
-                own = x.contiguous().view(-1)
-                work = self._group._allgather_base(gathered.view(-1), own)
+                flat = x.contiguous().view(-1)
+                work = self._group._allgather_base(gathered.view(-1), flat)
                 # Watching all_gathers is enough: each step ends with an all_gather.
                 if self._watchdog is not None:
                     self._watchdog.add(work)

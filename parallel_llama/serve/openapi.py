@@ -100,24 +100,26 @@ def description(operations: tuple[Operation, ...], version: str) -> dict[str, An
     }
 
 
-def _operation(own: Operation) -> dict[str, Any]:
-    answer = {_TEXT: {"schema": {"type": "string"}}} if own.is_text else {_JSON: _schema(own.reply)}
-    if own.chunk is not None:
-        answer[_EVENTS] = _schema(own.chunk)
-    responses = {"200": {"description": own.summary, "content": answer}}
-    if own.can_be_unready:
+def _operation(route: Operation) -> dict[str, Any]:
+    answer = (
+        {_TEXT: {"schema": {"type": "string"}}} if route.is_text else {_JSON: _schema(route.reply)}
+    )
+    if route.chunk is not None:
+        answer[_EVENTS] = _schema(route.chunk)
+    responses = {"200": {"description": route.summary, "content": answer}}
+    if route.can_be_unready:
         responses["503"] = {"description": "Not ready", "content": answer}
-    for status in own.errors:
+    for status in route.errors:
         responses[str(status)] = {
             "description": _ERRORS[status],
             "content": {_JSON: _schema(ErrorReply)},
         }
-    operation: dict[str, Any] = {"operationId": own.name, "summary": own.summary}
-    if own.has_parameter:
+    operation: dict[str, Any] = {"operationId": route.name, "summary": route.summary}
+    if route.has_parameter:
         parameter = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [parameter]
-    if own.body is not None:
-        operation["requestBody"] = {"required": True, "content": {_JSON: _schema(own.body)}}
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": {_JSON: _schema(route.body)}}
     return {**operation, "responses": responses}
 
 

@@ -84,7 +84,7 @@ def test_flags_that_contradict_a_comparison_of_formats_are_refused(capsys, argv,
 
 def test_formats_that_a_model_cannot_have_are_named_with_the_reason(capsys):
     shown = " ".join(page(capsys, "--memory", "2", "--dtype", "float64", "--fit").split())
-    assert "no plan in int8: quant='int8': quantised matrices are computed in float32" in shown
+    assert "no plan in int8: int8 weights: quantised matrices are computed in float32" in shown
 
 
 @pytest.mark.parametrize(

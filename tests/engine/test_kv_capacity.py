@@ -209,12 +209,14 @@ def test_too_little_memory_is_the_same_error_on_every_rank(monkeypatch):
     assert "rank 1 has 250 bytes" in first and f"takes {BLOCK}" in first
     first, second = run_on_threads(2, on_its_host, 2 * BLOCK)
     assert first == second
-    assert f"kv_cache_bytes={2 * BLOCK}" in first and "rank 1 has 1000 bytes" in first
+    assert f"a KV cache of {2 * BLOCK} bytes" in first and "rank 1 has 1000 bytes" in first
 
 
 def test_what_holds_no_block_is_refused_before_weights_are_read():
     size_of_cache(2, 16, BLOCK)
-    with pytest.raises(UsageError, match=rf"kv_cache_bytes={BLOCK - 1}, .* takes {BLOCK} bytes"):
+    with pytest.raises(
+        UsageError, match=rf"a KV cache of {BLOCK - 1} bytes, .* takes {BLOCK} bytes"
+    ):
         size_of_cache(2, 16, BLOCK - 1)
     with pytest.raises(UsageError, match="block_size=0"):
         size_of_cache(2, 0, None)
@@ -293,7 +295,7 @@ def test_a_cache_that_exceeds_the_memory_of_a_rank_is_refused_before_ranks_start
     limits = [MemoryLimit(GIB, 5, 6), MemoryLimit(n_needed + 11, 5, 6)]
     CacheSize(ARGS, plan, form, 16, n_bytes, 2048, limits=limits)
     limits[1] = replace(limits[1], total=n_needed + 10)
-    with pytest.raises(UsageError, match=r"rank 1 of 2 needs .* lower kv_cache_bytes"):
+    with pytest.raises(UsageError, match=r"rank 1 of 2 needs .* use a smaller KV cache"):
         CacheSize(ARGS, plan, form, 16, n_bytes, 2048, limits=limits)
 
 
@@ -330,7 +332,7 @@ def test_a_gpu_that_is_too_small_is_refused_by_all_ranks_before_weights_are_read
     assert "kv_cache_bytes" not in first
     asked = run_on_threads(2, on_gpus, gpus, 2 * GIB)
     assert "rank 0 of 2 needs" not in asked[0]
-    assert f"{2 * GIB} for the KV cache" in asked[0] and "or lower kv_cache_bytes" in asked[0]
+    assert f"{2 * GIB} for the KV cache" in asked[0] and "or a smaller KV cache" in asked[0]
 
 
 def test_a_cache_leaves_its_gpu_room_to_work():
