@@ -97,7 +97,7 @@ class Progress:
         self.start_s = 0.0
 
     def start(self, n_total: int, n_done: int) -> None:
-        """Starts the clock; `done` of the `total` bytes were written by an earlier run."""
+        """Starts the clock; `n_done` of the `n_total` bytes were written by an earlier run."""
         self.n_total, self.n_earlier, self.n_done = n_total, n_done, n_done
         self.start_s = time.monotonic()
 

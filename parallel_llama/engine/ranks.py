@@ -255,7 +255,7 @@ class Ranks:
         """Serve rank 0 until it closes, on a rank above 0.
 
         Args:
-            order: on a spare, the result of `stand_by`.
+            order: on a spare, the result of `wait_as_spare`.
         """
         orders = self._orders
         if orders is None:

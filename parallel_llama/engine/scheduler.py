@@ -379,7 +379,7 @@ class Scheduler:
         return allocated
 
     def _allocate(self, sequence: Sequence, n_tokens: int) -> bool:
-        """Allocate blocks for a sequence's next `n` tokens; False if it is preempted instead.
+        """Allocate blocks for a sequence's next `n_tokens` tokens; False if it is preempted.
 
         Preempts the youngest sequences, including this one if necessary, until enough blocks are
         free.
@@ -613,7 +613,7 @@ def _least_work(sequence: Sequence) -> tuple[int, int]:
 
 
 def _chunk(sequence: Sequence, max_tokens: int, drafts: tuple[int, ...] = ()) -> ScheduledTokens:
-    """At most `most` pending tokens, followed by drafts."""
+    """At most `max_tokens` pending tokens, followed by drafts."""
     pending = tuple(sequence.tokens[sequence.n_cached : sequence.n_cached + max_tokens])
     draws = len(pending) == sequence.n_pending
     return ScheduledTokens(sequence, sequence.n_cached, (*pending, *drafts), len(drafts), draws)

@@ -88,7 +88,7 @@ class _Lane:
     """Threads for one kind of work, with a fair queue.
 
     Args:
-        yields: whether the threads run at low priority.
+        is_low_priority: whether the threads run at low priority.
         rest: time for which a thread rests after some work, as a multiple of the work's time.
     """
 

@@ -181,7 +181,7 @@ def test_blocks_that_a_failed_forward_pass_wrote_are_not_compared():
     run_request(engine, range(50))
     interrupted = OSError("interrupted")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="interrupted"):
-        patch.setattr(engine._integrity, "forwarded", Mock(side_effect=interrupted))
+        patch.setattr(engine._integrity, "record_step", Mock(side_effect=interrupted))
         run_request(engine, range(50, 100))
     engine._integrity.compare_all()
 

@@ -838,7 +838,7 @@ def test_the_lazy_names_and_their_types_agree():
     (checked,) = (node for node in tree.body if isinstance(node, ast.If))
     assert ast.unparse(checked.test) == "TYPE_CHECKING"
     imported = [a.name for node in checked.body for a in node.names]
-    assert sorted(imported) == sorted(package.__all__) == sorted(package._HOMES)
+    assert sorted(imported) == sorted(package.__all__) == sorted(package._MODULE_OF)
     for node in checked.body:
         for alias in node.names:
             home = importlib.import_module(node.module)

@@ -302,11 +302,11 @@ def receive_a_part(group: Communicator) -> bool:
     def has_begun(rank: int) -> bool:
         return comm._headers[0][rank][-1] == 1  # the row has the header of the first exchange
 
-    def send_in_parts(rank: int, n_bytes: int, *, is_heard: bool) -> bool:
+    def send_in_parts(rank: int, n_bytes: int, *, is_receiving: bool) -> bool:
         is_whole = has_begun(0)
         if is_whole:
             time.sleep(0.2)  # for the kernel of rank 0
-        return send(rank, n_bytes if is_whole else 80, is_heard=is_heard) and is_whole
+        return send(rank, n_bytes if is_whole else 80, is_receiving=is_receiving) and is_whole
 
     if comm.rank == 3:
         comm._send = send_in_parts

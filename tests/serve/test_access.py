@@ -21,7 +21,7 @@ from parallel_llama.serve import access
 from parallel_llama.serve.access import OPEN, is_loopback, read_keys
 from parallel_llama.serve.app import make_app
 from parallel_llama.serve.bodies import MAX_BODY_BYTES
-from parallel_llama.serve.log import _Lines
+from parallel_llama.serve.log import _TextFormatter
 from parallel_llama.serve.server import bound_socket
 
 KEYS = ["sk-of-one-person", "sk-of-another-person"]
@@ -516,7 +516,7 @@ def test_a_record_of_the_log_steers_no_terminal_and_passes_for_no_other():
     def record(text: str, error: Exception | None = None) -> str:
         info = (type(error), error, None) if error else None
         made = logging.LogRecord("a", logging.ERROR, "", 0, "%s", (text,), info)
-        return _Lines("%(levelname)s %(message)s").format(made)
+        return _TextFormatter("%(levelname)s %(message)s").format(made)
 
     assert record("a\x1b[2Jb\x07\r\x9b\u202ec") == r"ERROR a\x1b[2Jb\x07\r\x9b\u202ec"
     assert record("a\nERROR forged").splitlines() == ["ERROR a", "  ERROR forged"]

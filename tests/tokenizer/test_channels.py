@@ -93,7 +93,7 @@ class Pending:
 
     body: ChatBody
     tools: None = None
-    has_parts: bool = True
+    has_channels: bool = True
     answer_reader: object = ChannelReader
     logprobs: object = field(default=lambda _: None)
     token_ids: object = field(default=lambda _: UNSET)
