@@ -59,7 +59,7 @@ class Worker:
             start_new_session=True,
         )
         try:
-            self.versions: dict[str, str] = self._hear(START_LIMIT_S)["versions"]
+            self.versions: dict[str, str] = self._read_line(START_LIMIT_S)["versions"]
         except BaseException:
             self.close()
             raise
@@ -111,9 +111,9 @@ class Worker:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure("ended") from None
-        return self._hear(ANSWER_LIMIT_S)
+        return self._read_line(ANSWER_LIMIT_S)
 
-    def _hear(self, limit_s: float) -> Any:
+    def _read_line(self, limit_s: float) -> Any:
         """The next line, decoded. Each line is one short write, so it is never partial."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:

@@ -59,22 +59,14 @@ class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _waits_for_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator copies between devices, or reads values of a GPU's tensor on the host."""
-    name, arguments = func.overloadpacket.__name__, (*args, *kwargs.values())
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    devices = {argument.device.type for argument in tensors}
+    name, operands = func.overloadpacket.__name__, (*args, *kwargs.values())
+    devices = {operand.device.type for operand in operands if isinstance(operand, Tensor)}
     if name in _COPIES:
-        return (
-            len(
-                devices
-                | {argument.type for argument in arguments if isinstance(argument, torch.device)}
-            )
-            > 1
-        )
+        target = {operand.type for operand in operands if isinstance(operand, torch.device)}
+        return len(devices | target) > 1
     if name in _INDEXING:
-        return any(
-            argument is not None and argument.dtype in (torch.bool, torch.uint8)
-            for argument in args[1]
-        )
+        masks = (torch.bool, torch.uint8)
+        return any(index is not None and index.dtype in masks for index in args[1])
     if name == "where":
         return len(args) == 1  # as nonzero
     return name in _READS and devices != {"cpu"}

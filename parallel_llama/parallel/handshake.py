@@ -187,9 +187,8 @@ def differences(values_by_rank: Sequence[Mapping[str, str]]) -> list[str]:
     messages = []
     for name in {name: None for facts in values_by_rank for name in facts}:
         values = [facts.get(name, "nothing") for facts in values_by_rank]
-        most_common, _ = Counter(values).most_common(1)[
-            0
-        ]  # the first if several are equally common
+        # the first if several are equally common
+        most_common, _ = Counter(values).most_common(1)[0]
         differing = [rank for rank, value in enumerate(values) if value != most_common]
         if differing:
             rank, reference = differing[0], values.index(most_common)

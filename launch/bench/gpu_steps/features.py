@@ -114,7 +114,7 @@ def _same(name: str, found: Tokens, expected: Tokens) -> Rows:
 
 
 def _prefix_cache(setting: Setting) -> Rows:
-    """The same prompts with and without their keys and values in the prefix cache."""
+    """Checks the same prompts with and without a hit in the prefix cache."""
     with _llm(setting) as llm:
         first, again, other = (
             llm.generate(_prompts(setting, 40), replace(_GREEDY, cache_salt=salt))
@@ -129,7 +129,7 @@ def _prefix_cache(setting: Setting) -> Rows:
 
 
 def _preempted(plain: dict[str, Tokens], setting: Setting) -> Rows:
-    """A KV cache that is too small for all texts at once."""
+    """Checks preemption: the KV cache is too small for all texts at once."""
     args = shape_of(setting)
     head_dim = args.dim // args.n_heads  # as in the file
     n_bytes = 160 * 2 * args.n_layers * args.n_kv_heads * head_dim * 4  # for 160 tokens
@@ -143,7 +143,7 @@ def _preempted(plain: dict[str, Tokens], setting: Setting) -> Rows:
 
 
 def _looked_up(plain: dict[str, Tokens], setting: Setting) -> Rows:
-    """Draft tokens from earlier text."""
+    """Checks draft tokens from prompt lookup."""
     with _llm(setting, max_drafts=8) as llm:
         found, per_step = _repeating(llm)
     _require_same(found, plain["repeating"])
@@ -151,7 +151,7 @@ def _looked_up(plain: dict[str, Tokens], setting: Setting) -> Rows:
 
 
 def _two(setting: Setting) -> Rows:
-    """Two LLMs one after another, each with as much KV cache as there is memory for."""
+    """Checks two LLMs one after another, each with as large a KV cache as fits into memory."""
     cache = {"kv_cache_bytes": _CACHE_BYTES if setting.is_rehearsal else None}
     found, n_tokens = [], []
     for number in (1, 2):
@@ -172,7 +172,7 @@ def _opened(setting: Setting, cache: dict[str, Any]) -> tuple[Tokens, int]:
 
 
 def _kept_memory() -> Row:
-    """The memory of torch's allocator after the only LLM was closed and deleted."""
+    """Measures the memory of torch's allocator after the only LLM was closed and deleted."""
     mib = torch.cuda.memory_allocated() / 2**20
     name = "memory after an LLM is closed"
     if mib > _KEPT_MIB:
