@@ -272,8 +272,7 @@ class ShardPlan:
 def local_kv_heads(heads: range, heads_per_kv: int) -> range:
     """The global numbers of the KV heads that a rank needs for its query heads.
 
-    A KV head whose query heads are on two ranks is held by both, so every query head finds its KV
-    head on its own rank.
+    If the query heads of one KV head are on two ranks, both ranks store the KV head.
 
     >>> local_kv_heads(range(5, 9), 3)
     range(1, 3)

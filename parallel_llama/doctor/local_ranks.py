@@ -137,7 +137,7 @@ def _watch(
 
 
 def _with_message_of_rank(ranks: LocalRanks, check: Check) -> Check:
-    """Replaces a check that a rank has died by the message of that rank, if it left one."""
+    """If a check reports a dead rank, gives it that rank's own error message, if any."""
     if check.status == "fail" and "has died" in check.seen:
         try:
             ranks.require_alive(_LAST_REPORT_S)

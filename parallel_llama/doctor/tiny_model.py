@@ -123,10 +123,10 @@ def judged(
 ) -> tuple[Check, set[int]]:
     """The check of the results of all ranks, and the ranks that are wrong.
 
-    A rank is wrong if its error exceeds the limit. If CPU ranks have different digests, the right
-    digest is the recorded one if a rank has it, else the most frequent one, and ranks with another
-    digest are wrong. If two digests are equally frequent and no error exceeds the limit, a rank is
-    wrong if its error is over ten times the smallest.
+    A rank is wrong if its error exceeds the limit. CPU ranks are also wrong if their digest is not
+    the expected one: the recorded digest if a rank has it, else the most frequent digest. If two
+    digests are equally frequent and no error exceeds the limit, a rank is wrong if its error is
+    over ten times the smallest.
     """
     lost_ranks = {rank for rank, result in enumerate(results) if result is None}
     if lost_ranks:

@@ -130,8 +130,8 @@ class CacheSize:
         draft_bytes: the bytes per token of a draft model's KV cache, by rank and by KV group of the
             model.
 
-    Raises: UsageError if `n_bytes` is less than one block of each KV group, or a rank's limit is
-    less than its weights, the wanted cache and its working memory together.
+    Raises: UsageError if `n_bytes` is less than one block of each KV group, or if the weights, the
+    requested cache and the working memory of a rank exceed its limit.
     """
 
     def __init__(

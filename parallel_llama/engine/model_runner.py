@@ -122,7 +122,7 @@ class ModelRunner:
             kv_format: by default the compute dtype.
             ops: by default the fastest operators for this device.
             old_runner: a runner of the same model with another shard. Rows that both shards have
-                are copied from it, and its weights are freed, so it cannot run afterwards.
+                are copied from there. Its weights are freed, so it cannot run afterwards.
 
         Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights for a
         damaged weight.

@@ -1,7 +1,8 @@
 """Builds the sampling rows of a step's scheduled tokens, and samples them.
 
-A sequence that draws has one row for its last known token and one for each draft. The row of a
-draft samples the token after it, on condition that the draft and all drafts before it are accepted.
+A sequence that samples has one row for its last known token and one for each draft token. The row
+of a draft token samples the next token; it counts only if all draft tokens up to there are
+accepted.
 """
 
 from collections import abc

@@ -1,8 +1,7 @@
 """Packs all inputs of a step into one buffer, so that one copy moves them to the device.
 
-On a GPU a copy costs more than a small kernel, and a CUDA graph reads its inputs from fixed
-addresses. So one buffer on the host, and one on the device, holds all inputs of a step: tokens,
-positions, slots, block tables and sampling keys.
+The inputs are tokens, positions, slots, block tables and sampling keys. On a GPU a copy costs more
+than a small kernel, and a CUDA graph reads its inputs from fixed addresses.
 """
 
 from collections.abc import Sequence

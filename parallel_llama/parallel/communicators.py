@@ -206,9 +206,9 @@ def join(
 def give_up(why: str) -> None:
     """Publishes why this rank will not join; returns when the other ranks have read it.
 
-    It does nothing after a call of `join`, because the other ranks then detect the end of this
-    rank, and nothing under torchrun and our launcher, which end all ranks when one fails. It waits
-    at most `_GIVE_UP_S` seconds, and rank 0 keeps the store open meanwhile.
+    Waits at most `_GIVE_UP_S` seconds; rank 0 keeps the store open meanwhile. Does nothing after a
+    call of `join`, because the other ranks then detect the end of this rank, nor under torchrun and
+    our launcher, because these end all ranks when one fails.
     """
     if _has_begun or is_watched():
         return

@@ -1,7 +1,7 @@
 """The rendezvous: all ranks join at a store and compare their files, settings and versions.
 
-Ranks that differ would compute wrong results without an error. A rank that gives up publishes why,
-its objection, so that the other ranks raise the same error instead of waiting for it.
+Ranks that differ would compute wrong results without an error. A rank that gives up publishes the
+reason, called its objection, and the other ranks raise the same error instead of waiting.
 """
 
 import os

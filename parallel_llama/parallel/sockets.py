@@ -24,9 +24,10 @@ Layout of the memory:
              from, bytes sent and received in this exchange, whether it is another rank of this
              host. Then the number of finished exchanges, and of those through the host's memory
 
-In an exchange, a rank writes its message into its row, sends it, receives messages into the rows of
-their senders, publishes that it has received them all, and waits until all ranks of its host have
-published. Two sets of rows suffice for the same reason as two slots in `shared_memory`.
+In an exchange, each rank writes its message into its row and sends it. Each incoming message goes
+into the row of its sender. When a rank has received all its messages, it publishes this, and waits
+until all ranks of its host have published. Two sets of rows suffice for the same reason as two
+slots in `shared_memory`.
 
 Every pair of ranks is connected. Before a rank leaves because of a failure, it sends the number of
 the failed rank to all other ranks; a waiting rank polls all its connections for such a message.

@@ -47,8 +47,8 @@ class Watchdog:
             abort, in seconds.
         end: ends the process, given the reason.
         evidence: returns text that is appended to the message, such as stacks.
-        use_device: called first in each thread that uses the GPU. A thread that has not set its
-            GPU would create a context of half a gigabyte on GPU 0, which may be another rank's.
+        use_device: called first in each thread that uses the GPU. Without it, the thread would
+            create a context of half a gigabyte on GPU 0, which may belong to another rank.
     """
 
     def __init__(
