@@ -241,18 +241,10 @@ def _innermost(text: str) -> list[str]:
     """
     threads = re.split(r"^(?=Thread 0x|Current thread 0x)", text, flags=re.MULTILINE)
     threads.sort(key=lambda thread: not thread.startswith("Current"))
-    frames_by_thread = [
-        [line for line in thread.splitlines() if _FRAME.match(line)] for thread in threads
-    ]
-    frames_by_thread = [
-        frames_of_thread for frames_of_thread in frames_by_thread if frames_of_thread
-    ]
-    in_package = [
-        frames_of_thread
-        for frames_of_thread in frames_by_thread
-        if any(map(_is_in_package, frames_of_thread))
-    ]
-    return next(iter(in_package or frames_by_thread), [])
+    stacks = [[line for line in thread.splitlines() if _FRAME.match(line)] for thread in threads]
+    stacks = [frames for frames in stacks if frames]
+    in_package = [frames for frames in stacks if any(map(_is_in_package, frames))]
+    return next(iter(in_package or stacks), [])
 
 
 def site_in(text: str) -> str | None:

@@ -19,7 +19,7 @@ REPORTING = f"""Current thread 0x1 (most recent call first):
 class WrittenStacks(StackFile):
     """The stack file of a rank that is looking up its own call site when the signal arrives."""
 
-    def ask(self) -> bool:
+    def request_dump(self) -> bool:
         return os.write(self.fd, REPORTING.encode()) > 0
 
 
