@@ -374,7 +374,6 @@ def draft_model(
         device,
         flags[KV_SPLIT],
         pp=flags[PP],
-        elastic=flags[ELASTIC],
         attention_sinks=flags[ATTENTION_SINKS],
     )
     files = found_model(flags, name)

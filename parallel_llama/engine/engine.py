@@ -115,9 +115,7 @@ class Engine:
         self._outputs = OutputProcessor(tokenizer, grammars)
         self._n_tickets = 0
         self._in_flight: _InFlightStep | None = None
-        runner.reserve(capacity.n_blocks, capacity.block_size)
-        if draft_model is not None:
-            draft_model.reserve(capacity.n_blocks, capacity.block_size)
+        self._reserve(capacity.n_blocks, capacity.block_size)
         self._integrity = runner.check_integrity() if integrity_check else None
         self._reset()
 
@@ -193,8 +191,22 @@ class Engine:
             for ticket, sequences in self._unfinished.items()
         )
 
+    def _reserve(self, n_blocks: abc.Sequence[int], block_size: int) -> None:
+        """Allocate the KV caches of the model and of the draft model."""
+        self.runner.reserve(n_blocks, block_size)
+        if self._draft_model is not None:
+            self._draft_model.reserve(n_blocks, block_size)
+
+    def free_cache(self) -> None:
+        """Free the KV caches, before `resume` allocates new ones."""
+        self._reserve([0] * len(self.capacity.n_blocks), 1)
+
     def resume(
-        self, runner: ModelRunner, capacity: Capacity, unfinished: abc.Sequence[Unfinished]
+        self,
+        runner: ModelRunner,
+        capacity: Capacity,
+        unfinished: abc.Sequence[Unfinished],
+        draft_model: DraftModel | None = None,
     ) -> None:
         """Continue requests, with another runner or on a rank that is new in the group.
 
@@ -209,7 +221,8 @@ class Engine:
         }
         if runner is not self.runner:
             self.runner, self.comm, self.capacity = runner, runner.comm, capacity
-            runner.reserve(capacity.n_blocks, capacity.block_size)
+            self._draft_model = draft_model
+            self._reserve(capacity.n_blocks, capacity.block_size)
             if self._integrity is not None:
                 self._integrity = runner.check_integrity()
         self._reset_scheduler()

@@ -67,7 +67,6 @@ def require_draft_model(
     kv_split: KVSplit,
     *,
     pp: int = 1,
-    elastic: bool = False,
     attention_sinks: int = 0,
     slice_of: tuple[int, int] | None = None,
 ) -> None:
@@ -76,7 +75,6 @@ def require_draft_model(
         "GPUs": device == "cuda",
         "a KV cache split by sequence": kv_split == "sequence",
         "a pipeline (pp)": pp > 1,
-        "elastic": elastic,
         "attention sinks": attention_sinks > 0,
         "a slice": slice_of is not None,
     }
@@ -264,7 +262,6 @@ class LLMConfig:
                 self.device,
                 self.kv_split,
                 pp=self.pp,
-                elastic=self.elastic,
                 attention_sinks=self.attention_sinks,
                 slice_of=self.slice_of,
             )

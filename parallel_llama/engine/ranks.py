@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -457,8 +457,8 @@ class Ranks:
         # Raised only after loading: each thread that loads weights has its own OpenMP threads, and
         # more threads would wait for cores.
         torch.set_num_threads(min(n_threads, torch.get_num_threads()))
-        if engine is not None:  # free the KV cache
-            engine.runner.reserve([0] * len(engine.capacity.n_blocks), 1)
+        if engine is not None:
+            engine.free_cache()
         runner = self._load(lambda _: None)
         torch.set_num_threads(n_threads)
         capacity = self._capacity(runner)
@@ -467,7 +467,7 @@ class Ranks:
         with MemoryFor("the KV cache", "use a smaller KV cache"):
             if engine is None:  # this process was a spare
                 self._engine = engine = self._make_engine(runner, capacity)
-            engine.resume(runner, capacity, decode_unfinished(message))
+            engine.resume(runner, capacity, decode_unfinished(message), self._draft_model)
         setup.inputs.n_cache_tokens = capacity.longest(setup.inputs.max_seq_len)
 
     def _join(self, facts: Mapping[str, str], on_wait: Callable[[Sequence[int]], None]) -> None:
@@ -515,11 +515,7 @@ class Ranks:
             comm.keepalive()
             on_bytes(n_bytes)
 
-        keeps_open = setup.config.elastic  # shards are read again after a loss
-        checkpoint: AbstractContextManager[object] = (
-            nullcontext() if keeps_open else closing(setup.checkpoint)
-        )
-        with checkpoint, started_thread() as thread:
+        with _loading(setup), started_thread() as thread:
             # The tokenizer is parsed mostly in another process, while this one reads weights.
             tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
             with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
@@ -530,8 +526,6 @@ class Ranks:
                 if setup.draft is not None:
                     self._draft_model = self._load_draft_model(setup.draft, comm, report_progress)
             tokenizer.result()
-        if not keeps_open:
-            del setup.checkpoint  # its headers may be large
         give_back_memory()
         comm.barrier()
         return runner
@@ -560,9 +554,9 @@ class Ranks:
     def _load_draft_model(
         self, draft: ModelSetup, comm: Communicator, on_bytes: Callable[[int], None]
     ) -> DraftModel:
-        with closing(draft.checkpoint):
-            runner = self._load_model(draft, comm, on_bytes)
-        del draft.checkpoint  # its headers may be large
+        old_runner = None if self._draft_model is None else self._draft_model.runner
+        with _loading(draft):
+            runner = self._load_model(draft, comm, on_bytes, old_runner)
         setup, n_bytes = self.setup, sum(draft.weight_bytes)
         relative_cost = n_bytes / (sum(setup.weight_bytes) - n_bytes)
         return DraftModel(runner, setup.draft_tables, setup.args.vocab_size, relative_cost)
@@ -605,6 +599,17 @@ def _require_single_starts(n_spares: int) -> None:
 def _are_tokens_wrong(error: RankError | None) -> bool:
     """Whether tokens that were returned may be wrong, so that ranks must not continue."""
     return isinstance(error, IntegrityError) or DISAGREE in str(error)
+
+
+@contextmanager
+def _loading(setup: ModelSetup) -> Iterator[None]:
+    """Closes the checkpoint of a model afterwards, unless the next group reads it again."""
+    if setup.config.elastic:
+        yield
+        return
+    with closing(setup.checkpoint):
+        yield
+    del setup.checkpoint  # its headers may be large
 
 
 def _clear_frames(error: BaseException | None) -> None:

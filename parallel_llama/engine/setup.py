@@ -188,6 +188,7 @@ class ModelSetup:
         )
         draft_bytes: list[list[int]] = []
         if self.draft is not None:
+            self.draft.shard_over(n_shards)
             self.weight_bytes = tuple(map(add, self.weight_bytes, self.draft.weight_bytes))
             draft_bytes = [self._draft_bytes(self.draft, shard) for shard in self.draft.plan.shards]
         step_tokens = STEP_TOKENS[self.kind]

@@ -5,28 +5,28 @@ from functools import partial
 
 import pytest
 import torch
-from mixes import ARGS, HYBRID, make_engine, make_runner, random_mix, run_mix, run_mixes
+from mixes import (
+    ARGS,
+    HYBRID,
+    SMALL,
+    make_draft_model,
+    make_engine,
+    make_runner,
+    random_mix,
+    run_mix,
+    run_mixes,
+)
 from thread_ranks import run_on_threads
 
 from parallel_llama.engine.draft_model import DraftModel
 from parallel_llama.engine.drafts import DraftBudget, row_costs, shared_tables
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.collectives import Solo
 from parallel_llama.request import Request, SamplingParams
 
-# Other widths and heads, fewer layers, and a vocabulary with other padding.
-SMALL = replace(ARGS, dim=20, n_layers=1, n_heads=5, n_kv_heads=5, ffn_dim=14, vocab_size=104)
 FEWER = replace(SMALL, vocab_size=97)
 SMALL_HYBRID = replace(HYBRID, dim=20, n_heads=5, n_kv_heads=1, ffn_dim=14)
 GREEDY = SamplingParams(max_tokens=40)
-
-
-def draft_model(
-    comm: Communicator, draft: ModelArgs, args: ModelArgs = ARGS, *, seed: int = 7
-) -> DraftModel:
-    tables = shared_tables(args, draft)
-    return DraftModel(make_runner(comm, draft, seed=seed), tables, args.vocab_size, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def draft_model(
 )
 def test_no_draft_changes_a_token(tp_size, args, draft, seed, seeds):
     """With preemption, prefix hits, prompts in pieces, penalties, filters and several choices."""
-    own = partial(draft_model, draft=draft, args=args, seed=seed)
+    own = partial(make_draft_model, draft=draft, args=args, seed=seed)
     assert not run_on_threads(tp_size, run_mixes, seeds, args, draft_model=own)[0]
 
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID])
 def test_a_model_accepts_its_own_drafts(args):
     """So the draft model sees the sequence that the model sees, and samples as the model does."""
-    runner, drafts = make_runner(Solo(), args), draft_model(Solo(), args, args, seed=1)
+    runner, drafts = make_runner(Solo(), args), make_draft_model(Solo(), args, args, seed=1)
     n_drafts = n_accepted = n_prefix = n_preempted = 0
     for seed in range(700, 740):
         mix = random_mix(seed)
@@ -74,7 +74,7 @@ def test_a_model_accepts_its_own_drafts(args):
 
 def test_drafts_save_steps():
     steps = []
-    for most, drafts in ((0, None), (8, draft_model(Solo(), ARGS, seed=1))):
+    for most, drafts in ((0, None), (8, make_draft_model(Solo(), ARGS, seed=1))):
         engine = make_engine(make_runner(Solo()), max_drafts=most, draft_model=drafts)
         engine.submit(Request(0, (1, 2, 3), GREEDY, 0, frozenset()))
         steps.append(0)

@@ -13,7 +13,18 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from mixes import ARGS, HYBRID, Mix, Outcome, differences, make_engine, make_runner, random_mix
+from mixes import (
+    ARGS,
+    HYBRID,
+    SMALL,
+    Mix,
+    Outcome,
+    differences,
+    make_draft_model,
+    make_engine,
+    make_runner,
+    random_mix,
+)
 from thread_ranks import Meeting, ThreadComm, run_on_threads
 from tiny_folder import write_endless_folder
 from tiny_models import TinyModel, write_hf
@@ -89,12 +100,17 @@ def run_shrinking(
     args: ModelArgs,
     groups: Sequence[Sequence[Failing]],
     told: list[bytes],
+    draft: ModelArgs | None = None,
 ) -> dict[tuple[int, int], Outcome]:
     """As `mixes.run_mix`, with one rank fewer after each failure; the last rank is the lost one."""
     rank = comm.rank
-    runners = [make_runner(group[rank], args) for group in groups if rank < len(group)]
+    own_groups = [group for group in groups if rank < len(group)]
+    runners = [make_runner(group[rank], args) for group in own_groups]
+    drafting = [
+        draft and make_draft_model(group[rank], draft, args, seed=1) for group in own_groups
+    ]
     limits = mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts
-    engine = make_engine(runners.pop(0), *limits)
+    engine = make_engine(runners.pop(0), *limits, draft_model=drafting.pop(0))
     outcomes: dict[tuple[int, int], Outcome] = {}
     tickets: dict[int, int] = {}
     step, last = 0, max(guest.comes for guest in mix.guests)
@@ -123,17 +139,21 @@ def run_shrinking(
             if rank == 0:
                 told.append(encode_unfinished(engine.unfinished()))
             runner.comm.barrier()
-            engine.resume(runner, engine.capacity, decode_unfinished(told[-1]))
+            unfinished = decode_unfinished(told[-1])
+            engine.resume(runner, engine.capacity, unfinished, drafting.pop(0))
     return outcomes
 
 
-@pytest.mark.parametrize(("args", "seed"), [(ARGS, 1), (HYBRID, 2)])
-def test_requests_continue_wherever_a_step_fails(args, seed):
+@pytest.mark.parametrize(
+    ("args", "seed", "draft"),
+    [(ARGS, 1, None), (HYBRID, 2, None), (ARGS, 3, ARGS), (ARGS, 4, SMALL), (HYBRID, 5, HYBRID)],
+)
+def test_requests_continue_wherever_a_step_fails(args, seed, draft):
     rng = random.Random(seed)
     for number in range(4):
         mix = random_mix(seed * 1000 + number)
         groups = groups_of(3, rng)
-        outcomes, *_ = run_on_threads(3, run_shrinking, mix, args, groups, [])
+        outcomes, *_ = run_on_threads(3, run_shrinking, mix, args, groups, [], draft)
         assert not differences(mix, outcomes, args), number
 
 
@@ -200,7 +220,7 @@ def test_weights_that_a_rank_holds_are_copied_and_the_others_are_read(
         comm = ThreadComm(rank, Meeting(size))
         checkpoint = Counting(open_checkpoint(files, args))
         device = torch.device("cpu")
-        how = {"precision": precision, "device": device, "before": before}
+        how = {"precision": precision, "device": device, "old_runner": before}
         return ModelRunner.load(args, checkpoint, plan, comm, **how), checkpoint.n_rows
 
     for rank, new in ((0, 0), (2, 1), (4, 3), (1, 1)):
@@ -244,7 +264,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_endless_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def requests_of(llm: LLM) -> list[Request]:
+def requests_of(llm: LLM, n_requests: int = 16) -> list[Request]:
     """Greedy and sampled ones, with grammars, log-probabilities, stop strings and choices."""
     params = (
         SamplingParams(max_tokens=300, ignore_eos=True),
@@ -257,16 +277,18 @@ def requests_of(llm: LLM) -> list[Request]:
     prompts = "Once", "a b a b a b a b", "x" * 300
     return [
         llm.input_processor.request(index, prompts[index % 3], params[index % 6], 5)
-        for index in range(16)
+        for index in range(n_requests)
     ]
 
 
-def outputs_of(llm: LLM, at_token: Callable[[int], None] = lambda _: None) -> list[Completion]:
+def outputs_of(
+    llm: LLM, n_requests: int = 16, at_token: Callable[[int], None] = lambda _: None
+) -> list[Completion]:
     """Completions without cache hits, which depend on time; streamed outputs must add up."""
     tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
     texts: dict[tuple[int, int], str] = defaultdict(str)
     done = {}
-    for output in llm.run(requests_of(llm)):
+    for output in llm.run(requests_of(llm, n_requests)):
         key = output.index, output.choice
         tokens[key] += output.tokens
         texts[key] += output.text
@@ -287,14 +309,21 @@ def test_a_spare_with_another_model_does_not_wait_for_its_order(folder, monkeypa
 
 
 @pytest.mark.slow
-def test_ranks_are_lost_and_replaced_and_no_bit_changes(folder, monkeypatch):
-    """While decoding, while the others recover, and idle, down to one rank and up again."""
+@pytest.mark.parametrize(("n_requests", "has_draft_model"), [(16, False), (4, True)])
+def test_ranks_are_lost_and_replaced_and_no_bit_changes(
+    folder, monkeypatch, n_requests, has_draft_model
+):
+    """While decoding, while the others recover, and idle, down to one rank and up again.
+
+    There are drafts only with few requests.
+    """
     monkeypatch.setattr(launch, "_SETTLED_S", 0.0)  # processes are killed soon
     with LLM(str(folder)) as alone:
-        expected = outputs_of(alone)
+        expected = outputs_of(alone, n_requests)
         lines = [request.prompt for request in requests_of(alone)[:3]]
         scores = alone.score(lines)
-    with LLM(str(folder), tp_size=3, elastic=True, spares=1) as llm:
+    draft = str(folder) if has_draft_model else None
+    with LLM(str(folder), tp_size=3, elastic=True, spares=1, draft_model=draft) as llm:
         seen = {*map(psutil.Process, [*llm.ranks.pids().values(), *llm.ranks.spare_pids()])}
 
         def kill(*pids: int) -> None:
@@ -317,13 +346,13 @@ def test_ranks_are_lost_and_replaced_and_no_bit_changes(folder, monkeypatch):
             seen.update(map(psutil.Process, [*llm.ranks.pids().values(), *llm.ranks.spare_pids()]))
 
         def run() -> None:
-            assert outputs_of(llm) == expected
+            assert outputs_of(llm, n_requests) == expected
 
         def idle() -> None:
             llm.ranks.require_alive()
             time.sleep(0.1)
 
-        assert outputs_of(llm, kill_at) == expected
+        assert outputs_of(llm, n_requests, kill_at) == expected
         first = llm.ranks.regroups[0]
         assert "was killed by SIGKILL" in first.lost and first.n_new == 1
         wait_until_all_are_back(run)
@@ -332,6 +361,7 @@ def test_ranks_are_lost_and_replaced_and_no_bit_changes(folder, monkeypatch):
         wait_until_all_are_back(idle)
         run()
         assert not llm.ranks.regroups[-1].lost and llm.ranks.regroups[-1].tp_size == 3
+        assert not has_draft_model or llm.ranks.engine.statistics().n_accepted_tokens > 0
     assert not any(each.is_running() for each in seen - {psutil.Process()})
 
 

@@ -14,6 +14,7 @@ import torch
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.draft_model import DraftModel
+from parallel_llama.engine.drafts import shared_tables
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import ModelRunner
@@ -37,6 +38,8 @@ ARGS = ModelArgs(
     vocab_size=101,
     dtype="float64",
 )
+# Other widths and heads, fewer layers, and a vocabulary with other padding.
+SMALL = replace(ARGS, dim=20, n_layers=1, n_heads=5, n_kv_heads=5, ffn_dim=14, vocab_size=104)
 # Windows shorter than the sequences below, in all layers and in all but one.
 WINDOWED = replace(ARGS, sliding_window=7)
 HYBRID = replace(
@@ -223,6 +226,14 @@ def make_runner(
         kv_format=kv_format,
         ops=ops,
     )
+
+
+def make_draft_model(
+    comm: Communicator, draft: ModelArgs, args: ModelArgs = ARGS, *, seed: int = 7
+) -> DraftModel:
+    """A draft model for a model of `args`; with the same ModelArgs, seed 1 makes them equal."""
+    tables = shared_tables(args, draft)
+    return DraftModel(make_runner(comm, draft, seed=seed), tables, args.vocab_size, 0.1)
 
 
 def make_engine(
