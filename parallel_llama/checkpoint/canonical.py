@@ -77,8 +77,8 @@ class CanonicalQuant(CanonicalTensor):
             groups = quantised(self.param, values, self.form)
         step = max(1, ROW_PIECE_VALUES // groups.shape[1])
         for start in range(0, groups.shape[0], step):
-            some = groups.some(slice(start, start + step))
-            self._hasher.update(tensor_bytes(some.values()))
+            part = groups.select_rows(slice(start, start + step))
+            self._hasher.update(tensor_bytes(part.values()))
         return groups
 
 
@@ -98,7 +98,7 @@ class CanonicalScaled(CanonicalTensor):
         assert block is not None  # the checkpoint has this format
         step = max(1, ROW_PIECE_VALUES // self.param.shape[1])
         for start in range(0, len(block.rows), step):
-            self._hasher.update(tensor_bytes(block.some(start, start + step).values()))
+            self._hasher.update(tensor_bytes(block.select_rows(start, start + step).values()))
         return block.tensors
 
 

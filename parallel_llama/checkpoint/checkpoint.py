@@ -69,7 +69,7 @@ class Checkpoint(ABC):
         whole = self._stored_quant(param, heads, form)
         if whole is None:
             return None
-        return whole.each(lambda part: self._reordered(part, heads, rows, order))
+        return whole.map_tensors(lambda part: self._reordered(part, heads, rows, order))
 
     def scaled(self, param: Param, rows: range, form: ScaledFormat) -> ScaledBlock | None:
         """Reads a slice in half-split order with numbers and scales as they are stored.
@@ -84,7 +84,7 @@ class Checkpoint(ABC):
         whole = self._stored_scaled(param, heads, form)
         if whole is None:
             return None
-        return whole.each(rows, lambda part: self._reordered(part, heads, rows, "half"))
+        return whole.map_rows(rows, lambda part: self._reordered(part, heads, rows, "half"))
 
     def _whole_heads(self, rows: range) -> range:
         size = self.args.head_dim

@@ -281,8 +281,8 @@ def encode_gguf(type_name: str, matrix: QuantMatrix) -> Tensor:
     blocks = torch.zeros(n_rows, n_blocks, block.n_bytes(form), dtype=torch.uint8)
     step = max(1, _ENCODED_AT_ONCE // matrix.shape[1])
     for start in range(0, n_rows, step):
-        some = slice(start, start + step)
-        _encode(type_name, block, matrix.some(some), blocks[some])
+        rows = slice(start, start + step)
+        _encode(type_name, block, matrix.select_rows(rows), blocks[rows])
     return blocks.flatten(1)
 
 

@@ -99,7 +99,7 @@ class ScaledBlock:
         parts += [] if self.divisor is None else [self.divisor[self.rows.start :]]
         return tuple(parts)
 
-    def some(self, start: int, stop: int) -> "ScaledBlock":
+    def select_rows(self, start: int, stop: int) -> "ScaledBlock":
         """The rows from `start` to `stop`, counted within this block."""
         rows, height = self.rows[start:stop], self.block[0]
         held = slice(None)
@@ -126,7 +126,7 @@ class ScaledBlock:
         assert scales is not None
         return replace(self, block=(1, width), scales=scales, zeros=zeros)
 
-    def each(self, rows: range, change: Callable[[Tensor], Tensor]) -> "ScaledBlock":
+    def map_rows(self, rows: range, change: Callable[[Tensor], Tensor]) -> "ScaledBlock":
         """The block of other `rows`; `change` selects or reorders the rows of its tensors."""
         assert self.block[0] < 2
         if not self.block[0]:

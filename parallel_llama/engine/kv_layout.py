@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from parallel_llama.engine.step_buffer import Chunk, KVGroupStep
 from parallel_llama.families.model_args import KVGroup
 from parallel_llama.ops import Queries, QueryRange
-from parallel_llama.ops.attention import after, first_key, slots_of
+from parallel_llama.ops.attention import first_key, relative_to, slots_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class KVLayout:
         for chunk in chunks:
             row, positions = len(slots), chunk.positions
             query_range = self._range(number, row, chunk, positions)
-            slots += slots_of(query_range.blocks, size, after(query_range.first_key, positions))
+            slots += slots_of(query_range.blocks, size, relative_to(query_range.first_key, positions))
             if has_chunks and window is not None:
                 ranges += [
                     self._range(number, row + part.start - positions.start, chunk, part)
@@ -78,7 +78,7 @@ class KVLayout:
                 ranges.append(self._range(number, row, chunk, positions[:n_plain]))
             query_range = self._range(number, row + n_plain, chunk, positions[n_plain:])
             # Each query gets two ranges: the keys of its window, and the sinks before the window.
-            before_window = after(window, query_range.positions)
+            before_window = relative_to(window, query_range.positions)
             blocks = self._blocks(chunk, number, 0, min(self.n_sinks, before_window.stop))
             window_ranges.append(query_range)
             sink_ranges.append(
@@ -103,7 +103,8 @@ class KVLayout:
         for chunk in chunks:
             first, positions = chunk.start // self.block_size, chunk.positions
             blocks = self._blocks(chunk, number, first, positions.stop)
-            slots += slots_of(blocks, self.block_size, after(first * self.block_size, positions))
+            positions = relative_to(first * self.block_size, positions)
+            slots += slots_of(blocks, self.block_size, positions)
         return slots
 
     def needs_sinks(self, chunks: Sequence[Chunk]) -> bool:

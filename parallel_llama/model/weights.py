@@ -1,6 +1,6 @@
-"""Loading the weights of a model, which are fused and moved to huge pages part by part.
+"""Loads the weights of a model, and fuses and moves them to huge pages part by part.
 
-When a rank changes to another shard, the new model copies the rows that both shards have from the
+When a rank changes to another shard, the new model copies rows that the old shard has too from the
 old model, which releases its weights part by part.
 """
 
@@ -50,14 +50,14 @@ _FUSED = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
 
 
 class WeightLoader:
-    """Loads weights into a model, by name, and hands their values to the loader of another model.
+    """Loads weights into a model by name, and provides their values to the model's successor.
 
-    On a CPU the first weight reserves memory with huge pages for all weights.
+    On a CPU, memory for all weights is reserved, in huge pages, when the first weight is loaded.
 
     Args:
         model: The model, without weights.
-        before: The loader of the model that this model replaces. It releases the memory of each
-            part that has been loaded here.
+        before: The loader of the model that this model replaces. When a part has been loaded here,
+            `before` releases the memory of that part.
         inputs: The formats to which the inputs of matrices that are not quantised are rounded, by
             the names of the matrices.
     """
@@ -74,14 +74,14 @@ class WeightLoader:
         self._huge_pages: HugePages | None = None
         self._bytes_of: dict[str, range] = {}  # in the huge pages, by part
         names = [param.name for param in filter(shard.holds, parameters(args))]
-        self._weights: dict[str, Weight] = {name: getattr(*self._place(name)) for name in names}
+        self._weights: dict[str, Weight] = {name: getattr(*self._holder(name)) for name in names}
         for name, weight in self._weights.items():
             if inputs is not None and isinstance(weight, DenseWeight):
                 weight.inputs = inputs.get(name)
         self._n_missing = Counter(part for name in names for part in _parts_of(name))
 
     def assign(self, name: str, values: LoadedWeight) -> None:
-        """Set the values of one weight, which are this rank's shard of it.
+        """Set the values of this rank's shard of a weight.
 
         Raises: KeyError for a name the model does not have, ValueError for another shape or for a
         weight that is loaded already.
@@ -90,7 +90,7 @@ class WeightLoader:
             raise KeyError(f"the model has no weight {name}")
         device = values[0].device if isinstance(values, list) else values.device
         if self._huge_pages is None and device.type == "cpu":
-            self._huge_pages = HugePages([each.values for each in self._weights.values()])
+            self._huge_pages = HugePages([weight.values for weight in self._weights.values()])
         try:
             self._load(name, values)
         except ValueError as error:
@@ -126,7 +126,7 @@ class WeightLoader:
         assert isinstance(weight, QuantWeight)
         return weight.rows(range(first + start, first + start + len(rows)))
 
-    def _place(self, name: str) -> tuple[Any, str]:
+    def _holder(self, name: str) -> tuple[Any, str]:
         """The layer that holds a weight, and the weight's attribute."""
         part, _, leaf = name.rpartition(".")
         return part_at(self._model, part), leaf
@@ -139,18 +139,17 @@ class WeightLoader:
             empty.load(dense if isinstance(values, list) else dense[0])
             return
         rows = [part for part in parts if not isinstance(part, Tensor)]
-        self._weights[name] = QuantWeight.in_place_of(empty, rows, self._model.ops.panel_rows)
-        setattr(*self._place(name), self._weights[name])
+        self._weights[name] = QuantWeight.replacing(empty, rows, self._model.ops.panel_rows)
+        setattr(*self._holder(name), self._weights[name])
 
     def _finalise(self, name: str) -> None:
-        """Fuse the weights of a part that is complete, and move them to huge pages."""
+        """Fuse the weights of a part whose weights are all loaded, and move them to huge pages."""
         part = part_at(self._model, name)
         if isinstance(part, TransformerBlock | Expert):
             part.fuse()
         if self._huge_pages is not None:
             # Without a gate, w1 and w13 are the same weight; the dict has it once.
-            moved = self._huge_pages.move(dict.fromkeys(_weights_of(part)))
-            self._bytes_of[name] = moved
+            self._bytes_of[name] = self._huge_pages.move(dict.fromkeys(_weights_of(part)))
         if self._before is not None:
             self._before._release(name)
 
@@ -162,14 +161,14 @@ class WeightLoader:
 
 def stored_weights(model: Transformer) -> dict[str, Weight]:
     """The weights of a loaded model by name, without those that are views of a fused weight."""
-    found = {name: weight for name, weight in _named(model, "") if weight.values.numel()}
-    fused: dict[str, Weight] = {}
+    weights = {name: weight for name, weight in _named(model, "") if weight.values.numel()}
+    stored: dict[str, Weight] = {}
     stop = 0
-    for name in sorted(found, key=lambda name: _span(found[name])):
-        address, negated_bytes = _span(found[name])
+    for name in sorted(weights, key=lambda name: _span(weights[name])):
+        address, negated_bytes = _span(weights[name])
         if address - negated_bytes > stop:
-            fused[name], stop = found[name], address - negated_bytes
-    return fused
+            stored[name], stop = weights[name], address - negated_bytes
+    return stored
 
 
 def _span(weight: Weight) -> tuple[int, int]:
@@ -178,7 +177,7 @@ def _span(weight: Weight) -> tuple[int, int]:
 
 
 def _named(part: object, path: str) -> Iterator[tuple[str, Weight]]:
-    """The weights of a part of the model, with their paths."""
+    """Yields the path and the weight of each weight of a part of the model."""
     items = part if isinstance(part, dict) else vars(part)
     for name, value in items.items():
         if isinstance(value, Weight):
@@ -198,17 +197,19 @@ def part_at(model: Transformer, path: str) -> Any:
 
 
 def fused_at(model: Transformer, weight: str) -> tuple[Any, int]:
-    """The layer or fused weight with the outputs of a weight, and the first of these outputs."""
+    """The layer or fused weight that contains a weight, and the index of its first output there."""
     path, leaf, _ = weight.rsplit(".", 2)
     part = part_at(model, path)
     name = next((fused for fused, leaves in _FUSED.items() if leaf in leaves), leaf)
     leaves = _FUSED.get(name, (leaf,))
-    before = leaves[: leaves.index(leaf)]
-    return getattr(part, name), sum(getattr(part, each).weight.n_outputs for each in before)
+    preceding = leaves[: leaves.index(leaf)]
+    return getattr(part, name), sum(
+        getattr(part, sibling).weight.n_outputs for sibling in preceding
+    )
 
 
 def _parts_of(name: str) -> list[str]:
-    """The parts with this weight, each finalised when all its weights are loaded; inner first.
+    """The parts that contain a weight, inner first; a part is finalised when it is complete.
 
     >>> _parts_of("layers.3.feed_forward.experts.5.w1.weight"), _parts_of("norm.weight")
     (['layers.3.feed_forward.experts.5', 'layers.3'], ['norm'])
@@ -219,7 +220,7 @@ def _parts_of(name: str) -> list[str]:
 
 
 def _weights_of(part: object) -> Iterator[Weight]:
-    """The weights of a part, fused ones included; its experts are parts of their own."""
+    """The weights of a part, fused ones included, without those of experts, which are parts too."""
     for value in vars(part).values():
         if isinstance(value, Weight):
             yield value

@@ -2,8 +2,8 @@
 
 A query attends to itself and to the keys before it in its sequence; with a sliding window, to the
 last `window` keys only; with chunks, to the keys of its chunk of `window` positions. `Queries` has
-the queries of the layers of a KV group. From `Queries`, operators make the `Plan` that their
-kernels read: `SlotPlan` for torch, `PagedPlan` for CUDA, and `CPUPlan`.
+the queries for the layers of a KV group. Each set of operators converts it to the `Plan` that its
+kernels read: `SlotPlan` for torch, `PagedPlan` for CUDA, `CPUPlan` for the CPU.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ from parallel_llama.plan import PART_KEYS, HeadRun
 
 NO_WINDOW = 2**31 - 1  # a window that is longer than any sequence
 
-# Queries of a tile: enough to be worth a call, and few enough that the first queries of a long
-# prompt skip its last keys.
+# Queries per tile: enough to amortise a call, and few enough that the tiles at the start of a long
+# prompt do not read the keys at its end.
 MAX_QUERIES = 64
 
 # The keys that a query attends to: the position of the first key, and the slots of all keys in
@@ -76,11 +76,13 @@ class HeadMap:
 
     @classmethod
     def of(cls, runs: Sequence[HeadRun], device: torch.device) -> "HeadMap":
-        """The map of a rank's shard: 5 query heads on 2 KV heads may be split into 3 and 2."""
+        """The map of a rank's shard, on a device."""
         sizes = [len(run.heads) // len(run.kv_heads) for run in runs for _ in run.kv_heads]
         bounds = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
-        both = ((run.heads, run.kv_heads) for run in runs)
-        slices = ((slice(q.start, q.stop), slice(kv.start, kv.stop)) for q, kv in both)
+        slices = [
+            (slice(run.heads.start, run.heads.stop), slice(run.kv_heads.start, run.kv_heads.stop))
+            for run in runs
+        ]
         return cls(bounds, max(sizes), tuple(slices))
 
 
@@ -154,15 +156,15 @@ class KeyPart(NamedTuple):
         number: The number of the part: positions number * PART_KEYS to before (number + 1) *
             PART_KEYS.
         first_key: The position of the first key.
-        slots: The slots of the keys; empty where they are on another rank.
-        other: The rank that has the keys; None for this rank.
+        slots: The slots of the keys; empty if the keys are on another rank.
+        other_rank: The rank that has the keys; None for this rank.
     """
 
     row: int
     number: int
     first_key: int
     slots: Sequence[slice]
-    other: int | None = None
+    other_rank: int | None = None
 
 
 class QueryParts(NamedTuple):
@@ -204,28 +206,31 @@ class Queries:
 
     def decoded(self) -> dict[int, SeenKeys]:
         """The keys of each query that is computed alone, by its row."""
-        found: dict[int, SeenKeys] = {}
+        keys_of_rows: dict[int, SeenKeys] = {}
         for row, positions, first_key, blocks, is_decoded in self.ranges:
             if not is_decoded:
                 continue
             seen = self.seen(positions)
-            slices = slices_of(blocks, self.block_size, after(first_key, seen))
+            slices = slices_of(blocks, self.block_size, relative_to(first_key, seen))
             if len(positions) == 1:
-                found[row] = seen.start, slices
+                keys_of_rows[row] = seen.start, slices
                 continue
-            for number, at in enumerate(positions):
-                keys = self.seen(range(at, at + 1))
-                found[row + number] = keys.start, part_of(slices, after(seen.start, keys))
-        return found
+            for number, position in enumerate(positions):
+                keys = self.seen(range(position, position + 1))
+                keys_of_rows[row + number] = (
+                    keys.start,
+                    part_of(slices, relative_to(seen.start, keys)),
+                )
+        return keys_of_rows
 
     def chunks(self, device: torch.device | None = None) -> Iterator[QueryChunk]:
         """The queries that are computed together."""
         for row, positions, first_key, blocks, is_decoded in self.ranges:
             if not is_decoded:
                 seen = self.seen(positions)
-                slices = slices_of(blocks, self.block_size, after(first_key, seen))
-                each = [np.arange(own.start, own.stop, dtype=np.int64) for own in slices]
-                slots = torch.from_numpy(np.concatenate(each)).to(device=device)
+                slices = slices_of(blocks, self.block_size, relative_to(first_key, seen))
+                ranges = [np.arange(s.start, s.stop, dtype=np.int64) for s in slices]
+                slots = torch.from_numpy(np.concatenate(ranges)).to(device=device)
                 taken = torch.zeros(1, dtype=torch.int64)
                 rows = slice(row, row + len(positions))
                 yield QueryChunk(rows, positions, slots, taken, self.hidden_window)
@@ -237,39 +242,41 @@ class Queries:
         otherwise all parts are on this rank.
         """
         for row, positions, first_key, blocks, _ in self.ranges:
-            for number, at in enumerate(positions):
-                seen = self.seen(range(at, at + 1))
+            for number, position in enumerate(positions):
+                seen = self.seen(range(position, position + 1))
                 parts = tuple(self._parts_of(row + number, seen, first_key, blocks))
-                yield QueryParts(row + number, at, parts)
+                yield QueryParts(row + number, position, parts)
 
     def _parts_of(
         self, row: int, seen: range, first_key: int, blocks: Sequence[int]
     ) -> Iterator[KeyPart]:
         for number in range(seen.start // PART_KEYS, -(-seen.stop // PART_KEYS)):
             start = max(seen.start, number * PART_KEYS)
-            own = range(start, min(seen.stop, (number + 1) * PART_KEYS))
+            positions = range(start, min(seen.stop, (number + 1) * PART_KEYS))
             block = blocks[(start - first_key) // self.block_size]
             if block < 0:
                 yield KeyPart(row, number, start, (), -1 - block)
             else:
-                slots = slices_of(blocks, self.block_size, after(first_key, own))
+                slots = slices_of(blocks, self.block_size, relative_to(first_key, positions))
                 yield KeyPart(row, number, start, slots)
 
     def tiles(self, dtype: torch.dtype, device: torch.device) -> Iterator[QueryTile]:
-        """The queries for `TorchOps.partial_attention`; a query without a key here is left out."""
+        """Yields the tiles that have keys on this rank, for `TorchOps.partial_attention`."""
         for row, positions, first_key, blocks, is_decoded in self.ranges:
             size = 1 if is_decoded else MAX_QUERIES
             for first in range(0, len(positions), size):
-                own = positions[first : first + size]
-                held, slots = _held(blocks, self.block_size, first_key, self.seen(own))
-                if held:
-                    rows = slice(row + first, row + first + len(own))
-                    mask = causal_mask(own, held, self.hidden_window, dtype, device)
-                    yield QueryTile(rows, own, tuple(slots), mask)
+                queries = positions[first : first + size]
+                key_ranges, slots = _local_keys(
+                    blocks, self.block_size, first_key, self.seen(queries)
+                )
+                if key_ranges:
+                    rows = slice(row + first, row + first + len(queries))
+                    mask = causal_mask(queries, key_ranges, self.hidden_window, dtype, device)
+                    yield QueryTile(rows, queries, tuple(slots), mask)
 
 
 class Plan:
-    """`Queries` converted for the kernels of one set of operators; others cannot read it."""
+    """`Queries` in the form that one set of operators reads."""
 
 
 @dataclass(frozen=True)
@@ -310,8 +317,8 @@ class SlotPlan(Plan):
 class PagedQueries:
     """Ranges of consecutive queries of a sequence, and the block tables of their keys.
 
-    Queries that are computed alone, such as a token and its drafts, are one range each. A range
-    without queries pads the batch: nothing is read or written for it.
+    A query that is computed alone, such as a token or one of its drafts, is a range of its own. A
+    range without queries is padding: kernels skip it.
 
     Args:
         rows: [n, 5] int32, on the model's device. For each range: its first row of the batch, its
@@ -334,10 +341,10 @@ class PagedQueries:
     def pack(
         queries: Queries, blocks: npt.NDArray[np.int32], n_used: int
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
-        """The `rows` of the queries that are computed alone, and of the others.
+        """Writes the block tables of queries to `blocks`, from index `n_used` on.
 
-        Their block tables are written to `blocks` from `n_used` on. Returns: the rows, and how many
-        blocks are used now.
+        Returns: the `rows` of the queries that are computed alone; the `rows` of the other queries;
+        the number of entries of `blocks` that are used now.
         """
         decoded: list[tuple[int, ...]] = []
         tiled: list[tuple[int, ...]] = []
@@ -352,9 +359,9 @@ class PagedQueries:
 
     def slots_of(self, blocks: int, positions: range) -> Tensor:
         """The slots of positions relative to the first key of the block at index `blocks`."""
-        at = torch.arange(positions.start, positions.stop, device=self.blocks.device)
-        numbers = self.blocks[blocks + at // self.block_size].to(torch.int64)
-        return numbers * self.block_size + at % self.block_size
+        key = torch.arange(positions.start, positions.stop, device=self.blocks.device)
+        block = self.blocks[blocks + key // self.block_size].to(torch.int64)
+        return block * self.block_size + key % self.block_size
 
 
 @dataclass(frozen=True)
@@ -374,7 +381,7 @@ def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[i
         number, within = divmod(positions.start, block_size)
         return [blocks[number] * block_size + within]
     slices = slices_of(blocks, block_size, positions)
-    return [slot for own in slices for slot in range(own.start, own.stop)]
+    return [slot for piece in slices for slot in range(piece.start, piece.stop)]
 
 
 def slices_of(blocks: Sequence[int], block_size: int, positions: range) -> tuple[slice, ...]:
@@ -395,7 +402,7 @@ def slices_of(blocks: Sequence[int], block_size: int, positions: range) -> tuple
     slices = [[end * block_size for end in run] for run in runs]
     slices[0][0] += positions.start - first * block_size
     slices[-1][1] -= stop * block_size - positions.stop
-    return tuple(slice(*each) for each in slices)
+    return tuple(slice(*bounds) for bounds in slices)
 
 
 def part_of(slices: Sequence[slice], part: range) -> tuple[slice, ...]:
@@ -404,15 +411,15 @@ def part_of(slices: Sequence[slice], part: range) -> tuple[slice, ...]:
     >>> part_of((slice(28, 36), slice(8, 10)), range(6, 9))
     (slice(34, 36, None), slice(8, 9, None))
     """
-    found = []
-    first = 0
-    for each in slices:
-        start = each.start + max(part.start - first, 0)
-        stop = min(each.stop, each.start + part.stop - first)
+    pieces = []
+    n_before = 0
+    for piece in slices:
+        start = piece.start + max(part.start - n_before, 0)
+        stop = min(piece.stop, piece.start + part.stop - n_before)
         if start < stop:
-            found.append(slice(start, stop))
-        first += each.stop - each.start
-    return tuple(found)
+            pieces.append(slice(start, stop))
+        n_before += piece.stop - piece.start
+    return tuple(pieces)
 
 
 def first_key(position: int, window: int | None, *, has_chunks: bool) -> int:
@@ -426,8 +433,8 @@ def first_key(position: int, window: int | None, *, has_chunks: bool) -> int:
     return position // window * window if has_chunks else max(position - window + 1, 0)
 
 
-def after(first: int, positions: range) -> range:
-    """Positions relative to `first`."""
+def relative_to(first: int, positions: range) -> range:
+    """Positions counted from `first`."""
     return range(positions.start - first, positions.stop - first)
 
 
@@ -438,23 +445,25 @@ def causal_mask(
 
     Shapes: [len(queries), number of keys], 0 where the key is visible and -inf elsewhere.
     """
-    at = torch.cat([torch.arange(part.start, part.stop, device=device) for part in keys])
+    key = torch.cat([torch.arange(part.start, part.stop, device=device) for part in keys])
     query = torch.arange(queries.start, queries.stop, device=device)[:, None]
-    hidden = at > query
+    hidden = key > query
     if window is not None:
-        hidden |= at <= query - window
+        hidden |= key <= query - window
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
-def _held(
+def _local_keys(
     blocks: Sequence[int], block_size: int, first_key: int, positions: range
 ) -> tuple[list[range], list[slice]]:
-    """The positions whose keys are on this rank, and their slots; arguments as in `QueryRange`.
+    """The positions with keys on this rank, and the slots of these keys.
 
-    >>> _held([7, -2, 9, 10], 4, 0, range(2, 16))
+    `blocks` and `first_key` are as in `QueryRange`.
+
+    >>> _local_keys([7, -2, 9, 10], 4, 0, range(2, 16))
     ([range(2, 4), range(8, 12), range(12, 16)], [slice(30, 32, None), slice(36, 44, None)])
     """
-    held: list[range] = []
+    local: list[range] = []
     slots: list[slice] = []
     start = positions.start
     while start < positions.stop:
@@ -462,10 +471,10 @@ def _held(
         stop = min(start - within + block_size, positions.stop)
         slot = blocks[number] * block_size + within
         if slot >= 0:
-            held.append(range(start, stop))
+            local.append(range(start, stop))
             if slots and slots[-1].stop == slot:
                 slots[-1] = slice(slots[-1].start, slot + stop - start)
             else:
                 slots.append(slice(slot, slot + stop - start))
         start = stop
-    return held, slots
+    return local, slots

@@ -46,7 +46,7 @@ from parallel_llama.ops.cpu.prefill_attention_amx import (
 from parallel_llama.ops.cpu.quant_gemm import make_quant_gemm
 from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, Recording, make_executor
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
-from parallel_llama.ops.cpu.route import make_route, make_routes, make_sigmoid_route
+from parallel_llama.ops.cpu.route import make_expert_dispatch, make_route, make_sigmoid_route
 from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.quant import PanelShape
 from parallel_llama.ops.torch_ops import TorchOps
@@ -58,8 +58,8 @@ from parallel_llama.parallel.sockets import Sockets
 class CPUOps(TorchOps):
     """Operators for a model of one dtype and head size.
 
-    Arguments as in `choose_ops`. With `exact` no AMX tiles are used, because they sum in an order
-    of their own and are chosen by timing.
+    Arguments as in `choose_ops`. `exact` excludes AMX kernels: they sum in an order of their own,
+    and a measurement of their speed decides whether they are used.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CPUOps(TorchOps):
         super().__init__(scores)
         self._dtype, self._head_dim, self._heads_per_kv = dtype, head_dim, heads_per_kv
         self._cache_dtype = cache_dtype or dtype
-        self._has_tiles = not exact
+        self._uses_amx = not exact
         self._matrices = {dtype, *matrices}
         self._tables: dict[tuple[int, ...], array[int]] = {}
         self.panel_rows = this_machine().lanes(torch.float32).width
@@ -105,14 +105,14 @@ class CPUOps(TorchOps):
             make_lookup(self._dtype, form)
             if has_experts:
                 make_routed_gemv(self._dtype, form)
-        if torch.bfloat16 in self._matrices and self._has_tiles:
+        if torch.bfloat16 in self._matrices and self._uses_amx:
             make_gemm_amx()
         for kernel in (make_norm, make_add, make_largest):
             kernel(self._dtype)
         make_executor()
         if has_experts:
             make_route(self._dtype)
-            make_routes()
+            make_expert_dispatch()
             make_weighted_sum(self._dtype)
         if has_sigmoid_router:
             make_sigmoid_route(self._dtype)
@@ -157,7 +157,7 @@ class CPUOps(TorchOps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) > MAX_ROWS:
-            y = self._linear_of_many(x, weight)
+            y = self._linear_many_rows(x, weight)
         else:
             y = make_gemv(self._dtype, weight.dtype)(x, weight, self._run)
         return y if bias is None else self.add_(y, bias)
@@ -169,19 +169,19 @@ class CPUOps(TorchOps):
         return self.linear(self.linear(x, a), b)
 
     def add_low_ranks_(self, y: Tensor, x: Tensor, adapters: AdapterRoom, layer: int) -> None:
-        """Adds x A B to y, with the A and B that each row's adapter has for a layer.
+        """Adds x A B to y in place, with the matrices A and B of each row's adapter.
 
-        `layer` is the number of the layer in `AdapterAddresses`.
+        `layer` is the index of the layer in `AdapterAddresses`.
 
         Shapes: y [T, out], x [T, in].
         """
         make_low_rank(self._dtype)(y, x, adapters, layer, self._run)
 
-    def _linear_of_many(self, x: Tensor, weight: Tensor) -> Tensor:
-        has_tiles = self._has_tiles and GemmAMXKernel.takes(weight)
-        tiles = make_gemm_amx() if has_tiles else None
-        if tiles is not None and x.dtype == torch.float32:
-            return tiles(x, weight, self._run)
+    def _linear_many_rows(self, x: Tensor, weight: Tensor) -> Tensor:
+        uses_amx = self._uses_amx and GemmAMXKernel.takes(weight)
+        gemm_amx = make_gemm_amx() if uses_amx else None
+        if gemm_amx is not None and x.dtype == torch.float32:
+            return gemm_amx(x, weight, self._run)
         return make_gemm(self._dtype, weight.dtype)(x, weight, self._run)
 
     def quant_gemm(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
@@ -220,7 +220,7 @@ class CPUOps(TorchOps):
         return kernel(scores, bias, n_active, groups, scale, normed=normed, run=self._run)
 
     def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
-        return make_routes()(experts, own, self._run)
+        return make_expert_dispatch()(experts, own, self._run)
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
         stored = weights[0].dtype
@@ -288,10 +288,10 @@ class CPUOps(TorchOps):
             else None
         )
         if exchange is None:
-            own = self._recording.borrowed(x)
+            columns = self._recording.borrowed(x)
             self._recording.host_call(
                 self._recording.deferred(
-                    whole, lambda whole: whole.copy_(comm.gather_columns(own, widths))
+                    whole, lambda whole: whole.copy_(comm.gather_columns(columns, widths))
                 )
             )
         else:
@@ -337,15 +337,16 @@ class CPUOps(TorchOps):
         sinks: Tensor | None = None,
     ) -> None:
         assert isinstance(plan, CPUPlan)
-        for own, kv in heads.runs:
-            q_run, k_run, v_run, o_run = q[:, own], k[kv], v[kv], out[:, own]
-            of_run = None if sinks is None else sinks[own]
+        for q_heads, kv_heads in heads.runs:
+            q_run, out_run = q[:, q_heads], out[:, q_heads]
+            k_run, v_run = k[kv_heads], v[kv_heads]
+            sinks_run = None if sinks is None else sinks[q_heads]
             if plan.decode is not None:
                 decode = self._decode_attention(k.dtype, q_run.shape[1] // len(k_run))
-                decode(q_run, k_run, v_run, plan.decode, o_run, self._run, of_run)
+                decode(q_run, k_run, v_run, plan.decode, out_run, self._run, sinks_run)
             prefill = self._prefill_attention(k.dtype)
             for chunk in plan.chunks:
-                prefill(q_run, k_run, v_run, chunk, o_run, self._run, of_run)
+                prefill(q_run, k_run, v_run, chunk, out_run, self._run, sinks_run)
 
     def plan_sinks(
         self,
@@ -374,9 +375,9 @@ class CPUOps(TorchOps):
     def part_attention(
         self, q: Tensor, k: Tensor, v: Tensor, tile: PartTile, heads: HeadMap
     ) -> tuple[Tensor, Tensor]:
-        """The attention over each part of this rank, for `merge_parts`.
+        """The attention over each part of the keys on this rank, for `merge_parts`.
 
-        Parts beyond those of this rank, up to `tile.n_most`, are undefined.
+        All ranks return `tile.n_most` parts; those beyond this rank's own are undefined.
 
         Shapes: q [n, H, D], with the rows that `tile.batch` names; k, v as in `attention`; the
         results [n_most, H, D], and their largest scores and sums of weights [n_most, H, 2].
@@ -385,30 +386,32 @@ class CPUOps(TorchOps):
         partials = q.new_empty(tile.n_most, q.shape[1], PARTIAL_FIELDS)
         if tile.batch is not None:
             n = len(tile.batch.parts)
-            for own, kv in heads.runs:
-                q_run, k_run, v_run = q[:, own], k[kv], v[kv]
+            for q_heads, kv_heads in heads.runs:
+                q_run, k_run, v_run = q[:, q_heads], k[kv_heads], v[kv_heads]
                 decode = self._decode_attention(k.dtype, q_run.shape[1] // len(k_run))
-                results[:n, own], partials[:n, own] = decode.parts(q_run, k_run, v_run, tile.batch)
+                results[:n, q_heads], partials[:n, q_heads] = decode.parts(
+                    q_run, k_run, v_run, tile.batch
+                )
         return results, partials
 
     def merge_parts(
         self, results: Tensor, partials: Tensor, tile: PartTile, sinks: Tensor | None = None
     ) -> Tensor:
-        """Merges the parts of all ranks, in order of their positions.
+        """Merges the parts of all ranks, as gathered from `part_attention`, in order of position.
 
         Shapes: results [n_ranks * n_most, H, D]; partials [n_ranks * n_most, H, 2]; sinks [H]; the
         result [t, H, D].
         """
         has_sinks = self._scores.has_sinks
         merge = make_merge_parts(results.dtype, self._head_dim, has_sinks=has_sinks)
-        own, own_partials = (each[tile.order].contiguous() for each in (results, partials))
-        return merge(own, own_partials, tile.bounds, sinks)
+        results, partials = (x[tile.order].contiguous() for x in (results, partials))
+        return merge(results, partials, tile.bounds, sinks)
 
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
         return make_largest(x.dtype)(x, first, self._run)
 
     def _table(self, numbers: Sequence[int]) -> "array[int]":
-        """The numbers as an array that stays alive, so that replayed kernels can read it."""
+        """The numbers as an array at an address that stays valid for replayed kernels."""
         return self._tables.setdefault(tuple(numbers), array("q", numbers))
 
     def _unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -429,10 +432,10 @@ class CPUOps(TorchOps):
     def _prefill_attention(
         self, cache_dtype: torch.dtype
     ) -> PrefillAttentionKernel | PrefillAttentionAMXKernel:
-        if self._has_tiles and self._dtype == torch.float32 and cache_dtype == torch.bfloat16:
-            tiles = make_prefill_attention_amx(self._head_dim, self._scores)
-            if tiles is not None:
-                return tiles
+        if self._uses_amx and self._dtype == torch.float32 and cache_dtype == torch.bfloat16:
+            amx_kernel = make_prefill_attention_amx(self._head_dim, self._scores)
+            if amx_kernel is not None:
+                return amx_kernel
         return make_prefill_attention(self._dtype, cache_dtype, self._head_dim, self._scores)
 
 

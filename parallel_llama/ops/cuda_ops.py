@@ -88,11 +88,11 @@ class CUDAOps(TorchOps):
         """As in `TorchOps`. For few rows it needs no host sync and equals `linear` bit for bit."""
         if not takes_routed(x, weights, dispatch):
             return super().routed_linear(x, weights, dispatch)
-        places = tuple(weight.data_ptr() for weight in weights)
+        addresses = tuple(weight.data_ptr() for weight in weights)
         # Never new during the capture of a CUDA graph: the step has run once before.
-        if places not in self._addresses:
-            self._addresses[places] = Addresses.of(places, weights[0].device)
-        return routed_linear(x, weights, self._addresses[places], dispatch)
+        if addresses not in self._addresses:
+            self._addresses[addresses] = Addresses.of(addresses, weights[0].device)
+        return routed_linear(x, weights, self._addresses[addresses], dispatch)
 
     def add_expert_bias_(self, y: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
         add_expert_bias(y, bias, dispatch.starts)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Dispatch:
-    """For each of n weights, its rows of the input x and of the output y.
+    """The rows of the input x and of the output y that each of n weights multiplies.
 
     Weight e computes row targets[i] of y from row sources[i] of x, for i from starts[e] up to
     starts[e + 1]. Targets from starts[n] on are rows of y that no weight computes.
@@ -38,7 +38,7 @@ class Dispatch:
         Shapes: x [n, in], each product [m, in] -> [m, n_outputs]; the result [P, n_outputs].
         """
         y = x.new_zeros(len(self.targets), n_outputs)
-        for product, own in zip(products, map(slice, *self.bounds()), strict=True):
-            if own.start < own.stop:
-                y[self.targets[own]] = product(x[self.sources[own]])
+        for product, rows in zip(products, map(slice, *self.bounds()), strict=True):
+            if rows.start < rows.stop:
+                y[self.targets[rows]] = product(x[self.sources[rows]])
         return y

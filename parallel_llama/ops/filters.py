@@ -36,14 +36,14 @@ class Filters:
     top_p: Tensor
     min_p: Tensor
 
-    def kept(self, logits: Tensor, mass: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Which candidates the filters keep, and which rows have enough candidates.
+    def keep_mask(self, logits: Tensor, mass: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Which candidates the filters keep, and in which rows this is decided.
 
-        A row has enough candidates if the filters, applied to the whole vocabulary, would keep the
-        same tokens.
+        A row is decided if the filters, applied to its whole vocabulary, would keep the same
+        tokens: the candidates suffice.
 
         Shapes: logits [n, C], each row's largest logits in descending order, C <= vocab_size; mass
-        [n, 1], of the whole vocabulary; returns [n, C] bool and [n] bool.
+        [n, 1], of the whole vocabulary; the results [n, C] bool and [n] bool.
         """
         n_candidates = logits.shape[1]
         temperature, top_p = self.sampling_keys.temperatures[:, None], self.top_p[:, None]

@@ -41,8 +41,8 @@ class DenseWeight:
 
     def __init__(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
         self._values: Tensor | None = torch.empty(tuple(shape), dtype=dtype, device=device)
-        self._parts: list[Tensor] = []  # the rows, until they are in one piece
-        # The weight that holds the rows of this one, and the first of its rows.
+        self._parts: list[Tensor] = []  # the rows, until `store` or `values` concatenates them
+        # After `concat_outputs`: the weight that holds the rows, and the index of the first row.
         self._fused: tuple[DenseWeight, int] | None = None
         self.n_outputs, self.computed = shape[0], dtype
 
@@ -74,23 +74,23 @@ class DenseWeight:
         """
         if self.is_loaded:
             raise ValueError("is loaded twice")
-        parts, mine = values if isinstance(values, list) else [values], self.values
+        parts, empty = values if isinstance(values, list) else [values], self.values
         first = parts[0]
         shape = [sum(map(len, parts)), *first.shape[1:]]
         is_half = first.ndim == 2 and first.dtype in HALVES and self.computed == torch.float32
-        if list(mine.shape) != shape or not (mine.dtype == first.dtype or is_half):
+        if list(empty.shape) != shape or not (empty.dtype == first.dtype or is_half):
             raise ValueError(
-                f"is {list(mine.shape)} {mine.dtype} on this rank, got {shape} {first.dtype}"
+                f"is {list(empty.shape)} {empty.dtype} on this rank, got {shape} {first.dtype}"
             )
         self._values, self._parts = (None, parts) if isinstance(values, list) else (values, [])
 
     @property
     def unstored_bytes(self) -> int:
-        """The bytes that `store` needs; 0 if the rows are in one piece."""
+        """The bytes that `store` needs; 0 if the rows are contiguous already."""
         return sum(part.nbytes for part in self._parts)
 
     def store(self, memory: Tensor) -> None:
-        """Put the rows into one piece of memory. Shapes: [unstored_bytes] uint8."""
+        """Concatenate the rows in the given memory. Shapes: [unstored_bytes] uint8."""
         first = self._parts[0]
         values = memory.view(first.dtype).view(self.n_outputs, *first.shape[1:])
         self.values = torch.cat(self._parts, out=values)
@@ -164,7 +164,7 @@ class QuantWeight:
 
     @property
     def unstored_bytes(self) -> int:
-        """The bytes that `store` needs; 0 if the rows are packed."""
+        """The bytes that `store` needs; 0 if the rows are packed already."""
         return self._n_panels * self.panels.n_bytes if self._parts else 0
 
     @property
@@ -172,13 +172,13 @@ class QuantWeight:
         return -(-self.n_outputs // self.panels.n_rows)
 
     def store(self, memory: Tensor) -> None:
-        """Pack the rows into memory. Shapes: [unstored_bytes] uint8."""
+        """Pack the rows in the given memory. Shapes: [unstored_bytes] uint8."""
         panels = memory.view(self._n_panels, self.panels.n_bytes)
         self.panels.pack(*self._parts, out=panels)
         self._values, self._parts = panels, []
 
     @classmethod
-    def in_place_of(
+    def replacing(
         cls, empty: "Weight", parts: QuantRows | Sequence[QuantRows], panel_rows: int
     ) -> "QuantWeight":
         """The quantised weight that replaces an empty one.
@@ -194,11 +194,11 @@ class QuantWeight:
         return weight
 
     def load(self, _: Tensor | list[Tensor]) -> None:
-        """Raises: ValueError, since the weight is loaded from the start."""
+        """Raises: ValueError, because the weight is created with its rows."""
         raise ValueError("is loaded twice")
 
     def rows(self, outputs: range) -> PackedRows:
-        """The rows of some outputs, in the memory of the weight."""
+        """The rows of some outputs, as a view."""
         return PackedRows(self.panels, self.values, outputs)
 
     def apply(self, x: Tensor, ops: TorchOps, bias: DenseWeight | None = None) -> Tensor:
@@ -219,11 +219,11 @@ class QuantWeight:
     @staticmethod
     def concat_outputs(weights: Sequence["QuantWeight"]) -> "QuantWeight":
         """One weight with the outputs of several weights, which then have no memory."""
-        parts = [part for weight in weights for part in weight._taken_parts()]
+        parts = [part for weight in weights for part in weight._move_parts()]
         return QuantWeight(parts, weights[0].panels.n_rows, weights[0].computed)
 
-    def _taken_parts(self) -> list[QuantRows]:
-        """Removes and returns the rows of the weight, which has no memory afterwards."""
+    def _move_parts(self) -> list[QuantRows]:
+        """Returns the rows, and releases the weight's memory."""
         parts = self._parts or [self.rows(range(self.n_outputs))]
         self._parts, self._values = [], torch.empty(0, dtype=torch.uint8)
         return parts
@@ -246,7 +246,7 @@ class MixedWeight:
         self._parts = parts
         ends = list(accumulate((part.n_outputs for part in parts), initial=0))
         self.n_outputs: int = ends[-1]
-        self._places = [slice(*bounds) for bounds in pairwise(ends)]
+        self._columns = [slice(*bounds) for bounds in pairwise(ends)]
 
     def apply(self, x: Tensor, ops: TorchOps, bias: DenseWeight | None = None) -> Tensor:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
@@ -256,8 +256,8 @@ class MixedWeight:
 
     def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
         """out = X A. Shapes: [T, in], [T, out]; out may be a slice of columns."""
-        for part, place in zip(self._parts, self._places, strict=True):
-            part.apply_to(x, ops, out[:, place])
+        for part, columns in zip(self._parts, self._columns, strict=True):
+            part.apply_to(x, ops, out[:, columns])
 
 
 def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWeight:

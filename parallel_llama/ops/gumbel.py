@@ -3,8 +3,8 @@
 A token is sampled as the argmax of logits / temperature + Gumbel noise. Gumbel noise is -log of an
 exponential arrival time. The first arrival in a tile of 128 tokens is 1 / 128 of an exponential
 time, at a uniformly random token; since exponential times have no memory, each other token arrives
-an exponential time later. Computed in this order, the tile's first arrival bounds the noise of all
-its tokens, and sampling can skip tiles that cannot win.
+an exponential time later. So the tile's first arrival bounds the noise of all its tokens, and
+sampling can skip tiles that cannot win.
 
 Source: Maddison, Tarlow and Minka, A* sampling, arXiv 1411.0030, section 3 (top-down construction).
 """
@@ -74,17 +74,16 @@ def _exponential(words: Tensor) -> Tensor:
     return uniform.log_().neg_()
 
 
-def _words(keys: Tensor, places: Tensor) -> Tensor:
-    """Random words of the keys' streams: token i is at place i + 1, tile i at place -i.
+def _words(keys: Tensor, counters: Tensor) -> Tensor:
+    """Random words of SplitMix64 seeded with the keys. Counters: i + 1 for token i, -i for tile i.
 
-    The generator is SplitMix64 started at the key. Products wrap around as int64; the masks make
-    the arithmetic shifts logical.
+    Products wrap around as int64; the masks make the arithmetic shifts logical.
 
-    Shapes: keys [n] int64; places [n, m] or [m] int64; returns [n, m] int64.
+    Shapes: keys [n] int64; counters [n, m] or [m] int64; returns [n, m] int64.
     Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014, section 5;
     the multipliers are from Vigna's splitmix64.c.
     """
-    z = places * _signed(GAMMA) + keys[:, None]  # [n, m]
+    z = counters * _signed(GAMMA) + keys[:, None]  # [n, m]
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
         z ^= (z >> shift).bitwise_and_((1 << 64 - shift) - 1)
         z *= _signed(multiplier)

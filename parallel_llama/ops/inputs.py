@@ -1,7 +1,7 @@
-"""Inputs of a matrix, rounded to an `InputFormat`, in torch; `ops.cpu.inputs` has the kernel.
+"""Rounds the inputs of a matrix to an `InputFormat`, in torch; `ops.cpu.inputs` has the kernel.
 
-The range of a format's numbers is mapped to the range of a group of inputs. Both contain 0, which
-is exact. A group with a NaN becomes NaN.
+The scale and the zero point of a group map the group's range, extended to contain 0, to the range
+of the format. 0 stays exactly 0. A group with a NaN becomes NaN.
 
 Source: compressed-tensors 0.20, calculate_qparams and fake_quantize.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel_llama.dtypes import InputFormat
 
-# The least and the largest number of each type.
+# The smallest and the largest number of each type.
 RANGE = {"e4m3": (-448.0, 448.0), "int8": (-128.0, 127.0)}
 
 
@@ -24,7 +24,7 @@ def round_inputs(x: Tensor, form: InputFormat) -> Tensor:
         return _rounded(wide, scale, zero, form).to(x.dtype)
     n_inputs = x.shape[1]
     group = min(form.group or n_inputs, n_inputs) or 1
-    padded = F.pad(wide, (0, -n_inputs % group))  # with zeros, which change no scale
+    padded = F.pad(wide, (0, -n_inputs % group))  # zeros do not change a scale
     groups = padded.reshape(len(x), padded.shape[1] // group, group)
     return _rounded(groups, *_scales(groups, form), form).flatten(1)[:, :n_inputs].to(x.dtype)
 

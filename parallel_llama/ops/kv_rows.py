@@ -1,7 +1,7 @@
 """The rows of the KV cache, and how they are packed, stored, read and unpacked, in torch.
 
-A row holds the key or value of one head and one token: D numbers, or in an int8 or fp8 cache D
-numbers of one byte followed by their float32 scale. The dtype of the cache tells which.
+A row holds the key or value of one head and one token: D numbers of the cache's dtype, followed by
+a float32 scale if that dtype is int8 or fp8.
 """
 
 import torch
@@ -29,7 +29,7 @@ def pack(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     largest = wide.abs().amax(-1, keepdim=True)
-    # NaN or infinite if a number is; then the whole row becomes NaN.
+    # A NaN or infinite scale makes the whole row NaN.
     scale = (largest / LARGEST[dtype]).to(torch.float32).clamp(min=LEAST_SCALE)
     numbers = wide / scale
     if dtype == torch.int8:

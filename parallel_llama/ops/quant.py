@@ -37,11 +37,11 @@ from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 
 _COMPUTED = torch.float32  # the dtype of sums over groups
 _LINE_BYTES = 64  # of a CPU cache, the alignment of a panel
-_PACKED_AT_ONCE = 1 << 20  # integers, which take several bytes each until they are packed
+_PACKED_AT_ONCE = 1 << 20  # integers; while they are packed, each takes several bytes
 
 # Fractions of a group's range that int4 quantisation tries. Clipping a few values allows finer
 # steps for the others.
-_TRIED = (1.0, 0.93, 0.86)
+_TRIED_FRACTIONS = (1.0, 0.93, 0.86)
 
 # A group of smaller inputs is rounded to zeros: the inverse would overflow.
 LEAST_INPUT = 1e-30
@@ -62,7 +62,8 @@ class QuantMatrix:
         scales: [out, n_blocks] float16.
         mins: [out, n_blocks] float16, for formats with minima.
         factors: [out, n_groups * n_factors] int8, for formats with factors.
-        n_before: How many groups of the first block come before the matrix, which may be a slice.
+        n_before: The number of groups of the first block that precede the matrix: above 0 if the
+            matrix is a slice that begins within a block.
     """
 
     form: QuantFormat
@@ -83,24 +84,24 @@ class QuantMatrix:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Integers and scales, and the minima and factors of formats that have them."""
-        held = self.integers, self.scales, *self._optional
-        return tuple(each for each in held if each is not None)
+        tensors = self.integers, self.scales, *self._optional
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     def panel_shape(self, n_rows: int) -> "PanelShape":
         """The shape of panels of `n_rows` rows that hold the matrix."""
         return PanelShape(self.form, self.shape[1], n_rows, self.n_before)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "QuantMatrix":
-        """The matrix with a function applied to all its tensors, whose first dimension is rows."""
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "QuantMatrix":
+        """The matrix with a function applied to each of its tensors; all tensors have its rows."""
         mins, factors = (None if part is None else change(part) for part in self._optional)
         integers, scales = change(self.integers), change(self.scales)
         return QuantMatrix(self.form, integers, scales, mins, factors, self.n_before)
 
     def to(self, device: torch.device) -> "QuantMatrix":
-        return self.each(lambda part: part.to(device))
+        return self.map_tensors(lambda tensor: tensor.to(device))
 
     def columns(self, inputs: range) -> "QuantMatrix":
-        """The columns of some inputs, in whole groups."""
+        """The columns of some inputs, which must be whole groups."""
         start, stop = (at // QUANT_GROUP_SIZE for at in (inputs.start, inputs.stop))
         first, n_shared = self.n_before + start, self.form.n_shared
         blocks = slice(first // n_shared, -(-(self.n_before + stop) // n_shared))
@@ -114,9 +115,9 @@ class QuantMatrix:
             first % n_shared,
         )
 
-    def some(self, rows: slice) -> "QuantMatrix":
+    def select_rows(self, rows: slice) -> "QuantMatrix":
         """The rows of some outputs."""
-        return self.each(lambda of_rows: of_rows[rows])
+        return self.map_tensors(lambda tensor: tensor[rows])
 
     def values(self) -> Tensor:
         """The dequantised matrix, in float32."""
@@ -125,35 +126,38 @@ class QuantMatrix:
         return (values if mins is None else values + mins[..., None]).flatten(1)
 
     def part_numbers(self) -> Tensor:
-        """Integers, or floats. Shapes: [out, n_parts of all groups, inputs of a part] float32."""
+        """The integers, or the fp8 numbers.
+
+        Shapes: [out, n_groups * n_parts, inputs per part] float32.
+        """
         stored = self.integers.view(_E4M3) if self.form.is_float else self.integers
-        return _in_runs(stored.to(_COMPUTED), QUANT_GROUP_SIZE // self.form.n_parts)
+        return _in_groups(stored.to(_COMPUTED), QUANT_GROUP_SIZE // self.form.n_parts)
 
     def part_scales(self) -> Tensor:
-        """The scale of every part of a group. Shapes: [out, n_parts of all groups] float32."""
-        return self._of_parts(self.scales, 0 if self.form.scale_factors else None)
+        """The scale of every part of a group. Shapes: [out, n_groups * n_parts] float32."""
+        return self._per_part(self.scales, 0 if self.form.scale_factors else None)
 
     def part_mins(self) -> Tensor | None:
         """The minimum of every part of a group, or None. Shapes: as `part_scales`."""
         if self.mins is None:
             return None
         first = self.form.n_factors - self.form.n_parts
-        return self._of_parts(self.mins, first if self.form.min_factors else None)
+        return self._per_part(self.mins, first if self.form.min_factors else None)
 
-    def _of_parts(self, of_blocks: Tensor, first_factor: int | None) -> Tensor:
-        """Scales or minima of blocks, times their factors if any, for every part of a group.
+    def _per_part(self, per_block: Tensor, first_factor: int | None) -> Tensor:
+        """Expands the scales or minima of blocks to every part of a group, times factors if any.
 
         Exact in float32: the product of a float16 and an int8 factor has at most 24 bits.
         """
         n_groups, n_parts = self.shape[1] // QUANT_GROUP_SIZE, self.form.n_parts
-        of_groups = _repeated(of_blocks.to(_COMPUTED), self.form.n_shared)
-        of_groups = of_groups[:, self.n_before :][:, :n_groups]
-        of_parts = of_groups[..., None].expand(-1, -1, n_parts)
+        per_group = _repeated(per_block.to(_COMPUTED), self.form.n_shared)
+        per_group = per_group[:, self.n_before :][:, :n_groups]
+        per_part = per_group[..., None].expand(-1, -1, n_parts)
         if first_factor is not None:
             assert self.factors is not None
-            factors = _in_runs(self.factors, self.form.n_factors)
-            of_parts = of_parts * factors[..., first_factor:][..., :n_parts]
-        return of_parts.flatten(1)
+            factors = _in_groups(self.factors, self.form.n_factors)
+            per_part = per_part * factors[..., first_factor:][..., :n_parts]
+        return per_part.flatten(1)
 
     @property
     def _optional(self) -> tuple[Tensor | None, Tensor | None]:
@@ -161,19 +165,19 @@ class QuantMatrix:
 
 
 def quantise(values: Tensor, form: QuantFormat) -> QuantMatrix:
-    """Quantise a matrix to int8, fp8, or int4 with minima, each group on its own.
+    """Quantise a matrix to int8, fp8, or int4 with minima, group by group.
 
-    Shapes: [out, in], in whole groups of inputs.
+    Shapes: [out, in], with `in` a multiple of QUANT_GROUP_SIZE.
     """
-    groups = _in_runs(values.to(_COMPUTED))
+    groups = _in_groups(values.to(_COMPUTED))
     if form.has_min:
         return _with_minima(groups, form)
     assert form.n_bits == 8
     largest = groups.abs().amax(-1)
     if form.is_float:
-        scales = _rounded(largest / _LARGEST_E4M3)
+        scales = _as_stored(largest / _LARGEST_E4M3)
         return QuantMatrix(form, _e4m3_bits(groups, scales).flatten(1), scales.to(torch.float16))
-    scales = _rounded(largest / 127)
+    scales = _as_stored(largest / 127)
     integers = _integers(groups, scales, -127, 127)
     return QuantMatrix(form, integers.to(torch.int8).flatten(1), scales.to(torch.float16))
 
@@ -187,8 +191,8 @@ def joined(parts: Sequence[QuantMatrix], dim: int) -> QuantMatrix:
     assert all(part.n_before == (0 if dim else first.n_before) for part in parts[1:])
 
     def cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        there = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(there, dim) if there else None
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present, dim) if present else None
 
     return QuantMatrix(
         first.form,
@@ -200,7 +204,7 @@ def joined(parts: Sequence[QuantMatrix], dim: int) -> QuantMatrix:
     )
 
 
-def _in_runs(rows: Tensor, size: int = QUANT_GROUP_SIZE) -> Tensor:
+def _in_groups(rows: Tensor, size: int = QUANT_GROUP_SIZE) -> Tensor:
     """Shapes: [n, in] -> [n, in / size, size]."""
     return rows.reshape(len(rows), rows.shape[1] // size, size)
 
@@ -214,47 +218,49 @@ def _repeated(rows: Tensor, n: int) -> Tensor:
 
 
 def _with_minima(groups: Tensor, form: QuantFormat) -> QuantMatrix:
-    """Quantise each group, with the tried scale and minimum that have the least squared error."""
+    """Quantise each group with the scale and minimum of least squared error among those tried."""
     # Not aminmax, which takes several times as long for short rows.
     low, high, mean = groups.amin(-1), groups.amax(-1), groups.mean(-1)
-    scales, mins = _line(groups, low, high, mean, _TRIED[0])
+    scales, mins = _fitted(groups, low, high, mean, _TRIED_FRACTIONS[0])
     least = _error(groups, scales, mins)
-    for part in _TRIED[1:]:
-        others = _line(groups, low, high, mean, part)
-        error = _error(groups, *others)
-        better = error < least
+    for fraction in _TRIED_FRACTIONS[1:]:
+        tried = _fitted(groups, low, high, mean, fraction)
+        error = _error(groups, *tried)
+        is_better = error < least
         scales, mins = (
-            torch.where(better, new, old) for new, old in zip(others, (scales, mins), strict=True)
+            torch.where(is_better, new, old) for new, old in zip(tried, (scales, mins), strict=True)
         )
-        least = torch.where(better, error, least)
+        least = torch.where(is_better, error, least)
     integers = _integers(groups - mins[..., None], scales, 0, 15)
     halves = scales.to(torch.float16), mins.to(torch.float16)
     return QuantMatrix(form, integers.to(torch.int8).flatten(1), *halves)
 
 
-def _line(
-    groups: Tensor, low: Tensor, high: Tensor, mean: Tensor, part: float
+def _fitted(
+    groups: Tensor, low: Tensor, high: Tensor, mean: Tensor, fraction: float
 ) -> tuple[Tensor, Tensor]:
-    """The best scales and minima for integers over the middle `part` of each group's range."""
-    cut = (high - low) * (1 - part) / 2
-    integers = _integers(groups - (low + cut)[..., None], (high - low - 2 * cut) / 15, 0, 15)
+    """The least-squares scales and minima if integers cover the middle fraction of each range."""
+    clipped = (high - low) * (1 - fraction) / 2
+    integers = _integers(
+        groups - (low + clipped)[..., None], (high - low - 2 * clipped) / 15, 0, 15
+    )
     # Linear regression of the values on the integers.
     mean_integer = integers.mean(-1, keepdim=True)
-    apart = integers.sub_(mean_integer)
-    scales = (apart * groups).sum(-1) / (apart * apart).sum(-1).clamp(min=1)
-    scales = _rounded(scales)
-    return scales, _rounded(mean - scales * mean_integer[..., 0])
+    deviations = integers.sub_(mean_integer)
+    scales = (deviations * groups).sum(-1) / (deviations * deviations).sum(-1).clamp(min=1)
+    scales = _as_stored(scales)
+    return scales, _as_stored(mean - scales * mean_integer[..., 0])
 
 
 def _error(groups: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
     """The squared error of each group."""
-    lifted = groups - mins[..., None]
-    left = _integers(lifted, scales, 0, 15).mul_(scales[..., None]).sub_(lifted)
-    return left.mul_(left).sum(-1)
+    shifted = groups - mins[..., None]
+    residuals = _integers(shifted, scales, 0, 15).mul_(scales[..., None]).sub_(shifted)
+    return residuals.mul_(residuals).sum(-1)
 
 
-def _rounded(numbers: Tensor) -> Tensor:
-    """Rounded to float16, in which scales are stored, before integers are chosen."""
+def _as_stored(numbers: Tensor) -> Tensor:
+    """Rounds scales to float16, in which they are stored, before integers are chosen."""
     return numbers.clamp(-_SCALE_LIMIT, _SCALE_LIMIT).to(torch.float16).to(_COMPUTED)
 
 
@@ -269,13 +275,13 @@ def _e4m3_bits(groups: Tensor, scales: Tensor) -> Tensor:
     return numbers.clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(_E4M3).view(torch.int8)
 
 
-def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise the inputs of a product to int8; a group with an infinity or NaN has a NaN scale.
 
     Shapes: x [T, in] -> integers [T, in / QUANT_GROUP_SIZE, QUANT_GROUP_SIZE] int8, scales
     [T, in / QUANT_GROUP_SIZE] float32.
     """
-    groups = _in_runs(x.to(_COMPUTED))
+    groups = _in_groups(x.to(_COMPUTED))
     largest = groups.abs().amax(-1)
     scales = largest / 127 + largest * 0
     # Not 127 / largest, which torch computes as 127 * (1 / largest): it rounds twice.
@@ -288,12 +294,12 @@ def quant_gemm(x: Tensor, weight: QuantMatrix) -> Tensor:
     if weight.form.is_float:
         wide = torch.promote_types(x.dtype, _COMPUTED)
         return F.linear(x.to(wide), weight.values().to(wide)).to(x.dtype)
-    rounded, x_scales = rounded_inputs(x)
+    rounded, x_scales = quantise_inputs(x)
     integers = weight.part_numbers()
-    inputs = _in_runs(rounded.flatten(1), integers.shape[2]).to(_COMPUTED)
+    inputs = _in_groups(rounded.flatten(1), integers.shape[2]).to(_COMPUTED)
     # Exact: these sums of integers fit in the 24 bits of a float32.
     dots = torch.einsum("tpi,opi->top", inputs, integers)
-    terms = dots * weight.part_scales()  # [T, out, n_parts of all groups]
+    terms = dots * weight.part_scales()  # [T, out, n_groups * n_parts]
     mins = weight.part_mins()
     if mins is not None:
         terms += inputs.sum(-1)[:, None] * mins
@@ -303,11 +309,11 @@ def quant_gemm(x: Tensor, weight: QuantMatrix) -> Tensor:
 
 @dataclass(frozen=True)
 class Plane:
-    """The `width` bits from bit `first` on of all integers of a group.
+    """A bit plane: the `width` bits from bit `first` on of all integers of a group.
 
-    The integers of a group are 8 columns of 4 inputs, a column being a 32-bit word with one byte
-    per input. The plane stores its bits in `width` words from word `first` on, each word with the
-    bits of several columns.
+    The integers of a group are 8 columns of 4 inputs; a column is a 32-bit word with one byte per
+    input. The plane stores its bits in `width` words from word `first` on; a word holds the bits of
+    8 / `width` columns.
     """
 
     width: int
@@ -321,7 +327,7 @@ class Plane:
         return self.first + column % self.width
 
     def shift_of(self, column: int) -> int:
-        """Where the bits of a column begin in each byte of their word."""
+        """The first bit of a column in each byte of its word."""
         return column // self.width * self.width
 
     def of_columns(self, columns: Tensor) -> Tensor:
@@ -332,8 +338,8 @@ class Plane:
 
     def in_columns(self, words: Tensor) -> Tensor:
         """Unpacks this plane from the words of all planes; bits of other planes are 0."""
-        own = words[:, :, self.first : self.first + self.width, None].transpose(2, 3)
-        bits = ((own >> self._shifts(words.device)) & self.mask) << self.first
+        plane = words[:, :, self.first : self.first + self.width, None].transpose(2, 3)
+        bits = ((plane >> self._shifts(words.device)) & self.mask) << self.first
         return bits.flatten(2, 3)
 
     def _shifts(self, device: torch.device) -> Tensor:
@@ -414,7 +420,7 @@ class PanelShape:
     def pack(self, *parts: "QuantRows", out: Tensor | None = None) -> Tensor:
         """Pack a matrix that is given as parts in the order of rows.
 
-        Whole panels of a part are copied where they are panels of the result too.
+        Packed rows that fill whole panels are copied without unpacking where that is possible.
 
         Shapes: each part [its out, in] -> [n_panels, n_bytes] uint8, in `out` if it is given.
         """
@@ -424,35 +430,35 @@ class PanelShape:
         if not self.n_inputs:  # a rank without channels
             return out
         panels = out
-        loose: list[QuantMatrix] = []  # rows that follow the first `n_done` panels
-        n_done = n_loose = 0
+        pending: list[QuantMatrix] = []  # rows that follow the first `n_done` panels
+        n_done = n_pending = 0
         for part in parts:
             rest = part
             if isinstance(part, PackedRows):
-                whole = part.whole_panels(self) if n_loose % self.n_rows == 0 else panels[:0]
+                whole = part.whole_panels(self) if n_pending % self.n_rows == 0 else panels[:0]
                 if len(whole):
-                    n_done = self._pack_loose(loose, panels, n_done)
+                    n_done = self._pack_matrices(pending, panels, n_done)
                     panels[n_done : n_done + len(whole)] = whole
-                    loose, n_loose, n_done = [], 0, n_done + len(whole)
+                    pending, n_pending, n_done = [], 0, n_done + len(whole)
                 rest = part.after(len(whole) * self.n_rows)
             if rest.shape[0]:
-                loose.append(rest.unpacked() if isinstance(rest, PackedRows) else rest)
-                assert loose[-1].n_before == self.n_before
-                n_loose += rest.shape[0]
-        self._pack_loose(loose, panels, n_done)
+                pending.append(rest.unpacked() if isinstance(rest, PackedRows) else rest)
+                assert pending[-1].n_before == self.n_before
+                n_pending += rest.shape[0]
+        self._pack_matrices(pending, panels, n_done)
         return panels
 
-    def _pack_loose(self, loose: Sequence[QuantMatrix], panels: Tensor, first: int) -> int:
-        """Pack rows into the panels from `first` on. Returns: the first panel after them."""
-        if not loose:
+    def _pack_matrices(self, matrices: Sequence[QuantMatrix], panels: Tensor, first: int) -> int:
+        """Pack rows into the panels from `first` on. Returns: the first panel after the rows."""
+        if not matrices:
             return first
-        weight = joined(loose, dim=0) if len(loose) > 1 else loose[0]
+        weight = joined(matrices, dim=0) if len(matrices) > 1 else matrices[0]
         stop = first + -(-weight.shape[0] // self.n_rows)
         n_at_once = max(1, _PACKED_AT_ONCE // max(1, self.n_rows * self.n_inputs))
         for start in range(first, stop, n_at_once):
             row = (start - first) * self.n_rows
-            some = weight.some(slice(row, row + n_at_once * self.n_rows))
-            self._pack(some, panels[start : min(start + n_at_once, stop)])
+            rows = weight.select_rows(slice(row, row + n_at_once * self.n_rows))
+            self._pack(rows, panels[start : min(start + n_at_once, stop)])
         return stop
 
     def _pack(self, weight: QuantMatrix, panels: Tensor) -> None:
@@ -502,26 +508,26 @@ class PanelShape:
             self._by_output(factors) if form.n_factors else None,
             self.n_before,
         )
-        return whole.some(slice(n_outputs))
+        return whole.select_rows(slice(n_outputs))
 
     def unpack_rows(self, panels: Tensor, outputs: Tensor) -> QuantMatrix:
-        """Unpack the rows of some outputs, in any order, without reading the others.
+        """Unpack the rows of some outputs, in any order, and read no other rows.
 
         Shapes: panels [n_panels, n_bytes], outputs [n] int64 -> a matrix [n, in].
         """
-        alone = PanelShape(self.form, self.n_inputs, 1, self.n_before)
-        rows = panels.new_zeros(len(outputs), alone.n_bytes)
+        row_shape = PanelShape(self.form, self.n_inputs, 1, self.n_before)
+        rows = panels.new_zeros(len(outputs), row_shape.n_bytes)
         panel, number = outputs // self.n_rows, outputs % self.n_rows
         halves, factors = self.n_halves * self.n_blocks, self.n_groups * self.form.n_factors
         for start, to, n, n_bytes in (
             (0, 0, halves, 2),
-            (self.factors_at, alone.factors_at, factors, 1),
-            (self.integers_at, alone.integers_at, self.n_groups * self.form.n_bits, 4),
+            (self.factors_at, row_shape.factors_at, factors, 1),
+            (self.integers_at, row_shape.integers_at, self.n_groups * self.form.n_bits, 4),
         ):
-            held = panels[:, start : start + n * self.n_rows * n_bytes]
-            own = held.view(len(panels), n, self.n_rows, n_bytes)[panel, :, number]
-            rows[:, to : to + n * n_bytes] = own.flatten(1)
-        return alone.unpack(rows, len(outputs))
+            region = panels[:, start : start + n * self.n_rows * n_bytes]
+            selected = region.view(len(panels), n, self.n_rows, n_bytes)[panel, :, number]
+            rows[:, to : to + n * n_bytes] = selected.flatten(1)
+        return row_shape.unpack(rows, len(outputs))
 
     def _by_output(self, numbers: Tensor) -> Tensor:
         """Shapes: [n_panels, n * rows] -> [out, n]."""
@@ -540,9 +546,9 @@ class PackedRows:
     """Some rows of a packed matrix.
 
     Args:
-        layout: That of the matrix.
+        layout: The layout of the matrix.
         panels: The matrix, [n_panels, n_bytes] uint8.
-        rows: The rows.
+        rows: The indices of the rows.
     """
 
     layout: PanelShape
@@ -562,21 +568,21 @@ class PackedRows:
         return replace(self.layout, n_rows=n_rows)
 
     def whole_panels(self, layout: PanelShape) -> Tensor:
-        """The panels that hold the first rows and no others; none if they have another layout."""
+        """The panels full of these rows, from the first row on; none if the layouts differ."""
         n = layout.n_rows
         if self.layout != layout or self.rows.start % n:
             return self.panels[:0]
         return self.panels[self.rows.start // n : max(self.rows.start, self.rows.stop) // n]
 
     def after(self, n_rows: int) -> "PackedRows":
-        """The rows without the first `n_rows`."""
+        """The rows after the first `n_rows`."""
         return PackedRows(self.layout, self.panels, self.rows[n_rows:])
 
     def unpacked(self) -> QuantMatrix:
         n, rows = self.layout.n_rows, self.rows
         start, stop = rows.start // n, -(-rows.stop // n)
         part = self.layout.unpack(self.panels[start:stop], (stop - start) * n)
-        return part.some(slice(rows.start - start * n, rows.stop - start * n))
+        return part.select_rows(slice(rows.start - start * n, rows.stop - start * n))
 
 
 QuantRows = QuantMatrix | PackedRows

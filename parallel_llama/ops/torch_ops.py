@@ -66,16 +66,16 @@ class TorchOps:
     ) -> Tensor:
         """The rows of a weight for some tokens, row 0 for token `first`; -0.0 for other tokens.
 
-        Adding -0.0 changes no number.
+        -0.0 is the neutral element of the sum over ranks: 0.0 would change the sign of -0.0.
 
         Shapes: tokens [T] int64, weight [n, dim] -> [T, dim], in `dtype` if that is given.
         """
-        own = tokens - first
-        elsewhere = (own < 0) | (own >= len(weight))
+        row = tokens - first
+        is_elsewhere = (row < 0) | (row >= len(weight))
         if not len(weight):  # a tiny vocabulary may leave a rank without rows
             return weight.new_full((len(tokens), weight.shape[1]), -0.0, dtype=dtype)
-        rows = F.embedding(own.masked_fill(elsewhere, 0), weight)
-        return rows.to(dtype or weight.dtype).masked_fill_(elsewhere[:, None], -0.0)
+        rows = F.embedding(row.masked_fill(is_elsewhere, 0), weight)
+        return rows.to(dtype or weight.dtype).masked_fill_(is_elsewhere[:, None], -0.0)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Y = X A + b, the weight in torch's order; it may have 16 bits where x has more.
@@ -85,7 +85,7 @@ class TorchOps:
         return F.linear(x, weight.to(x.dtype), bias)
 
     def round_inputs(self, x: Tensor, form: InputFormat) -> Tensor:
-        """The inputs of a matrix, rounded as `ops.inputs` defines it; a row depends on itself only.
+        """`ops.inputs.round_inputs`, each row independent of the others.
 
         Shapes: x and the result [T, in].
         """
@@ -112,15 +112,15 @@ class TorchOps:
     ) -> Tensor:
         """`lookup` in a quantised matrix of `n_outputs` rows.
 
-        Shapes: tokens [T] int64; panels [n_panels, n_bytes] uint8; [T, in] float32.
+        Shapes: tokens [T] int64; panels [n_panels, n_bytes] uint8 -> [T, in] float32.
         """
         if not n_outputs:  # a tiny vocabulary may leave a rank without rows
-            shape_of_rows = len(tokens), shape.n_inputs
-            return torch.full(shape_of_rows, -0.0, dtype=torch.float32, device=tokens.device)
-        own = tokens - first
-        elsewhere = (own < 0) | (own >= n_outputs)
-        rows = shape.unpack_rows(panels, own.masked_fill(elsewhere, 0)).values()
-        return rows.masked_fill_(elsewhere[:, None], -0.0)
+            size = len(tokens), shape.n_inputs
+            return torch.full(size, -0.0, dtype=torch.float32, device=tokens.device)
+        row = tokens - first
+        is_elsewhere = (row < 0) | (row >= n_outputs)
+        rows = shape.unpack_rows(panels, row.masked_fill(is_elsewhere, 0)).values()
+        return rows.masked_fill_(is_elsewhere[:, None], -0.0)
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
         """Y = X A, each row with one of several A; zeros for rows that no weight computes.
@@ -180,8 +180,8 @@ class TorchOps:
 
         Args:
             groups: the number of groups of consecutive experts, and the number of groups that a
-                token's experts come from. A group is rated by the sum of these values of its two
-                most preferred experts.
+                token's experts are taken from: those with the largest sums of the values of their
+                two most preferred experts.
 
         Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] -> routing_weights and experts
             [T, n_active].
@@ -191,15 +191,15 @@ class TorchOps:
         scores = self.router_scores(x, gate)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         weights, (n_groups, n_active_groups) = scores.sigmoid(), groups
-        # Without a bias, by the scores, because sigmoids of large scores are equal.
+        # Without a bias, the scores and not their sigmoids, which are equal for all large scores.
         choices = scores if bias is None else weights + bias
         if n_groups > 1:
             by_group = choices.view(len(x), n_groups, -1)
-            of_groups = by_group.sort(-1, descending=True).values[..., :2].sum(-1)
-            order = of_groups.sort(descending=True, stable=True).indices
-            is_out = torch.ones_like(of_groups, dtype=torch.bool)
-            is_out.scatter_(1, order[:, :n_active_groups], False)
-            choices = by_group.masked_fill(is_out[..., None], -torch.inf).view_as(choices)
+            group_scores = by_group.sort(-1, descending=True).values[..., :2].sum(-1)
+            order = group_scores.sort(descending=True, stable=True).indices
+            is_excluded = torch.ones_like(group_scores, dtype=torch.bool)
+            is_excluded.scatter_(1, order[:, :n_active_groups], False)
+            choices = by_group.masked_fill(is_excluded[..., None], -torch.inf).view_as(choices)
         experts = choices.sort(descending=True, stable=True).indices[:, :n_active].contiguous()
         routing_weights = weights.gather(1, experts)
         if normed:
@@ -209,22 +209,22 @@ class TorchOps:
     def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
         """Two dispatches: from tokens to rows sorted by expert, and from these to pairs.
 
-        A pair is a token and one of its experts; the pairs of a token are contiguous. Between the
-        two products the rows are sorted by expert, pairs of other ranks' experts last.
+        A pair is a token and one of its experts; the pairs of a token are contiguous. `own` are the
+        numbers of this rank's experts; pairs of other ranks' experts are last.
 
         Shapes: experts [T, n_active]; the results' sources and targets [T * n_active].
         """
-        chosen = experts.flatten() - own.start
-        chosen = chosen.where((chosen >= 0) & (chosen < len(own)), len(own))
-        (chosen, pairs), device = chosen.sort(stable=True), chosen.device
+        index = experts.flatten() - own.start
+        index = index.where((index >= 0) & (index < len(own)), len(own))  # others' experts last
+        (index, pairs), device = index.sort(stable=True), index.device
         order = torch.arange(len(pairs), device=device)
         # Not bincount, which synchronises with the device.
-        starts = torch.searchsorted(chosen, torch.arange(len(own) + 1, device=device))
+        starts = torch.searchsorted(index, torch.arange(len(own) + 1, device=device))
         to_experts = Dispatch(pairs // experts.shape[1], order, starts, len(experts))
         return to_experts, Dispatch(order, pairs, starts, len(experts))
 
     def add_expert_bias_(self, y: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
-        """Adds its expert's bias to each row of y in place, and returns y.
+        """Adds to each row of y the bias of the row's expert, in place, and returns y.
 
         Rows that no expert of this rank computes are unchanged. The targets of `dispatch` must be
         0, 1, 2, ..., so that the rows are sorted by expert.
@@ -234,20 +234,20 @@ class TorchOps:
         starts = dispatch.starts
         rows = torch.arange(len(y), device=y.device)
         experts = torch.searchsorted(starts[1:], rows, right=True)
-        elsewhere = experts >= len(bias)
-        rows_of_bias = F.embedding(experts.masked_fill(elsewhere, 0), bias)
-        return y.add_(rows_of_bias.masked_fill_(elsewhere[:, None], 0))
+        is_elsewhere = experts >= len(bias)
+        row_biases = F.embedding(experts.masked_fill(is_elsewhere, 0), bias)
+        return y.add_(row_biases.masked_fill_(is_elsewhere[:, None], 0))
 
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         """The weighted sum of each token's n parts, summed in the dtype of the weights.
 
         Shapes: parts [T * n, dim], routing_weights [T, n] -> [T, dim] partial, dtype of the parts.
         """
-        each = parts.view(*routing_weights.shape, -1)
+        by_token = parts.view(*routing_weights.shape, -1)
         # In order, because the bits of torch.sum may depend on the number of rows.
-        total = each[:, 0] * routing_weights[:, :1]
+        total = by_token[:, 0] * routing_weights[:, :1]
         for number in range(1, routing_weights.shape[1]):
-            total += each[:, number] * routing_weights[:, number : number + 1]
+            total += by_token[:, number] * routing_weights[:, number : number + 1]
         return total.to(parts.dtype)
 
     def scaled_pairs(self, x: Tensor, routing_weights: Tensor) -> Tensor:
@@ -273,11 +273,11 @@ class TorchOps:
         Shapes: [n, m] -> [n, 2] float64.
         """
         if not x.shape[1]:
-            none = x.new_full((len(x), 2), first, dtype=torch.float64)
-            none[:, 0] = -torch.inf
-            return none
-        values, places = x.max(1)
-        return torch.stack((values.double(), (places + first).double()), dim=1)
+            empty = x.new_full((len(x), 2), first, dtype=torch.float64)
+            empty[:, 0] = -torch.inf
+            return empty
+        values, columns = x.max(1)
+        return torch.stack((values.double(), (columns + first).double()), dim=1)
 
     def draw(self, x: Tensor, sampling_keys: SamplingKeys, first: int = 0) -> Tensor:
         """The best score of each row and the first token that has it; column 0 is token `first`.
@@ -297,16 +297,16 @@ class TorchOps:
 
         Shapes: x [n, m] of the tokens from `first` on, temperatures [n] -> [n, 1 + 2 k] float64.
         """
-        found = x.new_full((len(x), 1 + 2 * k), -torch.inf, dtype=torch.float64)
-        found[:, 0], found[:, 1 + k :] = 0, -1
+        rows = x.new_full((len(x), 1 + 2 * k), -torch.inf, dtype=torch.float64)
+        rows[:, 0], rows[:, 1 + k :] = 0, -1
         if x.shape[1]:
-            values, places = x.double().sort(dim=1, descending=True, stable=True)
+            values, columns = x.double().sort(dim=1, descending=True, stable=True)
             largest = values[:, :1].clamp(min=-torch.finfo(torch.float64).max)
-            found[:, 0] = ((values - largest) / temperatures[:, None]).exp().sum(1)
-            n_found = min(k, x.shape[1])
-            found[:, 1 : 1 + n_found] = values[:, :n_found]
-            found[:, 1 + k : 1 + k + n_found] = places[:, :n_found] + first
-        return found
+            rows[:, 0] = ((values - largest) / temperatures[:, None]).exp().sum(1)
+            n_columns = min(k, x.shape[1])
+            rows[:, 1 : 1 + n_columns] = values[:, :n_columns]
+            rows[:, 1 + k : 1 + k + n_columns] = columns[:, :n_columns] + first
+        return rows
 
     def draw_filtered(self, of_ranks: Tensor, filters: Filters, vocab_size: int) -> Tensor:
         """The token of each row, drawn from the candidates of all ranks; -1 if they do not suffice.
@@ -316,7 +316,7 @@ class TorchOps:
         values, tokens = merge_top_k(of_ranks, 1)
         values, tokens = values[:, :vocab_size], tokens[:, :vocab_size]
         mass = mass_of(of_ranks[:, :, 0], of_ranks[:, :, 1], filters.sampling_keys.temperatures)
-        kept, decided = filters.kept(values, mass, vocab_size)
+        kept, decided = filters.keep_mask(values, mass, vocab_size)
         drawn = tokens.gather(1, filters.draw(values, tokens, kept)[:, None])[:, 0]
         return drawn.where(decided, -1)
 
@@ -329,7 +329,7 @@ class TorchOps:
         Source: arXiv 1910.07467.
         """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # F.rms_norm takes ten times as long on the CPU for many rows.
+        # Not F.rms_norm, which takes ten times as long on the CPU for many rows.
         length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         # One call for eps + norm^2 / dim, since for one row a call costs as much as its arithmetic.
         mean = torch.full_like(length, eps).addcmul_(length, length, value=1 / x.shape[-1])
@@ -372,8 +372,8 @@ class TorchOps:
         Source: OLMo 2, arXiv 2501.00656.
         """
         _, n_heads, head_dim = x.shape
-        of_heads = squares[:, columns.start : columns.stop]
-        mean = of_heads.sum(1).div_(len(columns) * head_dim).add_(eps)
+        head_squares = squares[:, columns.start : columns.stop]
+        mean = head_squares.sum(1).div_(len(columns) * head_dim).add_(eps)
         inverse_rms = (mean * 0).add_(mean.rsqrt())  # NaN for an infinite mean
         x.copy_(x * inverse_rms[:, None, None] * weight.view(n_heads, head_dim))
 
@@ -511,30 +511,31 @@ class TorchOps:
                 self._paged_attention(q, k, v, part, heads, out, sinks)
             return
         assert isinstance(plan, SlotPlan)
-        for own, kv in heads.runs:
-            q_run, k_run, v_run, o_run = q[:, own], k[kv], v[kv], out[:, own]
-            of_run = None if sinks is None else sinks[own]
+        for q_heads, kv_heads in heads.runs:
+            q_run, out_run = q[:, q_heads], out[:, q_heads]
+            k_run, v_run = k[kv_heads], v[kv_heads]
+            sinks_run = None if sinks is None else sinks[q_heads]
             for row, (_, slots) in plan.decoded.items():
-                # Copied, also where the slots are one slice.
+                # Always copied, so that torch gets the same layout for any number of slices.
                 keys, values = (
                     torch.cat([x[:, s] for s in slots], 1)[None] for x in (k_run, v_run)
                 )
                 query = q_run[row : row + 1]
-                o_run[row : row + 1] = self._attend(query, keys, values, None, of_run)
+                out_run[row : row + 1] = self._attend(query, keys, values, None, sinks_run)
             for chunk in plan.chunks:
-                self._chunk_attention(q_run, k_run, v_run, chunk, o_run, of_run)
+                self._chunk_attention(q_run, k_run, v_run, chunk, out_run, sinks_run)
 
     def plan_sinks(
         self, window: Queries, sinks: Queries, dtype: torch.dtype, device: torch.device
     ) -> Iterator[SinkPlan]:
         """Yields the plans of queries that attend to their windows and to sinks.
 
-        `window` has the queries with the keys of their windows. `sinks` has the same queries with
-        the sinks, at positions one window earlier: each sees exactly the sinks before its window.
+        `window` has the queries with the keys of their windows. `sinks` has the same queries at
+        positions one window earlier, so that each attends to the sinks before its window only.
         """
-        both = (each.tiles(dtype, device) for each in (window, sinks))
-        for near, far in zip(*both, strict=True):
-            yield TorchSinkPlan(near.rows, near.positions, near, far)
+        tiles = zip(window.tiles(dtype, device), sinks.tiles(dtype, device), strict=True)
+        for window_tile, sink_tile in tiles:
+            yield TorchSinkPlan(window_tile.rows, window_tile.positions, window_tile, sink_tile)
 
     def sink_attention(
         self,
@@ -551,15 +552,12 @@ class TorchOps:
         Shapes: as in `attention`; rotated [t, H, D], the plan's queries as they attend to sinks.
         """
         assert isinstance(plan, TorchSinkPlan)
-        for run, kv in heads.runs:
-            both = (q[plan.rows], plan.window), (rotated, plan.sinks)
-            parts = [
-                torch.cat((o, lse[..., None].to(o.dtype)), -1)
-                for o, lse in (
-                    self.partial_attention(each[:, run], k[kv], v[kv], tile) for each, tile in both
-                )
-            ]
-            out[plan.rows, run] = merge_lse(torch.stack(parts))
+        for q_heads, kv_heads in heads.runs:
+            parts = []
+            for queries, tile in ((q[plan.rows], plan.window), (rotated, plan.sinks)):
+                o, lse = self.partial_attention(queries[:, q_heads], k[kv_heads], v[kv_heads], tile)
+                parts.append(torch.cat((o, lse[..., None].to(o.dtype)), -1))
+            out[plan.rows, q_heads] = merge_lse(torch.stack(parts))
 
     def partial_attention(
         self, q: Tensor, k: Tensor, v: Tensor, tile: QueryTile
@@ -571,8 +569,8 @@ class TorchOps:
         Shapes: q [t, K * G, D], the queries of the tile; k, v [K, n_slots, W]; the results
         [t, K * G, D] and [t, K * G].
         """
-        parts = ([each[:, own] for own in tile.slots] for each in (k, v))
-        keys, values = (each[0] if len(each) == 1 else torch.cat(each, 1) for each in parts)
+        slices = ([cache[:, slots] for slots in tile.slots] for cache in (k, v))
+        keys, values = (rows[0] if len(rows) == 1 else torch.cat(rows, 1) for rows in slices)
         return self._partial(q, keys[None], values[None], tile.mask)
 
     def _chunk_attention(
@@ -585,18 +583,17 @@ class TorchOps:
         sinks: Tensor | None,
     ) -> None:
         """`attention` for a chunk, G heads per KV head."""
-        taken = (kv_rows.take(each, chunk.slots)[None] for each in (k, v))
-        keys, values = (self._unpack(rows, q.dtype) for rows in taken)
-        of_chunk, of_out, window = q[chunk.rows], out[chunk.rows], chunk.window
-        for number in range(0, len(of_chunk), MAX_QUERIES):
-            own = slice(number, number + MAX_QUERIES)
-            queries = chunk.positions[own]
+        stored = (kv_rows.take(cache, chunk.slots)[None] for cache in (k, v))
+        keys, values = (self._unpack(rows, q.dtype) for rows in stored)
+        q, out, window = q[chunk.rows], out[chunk.rows], chunk.window
+        for first_query in range(0, len(q), MAX_QUERIES):
+            tile = slice(first_query, first_query + MAX_QUERIES)
+            queries = chunk.positions[tile]
             first = 0 if window is None else queries.start - window + 1
             seen = range(max(first, chunk.first_key), queries.stop)
-            at = slice(seen.start - chunk.first_key, seen.stop - chunk.first_key)
             mask = causal_mask(queries, [seen], window, q.dtype, q.device)
-            seen_keys, seen_values = keys[:, :, at], values[:, :, at]
-            of_out[own] = self._attend(of_chunk[own], seen_keys, seen_values, mask, sinks)
+            at = slice(seen.start - chunk.first_key, seen.stop - chunk.first_key)
+            out[tile] = self._attend(q[tile], keys[:, :, at], values[:, :, at], mask, sinks)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
@@ -670,8 +667,8 @@ class TorchOps:
         out: Tensor,
         sinks: Tensor | None,
     ) -> None:
-        """`attention` for ranges of queries over keys in blocks."""
-        of_kv_heads = [slice(*bounds) for bounds in pairwise(heads.bounds.tolist())]
+        """`attention` for ranges of queries, with block tables."""
+        q_heads_of_kv = [slice(*bounds) for bounds in pairwise(heads.bounds.tolist())]
         window = queries.window
         for row, n_queries, start, first_key, blocks in queries.rows.tolist():
             if not n_queries:
@@ -679,12 +676,12 @@ class TorchOps:
             first = first_key if window is None else max(first_key, start - window + 1)
             seen = range(first, start + n_queries)
             slots = queries.slots_of(blocks, range(first - first_key, seen.stop - first_key))
-            keys, values = (kv_rows.take(each, slots)[None] for each in (k, v))
-            own = slice(row, row + n_queries)
+            keys, values = (kv_rows.take(cache, slots)[None] for cache in (k, v))
+            rows = slice(row, row + n_queries)
             mask = causal_mask(range(start, seen.stop), [seen], window, q.dtype, q.device)
-            for kv_head, q_heads in enumerate(of_kv_heads):
-                out[own, q_heads] = self._attend(
-                    q[own, q_heads],
+            for kv_head, q_heads in enumerate(q_heads_of_kv):
+                out[rows, q_heads] = self._attend(
+                    q[rows, q_heads],
                     keys[:, kv_head : kv_head + 1],
                     values[:, kv_head : kv_head + 1],
                     mask,
@@ -706,7 +703,9 @@ def rotate_(x: Tensor, rotations: Tensor) -> None:
 def merge_lse(parts: Tensor) -> Tensor:
     """Merges partial attention results; the last column is the log-sum-exp of the scores.
 
-    The log-sum-exp of a part without keys is -inf. Shapes: [n_parts, T, H, D + 1] -> [T, H, D].
+    The log-sum-exp of a part without keys is -inf.
+
+    Shapes: [n_parts, T, H, D + 1] -> [T, H, D].
     """
     weights = parts[..., -1:].softmax(0)
     total = parts[0, ..., :-1] * weights[0]

@@ -258,7 +258,7 @@ def _pick_decided(
 
     Shapes: values and tokens [n, C] candidates; mass [n, 1]; n rows.
     """
-    kept, decided = filters.kept(values, mass, vocab_size)
+    kept, decided = filters.keep_mask(values, mass, vocab_size)
     place = filters.draw(values, tokens, kept)[:, None]
     picked[torch.tensor(rows)[decided]] = tokens.gather(1, place)[decided, 0]
     return (~decided).nonzero()[:, 0].tolist()

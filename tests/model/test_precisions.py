@@ -223,7 +223,7 @@ class StoredInBlocks(Kept):
         whole = self._whole(param, form)
         if param.dim == 1:
             return whole.columns(rows)
-        return whole.each(lambda of_rows: of_rows[rows.start : rows.stop])
+        return whole.map_tensors(lambda of_rows: of_rows[rows.start : rows.stop])
 
     def read(self, param, rows, order="half"):
         form = STORED.get(param.name)

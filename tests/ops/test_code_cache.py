@@ -194,7 +194,7 @@ def test_what_does_not_say_all_of_itself_is_no_parameter_of_a_kernel():
 
     for body in (closure, partial(_body, object()), partial(_body, lanes=3), partial(_body, [3])):
         with pytest.raises(AssertionError):
-            jit._recipe(body)
+            jit._body_key(body)
 
 
 def _body(*_): ...

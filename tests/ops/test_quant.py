@@ -32,7 +32,7 @@ from parallel_llama.ops.quant import (
     joined,
     quant_gemm,
     quantise,
-    rounded_inputs,
+    quantise_inputs,
 )
 from parallel_llama.ops.torch_ops import TorchOps
 
@@ -247,7 +247,7 @@ def test_a_number_that_is_none_spoils_its_own_row_alone(form, wrong):
 def test_inputs_are_rounded_alike_by_kernels_and_torch():
     x = torch.randn(5, 64) * torch.tensor([1e-38, 1e-31, 1e-20, 1.0, 1e30])[:, None]
     weight = QuantMatrix(INT8, torch.eye(64).to(torch.int8), torch.ones(64, 2, dtype=torch.float16))
-    rounded, scales = rounded_inputs(x)
+    rounded, scales = quantise_inputs(x)
     expected = (rounded.float() * scales[..., None]).flatten(1)
     assert torch.equal(multiplied(kernel_for(INT8, this_machine()), x, weight), expected)
 
@@ -280,7 +280,7 @@ def test_tokens_of_other_ranks_are_looked_up_as_zeros(form):
     zeros = torch.zeros(64)
     expected = [weight.values()[36], zeros, zeros, weight.values()[0], zeros, zeros]
     assert torch.equal(found, torch.stack(expected))
-    none = QuantWeight(weight.some(slice(0)), 16).lookup(tokens, 14, TorchOps())
+    none = QuantWeight(weight.select_rows(slice(0)), 16).lookup(tokens, 14, TorchOps())
     assert torch.equal(none, torch.zeros(6, 64))
 
 

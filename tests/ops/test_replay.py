@@ -149,7 +149,7 @@ def test_a_kernel_may_be_built_while_a_step_is_recorded(kind, monkeypatch):
 
     Steps with that number of rows then ran operator by operator until the program ended.
     """
-    monkeypatch.setattr(jit, "_folder", lambda: None)
+    monkeypatch.setattr(jit, "_usable_folder", lambda: None)
     x = torch.randn(2, 12)
     with CPUOps(torch.float32, 16, {3}).recording():
         kernel = make_activation.__wrapped__(torch.float32, kind)

@@ -16,7 +16,7 @@ from parallel_llama.ops.cpu import jit
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.ir import Thread, Value
 from parallel_llama.ops.cpu.jit import CompiledKernel, openmp
-from parallel_llama.ops.cpu.thread_limit import HOLD_S, LOOK_S, MEAN_S, ThreadLimit, run_delay_s
+from parallel_llama.ops.cpu.thread_limit import HOLD_S, MEAN_S, SAMPLE_S, ThreadLimit, run_delay_s
 
 
 class Cores:
@@ -25,7 +25,7 @@ class Cores:
     def __init__(self, n_threads: int = 2) -> None:
         self.now_s, self.waited_s, self.n_threads = 0.0, 0.0, n_threads
         self.limit = ThreadLimit(lambda: self.waited_s, lambda: self.now_s)
-        self.threads_of(LOOK_S)
+        self.threads_of(SAMPLE_S)
 
     def threads_of(self, seconds: float, n_waiting: float = 0.0) -> int:
         """The threads of a kernel that runs this long, while so many threads wait on average."""
@@ -44,16 +44,16 @@ def test_one_thread_fewer_is_used_while_a_thread_waits_for_a_core_most_of_the_ti
     cores = Cores()
     assert cores.threads_of(MEAN_S, n_waiting=0.8) == 2
     assert cores.threads_of(HOLD_S) == 1
-    assert cores.threads_of(LOOK_S) == 2, "a limit holds for a while"
+    assert cores.threads_of(SAMPLE_S) == 2, "a limit holds for a while"
 
 
 def test_after_a_limit_all_threads_are_tried_shortly_and_stay_if_none_waits():
     cores = Cores()
     cores.threads_of(MEAN_S, n_waiting=0.8)
     cores.threads_of(HOLD_S)
-    assert cores.threads_of(LOOK_S, n_waiting=0.8) == 2
+    assert cores.threads_of(SAMPLE_S, n_waiting=0.8) == 2
     assert cores.threads_of(HOLD_S) == 1
-    assert [cores.threads_of(LOOK_S) for _ in range(9)] == [2] * 9
+    assert [cores.threads_of(SAMPLE_S) for _ in range(9)] == [2] * 9
 
 
 def test_all_threads_are_kept_if_they_are_faster_than_one_fewer():
@@ -61,7 +61,7 @@ def test_all_threads_are_kept_if_they_are_faster_than_one_fewer():
     for n_threads, n_waiting, then in [(2, 0.5, 2), (16, 0.05, 16), (16, 0.1, 15)]:
         cores = Cores(n_threads)
         cores.threads_of(MEAN_S, n_waiting)
-        assert cores.threads_of(LOOK_S) == then
+        assert cores.threads_of(SAMPLE_S) == then
 
 
 def test_the_limit_falls_thread_by_thread_to_one():
@@ -73,16 +73,16 @@ def test_the_limit_falls_thread_by_thread_to_one():
 def test_short_bursts_of_other_work_change_nothing():
     cores = Cores()
     for _ in range(20):
-        assert cores.threads_of(LOOK_S, n_waiting=1.5) == 2
-        assert cores.threads_of(5 * LOOK_S) == 2
+        assert cores.threads_of(SAMPLE_S, n_waiting=1.5) == 2
+        assert cores.threads_of(5 * SAMPLE_S) == 2
 
 
 def test_time_between_kernels_does_not_count():
     cores = Cores()
     for _ in range(20):
-        cores.threads_of(LOOK_S, n_waiting=0.8)
-        cores.now_s += LOOK_S
-    assert cores.threads_of(LOOK_S) == 1
+        cores.threads_of(SAMPLE_S, n_waiting=0.8)
+        cores.now_s += SAMPLE_S
+    assert cores.threads_of(SAMPLE_S) == 1
 
 
 def test_an_unknown_waiting_time_limits_nothing():

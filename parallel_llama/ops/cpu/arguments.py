@@ -1,8 +1,8 @@
-"""Typed arguments: each kernel declares its arguments once, as a dataclass.
+"""Typed arguments of kernels: each kernel declares its arguments once, as a dataclass.
 
-When Python calls the kernel, an instance holds numbers and addresses; when the kernel is built, it
-holds `Value`s. The LLVM types, the memory layout and the values that the kernel loads follow from
-the fields.
+The LLVM types, the memory layout and the loads in the kernel are derived from the fields. An
+instance holds numbers and addresses when Python calls the kernel, and `Value`s while the kernel is
+built.
 """
 
 import struct
@@ -50,7 +50,7 @@ class Signature(Generic[ArgumentsT]):
         assert len(self.names) > 1  # attrgetter returns no tuple for one name
         values = attrgetter(*self.names)
         pack = struct.Struct("".join("d" if type_ == F64 else "q" for type_ in self.types)).pack
-        # A closure and not a method, since each call of a kernel calls it.
+        # A closure, because it is faster than a method and every call of a kernel calls it.
         self.pack: Callable[[ArgumentsT], bytes] = lambda arguments: pack(*values(arguments))
 
     def loaded(self, values: Iterator[Value]) -> Any:

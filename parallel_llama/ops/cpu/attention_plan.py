@@ -1,8 +1,8 @@
 """The queries of a batch as the CPU's attention kernels read them.
 
-`DecodeBatch` has single queries, whose keys are cut into parts that threads share; `QueryChunk` has
-queries that are computed together. A recorded decode step reads its queries from the fixed
-addresses of a `DecodeRoom`.
+`DecodeBatch` has single queries, whose keys are cut into parts for the threads; `QueryChunk` has
+queries that are computed together. A recorded decode step reads its queries from a `DecodeRoom`,
+whose addresses are fixed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +25,7 @@ from parallel_llama.ops.attention import (
 )
 from parallel_llama.plan import PART_KEYS
 
-# Columns of `DecodeBatch.parts`.
-PART_FIELDS = 7
+PART_FIELDS = 7  # columns of `DecodeBatch.parts`
 
 Q = TypeVar("Q")
 
@@ -36,20 +35,20 @@ _LEAST_KEYS, _LEAST_RANGES = 1024, 8
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The decode rows of a batch: single queries, each with keys of its own.
+    """The decode rows of a batch: single queries, each with its own keys.
 
     Args:
-        parts: [room, PART_FIELDS] int64, grouped by row, rows with the most keys first. For each
-            part: its row of the batch, its number of keys, the first and the last + 1 of its
-            entries in `slot_ranges`, its number within the row, the row's number of parts, and how
-            many keys at the beginning of the part the row does not attend to.
+        parts: [capacity, PART_FIELDS] int64, grouped by row, rows with the most keys first. For
+            each part: its row of the batch, its number of keys, the first and the last + 1 of its
+            entries in `slot_ranges`, its number within the row, the row's number of parts, and the
+            number of keys at the start of the part that the row does not attend to.
         n_parts: [1] int64, the number of parts in use.
         slot_ranges: [m, 2] int64, the first slot and the last + 1 of each range of keys.
         max_len: The largest number of keys of a row.
         taken: [1] int64, the number of pairs of a part and a KV head that a kernel's threads have
             taken; 0 while no kernel runs.
-        done: [room] int64, at each row's first part: how many of the row's results, one for each
-            part and KV head, have been computed; 0 while no kernel runs.
+        done: [capacity] int64, at the index of each row's first part: how many of the row's
+            results, one for each part and KV head, have been computed; 0 while no kernel runs.
     """
 
     parts: Tensor
@@ -96,14 +95,14 @@ class CPUPlan(Plan):
         return cls(tuple(queries.chunks()), DecodeBatch.of(decoded) if decoded else None)
 
 
-# Stands for a row's number of parts where the attention kernel must not merge them:
-# `MergePartsKernel` merges them later, with parts of other rows or other ranks.
+# A row's number of parts in a `PartTile`: larger than any real number, so that the attention kernel
+# does not merge the parts. `MergePartsKernel` merges them, with those of other ranks.
 _UNMERGED = 1 << 30
 
 
 @dataclass(frozen=True)
 class PartTile:
-    """Queries and the parts of their keys. Parts are computed separately, perhaps on several ranks.
+    """Queries and the parts of their keys, which are computed separately, perhaps on several ranks.
 
     Args:
         rows: [t] int64, the queries' rows of the batch.
@@ -122,20 +121,20 @@ class PartTile:
 
     @classmethod
     def of(cls, queries: Sequence[QueryParts], rank: int = 0, n_ranks: int = 1) -> "PartTile":
-        """Build it from some queries, on rank `rank`; a part without slots is on another rank."""
-        every = [part for query in queries for part in query.parts]
-        held: list[list[int]] = [[] for _ in range(n_ranks)]  # indices in `every`
+        """Build it from some queries, on rank `rank` of `n_ranks`."""
+        all_parts = [part for query in queries for part in query.parts]
+        parts_of_rank: list[list[int]] = [[] for _ in range(n_ranks)]  # indices in `all_parts`
         # Queries that read the same keys follow each other, so that the keys stay in the cache.
-        for at in sorted(range(len(every)), key=lambda at: every[at].number):
-            other = every[at].other
-            held[rank if other is None else other].append(at)
-        n_most, order = max(map(len, held)), [0] * len(every)
-        for owner, own in enumerate(held):
-            for number, at in enumerate(own):
+        for at in sorted(range(len(all_parts)), key=lambda at: all_parts[at].number):
+            other_rank = all_parts[at].other_rank
+            parts_of_rank[rank if other_rank is None else other_rank].append(at)
+        n_most, order = max(map(len, parts_of_rank)), [0] * len(all_parts)
+        for owner, indices in enumerate(parts_of_rank):
+            for number, at in enumerate(indices):
                 order[at] = owner * n_most + number
         parts: list[tuple[int, ...]] = []
         slot_ranges: list[tuple[int, int]] = []
-        for row, _, first_key, slots, _ in (every[at] for at in held[rank]):
+        for row, _, first_key, slots, _ in (all_parts[at] for at in parts_of_rank[rank]):
             first = len(slot_ranges)
             slot_ranges += [(each.start, each.stop) for each in slots]
             size = sum(each.stop - each.start for each in slots)
@@ -152,10 +151,11 @@ class PartTile:
 
 @dataclass(frozen=True)
 class CPUSinkPlan(SinkPlan):
-    """The queries in two versions: rotated back for the sinks, and as they are for the window.
+    """Queries in two versions: rotated back for the sinks, and unchanged for the window.
 
-    `tile` has the parts of the sinks and of the window. Their row numbers count the plan's rotated
-    queries first, and then the rows of the batch.
+    Args:
+        tile: The parts of the sinks and of the window. Their rows are rows of the plan's rotated
+            queries followed by the rows of the batch.
     """
 
     tile: PartTile
@@ -163,20 +163,22 @@ class CPUSinkPlan(SinkPlan):
     @classmethod
     def of(cls, window: Queries, sinks: Queries) -> "Iterator[CPUSinkPlan]":
         """Yields plans of up to MAX_QUERIES queries."""
-        for both in _batched(zip(window.in_parts(), sinks.in_parts(), strict=True)):
+        for pairs in _batched(zip(window.in_parts(), sinks.in_parts(), strict=True)):
             queries = []
-            for number, (near, far) in enumerate(both):
-                parts = [part._replace(row=number) for part in far.parts]
-                parts += [part._replace(row=len(both) + near.row) for part in near.parts]
-                queries.append(near._replace(parts=parts))
+            for number, (window_parts, sink_parts) in enumerate(pairs):
+                parts = [part._replace(row=number) for part in sink_parts.parts]
+                parts += [
+                    part._replace(row=len(pairs) + window_parts.row) for part in window_parts.parts
+                ]
+                queries.append(window_parts._replace(parts=parts))
             tile = PartTile.of(queries)
             yield cls(tile.rows, [query.position for query in queries], tile)
 
 
 def part_tiles(queries: Queries, rank: int, n_ranks: int) -> Iterator[PartTile]:
-    """Yields tiles of up to MAX_QUERIES queries, on a rank as in `PartTile.of`."""
-    for own in _batched(queries.in_parts()):
-        yield PartTile.of(own, rank, n_ranks)
+    """Yields the `PartTile`s of rank `rank` of `n_ranks`, with up to MAX_QUERIES queries each."""
+    for tile_queries in _batched(queries.in_parts()):
+        yield PartTile.of(tile_queries, rank, n_ranks)
 
 
 def _batched(queries: Iterable[Q]) -> Iterator[tuple[Q, ...]]:
@@ -186,10 +188,11 @@ def _batched(queries: Iterable[Q]) -> Iterator[tuple[Q, ...]]:
 
 
 class DecodeRoom:
-    """A `CPUPlan` of decode rows at fixed addresses, which is filled anew for every step.
+    """A `CPUPlan` of decode rows at fixed addresses, which is filled again for every step.
 
     Args:
-        queries: The queries of the first step. Later steps have as many rows, perhaps more keys.
+        queries: The queries of the first step. Later steps have as many rows, perhaps with more
+            keys: the room has a reserve.
     """
 
     def __init__(self, queries: Queries) -> None:
@@ -213,7 +216,7 @@ class DecodeRoom:
         self.plan = CPUPlan((), batch)
 
     def fill(self, queries: Queries) -> bool:
-        """Replace the rows. Returns: False if there is no room for these keys."""
+        """Replace the rows. Returns: False, with no row replaced, if the keys need more room."""
         parts, slot_ranges, max_len = _parts_of(queries.decoded())
         if max_len > self._max_len or len(slot_ranges) > len(self._slot_ranges):
             return False
@@ -226,27 +229,27 @@ class DecodeRoom:
 def _parts_of(
     seen: Mapping[int, SeenKeys],
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, int]], int]:
-    """The rows of `DecodeBatch.parts` and of `slot_ranges`, and `max_len`."""
+    """The rows of `DecodeBatch.parts` and of `DecodeBatch.slot_ranges`, and `max_len`."""
     lengths = {row: sum(s.stop - s.start for s in slices) for row, (_, slices) in seen.items()}
     parts: list[tuple[int, ...]] = []
     slot_ranges: list[tuple[int, int]] = []
     # Longest rows first, so that no thread is left alone with a long row at the end.
     for row in sorted(seen, key=lengths.__getitem__, reverse=True):
-        at, slices = seen[row]
-        in_parts = _in_parts(slices, at % PART_KEYS, lengths[row])
+        first_key, slices = seen[row]
+        in_parts = _in_parts(slices, first_key % PART_KEYS, lengths[row])
         for number, ranges in enumerate(in_parts):
             first = len(slot_ranges)
             slot_ranges += ranges
             size = sum(stop - start for start, stop in ranges)
-            before = 0 if number else at % PART_KEYS
-            parts.append((row, size, first, len(slot_ranges), number, len(in_parts), before))
+            n_hidden = 0 if number else first_key % PART_KEYS
+            parts.append((row, size, first, len(slot_ranges), number, len(in_parts), n_hidden))
     return parts, slot_ranges, max(lengths.values())
 
 
 def _in_parts(slices: Sequence[slice], before: int, n_keys: int) -> list[list[tuple[int, int]]]:
-    """The slot ranges of each part; a slice may span several parts.
+    """The slot ranges of each part, from the slots of `n_keys` keys; a slice may span parts.
 
-    The first part has room for only PART_KEYS - `before` keys; all parts together have `n_keys`.
+    The first part holds only PART_KEYS - `before` keys, every other part up to PART_KEYS.
 
     >>> _in_parts([slice(9, 12), slice(100, 300)], 0, 203)
     [[(9, 12), (100, 225)], [(225, 300)]]
@@ -268,5 +271,5 @@ def _in_parts(slices: Sequence[slice], before: int, n_keys: int) -> list[list[tu
 
 
 def _int64(numbers: Sequence[object]) -> Tensor:
-    # Several times as fast as torch.tensor.
+    # Not torch.tensor, which takes several times as long.
     return torch.from_numpy(np.array(numbers, dtype=np.int64))

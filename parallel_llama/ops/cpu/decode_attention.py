@@ -1,13 +1,12 @@
 """Softmax attention of single queries, such as a token and its drafts, over the KV cache in place.
 
-The keys and values of a sequence and a KV head are read once for all queries that share the head.
-The kernel computes scores for a vector of keys at a time and stores them in a scratch row per
-query. After an in-place softmax it sums the values, for a few queries at a time. The keys of a long
-sequence are split into parts for several threads; the thread that finishes last merges the results
-of the parts.
+The keys and values of a KV head are read once for all query heads that share it. The kernel
+computes scores for a vector of keys at a time, into a scratch row per query head. After an in-place
+softmax it sums the values, for a few query heads at a time. The keys of a long sequence are split
+into parts for several threads; the thread that finishes last merges the results of the parts.
 
-A result depends only on the query, its keys and its values: not on other sequences, on threads, or
-on how the slots are split into ranges.
+A result depends only on the query, its keys and its values: not on other sequences, the threads, or
+how the slots are split into ranges.
 
 Source: grouped queries, arXiv 2305.13245; keys in parts, Flash-Decoding,
 https://pytorch.org/blog/flash-decoding.
@@ -52,7 +51,7 @@ from parallel_llama.plan import PART_KEYS
 
 _MAX_CHUNK = 4  # queries of a KV head whose outputs are in registers together
 _BLOCK_BYTES = 1 << 13  # of values per block; each query of a KV head reads the whole block
-# The distance, in blocks of keys or values, from the block that is read to the one prefetched.
+# How far ahead rows are prefetched, in blocks of keys or values.
 _AHEAD = 2
 # Per result: the largest score, and the sum of exp(score - largest).
 PARTIAL_FIELDS = 2
@@ -75,12 +74,12 @@ class _Shape:
         return max(1, _BLOCK_BYTES // (self.head_dim * self.lanes.stored.itemsize))
 
     @property
-    def n_spare(self) -> int:
-        """The capacity of the buffer for copied or converted rows, in keys or values."""
+    def n_buffered(self) -> int:
+        """The capacity of the buffer for copied or converted keys or values, in rows."""
         return self.lanes.width if self.rows.is_plain else max(self.lanes.width, self.block)
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
-        """Yields start, stop and step of chunks of queries, whose sizes differ by at most one."""
+        """Yields start, stop and step of chunks of queries; chunk sizes differ by at most one."""
         n_chunks = -(-self.heads_per_kv // _MAX_CHUNK)
         size, n_larger = divmod(self.heads_per_kv, n_chunks)
         middle = n_larger * (size + 1)
@@ -89,7 +88,7 @@ class _Shape:
         yield middle, self.heads_per_kv, size
 
     def vectors_at_once(self, n_rows: int) -> int:
-        """Vectors of a value to sum at once: the sums and weights of n rows fit the registers."""
+        """Vectors of a value to sum at once: with the weights, n rows of sums fit the registers."""
         n_vectors = self.head_dim // self.lanes.width
         fitting = (self.n_registers - 1 - n_rows) // n_rows
         return max(n for n in range(1, fitting + 1) if n_vectors % n == 0)
@@ -162,10 +161,9 @@ class DecodeAttentionKernel:
         self._run(q, k, v, batch, out, run, sinks)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
-        """The results of each part of a `PartTile`.
+        """The result of each part of a `PartTile`, for `MergePartsKernel`, which adds the sinks.
 
-        A result is not yet divided by the sum of its weights. Both are arguments of
-        `MergePartsKernel`, which adds the sinks.
+        A result is not yet divided by the sum of its weights.
 
         Shapes: the results [n_parts, K * G, D]; their largest scores and sums [n_parts, K * G, 2].
         """
@@ -188,8 +186,8 @@ class DecodeAttentionKernel:
         assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
-        # The row of a part begins with up to width - 1 scores without a key. The last vector of
-        # scores may begin at the part's last key, and a vector of -inf is stored after that key.
+        # A row begins with up to width - 1 scores without a key; its last vector may begin at the
+        # last key, and a vector of -inf is stored after that key.
         n_keys = min(batch.max_len, PART_KEYS)
         stride = -(-n_keys // self._width) * self._width + 2 * self._width
         n_items = len(batch.parts) * n_kv_heads
@@ -244,12 +242,12 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
         shape.heads_per_kv,
         shape.heads_per_kv * shape.head_dim,
     )
-    own = args.scores + thread.number * stride * heads_per_kv
-    spare = Value(b, b.alloca(lanes.vector.element, shape.n_spare * shape.head_dim))
-    scaled = Value(b, b.alloca(lanes.vector.element, group_size))
-    with loop(b, 0, shape.n_spare * shape.head_dim, lanes.width) as i:
+    scores = args.scores + thread.number * stride * heads_per_kv
+    buffer = Value(b, b.alloca(lanes.vector.element, shape.n_buffered * shape.head_dim))
+    scaled_q = Value(b, b.alloca(lanes.vector.element, group_size))
+    with loop(b, 0, shape.n_buffered * shape.head_dim, lanes.width) as i:
         # Uninitialised memory may contain subnormal numbers, which are slow.
-        lanes.store(spare + i, lanes.constant(b, 0))
+        lanes.store(buffer + i, lanes.constant(b, 0))
     with thread.untaken(args.taken, args.n_parts[0] * n_kv_heads) as item:
         part, head = item // n_kv_heads, item % n_kv_heads
         row, n_keys, first, end, number, count, n_before = (
@@ -257,27 +255,27 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
         )
         # A key's lane depends on its position alone, not on the start of its part.
         start = n_before % lanes.width
-        seen, group = (args.slot_ranges, first, end), head * group_size
+        ranges, group = (args.slot_ranges, first, end), head * group_size
         with loop(b, 0, group_size, lanes.width) as i:
             query = lanes.load(args.q + row * args.q_stride + group + i)
-            lanes.store(scaled + i, query * shape.scores.factor_of(shape.head_dim))
+            lanes.store(scaled_q + i, query * shape.scores.factor_of(shape.head_dim))
         with loop(b, 0, heads_per_kv) as query:
-            lanes.store(own + query * stride, lanes.constant(b, -math.inf))
-        with _blocks(*seen, lanes.width, start) as block:
-            _score(shape, scaled, args.k + head * args.k_stride, own, stride, block, spare)
+            lanes.store(scores + query * stride, lanes.constant(b, -math.inf))
+        with _blocks(*ranges, lanes.width, start) as block:
+            _score(shape, scaled_q, args.k + head * args.k_stride, scores, stride, block, buffer)
         with loop(b, 0, heads_per_kv) as query:
-            own_partial = partials + (item * heads_per_kv + query) * PARTIAL_FIELDS
-            _weigh(lanes, own + query * stride, start + n_keys, own_partial)
-        own_out = args.out + row * args.out_stride
-        result = where(count > 1, results + item * group_size, own_out + group)
+            row_partial = partials + (item * heads_per_kv + query) * PARTIAL_FIELDS
+            _weigh(lanes, scores + query * stride, start + n_keys, row_partial)
+        out_row = args.out + row * args.out_stride
+        result = where(count > 1, results + item * group_size, out_row + group)
         with loop(b, 0, group_size, lanes.width) as i:
             lanes.store(result + i, lanes.constant(b, 0))
-        with _blocks(*seen, shape.block, start) as block:
+        with _blocks(*ranges, shape.block, start) as block:
             values = args.v + head * args.v_stride
-            _add_values(shape, result, values, own, stride, block, spare)
+            _add_values(shape, result, values, scores, stride, block, buffer)
         with when(count < 2), loop(b, 0, heads_per_kv) as query:
-            own_partial = partials + (item * heads_per_kv + query) * PARTIAL_FIELDS
-            largest, total = (lanes.splat(own_partial[i]) for i in range(PARTIAL_FIELDS))
+            row_partial = partials + (item * heads_per_kv + query) * PARTIAL_FIELDS
+            largest, total = (lanes.splat(row_partial[i]) for i in range(PARTIAL_FIELDS))
             sink = args.sinks + head * heads_per_kv + query if shape.scores.has_sinks else None
             scale = final_scale(
                 lanes, largest, total, None if sink is None else lanes.splat(sink[0])
@@ -289,11 +287,13 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
             with when(n_done > count * n_kv_heads - 2):
                 args.done[first_part] = count.like(0)
                 with loop(b, 0, n_queries) as query:
-                    at = first_part * n_queries + query
-                    own_results = results + at * shape.head_dim, partials + at * PARTIAL_FIELDS
-                    own_query = own_out + query * shape.head_dim
+                    index = first_part * n_queries + query
+                    first_results = results + index * shape.head_dim
+                    first_partials = partials + index * PARTIAL_FIELDS
+                    out = out_row + query * shape.head_dim
                     sink = args.sinks + query if shape.scores.has_sinks else None
-                    merge(lanes, shape.head_dim, own_query, *own_results, count, n_queries, sink)
+                    n, step = count, n_queries
+                    merge(lanes, shape.head_dim, out, first_results, first_partials, n, step, sink)
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ class _Block:
 
 @contextmanager
 def _blocks(slot_ranges: Value, first: Value, end: Value, size: int, at: Value) -> Iterator[_Block]:
-    """Emits the code built inside for each block of a part's keys, numbered from `at` on."""
+    """Emits the body for each block of a part's keys, which are numbered from `at` on."""
     b = slot_ranges.b
     n_before = Variable(at)
     with loop(b, first, end) as number:
@@ -329,48 +329,49 @@ def _blocks(slot_ranges: Value, first: Value, end: Value, size: int, at: Value) 
 
 
 def _score(
-    shape: _Shape, q: Value, k: Value, scores: Value, stride: Value, block: _Block, spare: Value
+    shape: _Shape, q: Value, k: Value, scores: Value, stride: Value, block: _Block, buffer: Value
 ) -> None:
     """scores[g, t] = cap(q[g] @ k[slot of t]) for queries g and a block's keys t.
 
     Shapes: q [G, D]; k [n_slots, W]; scores [G, stride], undefined after the last key.
     """
     lanes, head_dim, rows = shape.lanes, shape.head_dim, shape.rows
-    own, following = k + block.slot * rows.width, k + block.following * rows.width
+    key_rows, following = k + block.slot * rows.width, k + block.following * rows.width
     if rows.is_plain:
-        keys = _readable(shape, own, block.n_left, spare)
+        keys = _readable(shape, key_rows, block.n_left, buffer)
     else:
-        keys = _wide(shape, own, smaller(block.n_left, lanes.width), following, spare)
+        keys = _wide(shape, key_rows, smaller(block.n_left, lanes.width), following, buffer)
     with loop(q.b, 0, shape.heads_per_kv) as query:
         dots = _dots(shape, q + query * head_dim, keys)
         lanes.store(scores + query * stride + block.t, _capped(shape, dots))
 
 
 def _capped(shape: _Shape, dots: Value) -> Value:
-    """Applies the soft cap to products of queries and keys."""
+    """The scores from products of queries and keys: applies the soft cap, if there is one."""
     cap = shape.scores.soft_cap
     return dots if cap is None else tanh(shape.lanes, dots) * cap
 
 
-def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) -> Value:
-    """Converts n rows of the cache to numbers to compute with, and prefetches later rows.
+def _wide(shape: _Shape, rows: Value, n: Value, following: Value, buffer: Value) -> Value:
+    """Converts n rows of the cache to the dtype to compute in, and prefetches later rows.
 
-    Hardware prefetchers suffice for rows that need no conversion, which are read continuously.
+    Rows that need no conversion are not prefetched: they are read continuously, a pattern that
+    hardware prefetchers recognise.
     """
-    width, line = shape.rows.width, LINE_BYTES // shape.rows.stored.itemsize
+    width, line_width = shape.rows.width, LINE_BYTES // shape.rows.stored.itemsize
     with loop(rows.b, 0, n) as t:
-        for start in range(0, width, line):
+        for start in range(0, width, line_width):
             (following + (t * width + start)).prefetch(cache=2)
-        shape.rows.read(rows + t * width, spare + t * shape.head_dim)
-    return spare
+        shape.rows.read(rows + t * width, buffer + t * shape.head_dim)
+    return buffer
 
 
-def _readable(shape: _Shape, keys: Value, n_keys: Value, spare: Value) -> Value:
-    """The address of W keys: a copy if fewer are left, since memory may end after the last."""
+def _readable(shape: _Shape, keys: Value, n_keys: Value, buffer: Value) -> Value:
+    """The address of W readable keys: a copy of the keys if the memory may end before W keys."""
     are_few = n_keys < shape.lanes.width
     with when(are_few, likely=False):
-        copy(spare, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))
-    return where(are_few, spare, keys)
+        copy(buffer, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))
+    return where(are_few, buffer, keys)
 
 
 def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
@@ -379,18 +380,18 @@ def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
     Shapes: q [D]; keys [W, D]; the result [W].
     """
     lanes, head_dim = shape.lanes, shape.head_dim
-    parts = {i: lanes.load(q + i) for i in range(0, head_dim, lanes.width)}
+    q_vectors = {i: lanes.load(q + i) for i in range(0, head_dim, lanes.width)}
     sums = []
     for number in range(lanes.width):
         key, total = keys + number * head_dim, lanes.constant(q.b, 0)
-        for i, x in parts.items():
+        for i, x in q_vectors.items():
             total = fma(x, lanes.load(key + i), total)
         sums.append(total)
         in_this_order(q.b)
     return reduced(sums)
 
 
-def _weigh(lanes: Lanes, row: Value, n: Value, own_partial: Value) -> None:
+def _weigh(lanes: Lanes, row: Value, n: Value, partial_row: Value) -> None:
     """row = exp(row - max(row)) for n numbers; overwrites one vector of memory after these numbers.
 
     Stores the maximum and the sum of the results at `own_partial`.
@@ -406,7 +407,7 @@ def _weigh(lanes: Lanes, row: Value, n: Value, own_partial: Value) -> None:
         term = exp(lanes, lanes.load(row + t) - lanes.splat(maximum))
         lanes.store(row + t, term)
         total.value += term
-    own_partial[0], own_partial[1] = maximum, lanes.reduce(add, total.value)
+    partial_row[0], partial_row[1] = maximum, lanes.reduce(add, total.value)
 
 
 def final_scale(lanes: Lanes, largest: Value, total: Value, sink: Value | None) -> Value:
@@ -419,8 +420,8 @@ def final_scale(lanes: Lanes, largest: Value, total: Value, sink: Value | None) 
     if sink is None:
         return 1 / total
     top = larger(largest, sink)
-    kept = exp(lanes, largest - top)
-    return kept / fma(total, kept, exp(lanes, sink - top))
+    shrunk = exp(lanes, largest - top)
+    return shrunk / fma(total, shrunk, exp(lanes, sink - top))
 
 
 def _multiply(shape: _Shape, result: Value, scale: Value) -> None:
@@ -481,7 +482,7 @@ def _add_values(
 ) -> None:
     """out[g] += weights[g, t] * v[slot of t] for queries g and a block's keys t, in order.
 
-    It computes as many queries and vectors of a value together as fit the registers.
+    As many queries and vectors of a value are summed together as fit the registers.
 
     Shapes: out [G, D]; v [n_slots, W]; weights [G, stride].
     """

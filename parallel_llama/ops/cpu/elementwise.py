@@ -1,7 +1,7 @@
 """Kernels that process rows in one pass: add, norm, activation, biases, sums and largest.
 
-For few rows, the overhead of torch's operations is larger than the work, and some of these kernels
-replace several of torch's operations.
+For few rows, the overhead of torch's operations is larger than their work. Some of these kernels
+replace several torch operations.
 """
 
 import math
@@ -182,7 +182,7 @@ class _ActivationArguments(Generic[T]):
 class ActivationKernel:
     """f(gate) * up, or f(x) if not gated.
 
-    torch's functions are not used, because their results depend on the position of an element.
+    torch's functions are not used: their result for an element depends on its index in the tensor.
 
     Args:
         kind: silu, gelu, gelu_tanh for its tanh approximation, or relu2 for the squared ReLU.
@@ -316,7 +316,7 @@ class _ExpertBiasArguments(Generic[T]):
 
 
 class ExpertBiasKernel:
-    """Adds its expert's bias to each row of y: see `TorchOps.add_expert_bias_`.
+    """Adds to each row of y the bias of its expert: see `TorchOps.add_expert_bias_`.
 
     Shapes: y [P, n] and bias [n_experts, n], contiguous; starts [n_experts + 1] int64.
     """
@@ -353,12 +353,14 @@ def _add_expert_bias(
     """
     n_columns = args.n_columns
     with loop(b, *thread.part_of(args.n_experts)) as expert:
-        own = args.bias + expert * n_columns
+        expert_bias = args.bias + expert * n_columns
         with loop(b, args.starts[expert], args.starts[expert + 1]) as row:
             y = args.y + row * n_columns
             with loop(b, 0, n_columns, lanes.width) as i:
                 mask = lanes.first(n_columns - i)
-                lanes.store(y + i, lanes.load(y + i, mask) + lanes.load(own + i, mask), mask)
+                lanes.store(
+                    y + i, lanes.load(y + i, mask) + lanes.load(expert_bias + i, mask), mask
+                )
 
 
 def _silu(lanes: Lanes, x: Value) -> Value:
@@ -402,7 +404,7 @@ class _WeightedSumArguments(Generic[T]):
 
 
 class WeightedSumKernel:
-    """y[t] = sum of parts[t * n + i] * routing_weights[t, i] over i: a token's experts.
+    """y[t] = the sum of parts[t * n + i] * routing_weights[t, i] over the experts i of token t.
 
     Shapes: parts [T * n, dim] and routing_weights [T, n], contiguous; the result [T, dim].
     """
@@ -445,13 +447,13 @@ def _weighted_sum(
     """
     n, dim = args.n, args.dim
     with loop(b, *thread.part_of(args.n_tokens)) as token:
-        own, own_weights = args.parts + token * n * dim, args.routing_weights + token * n
+        parts, weights = args.parts + token * n * dim, args.routing_weights + token * n
         with loop(b, 0, dim, lanes.width) as i:
             mask = lanes.first(dim - i)
             total = Variable(lanes.constant(b, 0))
             with loop(b, 0, n) as part:
-                value = lanes.load(own + part * dim + i, mask)
-                total.value = fma(value, lanes.splat(own_weights[part]), total.value)
+                value = lanes.load(parts + part * dim + i, mask)
+                total.value = fma(value, lanes.splat(weights[part]), total.value)
             lanes.store(args.y + token * dim + i, total.value, mask)
 
 
@@ -500,12 +502,12 @@ def _add_gated(
         y[token] += sigmoid(scores[token]) * x[token]
     """
     with loop(b, *thread.part_of(args.n_tokens)) as token:
-        own, others = args.y + token * args.dim, args.x + token * args.dim
+        y, x = args.y + token * args.dim, args.x + token * args.dim
         gate = sigmoid(lanes, lanes.splat(args.scores[token]))
         with loop(b, 0, args.dim, lanes.width) as i:
             mask = lanes.first(args.dim - i)
-            total = fma(lanes.load(others + i, mask), gate, lanes.load(own + i, mask))
-            lanes.store(own + i, total, mask)
+            total = fma(lanes.load(x + i, mask), gate, lanes.load(y + i, mask))
+            lanes.store(y + i, total, mask)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -519,9 +521,7 @@ class _LargestArguments(Generic[T]):
 
 
 class LargestKernel:
-    """The largest number of each row and its first index, counted from `first`.
-
-    The largest number is NaN if a row contains NaN.
+    """Each row's largest number, or NaN if the row has a NaN, and its first index plus `first`.
 
     Shapes: x [n, m], rows contiguous; the result [n, 2] float64.
     """
@@ -576,8 +576,8 @@ def _first_largest(lanes: Lanes, values: Value, starts: Value) -> tuple[Value, V
     """The largest number of all lanes and its first index."""
     value, index = values.lane(0), starts.lane(0)
     for number in range(1, lanes.width):
-        other, its_index = values.lane(number), starts.lane(number) + number
-        first = smaller(index, its_index)
-        index = where(value < other, its_index, where(other < value, index, first))
+        other, other_index = values.lane(number), starts.lane(number) + number
+        smaller_index = smaller(index, other_index)
+        index = where(value < other, other_index, where(other < value, index, smaller_index))
         value = where(value < other, other, value)
     return value, index

@@ -1,4 +1,4 @@
-"""Embedding lookups as kernels, which a decode step can record."""
+"""Embedding lookups, dense and quantised, as kernels that a decode step can record."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -45,7 +45,7 @@ class _LookupArguments(Generic[T]):
 class LookupKernel:
     """y[t] = weight[tokens[t] - first], or -0.0 if the weight has no such row.
 
-    The weight may have 16 bits where the result is float32.
+    The weight may have 16 bits if the result is float32.
 
     Shapes: tokens [n] int64; weight [m, dim] contiguous; the result [n, dim].
     """
@@ -102,11 +102,11 @@ def _lookup(
                 lanes.store(y + i, of_weight.load(args.weight + row * dim + i, mask), mask)
 
 
-_FOUR = Lanes(torch.float32, torch.float32, 4)  # inputs whose integers share a word
+_FOUR = Lanes(torch.float32, torch.float32, 4)  # the inputs of a word of integers
 
 
 @dataclass(slots=True, kw_only=True)
-class _GroupLookupArguments(Generic[T]):
+class _QuantLookupArguments(Generic[T]):
     tokens: Integers[T]
     panels: Bytes[T]
     y: Floats[T]
@@ -126,7 +126,7 @@ class QuantEmbeddingKernel:
     def __init__(self, form: QuantFormat, machine: CPUFeatures) -> None:
         reader = PanelReader(machine.lanes(torch.float32), form)
         self._program = CompiledKernel(
-            _GroupLookupArguments[float], partial(_quant_embedding, reader)
+            _QuantLookupArguments[float], partial(_quant_embedding, reader)
         )
 
     def __call__(
@@ -142,7 +142,7 @@ class QuantEmbeddingKernel:
         assert tokens.is_contiguous() and tokens.dtype == torch.int64
         assert panels.is_contiguous() and panels.shape[1] == shape.n_bytes
         y = torch.empty((n, shape.n_inputs), dtype=torch.float32)
-        arguments = _GroupLookupArguments(
+        arguments = _QuantLookupArguments(
             tokens=tokens.data_ptr(), panels=panels.data_ptr(), y=y.data_ptr(), n=n, m=n_outputs,
             first=first, shape=panel_arguments(shape),
         )  # fmt: skip
@@ -156,14 +156,14 @@ def make_quant_embedding(form: QuantFormat) -> QuantEmbeddingKernel:
 
 
 def _quant_embedding(
-    reader: PanelReader, b: ir.IRBuilder, thread: Thread, args: _GroupLookupArguments[Value]
+    reader: PanelReader, b: ir.IRBuilder, thread: Thread, args: _QuantLookupArguments[Value]
 ) -> None:
     """
     for t in this thread's tokens:
-        y[t] = integers * scale + minimum of A[tokens[t] - first], part by part, if that row exists
+        y[t] = dequantised A[tokens[t] - first] if that row exists else -0.0
     """
     width, n_groups = reader.lanes.width, args.shape.n_groups
-    whole = Lanes(torch.float32, torch.float32, QUANT_GROUP_SIZE)
+    group_lanes = Lanes(torch.float32, torch.float32, QUANT_GROUP_SIZE)
     with loop(b, *thread.part_of(args.n)) as t:
         row, y = args.tokens[t] - args.first, args.y + t * n_groups * QUANT_GROUP_SIZE
         is_there = (row > -1) & (row < args.m)
@@ -171,7 +171,7 @@ def _quant_embedding(
         lane = (row % width).resized(I32)
         with loop(b, 0, n_groups) as index:
             target = y + index * QUANT_GROUP_SIZE
-            whole.store(target, whole.constant(b, -0.0))
+            group_lanes.store(target, group_lanes.constant(b, -0.0))
             with when(is_there):
                 group = reader.group_at(index, args.shape.n_before)
                 for part in range(reader.form.n_parts):
@@ -181,8 +181,7 @@ def _quant_embedding(
 def _store_part(
     reader: PanelReader, panel: Panel, group: Group, part: int, lane: Value, target: Value
 ) -> None:
-    """Writes a row's values of one part of a group; `target` is the address of the group."""
-
+    """Writes a row's values of one part of a group to the group's address, `target`."""
     bytes_, words = ir.VectorType(I8, 4), ir.VectorType(I32, 4)
     scale = _FOUR.splat(reader.scale(panel, group, part).lane(lane))
     has_min = reader.form.has_min

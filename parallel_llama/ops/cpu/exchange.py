@@ -1,10 +1,10 @@
 """Kernels for the collectives all_reduce and gather_columns, as a part of recorded steps.
 
 Ranks of one host exchange messages in shared memory, and ranks of several hosts also over sockets;
-`parallel.shared_memory` and `parallel.sockets` describe the messages and the protocols. In one
-exchange some ranks may run this kernel and others Python. If messages do not arrive while the
-kernel waits, or belong to another collective, or a socket fails, Python waits for them, finishes
-the exchange and reports lost ranks.
+`parallel.shared_memory` and `parallel.sockets` describe the messages and the protocols. The other
+ranks of an exchange may run it in Python. A kernel leaves an exchange to Python if messages do not
+arrive while it waits, or belong to another collective, or if a socket fails; Python then waits for
+the messages, finishes the exchange and reports lost ranks.
 """
 
 from array import array
@@ -44,7 +44,7 @@ from parallel_llama.parallel.wait_policy import WaitPolicy
 # Linux's flags for `send` and `recv`: do not block, and send no SIGPIPE if the peer has closed.
 _MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
 
-# The sleep between two looks; the system adds about 60 microseconds.
+# The sleep between two polls; the system adds about 60 microseconds.
 _SLEEP_US = 5
 
 
@@ -60,9 +60,9 @@ class _ExchangeArguments(Generic[T]):
     exit: Exit[T]
 
 
-# Emits an exchange of the values at an address. The code emitted inside the `with` block reads the
-# values of all ranks. The function argument returns the number of values that a rank sends; the
-# yielded function returns the address of a rank's values.
+# Emits an exchange of the values at an address; the code emitted inside the `with` block runs when
+# the values of all ranks are there. The function argument returns the number of values that a rank
+# sends; the yielded function returns the address of a rank's values.
 _Exchanging = Callable[
     [Lanes, Value, Callable[[Value], Value], _ExchangeArguments[Value]],
     AbstractContextManager[Callable[[Value], Value]],
@@ -218,18 +218,18 @@ def _in_shared_memory(
     else:
         interrupt the replay, so that Python finishes the exchange
     """
-    own, n_bytes = args.cells + args.rank * LINE, lanes.stored.itemsize
-    parity = own[EXCHANGE] & 1
+    own_cells, n_bytes = args.cells + args.rank * LINE, lanes.stored.itemsize
+    parity = own_cells[EXCHANGE] & 1
     stride = 2 * (SLOT_BYTES // n_bytes)  # each rank has two slots
     first = args.messages.bits_as(lanes.pointer) + parity * (SLOT_BYTES // n_bytes)
     copy(first + args.rank * stride, x, n_sent_by(args.rank) * n_bytes)
-    phase = own[0] + 1
-    own[parity + SIGNATURE] = args.signature
-    own.release(phase)
+    phase = own_cells[0] + 1
+    own_cells[parity + SIGNATURE] = args.signature
+    own_cells.release(phase)
     n_agreeing = _wait_for_ranks(phase, parity + SIGNATURE, args)
     with when(n_agreeing > args.size - 1):
         yield lambda rank: first + rank * stride
-        own[EXCHANGE] += 1
+        own_cells[EXCHANGE] += 1
     with when(n_agreeing < args.size):
         args.exit.take()
 
@@ -300,8 +300,8 @@ def _over_sockets(
             when(_n_behind(rows_ready, n_before, args) < 1),
             loop(x.b, 0, args.size) as other,
         ):
-            found = _header_of(rows, other)
-            is_same = _are_equal(found[0], args.signature) & _are_equal(found[1], current)
+            received = _header_of(rows, other)
+            is_same = _are_equal(received[0], args.signature) & _are_equal(received[1], current)
             n_same.value += where(is_same, args.size.like(1), 0)
     with when(n_same.value > args.size - 1):
         yield values_of
@@ -312,7 +312,7 @@ def _over_sockets(
 
 
 def _send(message: Value, n_bytes: Value, args: _ExchangeArguments[Value]) -> None:
-    """Begins to send a message to its receivers."""
+    """Sends a message to its receivers, as far as that is possible without blocking."""
     with loop(message.b, 0, args.size) as other:
         cells = _cells_of(args, other)
         cells[sockets.SENT] = cells[sockets.RECEIVED] = n_bytes.like(0)
@@ -326,10 +326,10 @@ def _send(message: Value, n_bytes: Value, args: _ExchangeArguments[Value]) -> No
 def _receive(
     rows: Value, n_bytes_of: Callable[[Value], Value], args: _ExchangeArguments[Value]
 ) -> None:
-    """Receives until all messages are complete, at most for about `n_looks` attempts per rank.
+    """Receives until all messages are complete, or after about `n_looks` attempts per rank.
 
-    Between attempts it yields its core: a program that delivers messages, such as a virtual switch,
-    may need the core.
+    Between attempts it yields its core, which a program that delivers the messages, such as a
+    virtual switch, may need.
     """
     b = args.size.b
     n_left, n_missing = Variable(args.n_looks), Variable(args.size.like(0))
@@ -339,9 +339,9 @@ def _receive(
             cells, n_all = _cells_of(args, other), n_bytes_of(other)
             n_received = cells[sockets.RECEIVED]
             with when((cells[sockets.RECEIVE_FD] > -1) & (n_received < n_all)):
-                room = _header_of(rows, other).bits_as(rows.raw.type) + n_received
+                buffer = _header_of(rows, other).bits_as(rows.raw.type) + n_received
                 fd, flags = cells[sockets.RECEIVE_FD].resized(I32), Value(b, I32(_MSG_DONTWAIT))
-                n_new = _system(fd.b, "recv", fd, room, n_all - n_received, flags)
+                n_new = _system(fd.b, "recv", fd, buffer, n_all - n_received, flags)
                 cells[sockets.RECEIVED] = n_received + larger(n_new, n_new.like(0))
                 n_missing.value += where(cells[sockets.RECEIVED] < n_all, args.size.like(1), 0)
         n_left.value -= 1
@@ -352,7 +352,7 @@ def _receive(
 def _n_incomplete(
     n_bytes: Value, n_bytes_of: Callable[[Value], Value], args: _ExchangeArguments[Value]
 ) -> Value:
-    """How many messages this rank has not sent or received as a whole."""
+    """The number of messages that this rank has not sent or received completely."""
     one, n = args.size.like(1), Variable(args.size.like(0))
     with loop(n_bytes.b, 0, args.size) as other:
         cells = _cells_of(args, other)
@@ -364,7 +364,7 @@ def _n_incomplete(
 
 
 def _n_behind(rows_ready: Value, n_before: Value, args: _ExchangeArguments[Value]) -> Value:
-    """Waits for the other ranks of this host. Returns: how many have not published in time."""
+    """Waits for the other ranks of this host. Returns: how many did not publish in time."""
     b, one = n_before.b, args.size.like(1)
     n, n_left = Variable(args.size.like(0)), Variable(args.n_looks)
     with loop(b, 0, args.size) as other, when(_cells_of(args, other)[sockets.IS_LOCAL] > 0):
@@ -387,7 +387,7 @@ def _header_of(rows: Value, rank: Value) -> Value:
 
 
 def _pause_by(policy: Value) -> None:
-    """Emits what a waiting rank does between two looks."""
+    """Emits what a waiting rank does between two polls: spin, yield its core, or sleep."""
     b = policy.b
     with when(policy < WaitPolicy.YIELD):
         pause(b)

@@ -1,18 +1,20 @@
-"""Products of many rows with a weight, in blocks whose sums stay in registers.
+"""GEMM for many rows: blocks of rows of x times panels of outputs, with the sums in registers.
 
-Rows of x are packed in blocks, and outputs of the weight in panels, both input by input, so each
-step reads sequentially from two places. A thread packs a panel and multiplies rows by it before it
-packs the next panel.
-
-The sums have the same bits as in `gemv`. There a vector of W lanes runs along the inputs:
-lane i sums the inputs i, i + W, i + 2 W, ..., and then one half of the lanes is added to the other
-until one lane is left. Here the lanes are outputs: for each output, the inputs of each lane of
-`gemv` are summed, one lane's inputs after another's, and these sums are added in the same order as
-the lanes there. Inputs are packed in the order in which they are summed.
+The rows of x are packed in blocks and the outputs of the weight in panels, both input by input, so
+the inner loop reads two streams sequentially. A thread packs a panel, multiplies a chunk of rows by
+it, and goes on to the next panel.
 
     block of rows      [inputs, n_rows]
-    panel of outputs   [inputs, n_vectors, lanes]
-    sums               [n_rows, n_vectors, lanes]
+    panel of outputs   [inputs, n_vectors, W]
+    sums               [n_rows, n_vectors, W]
+
+The results have the same bits as those of `gemv`, although the W lanes of a vector hold inputs
+there and outputs here. In `gemv`, lane i sums the inputs i, i + W, i + 2 W, ...; then a tree adds
+up the W lane sums, half of the lanes to the other half at each level. This kernel computes the same
+lane sums, but one after another: it sums the inputs of lane 0, then those of lane W / 2, and so on
+in bit-reversed order. In this order the operands of each addition of the tree are computed one
+after the other, so `_LaneSums` can add them up as they are completed. Inputs are packed in the
+order in which they are summed.
 
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
@@ -43,9 +45,8 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 
-# The maximum number of rows per chunk; a chunk fits a cache and is multiplied by all panels. With
-# few panels, chunks are smaller, so that each thread gets about _PANELS_PER_THREAD pairs of a chunk
-# and a panel.
+# The most rows per chunk, whose packed inputs fit a cache. With few panels, chunks are smaller, so
+# that there are about _PANELS_PER_THREAD work items (a chunk and a panel) per thread.
 _MAX_CHUNK = 512
 _PANELS_PER_THREAD = 4
 
@@ -54,7 +55,8 @@ _PANELS_PER_THREAD = 4
 class _Shape:
     """The sizes that a kernel is compiled for: the rows of a block, and the vectors of a panel.
 
-    The sums, the vectors of a panel for one input, and one number of x fill the registers.
+    They are chosen so that the sums, a panel's vectors of one input, and one number of x fill the
+    registers.
     """
 
     lanes: Lanes
@@ -76,11 +78,11 @@ class _Shape:
         """The number of inputs, rounded up to whole vectors."""
         return -(-n_inputs // self.lanes.width) * self.lanes.width
 
-    def place(self, step: Value, lane: int, n_inputs: Value) -> Value:
-        """The packed position of input step * W + lane, with lanes in the order of `_LaneSums`."""
+    def packed_index(self, step: Value, lane: int, n_inputs: Value) -> Value:
+        """Where input step * W + lane is packed: lane by lane, in bit-reversed order of lanes."""
         width = self.lanes.width
-        number = int(f"{lane:0{width.bit_length() - 1}b}"[::-1], 2)  # the bits reversed
-        return (n_inputs + (width - 1)) // width * number + step
+        rank = int(f"{lane:0{width.bit_length() - 1}b}"[::-1], 2)  # the bits reversed
+        return (n_inputs + (width - 1)) // width * rank + step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,9 +107,9 @@ class _GemmArguments(Generic[T]):
 
 
 class GemmKernel:
-    """x @ weight.T for many rows of x.
+    """x @ weight.T for many rows of x, with the bits of `GemvKernel`.
 
-    The weight may have 16 bits where x is float32.
+    The weight may have 16 bits if x is float32.
 
     Shapes: x [n, k], rows contiguous; weight [m, k] contiguous; the result [n, m].
     """
@@ -166,16 +168,16 @@ def _pack(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _PackArguments[V
     ):
         numbers = (smaller(block * n_rows + i, n - 1) for i in range(n_rows))
         rows = [args.x + number * args.x_stride + start for number in numbers]
-        own = args.blocks + (block * n_padded + start) * n_rows
+        packed = args.blocks + (block * n_padded + start) * n_rows
         n_inputs = smaller(k - start, SUMMED_INPUTS)
         with loop(b, 0, n_inputs, width) as i:
             for first, first_row in product(range(0, width, side), range(0, n_rows, side)):
                 mask = square.first(n_inputs - i - first)
-                of_rows = rows[first_row : first_row + side]
-                columns = transposed([square.load(row + (i + first), mask) for row in of_rows])
+                square_rows = rows[first_row : first_row + side]
+                columns = transposed([square.load(row + (i + first), mask) for row in square_rows])
                 for number, column in enumerate(columns):
-                    place = shape.place(i // width, first + number, n_inputs)
-                    square.store(own + place * n_rows + first_row, column)
+                    index = shape.packed_index(i // width, first + number, n_inputs)
+                    square.store(packed + index * n_rows + first_row, column)
 
 
 def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[Value]) -> None:
@@ -187,7 +189,7 @@ def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[V
                 y[block, outputs] += x[block, inputs] @ weight[outputs, inputs].T
     """
     n, k, m, chunk = args.n, args.k, args.m, args.chunk
-    width, waiting = shape.lanes.width, _LaneSums(shape, b)
+    width, lane_sums = shape.lanes.width, _LaneSums(shape, b)
     panel = args.panels + thread.number * (SUMMED_INPUTS * shape.n_outputs)
     n_chunks = (n + chunk - 1) // chunk
     n_panels = (m + (shape.n_outputs - 1)) // shape.n_outputs
@@ -201,17 +203,17 @@ def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[V
         _pack_panel(shape, args.weight + start, panel, first, n_inputs, k, m)
         first_row = item // n_panels * chunk
         with loop(b, first_row, smaller(first_row + chunk, n), shape.n_rows) as row:
-            own = args.blocks + row * n_padded + start * shape.n_rows
-            place = _Place(args.y, row, first, n, m)
-            _add_products(shape, own, panel, place, start, n_inputs, waiting)
+            block = args.blocks + row * n_padded + start * shape.n_rows
+            target = _Target(args.y, row, first, n, m)
+            _add_products(shape, block, panel, target, start, n_inputs, lane_sums)
 
 
 def _pack_panel(
     shape: _Shape, weight: Value, panel: Value, first: Value, n_inputs: Value, k: Value, m: Value
 ) -> None:
-    """Packs the outputs of a panel, input by input, and repeats the last output beyond the end.
+    """Packs the outputs of a panel, input by input. Pads inputs with zeros to whole vectors.
 
-    Inputs are padded to whole vectors with zeros.
+    A panel beyond the last output repeats that output.
     """
     width, b = shape.lanes.width, k.b
     with loop(b, 0, shape.n_outputs, width) as vector:
@@ -220,57 +222,63 @@ def _pack_panel(
             mask = shape.lanes.first(n_inputs - i)
             columns = transposed([shape.of_weight.load(row + i, mask) for row in rows])
             for number, column in enumerate(columns):
-                place = shape.place(i // width, number, n_inputs) * shape.n_outputs + vector
-                shape.lanes.store(panel + place, column)
+                index = shape.packed_index(i // width, number, n_inputs) * shape.n_outputs + vector
+                shape.lanes.store(panel + index, column)
 
 
 class _LaneSums:
-    """A buffer for partial sums of lanes, one for each level of the reduction tree.
+    """Adds the W lane sums of a product in the tree order of `Lanes.reduce`.
 
-    Lanes come in bit-reversed order: 0, W/2, W/4, 3W/4, ...
+    It works like a binary counter. Lane sums arrive in bit-reversed order of lanes: 0, W/2, W/4,
+    3W/4, ... Each level of the tree has a buffer for one sum. A sum that finds the buffer of a
+    level full is added to it, and the result goes to the next level; a sum that finds the buffer
+    empty stays there.
     """
 
     def __init__(self, shape: _Shape, b: ir.IRBuilder) -> None:
         self._lanes, self._n_numbers = shape.lanes, shape.n_rows * shape.n_outputs
         self._depth = shape.lanes.width.bit_length() - 1
-        place = b.alloca(shape.lanes.vector.element, self._depth * self._n_numbers)
-        place.align = LINE_BYTES
-        self._room = Value(b, place)
+        buffers = b.alloca(shape.lanes.vector.element, self._depth * self._n_numbers)
+        buffers.align = LINE_BYTES
+        self._buffers = Value(b, buffers)
 
     def add(
         self, sums: list[Variable], number: Value, put: Callable[[list[Variable]], None]
     ) -> None:
-        """Adds the sums of the number-th lane; after the last, calls `put` with the totals.
+        """Adds the `number`-th lane sums, for all rows and outputs; the last call emits `put`.
 
-        The level is a variable of the kernel, so that LLVM keeps the buffer in memory. With
+        The level is a variable of the kernel, so that LLVM keeps the buffers in memory. With
         constant levels LLVM would keep sums in registers, and spill them to unaligned addresses.
+
+        Args:
+            put: Emits the store of the totals.
         """
         width, n_completed = self._lanes.width, self._n_completed(number)
         with loop(number.b, 0, n_completed) as level:
-            earlier = self._room + level * self._n_numbers
+            earlier = self._buffers + level * self._n_numbers
             for at, total in enumerate(sums):
                 total.value = self._lanes.load(earlier + at * width) + total.value
         is_last = number > width - 2
         with when(is_last):
             put(sums)
         with when(is_last ^ 1):
-            waiting = self._room + n_completed * self._n_numbers
+            buffer = self._buffers + n_completed * self._n_numbers
             for at, total in enumerate(sums):
-                self._lanes.store(waiting + at * width, total.value)
+                self._lanes.store(buffer + at * width, total.value)
 
     def _n_completed(self, number: Value) -> Value:
         """How many levels of the tree a lane completes: the trailing one bits of its number."""
         ones = number & 1
         n_ones = ones
-        for place in range(1, self._depth):
-            ones = ones & (number >> place)
+        for bit in range(1, self._depth):
+            ones = ones & (number >> bit)
             n_ones = n_ones + ones
         return n_ones
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The first row and output in y [n, m] of the results of a block and a panel."""
+class _Target:
+    """The first row and the first output of a block's and panel's results in y [n, m]."""
 
     y: Value
     row: Value
@@ -283,30 +291,30 @@ def _add_products(
     shape: _Shape,
     rows: Value,
     panel: Value,
-    place: _Place,
+    target: _Target,
     n_before: Value,
     n_inputs: Value,
-    waiting: _LaneSums,
+    lane_sums: _LaneSums,
 ) -> None:
-    """Multiplies a block of rows by a panel, and adds to y unless these are the first inputs."""
+    """Multiplies a block of rows by a panel: y = the products, or y += if `n_before` is not 0."""
     lanes, b = shape.lanes, n_inputs.b
     starts = range(0, shape.n_outputs, lanes.width)
     n_steps = (n_inputs + (lanes.width - 1)) // lanes.width
 
     def put(totals: list[Variable]) -> None:
-        masks = [lanes.first(place.m - place.output - start) for start in starts]
-        own = [
-            place.y + smaller(place.row + i, place.n - 1) * place.m + place.output
+        masks = [lanes.first(target.m - target.output - start) for start in starts]
+        y_rows = [
+            target.y + smaller(target.row + i, target.n - 1) * target.m + target.output
             for i in range(shape.n_rows)
         ]
-        targets = [
+        vectors = [
             (row + start, mask)
-            for row, (start, mask) in product(own, zip(starts, masks, strict=True))
+            for row, (start, mask) in product(y_rows, zip(starts, masks, strict=True))
         ]
         with when(n_before > 0):
-            for total, (address, mask) in zip(totals, targets, strict=True):
+            for total, (address, mask) in zip(totals, vectors, strict=True):
                 total.value = lanes.load(address, mask) + total.value
-        for total, (address, mask) in zip(totals, targets, strict=True):
+        for total, (address, mask) in zip(totals, vectors, strict=True):
             lanes.store(address, total.value, mask)
 
     with loop(b, 0, lanes.width) as number:
@@ -316,4 +324,4 @@ def _add_products(
             inputs = [lanes.splat((rows + i * shape.n_rows)[row]) for row in range(shape.n_rows)]
             for total, (x, weights) in zip(sums, product(inputs, outputs), strict=True):
                 total.value = fma(x, weights, total.value)
-        waiting.add(sums, number, put)
+        lane_sums.add(sums, number, put)

@@ -1,15 +1,15 @@
-"""Products of many rows with a weight in bfloat16, on the CPU's matrix tiles (AMX).
+"""GEMM for many rows and a weight in bfloat16, on the CPU's matrix tiles (AMX).
 
-A float32 row is split into two of bfloat16, x = high + low, with a relative error of at most 2^-17.
-The products of both with the weight are exact; they are summed in float32, in an order that depends
-only on the number of inputs. So a row's result does not depend on the other rows.
+A float32 row is split into two rows of bfloat16, x = high + low, with a relative error of at most
+2^-17. The products of both with the weight are exact; they are summed in float32, in an order that
+depends only on the number of inputs. So a row's result does not depend on the other rows.
 
     tile of the weight [16 outputs, 32 inputs]
     tile of rows       [16 pairs of inputs, 16 rows, 2]
     tile of the result [16 outputs, 16 rows]
 
-Tiles are contiguous in memory while they are used: rows of a tile at a distance of a power of two
-would evict each other from the cache.
+The weight and the rows are first copied so that each tile is contiguous in memory: if the rows of a
+tile were a power of two apart, they would evict each other from the cache.
 
 Source: Intel 64 and IA-32 architectures, optimization reference manual, chapter on Intel AMX.
 """
@@ -57,14 +57,14 @@ _WORDS, _NUMBERS = ir.VectorType(I32, _SIDE), ir.VectorType(F32, _SIDE)
 _ROW_BYTES, _TILE_BYTES = 4 * _SIDE, 4 * _SIDE * _SIDE
 _BLOCK = 2 * _SIDE  # outputs, and rows, that are multiplied together: four tiles of results
 
-# Rows per chunk, which fits a cache and is multiplied by the whole weight.
+# Rows per chunk; a chunk fits a cache, and is multiplied by the whole weight before the next chunk.
 _CHUNK = 6 * _BLOCK
 
 # Linux's arch_prctl on x86-64, with which a process requests permission to use tiles.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
-# Tiles must be faster by this factor, so that noise does not change the choice.
-_PAYS = 1.5
+# Tiles are used if they are faster by this factor, so that noise does not change the choice.
+_MIN_SPEEDUP = 1.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class _GemmAMXArguments(Generic[T]):
     shape: Bytes[T]
     weight: Bytes[T]
     pairs: Bytes[T]
-    held: Bytes[T]
+    packed: Bytes[T]
     y: Floats[T]
     n: Integer[T]
     n_rows: Integer[T]
@@ -110,7 +110,7 @@ class GemmAMXKernel:
         n_rows = -(-n // _BLOCK) * _BLOCK
         n_threads = torch.get_num_threads()
         pairs = torch.empty(2, n_rows, k, dtype=torch.bfloat16)
-        held = torch.empty(n_threads, _BLOCK, k, dtype=torch.bfloat16)
+        packed = torch.empty(n_threads, _BLOCK, k, dtype=torch.bfloat16)
         split = _SplitArguments(
             x=x.data_ptr(), x_stride=x.stride(0), pairs=pairs.data_ptr(), n=n, n_rows=n_rows, k=k
         )
@@ -118,7 +118,7 @@ class GemmAMXKernel:
         y = x.new_empty(n, m)
         arguments = _GemmAMXArguments(
             shape=self._shape.data_ptr(), weight=weight.data_ptr(), pairs=pairs.data_ptr(),
-            held=held.data_ptr(), y=y.data_ptr(), n=n, n_rows=n_rows, m=m, k=k,
+            packed=packed.data_ptr(), y=y.data_ptr(), n=n, n_rows=n_rows, m=m, k=k,
         )  # fmt: skip
         run(self._program, n_threads, arguments)
         return y
@@ -138,7 +138,7 @@ def make_gemm_amx() -> GemmAMXKernel | None:
     kernel = GemmAMXKernel()
     x, weight = torch.ones(8 * _BLOCK, 512), torch.ones(512, 512, dtype=torch.bfloat16)
     plain = make_gemm(x.dtype, weight.dtype)
-    pays = _seconds(lambda: kernel(x, weight)) * _PAYS < _seconds(lambda: plain(x, weight))
+    pays = _seconds(lambda: kernel(x, weight)) * _MIN_SPEEDUP < _seconds(lambda: plain(x, weight))
     return kernel if pays else None
 
 
@@ -155,7 +155,7 @@ def tiles_are_allowed() -> bool:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The shortest of a few runs, since other processes can only make runs longer."""
+    """The time of the shortest of a few runs, which other processes have delayed least."""
     times = []
     for _ in range(4):
         started = time.perf_counter()
@@ -183,25 +183,31 @@ def _split(b: ir.IRBuilder, thread: Thread, args: _SplitArguments[Value]) -> Non
         loop(b, *thread.part_of(n_rows // _SIDE)) as tile,
         loop(b, 0, k, _INPUTS) as column,
     ):
-        rows = [_parts(args.x, args.x_stride, args.n, tile * _SIDE + row, column) for row in _LANES]
+        rows = [
+            _high_and_low(args.x, args.x_stride, args.n, tile * _SIDE + row, column)
+            for row in _LANES
+        ]
         for part in (0, 1):
             first = args.pairs + ((n_rows * part + tile * _SIDE) * k + column * _SIDE) * 2
-            for number, of_pair in enumerate(transposed([row[part] for row in rows])):
-                place = (first + number * _ROW_BYTES).bits_as(_WORDS.as_pointer())
-                b.store(of_pair.raw, place.raw, align=4)
+            for number, tile_row in enumerate(transposed([row[part] for row in rows])):
+                target = (first + number * _ROW_BYTES).bits_as(_WORDS.as_pointer())
+                b.store(tile_row.raw, target.raw, align=4)
 
 
-def _parts(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> list[Value]:
-    """High and low part of 32 inputs of a row, a pair in each lane; zeros beyond the last row."""
+def _high_and_low(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> list[Value]:
+    """The high and the low part of 32 inputs of a row, a pair of inputs in each lane.
+
+    Rows beyond the last are zeros.
+    """
     lanes = Lanes(torch.float32, torch.float32, _SIDE)
     mask = lanes.splat(row < n)
-    own = x + row * x_stride + column
-    one, other = lanes.load(own, mask), lanes.load(own + _SIDE, mask)
+    inputs = x + row * x_stride + column
+    one, other = lanes.load(inputs, mask), lanes.load(inputs + _SIDE, mask)
     even, odd = (shuffle(one, range(start, _INPUTS, 2), other) for start in (0, 1))
-    highs = [to_bfloat16(each) for each in (even, odd)]
+    highs = [to_bfloat16(numbers) for numbers in (even, odd)]
     rests = [
-        each - (high << 16).bits_as(lanes.vector)
-        for each, high in zip((even, odd), highs, strict=True)
+        numbers - (high << 16).bits_as(lanes.vector)
+        for numbers, high in zip((even, odd), highs, strict=True)
     ]
     lows = [to_bfloat16(rest) for rest in rests]
     return [first | (second << 16) for first, second in (highs, lows)]
@@ -209,15 +215,15 @@ def _parts(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> li
 
 def _gemm_amx(b: ir.IRBuilder, thread: Thread, args: _GemmAMXArguments[Value]) -> None:
     """
-    for outputs in this thread's blocks:
-        for rows in blocks:
+    for outputs in this thread's blocks of outputs:
+        for rows in blocks of rows:
             y[rows, outputs] = sum over tiles of inputs of weight[outputs] @ (high + low)[rows]
     """
     n_rows, m, k = args.n_rows, args.m, args.k
     with b.goto_entry_block():
         room = b.alloca(ir.ArrayType(F32, _BLOCK * _BLOCK))
     results = Value(b, room).bits_as(F32.as_pointer())  # [outputs, rows] of a block
-    held = args.held + thread.number * _BLOCK * k * 2
+    packed = args.packed + thread.number * _BLOCK * k * 2
     intrinsic("x86.ldtilecfg", VOID, args.shape)
     with (
         loop(b, 0, n_rows, _CHUNK) as start,
@@ -225,59 +231,65 @@ def _gemm_amx(b: ir.IRBuilder, thread: Thread, args: _GemmAMXArguments[Value]) -
     ):
         # The last block starts early enough to be whole: some outputs are computed twice.
         first = smaller(block * _BLOCK, m - _BLOCK)
-        _hold(args.weight + first * k * 2, held, k)
+        _copy_tiles(args.weight + first * k * 2, packed, k)
         with loop(b, start, smaller(start + _CHUNK, n_rows), _BLOCK) as row:
-            _multiply(held, args.pairs + row * k * 2, results, n_rows, k)
+            _multiply(packed, args.pairs + row * k * 2, results, n_rows, k)
             for i, j in product(range(2), range(2)):
-                outputs = [_row_of(results, i * _SIDE + each, j * _SIDE) for each in _LANES]
+                outputs = [_row_of(results, i * _SIDE + lane, j * _SIDE) for lane in _LANES]
                 for number, values in enumerate(transposed(outputs)):
-                    own = row + (j * _SIDE + number)
-                    place = args.y + own * m + first + i * _SIDE
-                    with when(own < args.n):
-                        b.store(values.raw, place.bits_as(_NUMBERS.as_pointer()).raw, align=4)
+                    y_row = row + (j * _SIDE + number)
+                    target = args.y + y_row * m + first + i * _SIDE
+                    with when(y_row < args.n):
+                        b.store(values.raw, target.bits_as(_NUMBERS.as_pointer()).raw, align=4)
     release_tiles(b)
 
 
-def _hold(weight: Value, held: Value, k: Value) -> None:
-    """Copies a block of outputs tile by tile."""
+def _copy_tiles(weight: Value, packed: Value, k: Value) -> None:
+    """Copies a block of outputs of the weight so that its tiles are contiguous."""
     with loop(k.b, 0, k * 2, _ROW_BYTES) as column:
         for output in range(_BLOCK):
-            tile = held + k * (output // _SIDE * _SIDE * 2) + column * _SIDE
+            tile = packed + k * (output // _SIDE * _SIDE * 2) + column * _SIDE
             words = (weight + k * (output * 2) + column).bits_as(_WORDS.as_pointer())
             values = k.b.load(words.raw, align=2)
-            place = (tile + output % _SIDE * _ROW_BYTES).bits_as(_WORDS.as_pointer())
-            k.b.store(values, place.raw, align=2)
+            target = (tile + output % _SIDE * _ROW_BYTES).bits_as(_WORDS.as_pointer())
+            k.b.store(values, target.raw, align=2)
 
 
-def _multiply(held: Value, pairs: Value, results: Value, n_rows: Value, k: Value) -> None:
+def _multiply(packed: Value, pairs: Value, results: Value, n_rows: Value, k: Value) -> None:
     """Multiplies a block of outputs by a block of rows, over all inputs."""
     b = k.b
-    sums, of_weight, of_rows = [0, 1, 2, 3], [4, 5], [6, 7]
-    in_a_row, in_results = (Value(b, I64(each)) for each in (_ROW_BYTES, _BLOCK * 4))
-    for tile in sums:
+    result_tiles, weight_tiles, row_tiles = [0, 1, 2, 3], [4, 5], [6, 7]
+    tile_stride, result_stride = (Value(b, I64(each)) for each in (_ROW_BYTES, _BLOCK * 4))
+    for tile in result_tiles:
         tile_instruction(b, "tilezero", tile)
     with loop(b, 0, k * 2 * _SIDE, _TILE_BYTES) as at:
-        for number, tile in enumerate(of_weight):
-            tile_instruction(b, "tileloadd64", tile, held + k * (number * _SIDE * 2) + at, in_a_row)
+        for number, tile in enumerate(weight_tiles):
+            tile_instruction(
+                b, "tileloadd64", tile, packed + k * (number * _SIDE * 2) + at, tile_stride
+            )
         for part in (0, 1):
-            own = pairs + n_rows * part * k * 2 + at
-            for number, tile in enumerate(of_rows):
-                tile_instruction(b, "tileloadd64", tile, own + k * (number * _SIDE * 2), in_a_row)
-            for total, (one, other) in zip(sums, product(of_weight, of_rows), strict=True):
+            part_tiles = pairs + n_rows * part * k * 2 + at
+            for number, tile in enumerate(row_tiles):
+                tile_instruction(
+                    b, "tileloadd64", tile, part_tiles + k * (number * _SIDE * 2), tile_stride
+                )
+            for total, (one, other) in zip(
+                result_tiles, product(weight_tiles, row_tiles), strict=True
+            ):
                 tile_instruction(b, "tdpbf16ps", total, one, other)
-    for total, (i, j) in zip(sums, product(range(2), range(2)), strict=True):
+    for total, (i, j) in zip(result_tiles, product(range(2), range(2)), strict=True):
         place = (results + i * _SIDE * _BLOCK + j * _SIDE).bits_as(I8.as_pointer())
-        tile_instruction(b, "tilestored64", total, place, in_results)
+        tile_instruction(b, "tilestored64", total, place, result_stride)
 
 
 def _row_of(results: Value, output: int, row: int) -> Value:
     """The results of an output for 16 rows."""
-    place = (results + output * _BLOCK + row).bits_as(_NUMBERS.as_pointer())
-    return Value(results.b, results.b.load(place.raw, align=4))
+    address = (results + output * _BLOCK + row).bits_as(_NUMBERS.as_pointer())
+    return Value(results.b, results.b.load(address.raw, align=4))
 
 
 def tile_instruction(b: ir.IRBuilder, name: str, *operands: int | Value) -> None:
-    """Emits an instruction on tiles, which are given by their numbers."""
+    """Emits an instruction on tiles; an int operand is the number of a tile."""
     values = [Value(b, I8(each)) if isinstance(each, int) else each for each in operands]
     intrinsic(f"x86.{name}", VOID, *values)
 

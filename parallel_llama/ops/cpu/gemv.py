@@ -1,13 +1,13 @@
-"""Products of few rows with a weight, at memory bandwidth.
+"""GEMV: products of few rows of x with a weight, at memory bandwidth.
 
-A tile, which is a few rows of the weight, stays in the L1 cache while it is multiplied by all
-groups of rows of x. The sums of a group stay in registers, and the next tile is prefetched into the
-L2 cache, since the L1 cache has no room for two tiles of long rows. The order of summation is the
-same for any number of rows and threads.
+A tile is a few rows of the weight. It stays in the L1 cache while it is multiplied by the rows of
+x, a group of rows at a time, with the sums of a group in registers. The next tile is prefetched
+into the L2 cache, since the L1 cache has no room for two tiles of long rows. The order of summation
+is the same for any number of rows and threads.
 
-The rows of a thread are cut into as many stretches as a tile has rows, and each tile takes one row
-from every stretch. So memory is read sequentially in a few places, a pattern that hardware
-prefetchers recognise. With a single row of x, no other prefetching is needed.
+A thread cuts its rows of the weight into as many stretches as a tile has rows, and a tile has one
+row of every stretch. So memory is read as a few sequential streams, a pattern that hardware
+prefetchers recognise; for a single row of x, nothing else is prefetched.
 
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
@@ -51,7 +51,8 @@ _ROWS = 6
 # same order, and its panels of this many inputs fit the L2 cache.
 SUMMED_INPUTS = 1024
 
-Row = Callable[[Value], tuple[Value, Value]]  # the addresses of a row of x and of the result
+# Returns the addresses of the i-th row of x and of its result.
+RowAddresses = Callable[[Value], tuple[Value, Value]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class _RoutedGemvArguments(Generic[T]):
 class GemvKernel:
     """x @ weight.T for few rows of x.
 
-    The weight may have 16 bits where x is float32.
+    The weight may have 16 bits if x is float32.
 
     Shapes: x [n, k], rows contiguous; weight [m, k] contiguous; the result [n, m].
     """
@@ -113,10 +114,12 @@ class GemvKernel:
 
 
 class RoutedGemvKernel:
-    """Multiplies each row by one of several weights; bitwise as `GemvKernel`.
+    """Multiplies each row by one of several weights, with the bits of `GemvKernel`.
 
-    Shapes: x [n, k], rows contiguous; weights, the addresses of contiguous [m, k]; the result
-    [len(dispatch.targets), m], zeros in rows that no weight computes.
+    `weights` are the addresses of the weights. Rows that no weight computes are zeros.
+
+    Shapes: x [n, k], rows contiguous; each weight [m, k] contiguous; the result
+    [len(dispatch.targets), m].
     """
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: CPUFeatures) -> None:
@@ -196,9 +199,9 @@ def _routed_gemv(
         with when(n > 0):
             columns = thread.part_of(m)
             multiply(lanes, of_weight, n_tile, columns, row, args.weights[number], n, k)
-    n_given = args.starts[args.n_weights]
-    first, last = thread.part_of(args.n_rows - n_given)
-    with loop(b, n_given + first, n_given + last) as i:
+    n_computed = args.starts[args.n_weights]
+    first, last = thread.part_of(args.n_rows - n_computed)
+    with loop(b, n_computed + first, n_computed + last) as i:
         zeros = args.y + targets[i] * m
         with loop(b, 0, m, lanes.width) as column:
             lanes.store(zeros + column, lanes.constant(b, 0), lanes.first(m - column))
@@ -208,13 +211,13 @@ def multiply(
     lanes: Lanes,
     of_weight: Lanes,
     n_tile: int,
-    own: tuple[Value, Value],
-    row: Row,
+    outputs: tuple[Value, Value],
+    row: RowAddresses,
     weight: Value,
     n: Value,
     k: Value,
 ) -> None:
-    """Emits the product of n rows of x with a thread's rows of the weight, the first and last + 1.
+    """Emits the product of n rows of x with rows outputs[0] to before outputs[1] of the weight.
 
     for tile in this thread's tiles, n_tile rows of weight each:
         for inputs, SUMMED_INPUTS at a time:
@@ -222,34 +225,35 @@ def multiply(
                 y[group, tile] += x[group, inputs] @ weight[tile, inputs].T
     """
     b = n.b
-    first, last = own
+    first, last = outputs
     stretch = (last - first) // n_tile
 
     def multiply_tile(column: Value, n_columns: int, group_rows: int) -> None:
         """Multiplies all rows of x by one row of each stretch of the weight."""
         numbers = [column + stretch * number for number in range(n_columns)]
         columns = [weight + number * k for number in numbers]
-        # A group of several rows prefetches a part of the next tile: `share` numbers per vector.
-        n_asking = larger((n + (group_rows - 2)) // group_rows, n.like(1))
-        share = (n_asking - 1 + lanes.width) // n_asking
+        # Each group of several rows prefetches a part of the next tile: for each vector that it
+        # reads, `n_ahead` numbers.
+        n_prefetching = larger((n + (group_rows - 2)) // group_rows, n.like(1))
+        n_ahead = (n_prefetching - 1 + lanes.width) // n_prefetching
 
         def multiply_group(start: Value, first_row: Value, n_rows: int) -> None:
             rows, results = zip(*(row(first_row + i) for i in range(n_rows)), strict=True)
-            prefetched = k + (k * (first_row // group_rows) + start) // lanes.width * share
+            prefetched = k + (k * (first_row // group_rows) + start) // lanes.width * n_ahead
             sums = _products(
                 lanes,
                 of_weight,
                 rows,
                 columns,
                 (start, smaller(start + SUMMED_INPUTS, k)),
-                (prefetched, share) if n_rows > 1 else None,
+                (prefetched, n_ahead) if n_rows > 1 else None,
             )
-            places = list(product(results, numbers))
+            targets = list(product(results, numbers))
             totals = [Variable(total) for total in sums]
             with when(start > 0):
-                for total, (result, number) in zip(totals, places, strict=True):
+                for total, (result, number) in zip(totals, targets, strict=True):
                     total.value = result[number] + total.value
-            for total, (result, number) in zip(totals, places, strict=True):
+            for total, (result, number) in zip(totals, targets, strict=True):
                 result[number] = total.value
 
         with loop(b, 0, larger(k, k.like(1)), SUMMED_INPUTS) as start:
@@ -282,20 +286,20 @@ def _products(
     first, stop = inputs
     b, width = stop.b, lanes.width
     sums = [Variable(lanes.constant(b, 0)) for _ in product(rows, columns)]
-    ahead, share = prefetched or (stop, stop)
-    next_ahead = Variable(ahead)
+    first_ahead, n_ahead = prefetched or (stop, stop)
+    next_ahead = Variable(first_ahead)
 
     def add_products(i: Value, mask: Value | None = None) -> None:
-        of_rows = [lanes.load(row + i, mask) for row in rows]
-        of_columns = [of_weight.load(column + i, mask) for column in columns]
-        for total, (one, other) in zip(sums, product(of_rows, of_columns), strict=True):
+        x_vectors = [lanes.load(row + i, mask) for row in rows]
+        weight_vectors = [of_weight.load(column + i, mask) for column in columns]
+        for total, (one, other) in zip(sums, product(x_vectors, weight_vectors), strict=True):
             total.value = fma(one, other, total.value)
 
     def add_vector(i: Value) -> None:
         if prefetched is not None:
             for column in columns:
                 (column + next_ahead.value).prefetch(cache=2)
-            next_ahead.value += share
+            next_ahead.value += n_ahead
         add_products(i)
 
     whole = stop & -width
@@ -311,9 +315,9 @@ def _products(
 
 
 def _reduced(lanes: Lanes, vectors: Sequence[Variable]) -> list[Value]:
-    """The sum of each vector's lanes: a vector of sums for each W vectors, and the others singly.
+    """The sums of the lanes: a vector for each W vectors, and a number for each of the others.
 
-    W sums at once take a third of the instructions of W calls of `Lanes.reduce`, with its bits.
+    Reducing W vectors at once has the bits of `Lanes.reduce` in a third of the instructions.
     """
     values, width = [vector.value for vector in vectors], lanes.width
     n_whole = len(values) // width * width

@@ -1,4 +1,4 @@
-"""A kernel that rounds the inputs of a matrix in one pass, bit for bit as `ops.inputs`."""
+"""A kernel that rounds the inputs of a matrix in one pass, with the bits of `ops.inputs`."""
 
 import math
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from parallel_llama.ops.cpu.jit import (
 from parallel_llama.ops.cpu.vector_math import from_e4m3, to_e4m3
 from parallel_llama.ops.inputs import RANGE
 
-# In a sum with this number, the last bit of the mantissa is worth 1, so the sum is an integer.
+# Adding and subtracting it rounds to an integer: the last bit of the sum's mantissa is worth 1.
 _ROUNDING = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}
 
 
@@ -56,7 +56,7 @@ class _Arguments(Generic[T]):
 
 @dataclass(frozen=True)
 class _Kind:
-    """The fields of an `InputFormat` that decide the code; the others are arguments."""
+    """The fields of an `InputFormat` that a kernel is compiled for; the others are arguments."""
 
     numbers: Literal["e4m3", "int8"]
     has_zeros: bool
@@ -117,8 +117,8 @@ def _round(
             scale, zero = (lanes.splat(each) for each in factors(lanes, kind, args, x, start, stop))
             with loop(b, start, stop, lanes.width) as i:
                 mask = lanes.first(stop - i)
-                number_of = _nearest(lanes, kind, lanes.load(x + i, mask) / scale + zero)
-                lanes.store(y + i, (number_of - zero) * scale, mask)
+                rounded = _nearest(lanes, kind, lanes.load(x + i, mask) / scale + zero)
+                lanes.store(y + i, (rounded - zero) * scale, mask)
 
 
 def _nearest(lanes: Lanes, kind: _Kind, x: Value) -> Value:
@@ -167,7 +167,7 @@ def _divisor(scale: Value) -> Value:
 
 
 def _extremes(lanes: Lanes, x: Value, start: Value, stop: Value) -> tuple[Value, Value, Value]:
-    """The least number of a group and 0, the largest number and 0, and NaN if a number is NaN."""
+    """The smallest number of a group and 0, the largest number and 0, and NaN if any is NaN."""
     zeros = lanes.constant(x.b, 0)
     low, high, nan_or_0 = Variable(zeros), Variable(zeros), Variable(zeros)
     with loop(x.b, start, stop, lanes.width) as i:

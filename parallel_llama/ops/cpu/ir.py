@@ -1,4 +1,6 @@
-"""Values, loops and vectors for kernels, on top of LLVM's intermediate representation.
+"""A small language for kernels on top of llvmlite: values, variables, vectors, loops, conditions.
+
+Functions that say "emits" add instructions to the kernel that is being built.
 
 Source: the LLVM language reference.
 """
@@ -135,8 +137,8 @@ class Value:
 
     def lane(self, number: "int | Value") -> "Value":
         """One number of a vector."""
-        place = number.raw if isinstance(number, Value) else I32(number)
-        return Value(self.b, self.b.extract_element(self.raw, place))
+        index = number.raw if isinstance(number, Value) else I32(number)
+        return Value(self.b, self.b.extract_element(self.raw, index))
 
     def lanes(self) -> "list[Value]":
         """All numbers of a vector; for a number, the number itself."""
@@ -156,16 +158,16 @@ class Variable:
 
     def __init__(self, start: Value) -> None:
         with start.b.goto_entry_block():
-            self._place = Value(start.b, start.b.alloca(start.raw.type))
+            self._address = Value(start.b, start.b.alloca(start.raw.type))
         self.value = start
 
     @property
     def value(self) -> Value:
-        return self._place[0]
+        return self._address[0]
 
     @value.setter
     def value(self, value: Value) -> None:
-        self._place[0] = value
+        self._address[0] = value
 
 
 @dataclass(frozen=True)
@@ -207,9 +209,9 @@ class Lanes:
     def _access(self, address: Value, mask: Value | None) -> tuple[ir.Type, list[Value]]:
         """The vector type in memory, and the address, alignment and mask of an access."""
         stored = ir.VectorType(_STORED[self.stored], self.width)
-        place, align = address.bits_as(stored.as_pointer()), I32(self.stored.itemsize)
+        vector_address, align = address.bits_as(stored.as_pointer()), I32(self.stored.itemsize)
         all_lanes = _constant(address.b, ir.VectorType(ir.IntType(1), self.width), 1)
-        return stored, [place, Value(address.b, align), mask or all_lanes]
+        return stored, [vector_address, Value(address.b, align), mask or all_lanes]
 
     def first(self, n: Value) -> Value:
         """The mask of the first n lanes."""
@@ -248,7 +250,7 @@ class Thread:
 
     @contextmanager
     def untaken(self, taken: Value, n: Value) -> Iterator[Value]:
-        """Emits the code built inside for each of n items that no other thread has taken.
+        """Emits the `with` body for each of n items that no other thread has taken.
 
         The threads count items at `taken`; the last thread that finds none left resets it to 0.
         """
@@ -347,14 +349,14 @@ def pause(b: ir.IRBuilder) -> None:
 
 
 def when(condition: Value, likely: bool | None = None) -> AbstractContextManager[None]:
-    """Emits the code built inside under a condition."""
+    """Emits the `with` body under a condition."""
     inside: AbstractContextManager[None] = condition.b.if_then(condition.raw, likely)
     return inside
 
 
 @contextmanager
 def loop(b: ir.IRBuilder, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
-    """Emits the code built inside for start, start + step, ... below stop."""
+    """Emits the `with` body for start, start + step, ... below stop."""
     first, last = (Value(b, I64(0)).like(n) for n in (start, stop))
     before, inside, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
     b.cbranch((first < last).raw, inside, after)
@@ -370,7 +372,7 @@ def loop(b: ir.IRBuilder, start: Operand, stop: Operand, step: int = 1) -> Itera
 
 @contextmanager
 def repeat(b: ir.IRBuilder) -> Iterator[Callable[[Value], None]]:
-    """Emits the code built inside as an endless loop. Yields: a function that emits an exit."""
+    """Emits the `with` body as an endless loop. Yields: a function that emits an exit."""
     inside, after = b.append_basic_block("repeat"), b.append_basic_block("left")
 
     def leave_if(condition: Value) -> None:

@@ -3,11 +3,11 @@
 Kernels run on torch's copy of GNU OpenMP: a second pool of threads would compete with torch's own
 operations for the cores.
 
-Machine code is cached in the user's cache folder. The process executes these files, so it accepts
-only files that no other user can have written: the folder and the file belong to the user, and
-nobody else may write to them. A file starts with the digest of its key and content. If a file is
-damaged, cut short or renamed, its kernel is compiled again. Without a folder, all kernels are
-compiled.
+Machine code is cached in the user's cache folder. Since the process executes these files, it
+accepts only those that no other user can have written: the user must own the folder and the file,
+and nobody else may have write permission. A file starts with the digest of its key and content. The
+kernel of a damaged, truncated or renamed file is compiled again. Without a cache folder, all
+kernels are compiled.
 
 Sources: libgomp's ABI, section "Implementing PARALLEL construct" of its manual; XDG base directory
 specification.
@@ -84,11 +84,11 @@ def this_machine() -> CPUFeatures:
 @cache
 def openmp() -> ctypes.CDLL | None:
     """The OpenMP library that torch uses, or None if it does not have GNU's interface."""
-    preloaded = ctypes.CDLL(None)
-    if hasattr(preloaded, "GOMP_parallel"):
-        return preloaded
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
-    return ctypes.CDLL(str(found[0])) if found else None
+    loaded = ctypes.CDLL(None)
+    if hasattr(loaded, "GOMP_parallel"):
+        return loaded
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    return ctypes.CDLL(str(bundled[0])) if bundled else None
 
 
 def compute_alone() -> None:
@@ -126,7 +126,7 @@ class _Team(threading.local):
         self.limit = ThreadLimit(self._waited_s)
 
     def _waited_s(self) -> float:
-        """How long these threads have waited for a core; NaN if their ids were looked up anew."""
+        """How long these threads have waited for a core; NaN if it had to find their ids first."""
         waited_s = run_delay_s(self._ids)
         if len(self._ids) == torch.get_num_threads() and not math.isnan(waited_s):
             return waited_s
@@ -198,23 +198,23 @@ def _compiled(signature: Signature[Any], body: Body) -> bytes:
     building takes longer than everything else here.
     """
     machine = _this_target()
-    made_by = f"llvmlite {llvmlite.__version__} LLVM {llvm.llvm_version_info} {machine.triple}"
+    compiler = f"llvmlite {llvmlite.__version__} LLVM {llvm.llvm_version_info} {machine.triple}"
     cpu = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
     def make() -> bytes:
         return _optimised(_module(signature, body), machine)
 
     try:
-        own = _recipe(body)
+        body_key = _body_key(body)
     except OSError:
         return make()
     if _SOURCES is None:
         return make()
-    recipe = (made_by, cpu, _SOURCES, *signature.names, *map(str, signature.types), own)
-    return machine_code("\n".join(recipe), make)
+    key = (compiler, cpu, _SOURCES, *signature.names, *map(str, signature.types), body_key)
+    return machine_code("\n".join(key), make)
 
 
-def _recipe(body: Body) -> str:
+def _body_key(body: Body) -> str:
     """The function, module source and parameters of a kernel, as a part of its key."""
     function, parameters = body, ()
     if isinstance(body, partial):
@@ -228,8 +228,10 @@ def _recipe(body: Body) -> str:
 def _text(parameter: object) -> str:
     """Plain data as text, in full."""
     if is_dataclass(parameter):
-        own = (f"{each.name}={_text(getattr(parameter, each.name))}" for each in fields(parameter))
-        return f"{type(parameter).__qualname__}({', '.join(own)})"
+        values = (
+            f"{field.name}={_text(getattr(parameter, field.name))}" for field in fields(parameter)
+        )
+        return f"{type(parameter).__qualname__}({', '.join(values)})"
     assert parameter is None or isinstance(parameter, (int, float, str, torch.dtype))
     return repr(parameter)
 
@@ -287,7 +289,7 @@ def _entry(module: ir.Module, part: ir.Function) -> None:
     function = ir.Function(module, ir.FunctionType(VOID, [packed]), "entry")
     b = ir.IRBuilder(function.append_basic_block())
     queries = (ir.Function(module, ir.FunctionType(I32, []), name) for name in _FROM_OPENMP)
-    b.call(part, [function.args[0], *(b.sext(b.call(each, []), I64) for each in queries)])
+    b.call(part, [function.args[0], *(b.sext(b.call(query, []), I64) for query in queries)])
     b.ret_void()
 
 
@@ -295,8 +297,8 @@ def _linked(code: bytes, library: ctypes.CDLL) -> llvm.ResourceTracker:
     """Loads machine code. The result maps functions to addresses and keeps the code loaded."""
     linker = llvm.JITLibraryBuilder().add_object_img(code)
     for names, source in ((_FROM_OPENMP, library), (_FROM_SYSTEM, ctypes.CDLL(None))):
-        for each in names:
-            linker.import_symbol(each, ctypes.cast(getattr(source, each), ctypes.c_void_p).value)
+        for name in names:
+            linker.import_symbol(name, ctypes.cast(getattr(source, name), ctypes.c_void_p).value)
     linker.export_symbol("entry").export_symbol("part")
     return linker.link(llvm.create_lljit_compiler(_this_target()), "kernel")
 
@@ -324,7 +326,7 @@ def _optimised(built: ir.Module, machine: llvm.TargetMachine) -> bytes:
 
 def machine_code(key: str, make: Callable[[], bytes]) -> bytes:
     """The code for a key, which must contain all that the code depends on."""
-    folder, name = _folder(), hashlib.sha256(key.encode()).hexdigest()
+    folder, name = _usable_folder(), hashlib.sha256(key.encode()).hexdigest()
     if folder is None:
         return make()
     path = folder / f"{name}.o"
@@ -341,11 +343,11 @@ class CodeCache:
     """The state of the code cache.
 
     Args:
-        folder: where it is, or would be; None without a home folder or with a relative
+        folder: its path, whether or not it exists; None without a home folder or with a relative
             XDG_CACHE_HOME.
-        is_used: whether files are read and written there.
-        n_files: kernels in it.
-        damaged: names of files that would be compiled again.
+        is_used: whether kernels are read from and written to the folder.
+        n_files: the number of kernels in the folder.
+        damaged: the names of the files whose kernels will be compiled again.
     """
 
     folder: Path | None
@@ -355,16 +357,16 @@ class CodeCache:
 
 
 def code_cache() -> CodeCache:
-    """Looks at every file of the code cache."""
-    folder = _folder()
+    """Reads every file of the code cache to find damaged ones."""
+    folder = _usable_folder()
     if folder is None:
-        return CodeCache(_place(), is_used=False)
+        return CodeCache(_folder_path(), is_used=False)
     files = list(folder.glob("*.o"))
     damaged = tuple(sorted(file.name for file in files if _read(file, file.stem) is None))
     return CodeCache(folder, os.access(folder, os.W_OK | os.X_OK), len(files), damaged)
 
 
-def _place() -> Path | None:
+def _folder_path() -> Path | None:
     """The path of the cache folder, whether or not it exists."""
     with suppress(RuntimeError):  # a user without a home folder has no cache
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -373,9 +375,9 @@ def _place() -> Path | None:
     return None
 
 
-def _folder() -> Path | None:
+def _usable_folder() -> Path | None:
     """The cache folder, created if missing; None if users other than this one may write to it."""
-    folder = _place()
+    folder = _folder_path()
     with suppress(OSError):
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -410,8 +412,8 @@ def _digest(name: str, code: bytes) -> bytes:
 
 def _write(path: Path, content: bytes) -> None:
     """Writes a file atomically, and deletes the oldest files beyond the limit."""
-    held = sorted(path.parent.glob("*.o"), key=lambda each: each.lstat().st_mtime)
-    for old in held[: max(0, len(held) + 1 - _MAX_FILES)]:
+    files = sorted(path.parent.glob("*.o"), key=lambda path_: path_.lstat().st_mtime)
+    for old in files[: max(0, len(files) + 1 - _MAX_FILES)]:
         old.unlink(missing_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # with mode 0600
     try:

@@ -1,7 +1,7 @@
 """Rows of a KV cache in kernels: how they are read and written, and a kernel that unpacks them.
 
-`ops.kv_rows` describes the layout. Kernels compute in one dtype, and convert rows of another dtype
-a whole row at a time.
+`ops.kv_rows` describes the layout. If the cache's dtype is not the dtype to compute in, kernels
+convert a whole row at a time.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from parallel_llama.ops.kv_rows import LARGEST, LEAST_SCALE, row_width
 
 @dataclass(frozen=True)
 class KVRows:
-    """Rows of D numbers: the dtype in which they are stored, and the lanes that compute with them.
+    """The format of a cache's rows of D numbers: their dtype, and the lanes that compute with them.
 
     Raises: KeyError for a dtype that no cache has.
     """
@@ -59,7 +59,7 @@ class KVRows:
 
     @property
     def width(self) -> int:
-        """The stored numbers of a row, with its scale."""
+        """The numbers of the stored dtype that a row takes, with its scale."""
         return row_width(self.head_dim, self.stored)
 
     @property
@@ -91,24 +91,24 @@ class KVRows:
             return
         if self.stored in LARGEST:
             scale = self._scale_for(source)
-            b.store(scale.raw, self._place_of_scale(row).raw, align=1)
+            b.store(scale.raw, self._scale_address(row).raw, align=1)
             divisor = lanes.splat(scale.to(lanes.vector.element))
         with loop(b, 0, self.head_dim, lanes.width) as i:
             numbers = lanes.load(source + i)
             if self.stored in LARGEST:
                 numbers = numbers / divisor
             narrow = self._narrow(numbers)
-            place = (row + i).bits_as(narrow.raw.type.as_pointer())
-            b.store(narrow.raw, place.raw, align=self.stored.itemsize)
+            address = (row + i).bits_as(narrow.raw.type.as_pointer())
+            b.store(narrow.raw, address.raw, align=self.stored.itemsize)
 
-    def _place_of_scale(self, row: Value) -> Value:
+    def _scale_address(self, row: Value) -> Value:
         return (row + self.head_dim).bits_as(F32.as_pointer())
 
     def _scale(self, row: Value) -> Value | None:
         """The scale of a row in all lanes, or None if its dtype has no scale."""
         if self.stored not in LARGEST:
             return None
-        scale = Value(row.b, row.b.load(self._place_of_scale(row).raw, align=1))
+        scale = Value(row.b, row.b.load(self._scale_address(row).raw, align=1))
         return self.lanes.splat(scale.to(self.lanes.vector.element))
 
     def _scale_for(self, source: Value) -> Value:
@@ -156,8 +156,8 @@ class KVRows:
 def _load(address: Value, n: int, align: int) -> Value:
     """Loads n stored numbers."""
     element = address.raw.type.pointee
-    place = address.bits_as(ir.VectorType(element, n).as_pointer())
-    return Value(address.b, address.b.load(place.raw, align=align))
+    vector_address = address.bits_as(ir.VectorType(element, n).as_pointer())
+    return Value(address.b, address.b.load(vector_address.raw, align=align))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,10 +1,10 @@
 """Low-rank products of LoRA adapters, for the rows of a recorded decode step.
 
-Rows with the same adapter are a segment. The first kernel multiplies the rows of each segment by
-the matrix A of its adapter, and the second kernel multiplies these products by B and adds them to
-the outputs of a layer. Both kernels read the addresses of each adapter's matrices from memory, so
-an adapter may be loaded or unloaded without recording a step again. Rows without an adapter are in
-no segment: nothing reads or writes these rows.
+The rows of one adapter are a segment. The first kernel multiplies the rows of each segment by the
+matrix A of its adapter; the second kernel multiplies these products by B and adds the results to
+the outputs of a layer. Both kernels read the addresses of the matrices from memory, so adapters can
+be loaded and unloaded without recording the step again. Rows without an adapter are in no segment,
+and are neither read nor written.
 
 Sums have the same bits as in `gemv`, for any segments and any number of threads.
 
@@ -47,7 +47,7 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 
-# The outputs of a fused layer have a matrix B for each of its layers: wq, wk and wv at most.
+# A fused layer has a matrix B for each of the layers that are fused: at most wq, wk and wv.
 MAX_PARTS = 3
 
 _PART_CELLS = 5
@@ -71,7 +71,7 @@ class AdapterAddresses:
 
     Attributes:
         address: The address of the cells.
-        n_rows: The largest number of rows of an A.
+        n_rows: The largest number of rows of a matrix A.
     """
 
     def __init__(self, n_layers: int) -> None:
@@ -110,11 +110,11 @@ class AdapterRoom:
         self.address: int = self._cells.ctypes.data
 
     def fill(self, adapters: Sequence[AdapterAddresses | None], sums: Tensor) -> None:
-        """Replace the adapter of each row.
+        """Replace the adapter of each row; None for a row without an adapter.
 
         The adapters and `sums` must stay alive until the step has run.
 
-        Shapes: sums [n_rows, at least the most rows of an A], for the products with A.
+        Shapes: sums [n_rows, at least the most rows of a matrix A], for the products with A.
         """
         rows_of: dict[int, list[int]] = {}
         for row, adapter in enumerate(adapters):
@@ -204,7 +204,7 @@ class _Room:
         self.starts, self._rows = cells + (n + _SEGMENTS), cells + (n * 2 + (_SEGMENTS + 1))
 
     def numbers(self, address: Value) -> Value:
-        """The address of numbers, which a cell has as an integer."""
+        """Converts an address in a cell to a pointer to numbers."""
         return Value(address.b, address.b.inttoptr(address.raw, self._lanes.pointer))
 
     def adapter(self, segment: Value) -> Value:
@@ -252,7 +252,7 @@ def _expand(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _ExpandArgument
             y[row, outputs] += sums[row, rows of A for the part] @ B[outputs].T
     """
     room = _Room(lanes, args.room)
-    # Half a vector for small ranks: the other half would be zeros.
+    # For small ranks, half a vector: the other half of a row of B would be zeros.
     narrow = replace(lanes, width=lanes.width // 2)
     n_ahead = _BYTES_AHEAD // lanes.stored.itemsize
 
@@ -266,16 +266,16 @@ def _expand(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _ExpandArgument
         segment, part = item // MAX_PARTS, part_of(item)
         matrix, rank, n_outputs = room.numbers(part[_B]), part[_RANK], part[_N_OUTPUTS]
 
-        def add_vector(own: Lanes, start: Value) -> None:
+        def add_vector(width_lanes: Lanes, start: Value) -> None:
             rows_of_b = [
-                matrix + smaller(start + i, n_outputs - 1) * rank for i in range(own.width)
+                matrix + smaller(start + i, n_outputs - 1) * rank for i in range(width_lanes.width)
             ]
-            mask = own.first(n_outputs - start)
+            mask = width_lanes.first(n_outputs - start)
             with loop(b, room.starts[segment], room.starts[segment + 1]) as number:
                 row, sums = room.row(number)
                 outputs = args.y + (row * args.y_stride + part[_FIRST_OUTPUT] + start)
-                product = _products(own, sums + part[_FIRST_ROW], rows_of_b, rank)
-                own.store(outputs, own.load(outputs, mask) + product, mask)
+                product = _products(width_lanes, sums + part[_FIRST_ROW], rows_of_b, rank)
+                width_lanes.store(outputs, width_lanes.load(outputs, mask) + product, mask)
 
         with loop(b, first, last) as vector:
             start = vector * lanes.width
@@ -296,9 +296,9 @@ def _products(lanes: Lanes, x: Value, rows: Sequence[Value], n: Value) -> Value:
     totals = [Variable(lanes.constant(n.b, 0)) for _ in rows]
     with loop(n.b, 0, n, lanes.width) as i:
         mask = lanes.first(n - i)
-        own = lanes.load(x + i, mask)
+        x_vector = lanes.load(x + i, mask)
         for total, row in zip(totals, rows, strict=True):
-            total.value = fma(own, lanes.load(row + i, mask), total.value)
+            total.value = fma(x_vector, lanes.load(row + i, mask), total.value)
     return reduced([total.value for total in totals])
 
 
@@ -309,7 +309,7 @@ def _in_equal_parts(
     size: Callable[[Value], Value],
     build: Callable[[Value, Value, Value], None],
 ) -> None:
-    """Splits the units of n items among the threads, equally many units for each.
+    """Splits the units of n items evenly among the threads; item i has size(i) units.
 
     Emits `build(item, first, last)` for each item with units of this thread.
     """

@@ -1,6 +1,7 @@
-"""Merges results over parts of a query's keys, in order of the keys' positions.
+"""Merges the attention results of the parts of a query's keys, in order of position.
 
-The result has the bits of `decode_attention` over all keys, wherever the parts were computed.
+The merged result has the bits of `decode_attention` over all keys, whichever ranks computed the
+parts.
 """
 
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ def _merge_parts(
     with loop(b, *thread.part_of(args.n * n_heads)) as item:
         row = item // n_heads
         first, stop = args.bounds[row], args.bounds[row + 1]
-        at = first * n_heads + item % n_heads
-        own = args.results + at * head_dim, args.partials + at * PARTIAL_FIELDS
+        index = first * n_heads + item % n_heads
+        results, partials = args.results + index * head_dim, args.partials + index * PARTIAL_FIELDS
         sink = args.sinks + item % n_heads if has_sinks else None
-        merge(lanes, head_dim, args.out + item * head_dim, *own, stop - first, n_heads, sink)
+        out, n_parts = args.out + item * head_dim, stop - first
+        merge(lanes, head_dim, out, results, partials, n_parts, n_heads, sink)

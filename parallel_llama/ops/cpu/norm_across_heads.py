@@ -88,9 +88,9 @@ def _head_squares(
         with loop(b, args.start, args.stop) as column:
             out[column] = zero
         with loop(b, 0, args.n_heads) as head:
-            own, total = x + head * args.head_dim, Variable(lanes.constant(b, 0))
+            x_head, total = x + head * args.head_dim, Variable(lanes.constant(b, 0))
             with loop(b, 0, args.head_dim, lanes.width) as i:
-                value = lanes.load(own + i, lanes.first(args.head_dim - i))
+                value = lanes.load(x_head + i, lanes.first(args.head_dim - i))
                 total.value = fma(value, value, total.value)
             out[args.first + head] = lanes.reduce(add, total.value)
 

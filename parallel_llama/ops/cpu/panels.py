@@ -1,4 +1,4 @@
-"""Access to quantised matrices in panels, whose layout `ops.quant` describes."""
+"""Loads from the panels of quantised matrices, whose layout `ops.quant` describes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def panel_arguments(shape: PanelShape) -> PanelArguments[int]:
 def panel_at(panels: Value, number: Value, args: PanelArguments[Value]) -> Panel:
     start = panels + number * args.panel_bytes
     parts = (args.mins_at, args.factors_at, args.integers_at)
-    return Panel(start, *(start + place for place in parts))
+    return Panel(start, *(start + offset for offset in parts))
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PanelReader:
     form: QuantFormat
 
     def group_at(self, number: Value, n_before: Value) -> Group:
-        """A group, and its block: the matrix begins `n_before` groups into its first block."""
+        """A group and its block, in a matrix that begins `n_before` groups into its first block."""
         is_shared = self.form.n_shared > 1
         return Group(number, (number + n_before) // self.form.n_shared if is_shared else number)
 
@@ -81,7 +81,7 @@ class PanelReader:
             self._factors_at(panel, group, 0).prefetch(cache=2)
 
     def unsigned(self, panel: Panel, group: Group, part: int) -> Iterator[tuple[int, Value]]:
-        """Yields a part's unsigned integers, four inputs at a time as bytes, and their column.
+        """Yields each column of a part, and its unsigned integers: four inputs as bytes of a word.
 
         Columns that share a word of the first plane follow each other.
         """
@@ -94,13 +94,13 @@ class PanelReader:
             yield column, reduce(or_, bits)
 
     def floats(self, panel: Panel, group: Group) -> Iterator[tuple[int, Value]]:
-        """Yields a group's numbers in a format of floats, and their input in the group."""
+        """Yields each input of a group, and its numbers in a format of floats."""
         width = self.lanes.width
         for column, words in self.unsigned(panel, group, 0):
             bytes_ = words.bits_as(ir.VectorType(I8, 4 * width))
             for number in range(4):
-                own = shuffle(bytes_, range(number, 4 * width, 4))
-                yield 4 * column + number, from_e4m3(own, self.lanes.vector)
+                stored = shuffle(bytes_, range(number, 4 * width, 4))
+                yield 4 * column + number, from_e4m3(stored, self.lanes.vector)
 
     def scale(self, panel: Panel, group: Group, part: int) -> Value:
         """The scale of a part of a group."""
@@ -127,9 +127,9 @@ class PanelReader:
     def _bits(self, panel: Panel, group: Group, plane: Plane, column: int) -> Value:
         """The bits of a column in a plane, each at its position in the byte."""
         words = ir.VectorType(I32, self.lanes.width)
-        at = group.number * self._group_bytes + plane.word_of(column) * self._vector_bytes
-        place = (panel.integers + at).bits_as(words.as_pointer())
-        stored = Value(place.b, place.b.load(place.raw, align=4))
+        offset = group.number * self._group_bytes + plane.word_of(column) * self._vector_bytes
+        address = (panel.integers + offset).bits_as(words.as_pointer())
+        stored = Value(address.b, address.b.load(address.raw, align=4))
         if plane.width == 8:
             return stored
         shift = plane.shift_of(column) - plane.first
@@ -139,14 +139,14 @@ class PanelReader:
     def _halves(self, numbers: Value, group: Group) -> Value:
         """The float16 numbers of a block, one for each row of a panel."""
         halves = ir.VectorType(F16, self.lanes.width)
-        place = (numbers + group.block * 2 * self.lanes.width).bits_as(halves.as_pointer())
-        return Value(place.b, place.b.load(place.raw, align=2)).to(self.lanes.vector)
+        address = (numbers + group.block * 2 * self.lanes.width).bits_as(halves.as_pointer())
+        return Value(address.b, address.b.load(address.raw, align=2)).to(self.lanes.vector)
 
     def _factors(self, panel: Panel, group: Group, number: int) -> Value:
         """One of a group's factors, for each row of a panel."""
         factors = ir.VectorType(I8, self.lanes.width)
-        place = self._factors_at(panel, group, number).bits_as(factors.as_pointer())
-        return Value(place.b, place.b.load(place.raw, align=1)).to(self.lanes.vector)
+        address = self._factors_at(panel, group, number).bits_as(factors.as_pointer())
+        return Value(address.b, address.b.load(address.raw, align=1)).to(self.lanes.vector)
 
     def _factors_at(self, panel: Panel, group: Group, number: int) -> Value:
         return panel.factors + (group.number * self.form.n_factors + number) * self.lanes.width

@@ -1,23 +1,24 @@
 """Softmax attention of consecutive queries of one sequence, over keys and values in the KV cache.
 
-The queries that share a KV head are columns, ordered by token; a few vectors of columns form a
-block. All vectors have columns in their lanes, so no dot product and no softmax adds lanes up:
+A column is a pair of a query and one of the query heads of a KV head, ordered by query. A few
+vectors of columns form a block. The lanes of every vector are columns, so neither dot products nor
+the softmax have to add up lanes:
 
     scores[keys, columns]  = k[keys] @ q[:, columns]
-    weights[keys, columns] = exp(scores[keys, columns] - the largest of a column)
-    own[:, columns]        = v[keys].T @ weights[keys, columns]
-    sums[:, columns]       = sums[:, columns] * before + own[:, columns] * factor
+    weights[keys, columns] = exp(scores[keys, columns] - the column's largest score in the tile)
+    tile_sums[:, columns]  = v[keys].T @ weights[keys, columns]
+    sums[:, columns]       = sums[:, columns] * before + tile_sums[:, columns] * factor
 
-Keys are processed tile by tile. Each tile has its own largest score; the sums of earlier tiles and
-of this one are rescaled to the largest score so far. Tiles are counted from the start of the
-sequence, and a tile that a query does not see leaves its column unchanged. So a result depends only
-on the query, its keys and its values: not on the chunk's other queries, where the chunk begins, or
-the thread.
+Keys are processed tile by tile. `before` and `factor` rescale the sums of the earlier tiles and of
+this tile to the largest score so far. Tiles are counted from the start of the sequence, and a tile
+that a query does not see leaves its column unchanged. So a result depends only on the query, its
+keys and its values: not on the chunk's other queries, where the chunk begins, or the thread.
 
-`PrefillAttentionKernel` reads keys and values in place; a narrow cache is converted a tile at a
-time. It gives a query the same bits as `decode_attention`, which sums the numbers i, i + W, i + 2
-W, ... of a head in lane i and then adds the lanes up. Here these sums are computed one by one, and
-added in the same order as the lanes. Its tiles are the parts of `decode_attention`.
+`PrefillAttentionKernel` reads keys and values in place, and converts a cache of another dtype a
+tile at a time. A query's result has the same bits as in `decode_attention`, where lane i sums the
+numbers i, i + W, i + 2 W, ... of a head, and a tree then adds up the lanes. Here each of these W
+sums is computed on its own, and the same tree adds them up. Tiles are the parts of
+`decode_attention`.
 
 Source: FlashAttention-2, arXiv 2307.08691; online softmax, arXiv 1805.02867.
 """
@@ -59,7 +60,7 @@ from parallel_llama.ops.cpu.vector_math import exp, tanh
 from parallel_llama.plan import PART_KEYS
 
 _VECTORS = 3  # of columns in a block
-_KEYS = 2  # keys that are scored together; their partial sums fit the registers
+_KEYS = 2  # scored together, so that their partial sums fit the registers
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ class BlockShape:
     Args:
         n_vectors: vectors of columns in a block.
         tile: keys of a tile.
-        n_at_once: a divisor of `tile`; keys are scored in multiples of it. `_VectorProducts` also
+        n_at_once: keys are scored in multiples of this divisor of `tile`. `_VectorProducts` also
             sums at most this many numbers of a value together.
-        n_strided: partial sums of a tile's weights; each sums every `n_strided`-th key.
+        n_strided: the number of partial sums of a tile's weights; each is over every `n_strided`-th
+            key.
     """
 
     lanes: Lanes
@@ -92,7 +94,7 @@ class BlockShape:
         return -(-self.head_dim // self.lanes.width) * self.lanes.width
 
     def mask(self, i: Value) -> Value | None:
-        """The mask of a vector from number i of a head; None if all its lanes are used."""
+        """The mask of a vector that begins at number i of a head; None if all lanes are used."""
         n = self.head_dim
         return None if n % self.lanes.width == 0 else self.lanes.first(n - i)
 
@@ -103,9 +105,9 @@ class BlockShape:
 
 def stack_array(b: ir.IRBuilder, type_: ir.Type, n: int) -> Value:
     """Allocates stack memory at a cache line; to be called at the beginning of a kernel."""
-    place = b.alloca(type_, n)
-    place.align = LINE_BYTES
-    return Value(b, place)
+    array = b.alloca(type_, n)
+    array.align = LINE_BYTES
+    return Value(b, array)
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Keys:
 
 @dataclass(slots=True, kw_only=True)
 class ChunkArguments(Generic[T]):
-    """A chunk of n queries, without the addresses of keys and values."""
+    """The arguments for a chunk of n queries, except the addresses of keys and values."""
 
     taken: Integers[T]
     n_blocks: Integer[T]
@@ -234,8 +236,8 @@ def attend(
         columns = _Columns(number * shape.n_columns, chunk)
         head = item % chunk.n_kv_heads
         first, last = columns.position(0), columns.position(shape.n_columns - 1)
-        own = head * chunk.heads_per_kv * shape.head_dim
-        _load(shape, chunk.q + own, columns, block)
+        head_offset = head * chunk.heads_per_kv * shape.head_dim
+        _load(shape, chunk.q + head_offset, columns, block)
         products.prepare()
         softmax = _Softmax(shape, b)
         start = larger(first - window + 1, first_key) & -shape.tile
@@ -248,11 +250,11 @@ def attend(
             last_hidden = larger(last - window, first_key - 1)
             is_seen = (tile + n_scored < first + 2) & (last_hidden < tile)
             with when(is_seen ^ 1):
-                _hide(shape, tile, n_scored, window, first_key, block)
+                _mask_scores(shape, tile, n_scored, window, first_key, block)
             before, factors = softmax.weigh(n_scored, block)
             products.add_values(n_seen, before, factors)
         scales = _final_scales(shape, chunk.sinks + head * chunk.heads_per_kv, columns, softmax)
-        _store(shape, chunk.out + own, columns, scales, block)
+        _store(shape, chunk.out + head_offset, columns, scales, block)
 
 
 @dataclass(frozen=True)
@@ -294,10 +296,10 @@ def _load(shape: BlockShape, q: Value, columns: _Columns, block: QueryBlock) -> 
             block.positions[first + lane] = position.to(lanes.vector.element)
         with loop(b, 0, shape.head_dim, lanes.width) as i:
             numbers = [lanes.load(row + i, shape.mask(i)) * scale for row in rows]
-            for number, of_columns in enumerate(transposed(numbers)):
-                place = first + (i + number) * shape.n_columns
-                lanes.store(block.q + place, of_columns)
-                lanes.store(block.sums + place, lanes.constant(b, 0))
+            for number, number_columns in enumerate(transposed(numbers)):
+                offset = first + (i + number) * shape.n_columns
+                lanes.store(block.q + offset, number_columns)
+                lanes.store(block.sums + offset, lanes.constant(b, 0))
 
 
 def _cap(shape: BlockShape, cap: float, n: Value, block: QueryBlock) -> None:
@@ -307,7 +309,7 @@ def _cap(shape: BlockShape, cap: float, n: Value, block: QueryBlock) -> None:
         lanes.store(block.scores + i, tanh(lanes, lanes.load(block.scores + i)) * cap)
 
 
-def _hide(
+def _mask_scores(
     shape: BlockShape, tile: Value, n: Value, window: Value, first_key: Value, block: QueryBlock
 ) -> None:
     """scores[t] = -inf in columns that do not see key t of a tile.
@@ -321,10 +323,10 @@ def _hide(
         key = lanes.splat((tile + t).to(element))
         for i in range(0, shape.n_columns, lanes.width):
             address = block.scores + t * shape.n_columns + i
-            own = lanes.load(block.positions + i)
-            is_near = larger(own - width, before_all) < key
+            position = lanes.load(block.positions + i)
+            is_near = larger(position - width, before_all) < key
             score = where(is_near, lanes.load(address), -math.inf)
-            lanes.store(address, where(own < key, score.like(-math.inf), score))
+            lanes.store(address, where(position < key, score.like(-math.inf), score))
 
 
 class _Softmax:
@@ -343,22 +345,22 @@ class _Softmax:
         Returns: the factors for the sums of earlier tiles, and the factors for those of this tile.
         """
         shape, scores, b = self._shape, block.scores, n.b
-        own = [Variable(self._least) for _ in self.largest]
+        tile_largest = [Variable(self._least) for _ in self.largest]
         with loop(b, 0, n) as t:
             for largest, score in zip(
-                own, shape.vectors(scores + t * shape.n_columns), strict=True
+                tile_largest, shape.vectors(scores + t * shape.n_columns), strict=True
             ):
                 largest.value = larger(score, largest.value)
-        self._exponentiate(n, block, [each.value for each in own])
+        self._exponentiate(n, block, [largest.value for largest in tile_largest])
         before, factors = [], []
-        for mine, so_far, total, added in zip(
-            own, self.largest, self.totals, self._total(block), strict=True
+        for in_tile, so_far, total, tile_total in zip(
+            tile_largest, self.largest, self.totals, self._total(block), strict=True
         ):
             earlier = so_far.value
-            so_far.value = larger(mine.value, earlier)
+            so_far.value = larger(in_tile.value, earlier)
             before.append(exp(shape.lanes, earlier - so_far.value))
-            factors.append(exp(shape.lanes, mine.value - so_far.value))
-            total.value = fma(added, factors[-1], total.value * before[-1])
+            factors.append(exp(shape.lanes, in_tile.value - so_far.value))
+            total.value = fma(tile_total, factors[-1], total.value * before[-1])
         return before, factors
 
     def _exponentiate(self, n: Value, block: QueryBlock, largest: list[Value]) -> None:
@@ -367,11 +369,11 @@ class _Softmax:
         with loop(b, 0, shape.n_strided * shape.n_columns, lanes.width) as i:
             lanes.store(block.totals + i, lanes.constant(b, 0))
         with loop(b, 0, n) as t:
-            place = block.scores + t * shape.n_columns
+            scores = block.scores + t * shape.n_columns
             totals = block.totals + (t & (shape.n_strided - 1)) * shape.n_columns
-            for number, score in enumerate(shape.vectors(place)):
+            for number, score in enumerate(shape.vectors(scores)):
                 weight, at = exp(lanes, score - largest[number]), number * lanes.width
-                lanes.store(place + at, weight)
+                lanes.store(scores + at, weight)
                 lanes.store(totals + at, lanes.load(totals + at) + weight)
 
     def _total(self, block: QueryBlock) -> list[Value]:
@@ -394,9 +396,9 @@ def _final_scales(
         sink = None
         if shape.scores.has_sinks:
             first = number * lanes.width
-            of_columns = [lanes.splat(sinks[columns.head(first + i)]) for i in range(lanes.width)]
-            sink = of_columns[0]
-            for lane, other in enumerate(of_columns):
+            splats = [lanes.splat(sinks[columns.head(first + i)]) for i in range(lanes.width)]
+            sink = splats[0]
+            for lane, other in enumerate(splats):
                 chosen = [lanes.width + i if i == lane else i for i in range(lanes.width)]
                 sink = shuffle(sink, chosen, other)
         scales.append(final_scale(lanes, largest.value, total.value, sink))
@@ -412,13 +414,13 @@ def _store(
         lanes.store(block.scores + number * lanes.width, scale)
     with loop(b, 0, shape.n_columns, lanes.width) as first:
         scale = lanes.load(block.scores + first)
-        each = range(lanes.width)
-        rows = [columns.row(out, stride, first + lane, shape.head_dim) for lane in each]
+        width = range(lanes.width)
+        rows = [columns.row(out, stride, first + lane, shape.head_dim) for lane in width]
         with loop(b, 0, shape.head_dim, lanes.width) as i:
-            own = block.sums + i * shape.n_columns + first
-            numbers = [lanes.load(own + n * shape.n_columns) * scale for n in each]
-            for row, of_row in zip(rows, transposed(numbers), strict=True):
-                lanes.store(row + i, of_row, shape.mask(i))
+            sums = block.sums + i * shape.n_columns + first
+            numbers = [lanes.load(sums + n * shape.n_columns) * scale for n in width]
+            for row, row_numbers in zip(rows, transposed(numbers), strict=True):
+                lanes.store(row + i, row_numbers, shape.mask(i))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -447,10 +449,10 @@ class PrefillAttentionKernel:
         scores: Scores,
         machine: CPUFeatures,
     ) -> None:
-        of_head, lanes = machine.lanes(dtype, head_dim), machine.lanes(dtype)
-        self._rows = KVRows(cache_dtype, of_head, head_dim)
+        head_lanes, lanes = machine.lanes(dtype, head_dim), machine.lanes(dtype)
+        self._rows = KVRows(cache_dtype, head_lanes, head_dim)
         n_at_once = 8 if machine.n_vectors > 16 else 4  # the sums of values fit the registers
-        sizes = _VECTORS, PART_KEYS, n_at_once, of_head.width
+        sizes = _VECTORS, PART_KEYS, n_at_once, head_lanes.width
         self._shape = BlockShape(lanes, head_dim, scores, *sizes)
         self._program = CompiledKernel(
             _Arguments[float],
@@ -494,7 +496,7 @@ def _attention(
 
 
 class _VectorProducts:
-    """Products on vector registers; `_offsets` has the offsets of a tile's rows in the cache."""
+    """Products on vector registers."""
 
     def __init__(
         self,
@@ -506,7 +508,7 @@ class _VectorProducts:
         self._shape, self._rows, self._block = shape, rows, block
         self._keys, b = keys_of(args.chunk), args.k.b
         self._k, self._v = (args.k, args.k_stride), (args.v, args.v_stride)
-        self._offsets = stack_array(b, I64, shape.tile)
+        self._offsets = stack_array(b, I64, shape.tile)  # of the tile's rows in the cache
         n_wide = 0 if rows.is_plain else shape.tile * shape.head_dim
         element = shape.lanes.vector.element
         self._wide = stack_array(b, element, n_wide)
@@ -536,9 +538,9 @@ class _VectorProducts:
             return [x + y for x, y in zip(one, other, strict=True)]
         sums = [lanes.constant(b, 0)] * (len(keys) * shape.n_vectors)
         for i in range(lane, shape.head_dim, apart):
-            own = shape.vectors(self._block.q + i * shape.n_columns)
-            factors = product([lanes.splat(key[i]) for key in keys], own)
-            sums = [fma(*each, total) for each, total in zip(factors, sums, strict=True)]
+            queries = shape.vectors(self._block.q + i * shape.n_columns)
+            pairs = product([lanes.splat(key[i]) for key in keys], queries)
+            sums = [fma(*pair, total) for pair, total in zip(pairs, sums, strict=True)]
         in_this_order(b)
         return sums
 
@@ -551,24 +553,24 @@ class _VectorProducts:
             out = block.sums + first * shape.n_columns
             sums = [Variable(lanes.constant(b, 0)) for _ in range(size * shape.n_vectors)]
             with loop(b, 0, n) as t:
-                own = v + self._offset(t) + first
+                value = v + self._offset(t) + first
                 weights = shape.vectors(block.scores + t * shape.n_columns)
-                numbers = [lanes.splat(own[i]) for i in range(size)]
+                numbers = [lanes.splat(value[i]) for i in range(size)]
                 for total, (number, weight) in zip(sums, product(numbers, weights), strict=True):
                     total.value = fma(number, weight, total.value)
             for at, total in enumerate(sums):
-                place, column = out + at * lanes.width, at % shape.n_vectors
-                earlier = lanes.load(place) * before[column]
-                lanes.store(place, fma(total.value, factors[column], earlier))
+                target, column = out + at * lanes.width, at % shape.n_vectors
+                earlier = lanes.load(target) * before[column]
+                lanes.store(target, fma(total.value, factors[column], earlier))
 
     def _numbers(self, cache: tuple[Value, Value], n: Value) -> Value:
-        """The address of n rows of a tile as numbers to compute with, each at its `_offset`."""
+        """The address of n rows of a tile in the dtype to compute in; row t is at `_offset(t)`."""
         rows, head_stride = cache
-        own = rows + self._head * head_stride
+        head_rows = rows + self._head * head_stride
         if self._rows.is_plain:
-            return own
+            return head_rows
         with loop(n.b, 0, n) as t:
-            self._rows.read(own + self._offsets[t], self._wide + t * self._shape.head_dim)
+            self._rows.read(head_rows + self._offsets[t], self._wide + t * self._shape.head_dim)
         return self._wide
 
     def _offset(self, t: Value) -> Value:

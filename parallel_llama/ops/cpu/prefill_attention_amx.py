@@ -1,7 +1,7 @@
 """Prefill attention over a KV cache in bfloat16, on the CPU's matrix tiles (AMX).
 
 Queries and weights, in float32, are split into two numbers of bfloat16 as in `gemm_amx`; keys,
-values and products are exact. First, keys and values are packed as tiles, once for all queries of a
+values and products are exact. Keys and values are packed as tiles first, once for all queries of a
 chunk:
 
     tile of keys    [16 keys, 32 numbers]
@@ -55,7 +55,7 @@ from parallel_llama.ops.cpu.prefill_attention import (
 )
 from parallel_llama.ops.cpu.vector_math import to_bfloat16
 
-_SIDE = 16  # rows of a tile; the columns, keys or numbers along one side of it
+_SIDE = 16  # rows of a tile, and its columns of 4 bytes
 _DEPTH = 2 * _SIDE  # numbers that a product of two tiles sums over
 _VECTORS = 2  # of columns in a block
 _TILE = 128  # keys of a tile of the softmax
@@ -123,8 +123,8 @@ class PrefillAttentionAMXKernel:
         n_threads = torch.get_num_threads()
         first = chunk.first_key // _TILE * _TILE
         n_rows = -(-(chunk.positions.stop - first) // _DEPTH) * _DEPTH
-        held = torch.empty(2, len(k), n_rows, self._head_dim, dtype=torch.bfloat16)
-        keys, values = held[0].data_ptr(), held[1].data_ptr()
+        packed = torch.empty(2, len(k), n_rows, self._head_dim, dtype=torch.bfloat16)
+        keys, values = packed[0].data_ptr(), packed[1].data_ptr()
         packing = _PackArguments(
             slots=chunk.slots.data_ptr(), first=chunk.first_key, stop=chunk.positions.stop,
             start=first, n_rows=n_rows, n_kv_heads=len(k), k=k.data_ptr(), k_stride=k.stride(0),
@@ -158,24 +158,25 @@ def _pack(head_dim: int, b: ir.IRBuilder, thread: Thread, args: _PackArguments[V
 
     Shapes: k, v [K, n_slots, D] -> keys [K, n_rows, D], values [K, n_rows / 32, D, 32].
     """
-    seen, n_blocks = Keys(args.slots, args.first, args.stop), args.n_rows // _DEPTH
+    key_slots, n_blocks = Keys(args.slots, args.first, args.stop), args.n_rows // _DEPTH
     with loop(b, *thread.part_of(args.n_kv_heads * n_blocks)) as block:
         head, at = block // n_blocks, block % n_blocks * _DEPTH
-        to = block * (_DEPTH * head_dim * 2)
-        rows = [seen.slot(args.start + at + t) * head_dim for t in range(_DEPTH)]
+        block_offset = block * (_DEPTH * head_dim * 2)
+        rows = [key_slots.slot(args.start + at + t) * head_dim for t in range(_DEPTH)]
         with loop(b, 0, head_dim, _SIDE) as i:
             for t, row in enumerate(rows):
-                target = args.keys + to + i * 2 + t * head_dim * 2
-                _put(target, _halves(args.k + head * args.k_stride + row + i))
+                target = args.keys + block_offset + i * 2 + t * head_dim * 2
+                _store(target, _load_bfloat16(args.k + head * args.k_stride + row + i))
             numbers = [
-                _halves(args.v + head * args.v_stride + row + i).resized(_WORDS) for row in rows
+                _load_bfloat16(args.v + head * args.v_stride + row + i).resized(_WORDS)
+                for row in rows
             ]
             pairs = [
                 (one & 0xFFFF) | (other << 16)
                 for one, other in zip(numbers[::2], numbers[1::2], strict=True)
             ]
-            for number, of_number in enumerate(transposed(pairs)):
-                _put(args.values + to + (i + number) * (_DEPTH * 2), of_number)
+            for number, tile_row in enumerate(transposed(pairs)):
+                _store(args.values + block_offset + (i + number) * (_DEPTH * 2), tile_row)
 
 
 def _attention(shape: BlockShape, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
@@ -221,12 +222,14 @@ class _TileProducts:
                 values, 64, step_bytes, self._weights, n_steps, self._sums + i * shape.n_columns
             )
         with loop(n.b, 0, shape.head_dim) as i:
-            place, own = (each + i * shape.n_columns for each in (self._block.sums, self._sums))
-            for number, (total, added) in enumerate(
-                zip(shape.vectors(place), shape.vectors(own), strict=True)
+            sums, tile_sums = (
+                each + i * shape.n_columns for each in (self._block.sums, self._sums)
+            )
+            for number, (total, tile_sum) in enumerate(
+                zip(shape.vectors(sums), shape.vectors(tile_sums), strict=True)
             ):
-                added = fma(added, factors[number], total * before[number])
-                lanes.store(place + number * lanes.width, added)
+                tile_sum = fma(tile_sum, factors[number], total * before[number])
+                lanes.store(sums + number * lanes.width, tile_sum)
 
     def _multiply(
         self,
@@ -243,28 +246,30 @@ class _TileProducts:
 
         Shapes: rows [32, n_steps * 32]; out [32, C].
         """
-        b, totals, of_rows, of_pairs = rows.b, [0, 1, 2, 3], [4, 5], [6, 7]
-        in_out, in_rows, in_pairs = (
+        b, result_tiles, row_tiles, pair_tiles = rows.b, [0, 1, 2, 3], [4, 5], [6, 7]
+        out_stride, row_stride, pair_stride = (
             Value(b, I64(each)) for each in (4 * self._shape.n_columns, row_bytes, 64)
         )
-        places = [
+        targets = [
             (out + (i * _SIDE * self._shape.n_columns + j * _SIDE)).bits_as(I8.as_pointer())
             for i, j in product(range(2), range(2))
         ]
-        for total in totals:
+        for total in result_tiles:
             tile_instruction(b, "tilezero", total)
         with loop(b, 0, n_steps) as step:
-            for number, tile in enumerate(of_rows):
-                own = rows + step * step_bytes + number * _SIDE * row_bytes
-                tile_instruction(b, "tileloadd64", tile, own, in_rows)
+            for number, tile in enumerate(row_tiles):
+                address = rows + step * step_bytes + number * _SIDE * row_bytes
+                tile_instruction(b, "tileloadd64", tile, address, row_stride)
             for part in (0, 1):
-                for number, tile in enumerate(of_pairs):
-                    own = pairs.tile(part, number, step)
-                    tile_instruction(b, "tileloadd64", tile, own, in_pairs)
-                for total, (one, other) in zip(totals, product(of_rows, of_pairs), strict=True):
+                for number, tile in enumerate(pair_tiles):
+                    address = pairs.tile(part, number, step)
+                    tile_instruction(b, "tileloadd64", tile, address, pair_stride)
+                for total, (one, other) in zip(
+                    result_tiles, product(row_tiles, pair_tiles), strict=True
+                ):
                     tile_instruction(b, "tdpbf16ps", total, one, other)
-        for total, place in zip(totals, places, strict=True):
-            tile_instruction(b, "tilestored64", total, place, in_out)
+        for total, target in zip(result_tiles, targets, strict=True):
+            tile_instruction(b, "tilestored64", total, target, out_stride)
 
 
 class _Pairs:
@@ -285,31 +290,31 @@ class _Pairs:
         shape = self._shape
         with loop(n.b, 0, n, 2) as row:
             one, other = (shape.vectors(rows + (row + i) * shape.n_columns) for i in (0, 1))
-            for vector, each in enumerate(zip(one, other, strict=True)):
-                highs = [rounded(number) for number in each]
+            for vector, pair in enumerate(zip(one, other, strict=True)):
+                highs = [rounded(numbers) for numbers in pair]
                 rests = [
-                    number - (high << 16).bits_as(_LANES.vector)
-                    for number, high in zip(each, highs, strict=True)
+                    numbers - (high << 16).bits_as(_LANES.vector)
+                    for numbers, high in zip(pair, highs, strict=True)
                 ]
                 lows = [rounded(rest) for rest in rests]
                 for part, (first, second) in enumerate((highs, lows)):
-                    place = self.tile(part, vector, row.like(0)) + row * (_SIDE * 2)
-                    _put(place, first | (second << 16))
+                    target = self.tile(part, vector, row.like(0)) + row * (_SIDE * 2)
+                    _store(target, first | (second << 16))
 
 
 def _near_bfloat16(numbers: Value) -> Value:
     """A faster `to_bfloat16` that rounds ties away from zero and does not keep NaN.
 
-    A weight that is NaN makes its column's total NaN, and with it the result.
+    The result is NaN nevertheless: a NaN weight makes its column's total NaN.
     """
     return (numbers.bits_as(_WORDS) + 0x8000) >> 16
 
 
-def _halves(address: Value) -> Value:
+def _load_bfloat16(address: Value) -> Value:
     """Loads the bits of 16 bfloat16 numbers."""
-    place = address.bits_as(ir.VectorType(I16, _SIDE).as_pointer())
-    return Value(address.b, address.b.load(place.raw, align=2))
+    vector_address = address.bits_as(ir.VectorType(I16, _SIDE).as_pointer())
+    return Value(address.b, address.b.load(vector_address.raw, align=2))
 
 
-def _put(address: Value, vector: Value) -> None:
+def _store(address: Value, vector: Value) -> None:
     address.b.store(vector.raw, address.bits_as(vector.raw.type.as_pointer()).raw, align=2)

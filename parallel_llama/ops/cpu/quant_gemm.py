@@ -1,7 +1,7 @@
 """Products of rows with a quantised matrix in panels, whose layout `ops.quant` describes.
 
-For integer formats the rows are rounded to bytes. Within a group, integers are summed exactly;
-groups are summed in order, in float32. For 8-bit floats the rows are not rounded, and products are
+For integer formats, the inputs are rounded to int8. The products of a group are summed exactly, as
+integers, and the groups in order, in float32. For fp8 the inputs are not rounded, and products are
 summed in the order of the inputs. So a row's result has the same bits for any number of rows and
 threads, and one kernel serves any number of rows.
 """
@@ -57,7 +57,7 @@ from parallel_llama.ops.quant import LEAST_INPUT, PanelShape
 _PANELS = 2
 _ROWS = 6
 
-# Rows per block, whose inputs fit a cache; a block is multiplied by all panels.
+# Rows per block; their inputs fit a cache, and are multiplied by all panels before the next block.
 _BLOCK = 16 * _ROWS
 
 _WORD = I32.as_pointer()
@@ -67,7 +67,7 @@ _ROUNDING = 1.5 * 2.0**23  # added to a float32, it rounds to an integer in the 
 
 @dataclass(slots=True, kw_only=True)
 class _Rounded(Generic[T]):
-    """Inputs as integers, their scales, and the negated sums of the integers: see `_round`."""
+    """Inputs as int8, their scales, and the negated sums of the int8: see `_round`."""
 
     integers: Bytes[T]
     scales: Floats[T]
@@ -113,7 +113,7 @@ _Arguments: TypeAlias = _FloatArguments[T] | _IntegerArguments[T]
 
 
 class QuantGemmKernel:
-    """out = x @ A.T with A quantised and in panels; x is rounded in groups if A has integers.
+    """out = x @ A.T with A quantised and in panels; x is rounded to int8 if A has integers.
 
     Shapes: x [n, in] and out [n, n_outputs] float32, rows contiguous; panels [n_panels, n_bytes]
     uint8.
@@ -122,14 +122,14 @@ class QuantGemmKernel:
     def __init__(self, form: QuantFormat, machine: CPUFeatures) -> None:
         lanes = machine.lanes(torch.float32)
         self.n_rows, reader = lanes.width, PanelReader(lanes, form)
-        self._of_floats: CompiledKernel[_FloatArguments[float]] | None = None
+        self._fp8_kernel: CompiledKernel[_FloatArguments[float]] | None = None
         if form.is_float:
-            self._of_floats = CompiledKernel(
+            self._fp8_kernel = CompiledKernel(
                 _FloatArguments[float], partial(_quant_gemm, _FloatProducts(reader))
             )
             return
         self._round = _make_round(machine, form.n_parts)
-        self._of_integers = CompiledKernel(
+        self._integer_kernel = CompiledKernel(
             _IntegerArguments[float],
             partial(_quant_gemm, _IntegerProducts(reader, machine.byte_dots)),
         )
@@ -150,9 +150,9 @@ class QuantGemmKernel:
             panels=panels.data_ptr(), y=out.data_ptr(), n=n, m=out.shape[1], y_stride=out.stride(0),
             shape=panel_arguments(shape),
         )  # fmt: skip
-        if self._of_floats is not None:
+        if self._fp8_kernel is not None:
             floats = _FloatArguments(x=x.data_ptr(), x_stride=x.stride(0), outputs=outputs)
-            run(self._of_floats, n_threads, floats)
+            run(self._fp8_kernel, n_threads, floats)
             return
         integers = torch.empty(n, shape.n_inputs, dtype=torch.int8)
         scales = x.new_empty(n, n_groups)
@@ -165,7 +165,7 @@ class QuantGemmKernel:
         )
         run(self._round, threads_for(x.numel()), rounding)
         product = _IntegerArguments(inputs=rounded, n_groups=n_groups, outputs=outputs)
-        run(self._of_integers, n_threads, product)
+        run(self._integer_kernel, n_threads, product)
 
 
 @cache
@@ -192,23 +192,23 @@ def _round(
     """
     to, n_groups = args.rounded, args.n_groups
     with loop(b, *thread.part_of(args.n * n_groups)) as number:
-        own = args.x + number // n_groups * args.x_stride + number % n_groups * QUANT_GROUP_SIZE
-        vectors = [lanes.load(own + i) for i in range(0, QUANT_GROUP_SIZE, lanes.width)]
-        largest = lanes.constant(b, 0)
+        group = args.x + number // n_groups * args.x_stride + number % n_groups * QUANT_GROUP_SIZE
+        vectors = [lanes.load(group + i) for i in range(0, QUANT_GROUP_SIZE, lanes.width)]
+        largest_lanes = lanes.constant(b, 0)
         for vector in vectors:
-            largest = larger(abs(vector), largest)
-        spoilt = reduce(add, (vector * 0 for vector in vectors))
-        top = lanes.reduce(larger, largest)
-        to.scales[number] = top / 127 + lanes.reduce(add, spoilt)
-        inverse = lanes.splat(where(top < LEAST_INPUT, top.like(0), 127 / top))
+            largest_lanes = larger(abs(vector), largest_lanes)
+        nan_or_0 = reduce(add, (vector * 0 for vector in vectors))
+        largest = lanes.reduce(larger, largest_lanes)
+        to.scales[number] = largest / 127 + lanes.reduce(add, nan_or_0)
+        inverse = lanes.splat(where(largest < LEAST_INPUT, largest.like(0), 127 / largest))
         zeros = Value(b, ir.VectorType(I32, lanes.width)([0] * lanes.width))
         totals = [zeros] * n_parts
-        for place, vector in enumerate(vectors):
+        for index, vector in enumerate(vectors):
             rounded = (vector * inverse + _ROUNDING).bits_as(zeros.raw.type)
             rounded = (rounded << 24).signed_shift(24)
-            totals[place * n_parts // len(vectors)] -= rounded
+            totals[index * n_parts // len(vectors)] -= rounded
             narrow = rounded.resized(ir.VectorType(I8, lanes.width))
-            target = to.integers + number * QUANT_GROUP_SIZE + place * lanes.width
+            target = to.integers + number * QUANT_GROUP_SIZE + index * lanes.width
             b.store(narrow.raw, target.bits_as(narrow.raw.type.as_pointer()).raw, align=1)
         for part, total in enumerate(totals):
             to.sums[number * n_parts + part] = lanes.reduce(add, total)
@@ -219,13 +219,13 @@ _RowT = TypeVar("_RowT")  # the addresses of a row of inputs
 
 @dataclass(frozen=True)
 class _Products(ABC, Generic[_RowT]):
-    """How products of inputs and panels are summed."""
+    """How the products of inputs and panels are summed, for one kind of format."""
 
     panels: PanelReader
 
     @abstractmethod
     def row_at(self, args: Any, number: Value) -> _RowT:
-        """A row of the inputs."""
+        """The addresses of a row of the inputs."""
 
     @abstractmethod
     def add_group(
@@ -235,7 +235,7 @@ class _Products(ABC, Generic[_RowT]):
         group: Group,
         totals: Sequence[Sequence[Variable]],
     ) -> None:
-        """Adds one group's products of every row with every panel to its total."""
+        """Adds a group's products of each row and each panel to totals[row][panel]."""
 
 
 @dataclass(frozen=True)
@@ -278,25 +278,28 @@ class _IntegerProducts(_Products[_Row]):
         totals: Sequence[Sequence[Variable]],
     ) -> None:
         lanes, form, n_parts = self.panels.lanes, self.panels.form, self.panels.form.n_parts
-        inputs_sums = [row.sums[group.number * n_parts + part] for row in rows]
-        sums = [[lanes.splat(of_row * form.zero) for _ in panels] for of_row in inputs_sums]
+        negated_sums = [row.sums[group.number * n_parts + part] for row in rows]
+        # dots[row][panel], which begin with -zero * the sum of the row's inputs.
+        dots = [[lanes.splat(negated * form.zero) for _ in panels] for negated in negated_sums]
         for number, panel in enumerate(panels):
             for column, unsigned in self.panels.unsigned(panel, group, part):
-                for row, of_row in zip(rows, sums, strict=True):
-                    place = row.integers + group.number * QUANT_GROUP_SIZE + 4 * column
-                    signed = lanes.splat(place.bits_as(_WORD)[0])
-                    of_row[number] = add_byte_dots(self.byte_dots, of_row[number], unsigned, signed)
+                for row, row_dots in zip(rows, dots, strict=True):
+                    address = row.integers + group.number * QUANT_GROUP_SIZE + 4 * column
+                    signed = lanes.splat(address.bits_as(_WORD)[0])
+                    row_dots[number] = add_byte_dots(
+                        self.byte_dots, row_dots[number], unsigned, signed
+                    )
         for number, panel in enumerate(panels):
             scale = self.panels.scale(panel, group, part)
             least = self.panels.least(panel, group, part) if form.has_min else None
-            for row, of_row, of_totals, inputs_sum in zip(
-                rows, sums, totals, inputs_sums, strict=True
+            for row, row_dots, row_totals, negated in zip(
+                rows, dots, totals, negated_sums, strict=True
             ):
-                x_scale, total = lanes.splat(row.scales[group.number]), of_totals[number]
-                if least is not None:  # the sums of integers are stored negated
-                    of_least = lanes.splat(inputs_sum).to(lanes.vector) * x_scale
-                    total.value = total.value - of_least * least
-                total.value = fma(of_row[number].to(lanes.vector), scale * x_scale, total.value)
+                x_scale, total = lanes.splat(row.scales[group.number]), row_totals[number]
+                if least is not None:
+                    negated_x_sum = lanes.splat(negated).to(lanes.vector) * x_scale
+                    total.value = total.value - negated_x_sum * least
+                total.value = fma(row_dots[number].to(lanes.vector), scale * x_scale, total.value)
 
 
 @dataclass(frozen=True)
@@ -316,15 +319,15 @@ class _FloatProducts(_Products[Value]):
         lanes = self.panels.lanes
         sums = [[lanes.constant(group.number.b, 0) for _ in panels] for _ in rows]
         for number, panel in enumerate(panels):
-            for place, weights in self.panels.floats(panel, group):
-                for row, of_row in zip(rows, sums, strict=True):
-                    x = lanes.splat(row[group.number * QUANT_GROUP_SIZE + place])
-                    of_row[number] = fma(weights, x, of_row[number])
+            for index, weights in self.panels.floats(panel, group):
+                for row, row_sums in zip(rows, sums, strict=True):
+                    x = lanes.splat(row[group.number * QUANT_GROUP_SIZE + index])
+                    row_sums[number] = fma(weights, x, row_sums[number])
         for number, panel in enumerate(panels):
             scale = self.panels.scale(panel, group, 0)
-            for of_row, of_totals in zip(sums, totals, strict=True):
-                total = of_totals[number]
-                total.value = fma(of_row[number], scale, total.value)
+            for row_sums, row_totals in zip(sums, totals, strict=True):
+                total = row_totals[number]
+                total.value = fma(row_sums[number], scale, total.value)
 
 
 def _quant_gemm(
@@ -341,26 +344,26 @@ def _quant_gemm(
 
     def multiply(block: Value, first: Value, n_panels: int) -> None:
         """Multiplies the rows of a block by consecutive panels."""
-        own, ahead = (
+        panels, next_panels = (
             [panel_at(to.panels, first + (start + number), shape) for number in range(n_panels)]
             for start in (0, n_panels)
         )
 
         def multiply_rows(first_row: Value, n_rows: int) -> None:
             rows = [products.row_at(args, first_row + row) for row in range(n_rows)]
-            totals = [[Variable(lanes.constant(b, 0)) for _ in own] for _ in rows]
+            totals = [[Variable(lanes.constant(b, 0)) for _ in panels] for _ in rows]
             is_first = first_row < block + 1
             with loop(b, 0, shape.n_groups) as index:
                 group = reader.group_at(index, shape.n_before)
                 with when(is_first):
-                    for each in ahead:
-                        reader.prefetch(each, group)
-                products.add_group(rows, own, group, totals)
-            for row, of_row in enumerate(totals):
-                for panel, total in enumerate(of_row):
-                    column = (first + panel) * lanes.width
-                    place = to.y + (first_row + row) * to.y_stride + column
-                    lanes.store(place, total.value, lanes.first(to.m - column))
+                    for panel in next_panels:
+                        reader.prefetch(panel, group)
+                products.add_group(rows, panels, group, totals)
+            for row, row_totals in enumerate(totals):
+                for number, total in enumerate(row_totals):
+                    column = (first + number) * lanes.width
+                    target = to.y + (first_row + row) * to.y_stride + column
+                    lanes.store(target, total.value, lanes.first(to.m - column))
 
         in_groups(block, smaller(block + _BLOCK, to.n), _ROWS, multiply_rows)
 

@@ -1,18 +1,19 @@
-"""Records the kernel calls of a step and replays them as one program.
+"""Records the kernel calls of a step and replays them as one program, like a CUDA graph.
 
-While a step is recorded, nothing is computed: each kernel call is kept with its addresses. A replay
-makes the same calls in the same order, so results are the same to the last bit. Inputs that change
-from step to step are written to the same tensors before each replay.
+Recording computes nothing: it stores each kernel call with its addresses. A replay makes the same
+calls in the same order, so its results have the same bits. Inputs that change from step to step are
+written to the same tensors before each replay.
 
 One team of threads executes all calls. If a call or the previous one uses several threads, there is
 a barrier before the call, which is much cheaper than starting a team. A call of one thread may
-interrupt the replay so that Python can continue: it writes its number to `AT`. All threads must
-exit at the same barrier, though some may still be leaving the previous one; so a thread exits only
-at the first barrier after the call that interrupted.
+interrupt the replay to let Python continue: it writes its number to `AT`. All threads must exit at
+the same barrier, though some may still be leaving the previous one; so they exit at the first
+barrier after the call that interrupted.
 
     calls    cells of 8 bytes: the address of the kernel's `part`, the address of its arguments, the
              largest number of threads, and 1 if there is a barrier before the call
-    state    cells of 8 bytes on separate cache lines: threads at the barrier, barriers passed, AT
+    state    cells of 8 bytes on separate cache lines: the number of threads at the barrier, the
+             number of barriers passed, and `AT`, the call that interrupted
 
 Sources: stream capture, as in CUDA graphs; sense-reversing barriers, Mellor-Crummey and Scott 1991,
 section 3.1.
@@ -56,7 +57,7 @@ _ARRIVED, _N_PASSED, AT = 0, 8, 16
 # core each.
 _SPINS = 1000
 
-# Calls of torch that compute nothing; the results of _VIEWS must share memory with the argument.
+# Torch functions that compute nothing; a result of _VIEWS must share memory with the argument.
 _VIEWS = {"__getitem__", "view", "flatten", "contiguous", "chunk", "unbind"}
 _QUERIES = {"__get__", "__len__", "size", "stride", "dim", "numel", "data_ptr", "is_contiguous"}
 _EMPTY = {"empty", "empty_like", "new_empty"}
@@ -74,7 +75,7 @@ class ExecutorArguments(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class Exit(Generic[T]):
-    """Where a call writes its number to interrupt the replay."""
+    """The address to which a call writes its number to interrupt the replay."""
 
     at: Integers[T]
     number: Integer[T]
@@ -91,7 +92,7 @@ def make_executor() -> CompiledKernel[ExecutorArguments[float]]:
 
 @cache
 def make_host_call() -> CompiledKernel[Exit[float]]:
-    """A call that only interrupts the replay."""
+    """A kernel that does nothing but interrupt the replay."""
     return CompiledKernel(Exit[float], _host_call)
 
 
@@ -181,10 +182,10 @@ class Arena:
 
 
 class Recording:
-    """Recorded kernel calls, which `replay` makes any number of times, one replay at a time.
+    """Recorded kernel calls, which can be replayed any number of times, one replay at a time.
 
     Tensors that the calls use must live as long as the recording, except those that were allocated
-    while it was recorded.
+    during recording.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -203,7 +204,7 @@ class Recording:
         self._calls.append((program, n_threads, program.packed(arguments)))
 
     def exit(self, fallback: Callable[[], None]) -> Exit[int]:
-        """An exit for the next recorded call; if the call takes it, `fallback` runs afterwards."""
+        """An exit for the next recorded call; if the call takes it, the replay runs `fallback`."""
         number = len(self._calls)
         self._fallbacks[number] = fallback
         return Exit(at=ctypes.addressof(self._state) + 8 * AT, number=number)
@@ -213,7 +214,7 @@ class Recording:
         self.run(make_host_call(), 1, self.exit(fallback))
 
     def deferred(self, x: Tensor, function: Callable[[Tensor], object]) -> Callable[[], None]:
-        """A call of the function with a tensor at x's address.
+        """A function without arguments that calls `function` with a tensor at x's address.
 
         It does not keep x alive, so other recorded tensors may reuse the memory after the call.
         """
@@ -285,8 +286,8 @@ class KernelsOnly(TorchFunctionMode):
 
 def _shares_memory(result: Tensor | Sequence[Tensor], x: Tensor) -> bool:
     views = (result,) if isinstance(result, Tensor) else result
-    own = x.untyped_storage().data_ptr()
-    return all(view.untyped_storage().data_ptr() == own for view in views)
+    storage = x.untyped_storage().data_ptr()
+    return all(view.untyped_storage().data_ptr() == storage for view in views)
 
 
 @dataclass(frozen=True)

@@ -122,14 +122,13 @@ def _rotary(
         rotations, slot = args.rotations + token * head_dim, args.slots[token] * rows.width
         if rotates:
             with loop(b, 0, n_heads) as head:
-                own = q + head * head_dim
-                _rotate(lanes, head_dim, own, rotations)
+                _rotate(lanes, head_dim, q + head * head_dim, rotations)
         with loop(b, 0, n_kv_heads) as head:
-            own, cached = head * head_dim, head * args.cache_stride + slot
+            offset, row = head * head_dim, head * args.cache_stride + slot
             if rotates:
-                _rotate(lanes, head_dim, k + own, rotations)
-            rows.write(k + own, args.k_cache + cached)
-            rows.write(v + own, args.v_cache + cached)
+                _rotate(lanes, head_dim, k + offset, rotations)
+            rows.write(k + offset, args.k_cache + row)
+            rows.write(v + offset, args.v_cache + row)
 
 
 def _rotate(lanes: Lanes, head_dim: int, numbers: Value, rotations: Value) -> None:

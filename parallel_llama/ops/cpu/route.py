@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: torch needs a dozen operations for what each kernel does."""
+"""Routing of tokens to experts; each kernel replaces about a dozen torch operations."""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -54,7 +54,7 @@ class _SigmoidRouteArguments(Generic[T]):
 
 
 @dataclass(slots=True, kw_only=True)
-class _RoutesArguments(Generic[T]):
+class _DispatchArguments(Generic[T]):
     experts: Integers[T]
     tokens: Integers[T]
     order: Integers[T]
@@ -99,8 +99,8 @@ class RouteKernel:
 class SigmoidRouteKernel:
     """The best experts of each row, and their routing weights: see `TorchOps.sigmoid_route`.
 
-    It overwrites the scores. torch's sigmoid of a number depends on the place of the number in its
-    tensor, so a token's weights would depend on the other tokens.
+    It overwrites the scores. torch's sigmoid is not used: its result for a number depends on the
+    number's index in the tensor, so a token's weights would depend on the other tokens.
 
     Shapes: scores [T, n_experts] and bias [n_experts], contiguous -> weights and experts
         [T, n_active].
@@ -143,11 +143,11 @@ class SigmoidRouteKernel:
         return routing_weights, experts
 
 
-class RoutesKernel:
+class ExpertDispatchKernel:
     """The rows of each expert: see `TorchOps.expert_dispatch`."""
 
     def __init__(self) -> None:
-        self._program = CompiledKernel(_RoutesArguments[float], _routes)
+        self._program = CompiledKernel(_DispatchArguments[float], _expert_dispatch)
 
     def __call__(
         self, experts: Tensor, own: range, run: Launcher = at_once
@@ -156,7 +156,7 @@ class RoutesKernel:
         assert experts.is_contiguous() and experts.dtype == torch.int64
         tokens, order, pairs = experts.new_empty(3, experts.numel())
         starts, following = experts.new_empty(2, len(own) + 1)
-        arguments = _RoutesArguments(
+        arguments = _DispatchArguments(
             experts=experts.data_ptr(), tokens=tokens.data_ptr(), order=order.data_ptr(),
             pairs=pairs.data_ptr(), starts=starts.data_ptr(), following=following.data_ptr(),
             n_pairs=experts.numel(), n_active=n_active, first=own.start, n=len(own),
@@ -177,8 +177,8 @@ def make_sigmoid_route(dtype: torch.dtype) -> SigmoidRouteKernel:
 
 
 @cache
-def make_routes() -> RoutesKernel:
-    return RoutesKernel()
+def make_expert_dispatch() -> ExpertDispatchKernel:
+    return ExpertDispatchKernel()
 
 
 def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _RouteArguments[Value]) -> None:
@@ -192,19 +192,22 @@ def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _RouteArguments[
     """
     n_experts, n_active = args.n_experts, args.n_active
     with loop(b, *thread.part_of(args.n)) as row:
-        own, own_weights = args.scores + row * n_experts, args.routing_weights + row * n_active
-        best, total = _softmax(lanes, own, n_experts)
-        kept = Variable(own[0].like(0))
-        with loop(b, 0, n_active) as place:
-            number, score = _argmax(own, n_experts)
-            (args.experts + row * n_active)[place] = number
-            own[number] = score.like(nan)  # comparisons with NaN are false
+        row_scores, row_weights = (
+            args.scores + row * n_experts,
+            args.routing_weights + row * n_active,
+        )
+        best, total = _softmax(lanes, row_scores, n_experts)
+        total_weight = Variable(row_scores[0].like(0))
+        with loop(b, 0, n_active) as choice:
+            expert, score = _argmax(row_scores, n_experts)
+            (args.experts + row * n_active)[choice] = expert
+            row_scores[expert] = score.like(nan)  # comparisons with NaN are false
             weight = exp(lanes, lanes.splat(score - best)).lane(0) / total
-            own_weights[place] = weight
-            kept.value += weight
-        divisor = where(args.normed > 0, kept.value, kept.value.like(1))
-        with loop(b, 0, n_active) as place:
-            own_weights[place] = own_weights[place] / divisor
+            row_weights[choice] = weight
+            total_weight.value += weight
+        divisor = where(args.normed > 0, total_weight.value, total_weight.value.like(1))
+        with loop(b, 0, n_active) as choice:
+            row_weights[choice] = row_weights[choice] / divisor
 
 
 def _sigmoid_route(
@@ -224,26 +227,26 @@ def _sigmoid_route(
     n_experts, n_active = args.n_experts, args.n_active
     scale = args.scale.to(lanes.vector.element)
     with loop(b, *thread.part_of(args.n)) as row:
-        own, choices = args.scores + row * n_experts, args.choices + row * n_experts
-        own_weights = args.routing_weights + row * n_active
+        row_scores, choices = args.scores + row * n_experts, args.choices + row * n_experts
+        row_weights = args.routing_weights + row * n_active
         with loop(b, 0, n_experts, lanes.width) as i:
             mask = lanes.first(n_experts - i)
-            score = lanes.load(own + i, mask)
+            score = lanes.load(row_scores + i, mask)
             weights = sigmoid(lanes, score)
             biased = weights + lanes.load(args.bias + i, mask)
             lanes.store(choices + i, where(args.has_bias > 0, biased, score), mask)
-            lanes.store(own + i, weights, mask)
+            lanes.store(row_scores + i, weights, mask)
         _exclude_groups(args, choices, args.of_groups + row * args.n_groups)
-        kept = Variable(own[0].like(0))
-        with loop(b, 0, n_active) as place:
-            number, _ = _argmax(choices, n_experts)
-            (args.experts + row * n_active)[place] = number
-            choices[number] = kept.value.like(nan)  # comparisons with NaN are false
-            own_weights[place] = own[number]
-            kept.value += own[number]
-        divisor = where(args.normed > 0, kept.value + 1e-20, kept.value.like(1))
-        with loop(b, 0, n_active) as place:
-            own_weights[place] = own_weights[place] / divisor * scale
+        total_weight = Variable(row_scores[0].like(0))
+        with loop(b, 0, n_active) as choice:
+            expert, _ = _argmax(choices, n_experts)
+            (args.experts + row * n_active)[choice] = expert
+            choices[expert] = total_weight.value.like(nan)  # comparisons with NaN are false
+            row_weights[choice] = row_scores[expert]
+            total_weight.value += row_scores[expert]
+        divisor = where(args.normed > 0, total_weight.value + 1e-20, total_weight.value.like(1))
+        with loop(b, 0, n_active) as choice:
+            row_weights[choice] = row_weights[choice] / divisor * scale
 
 
 def _exclude_groups(args: _SigmoidRouteArguments[Value], choices: Value, of_groups: Value) -> None:
@@ -255,11 +258,11 @@ def _exclude_groups(args: _SigmoidRouteArguments[Value], choices: Value, of_grou
     b, n_groups = args.n.b, args.n_groups
     size = args.n_experts // larger(n_groups, n_groups.like(1))
     with loop(b, 0, n_groups) as g:
-        own = choices + g * size
-        number, largest = _argmax(own, size)
-        own[number] = largest.like(nan)
-        _, second = _argmax(own, size)
-        own[number] = largest
+        group_choices = choices + g * size
+        number, largest = _argmax(group_choices, size)
+        group_choices[number] = largest.like(nan)
+        _, second = _argmax(group_choices, size)
+        group_choices[number] = largest
         of_groups[g] = largest + second
     with loop(b, 0, args.n_active_groups):
         number, best = _argmax(of_groups, n_groups)
@@ -296,7 +299,7 @@ def _argmax(scores: Value, n: Value) -> tuple[Value, Value]:
     return number.value, score.value
 
 
-def _routes(b: ir.IRBuilder, _: Thread, args: _RoutesArguments[Value]) -> None:
+def _expert_dispatch(b: ir.IRBuilder, _: Thread, args: _DispatchArguments[Value]) -> None:
     """Sorts the pairs of token and expert by expert, those of other ranks' experts last.
 
     starts[e], following[e] = number of pairs with an expert before e, for this rank's experts
@@ -306,7 +309,7 @@ def _routes(b: ir.IRBuilder, _: Thread, args: _RoutesArguments[Value]) -> None:
     """
     following, n_pairs, n = args.following, args.n_pairs, args.n
 
-    def place(pair: Value) -> Value:
+    def index_of(pair: Value) -> Value:
         """The index of a pair's expert among this rank's; `n` if another rank has the expert."""
         number = args.experts[pair] - args.first
         return where(number < 0, n, where(number < n, number, n))
@@ -314,7 +317,7 @@ def _routes(b: ir.IRBuilder, _: Thread, args: _RoutesArguments[Value]) -> None:
     with loop(b, 0, n + 1) as i:
         following[i] = n.like(0)
     with loop(b, 0, n_pairs) as pair:
-        at = place(pair)
+        at = index_of(pair)
         following[at] = following[at] + 1
     n_before = Variable(n.like(0))
     with loop(b, 0, n + 1) as i:
@@ -322,7 +325,7 @@ def _routes(b: ir.IRBuilder, _: Thread, args: _RoutesArguments[Value]) -> None:
         following[i] = n_before.value
         n_before.value += count
     with loop(b, 0, n_pairs) as pair:
-        at = place(pair)
+        at = index_of(pair)
         i = following[at]
         args.tokens[i], args.order[i], args.pairs[i] = pair // args.n_active, i, pair
         following[at] = i + 1

@@ -1,8 +1,8 @@
 """A limit on the number of threads of a kernel while other programs need the cores.
 
 The threads of a kernel wait for each other at its end, and a step calls hundreds of kernels. So a
-thread that waits for a core delays all others, at each kernel by up to a time slice of the other
-program, and a kernel with one thread less is faster. Results do not depend on the number of
+thread that waits for a core delays all other threads, at each kernel by up to a time slice of the
+other program; a kernel with one thread less is then faster. Results do not depend on the number of
 threads.
 
 Source: Linux, Documentation/scheduler/sched-stats.rst, section "/proc/<pid>/schedstat".
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-LOOK_S = 0.03  # time in kernels after which the waiting times of threads are read
+SAMPLE_S = 0.03  # time in kernels after which the waiting times of threads are read
 MEAN_S = 0.25  # time over which waiting is averaged, so that short bursts of work change nothing
 HOLD_S = 1.0  # how long a limit holds
 
@@ -27,9 +27,9 @@ class ThreadLimit:
     """The limit for kernels that one thread of this process calls.
 
     Args:
-        waited_s: Returns how long the threads of kernels have waited for a core, in total; NaN if
-            unknown.
-        clock_s: Returns the time.
+        waited_s: Returns how long the threads of kernels have waited for a core, in total and in
+            seconds; NaN if unknown.
+        clock_s: Returns the time in seconds.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class ThreadLimit:
         if n_used > 1:
             now_s = self._clock_s()
             self._kernels_s += now_s - start_s
-            if self._kernels_s >= LOOK_S:
-                self._look(now_s, n_used)
+            if self._kernels_s >= SAMPLE_S:
+                self._update(now_s, n_used)
 
-    def _look(self, now_s: float, n_threads: int) -> None:
+    def _update(self, now_s: float, n_threads: int) -> None:
         waited_s, kernels_s = self._waited_s(), self._kernels_s
         n_waiting = (waited_s - self._before_s) / kernels_s  # the average number of threads
         self._kernels_s, self._before_s = 0.0, waited_s
@@ -73,8 +73,8 @@ def run_delay_s(thread_ids: Collection[int]) -> float:
     """
     total_ns = 0
     try:
-        for each in thread_ids:
-            path = Path(f"/proc/self/task/{each}/schedstat")
+        for thread_id in thread_ids:
+            path = Path(f"/proc/self/task/{thread_id}/schedstat")
             total_ns += int(path.read_bytes().split()[1])
     except (OSError, IndexError):
         return math.nan

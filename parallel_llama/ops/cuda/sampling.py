@@ -258,7 +258,7 @@ def _draw_filtered(
         number += tl.sum(is_before.to(tl.int32), 1)
         before += tl.sum(tl.where(is_before, _shift(other, best, temperature)[None], 0.0), 1)
 
-    # As in `Filters.kept`.
+    # As in `Filters.keep_mask`.
     is_cut = top_k < vocab_size
     in_k = (own != _NOTHING) & (number < n_candidates) & (number < top_k)
     counted = tl.where(in_k, weight, 0.0)

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 from parallel_llama.ops.cuda import quant_linear as kernels
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.quant import PanelShape, QuantMatrix, quant_gemm
-from parallel_llama.ops.quant import rounded_inputs as rounded_by_torch
+from parallel_llama.ops.quant import quantise_inputs as rounded_by_torch
 from parallel_llama.parallel.cuda_graphs import require_capturable
 
 SOME = pytest.mark.parametrize("form", [INT8, INT4_MIN, BLOCKS["Q6_K"]], ids=lambda f: f.name)
