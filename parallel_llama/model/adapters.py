@@ -1,4 +1,4 @@
-"""The matrices of LoRA adapters in the layers of a loaded model."""
+"""Adds the matrices of LoRA adapters to the layers of a loaded model, and removes them."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -23,21 +23,21 @@ def number_layers(model: Transformer) -> None:
 
 
 def add_adapter(model: Transformer, adapter: str, pairs: Sequence[LoadedPair]) -> None:
-    """Adds the matrices of an adapter to the layers that hold their weights.
+    """Adds the matrices of an adapter to the layers that compute with the adapted weights.
 
     On a CPU all matrices are copied to one region of memory, with huge pages if possible, where the
-    matrices A of a fused layer follow each other.
+    matrices A of a fused layer are consecutive.
     """
-    of_layers: dict[int, tuple[LowRanks, list[LowRank]]] = {}
+    by_layer: dict[int, tuple[LowRanks, list[LowRank]]] = {}
     for pair in pairs:
         layer, first = fused_at(model, pair.weight)
-        found = of_layers.setdefault(id(layer.low_ranks), (layer.low_ranks, []))[1]
-        found.append(LowRank(pair.a, pair.b, first))
-    parts = [sorted(found, key=lambda each: each.first) for _, found in of_layers.values()]
+        parts = by_layer.setdefault(id(layer.low_ranks), (layer.low_ranks, []))[1]
+        parts.append(LowRank(pair.a, pair.b, first))
+    layers = [sorted(parts, key=lambda part: part.first) for _, parts in by_layer.values()]
     if pairs and pairs[0].a.device.type == "cpu":
-        parts = _in_one_region(parts)
-    for (low_ranks, _), found in zip(of_layers.values(), parts, strict=True):
-        low_ranks[adapter] = found
+        layers = _in_one_region(layers)
+    for (low_ranks, _), parts in zip(by_layer.values(), layers, strict=True):
+        low_ranks[adapter] = parts
 
 
 def remove_adapter(model: Transformer, adapter: str) -> None:
@@ -49,45 +49,45 @@ def remove_adapter(model: Transformer, adapter: str) -> None:
 def adapter_addresses(model: Transformer, adapter: str) -> AdapterAddresses:
     """The addresses of an adapter's matrices on this CPU, valid until the adapter is removed."""
     layers = [layer.low_ranks for _, layer in _layers(model)]
-    found = AdapterAddresses(len(layers))
+    addresses = AdapterAddresses(len(layers))
     for low_ranks in layers:
         parts = low_ranks.get(adapter)
         if parts:
             first = parts[0].a
             n_rows = sum(len(part.a) for part in parts)
             a = first.as_strided((n_rows, first.shape[1]), first.stride())
-            found.add(low_ranks.number, a, [(part.first, part.b) for part in parts])
-    return found
+            addresses.add(low_ranks.number, a, [(part.first, part.b) for part in parts])
+    return addresses
 
 
 def low_rank_matrices(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """The matrices of all adapters on this rank, each with a name of its own."""
+    """Yields the matrices of all adapters on this rank, with a unique name for each."""
     for layer_name, layer in _layers(model):
         for adapter, pairs in layer.low_ranks.items():
-            for at, pair in enumerate(pairs):
-                name = f"{at} for {layer_name} of adapter {adapter!r}"
+            for number, pair in enumerate(pairs):
+                name = f"{number} for {layer_name} of adapter {adapter!r}"
                 yield from ((f"A {name}", pair.a), (f"B {name}", pair.b))
 
 
 def _in_one_region(layers: Sequence[Sequence[LowRank]]) -> list[list[LowRank]]:
-    """Copies of the matrices, in one region: for each layer all A, and then all B."""
-    tensors = [each for parts in layers for each in (*(p.a for p in parts), *(p.b for p in parts))]
-    region = huge_pages(sum(each.nbytes for each in tensors)).view(tensors[0].dtype)
-    ends = accumulate((each.numel() for each in tensors), initial=0)
+    """Copies of the matrices in one region: for each layer all A, and then all B."""
+    matrices = [x for parts in layers for x in (*(p.a for p in parts), *(p.b for p in parts))]
+    region = huge_pages(sum(matrix.nbytes for matrix in matrices)).view(matrices[0].dtype)
+    ends = accumulate((matrix.numel() for matrix in matrices), initial=0)
     copies = (
-        region[start:stop].view(each.shape).copy_(each)
-        for each, (start, stop) in zip(tensors, pairwise(ends), strict=True)
+        region[start:stop].view(matrix.shape).copy_(matrix)
+        for matrix, (start, stop) in zip(matrices, pairwise(ends), strict=True)
     )
-    found = []
+    copied = []
     for parts in layers:
-        own = [next(copies) for _ in range(2 * len(parts))]
-        both = zip(own[: len(parts)], own[len(parts) :], parts, strict=True)
-        found.append([LowRank(a, b, part.first) for a, b, part in both])
-    return found
+        matrices_a, matrices_b = ([next(copies) for _ in parts] for _ in range(2))
+        triples = zip(matrices_a, matrices_b, parts, strict=True)
+        copied.append([LowRank(a, b, part.first) for a, b, part in triples])
+    return copied
 
 
 def _layers(model: Transformer) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
-    """The layers that may have matrices of adapters, with their names."""
+    """Yields the name and layer of each layer that may have matrices of adapters."""
     for number, block in model.layers.items():
         parts: list[Any] = [block.attention, block.feed_forward]
         if isinstance(block.feed_forward, MixtureOfExperts) and block.feed_forward.shared_expert:

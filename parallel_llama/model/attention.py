@@ -1,7 +1,7 @@
 """Grouped-query attention of this rank's heads over packed sequences.
 
-Each chunk of a sequence attends to its own past in the KV cache and to nothing else, so a request's
-result does not depend on the rest of the batch.
+A chunk of a sequence attends to the keys of its own sequence only, so a request's result does not
+depend on the rest of the batch.
 
 Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
 """
@@ -42,7 +42,7 @@ class Attention:
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
         self.shard, self.comm, self.ops = shard, backend.comm, backend.ops
-        # The KV group of the layer, and the layer's number in this rank's cache of the group.
+        # The KV group of the layer, and the layer's index in this rank's cache of the group.
         self.kv_group, self.layer = next(
             (number, shard.layers_of(kv_group).index(layer))
             for number, kv_group in enumerate(kv_groups(args))
@@ -88,11 +88,12 @@ class Attention:
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
     ) -> Tensor:
         """The output of the heads, before wo. Shapes: [T, dim] replicated -> [T, H * D] local."""
-        own, cache = batch.kv_groups[self.kv_group], caches[self.kv_group]
+        group, cache = batch.kv_groups[self.kv_group], caches[self.kv_group]
         qkv = self.wqkv(x, batch.adapters).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
         n_rotated = self.n_local_heads + self.n_local_kv_heads
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qkv[:, : self.n_local_heads], qkv[:, self.n_local_heads : n_rotated]
+            q = qkv[:, : self.n_local_heads]  # [T, H, D] local
+            k = qkv[:, self.n_local_heads : n_rotated]  # [T, K, D] local
             if self.is_normed_across_heads:
                 self._norm_across_heads(q, self.q_norm, k, self.k_norm)
             else:
@@ -101,28 +102,28 @@ class Attention:
         if self.unit_eps is not None:
             # Before rotation, which does not change the norm.
             self.ops.unit_norm_(qkv[:, :n_rotated], self.unit_eps)
-        k, v = cache.layer(self.layer)
-        rotations = own.rotations if self.is_rotated else None
-        self.ops.rotate_and_store(qkv, rotations, own.slots, k, v)
-        q = qkv[:, : self.n_local_heads]
+        k, v = cache.layer(self.layer)  # each [K, n_slots, W] local
+        rotations = group.rotations if self.is_rotated else None
+        self.ops.rotate_and_store(qkv, rotations, group.slots, k, v)
+        q = qkv[:, : self.n_local_heads]  # [T, H, D] local
         if self.scales_queries:
             assert batch.query_scales is not None
             self.ops.scale_rows_(q, batch.query_scales)
         sinks = None if self.sinks is None else self.sinks.values  # [H] local
-        if own.part_tiles:
+        if group.part_tiles:
             assert isinstance(self.ops, CPUOps)
             o = attend_in_order(
-                q, k, v, own.part_tiles, cache.heads, self.shard, self.ops, self.comm, sinks
+                q, k, v, group.part_tiles, cache.heads, self.shard, self.ops, self.comm, sinks
             )
         elif self.shard.peers:
             o = attend_to_all_parts(
-                q, k, v, own.tiles, cache.heads, self.shard, self.ops, self.comm, sinks
+                q, k, v, group.tiles, cache.heads, self.shard, self.ops, self.comm, sinks
             )
         else:
             o = q.new_empty(q.shape)  # [T, H, D] local
-            if own.plan is not None:
-                self.ops.attention(q, k, v, own.plan, cache.heads, o, sinks)
-            for tile in own.sink_tiles:
+            if group.plan is not None:
+                self.ops.attention(q, k, v, group.plan, cache.heads, o, sinks)
+            for tile in group.sink_tiles:
                 rotated = _rotated(q[tile.plan.rows], tile.back_rotations)
                 self.ops.sink_attention(q, rotated, k, v, tile.plan, cache.heads, o)
         o = o.flatten(1)  # [T, H * D] local
@@ -141,19 +142,19 @@ class Attention:
         """
         heads, kv_heads = self.shard.heads, self.shard.kv_heads
         n_heads, n_all = self.n_heads, self.n_heads + self.n_kv_heads
-        squares = q.new_empty((len(q), n_all), dtype=self.wide_dtype)
+        squares = q.new_empty((len(q), n_all), dtype=self.wide_dtype)  # partial after the two calls
         self.ops.head_squares_(q, squares, range(n_heads), heads.start)
-        # A KV head that several ranks hold counts once.
-        own = counted_kv_heads(heads, n_heads // self.n_kv_heads)
-        counted = k[:, own.start - kv_heads.start : own.stop - kv_heads.start]
-        self.ops.head_squares_(counted, squares, range(n_heads, n_all), n_heads + own.start)
+        # A KV head that several ranks hold is counted by one of these ranks.
+        counted = counted_kv_heads(heads, n_heads // self.n_kv_heads)
+        k_counted = k[:, counted.start - kv_heads.start : counted.stop - kv_heads.start]
+        self.ops.head_squares_(k_counted, squares, range(n_heads, n_all), n_heads + counted.start)
         squares = self.ops.all_reduce(squares, self.comm)  # [T, n_heads + n_kv_heads] replicated
         for x, columns, norm in ((q, range(n_heads), q_norm), (k, range(n_heads, n_all), k_norm)):
             self.ops.norm_heads_(x, squares, columns, norm.weight.values, norm.eps)
 
 
 def _head_norm(args: ModelArgs, size: int, backend: Backend) -> _HeadNorm:
-    """A new norm of queries or keys; the heads of this rank have `size` values together."""
+    """A new norm of queries or keys; all heads of this rank together have `size` values."""
     if args.qk_layer_norm:
         return HeadLayerNorm(size, args.norm_eps, backend)
     n_weights = size if args.qk_norm_across_heads else args.head_dim
@@ -161,9 +162,10 @@ def _head_norm(args: ModelArgs, size: int, backend: Backend) -> _HeadNorm:
 
 
 def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
-    """The rows of x, rotated, with bits that depend neither on the other rows nor on the heads.
+    """Rotates the rows of x, each with the same bits whatever the number of rows and heads.
 
-    Torch may round a product of complex numbers differently in a vector loop and its scalar tail.
+    That excludes products of complex tensors: torch may round them differently in a vector loop
+    and in its scalar tail.
 
     Shapes: x [T, H, D], heads in interleaved order; rotations [T, 1, D / 2] complex.
     """

@@ -20,19 +20,20 @@ class HugePages:
     """One region of CPU memory, into which weights are moved one after another.
 
     Args:
-        values: The empty weights, whose sizes are reserved. Pages that remain unused, because
-            loaded weights have fewer bits, take no memory.
+        values: The empty weights; their sizes are reserved. Loaded weights may be smaller: unused
+            pages take no memory.
     """
 
     def __init__(self, values: Collection[Tensor]) -> None:
-        self._map = _huge_pages(sum(_rounded(each.nbytes) for each in values))
+        self._map = _huge_pages(sum(_rounded(empty.nbytes) for empty in values))
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._n_used = 0
 
     def move(self, weights: Iterable[Weight]) -> range:
-        """Move some loaded weights into the region. Returns: their bytes there.
+        """Move some loaded weights into the region. Returns: the byte range of the moved weights.
 
-        Weights that share memory still share it afterwards. Weights in the region stay in place.
+        Weights that share memory still share it afterwards. Weights that are in the region already
+        are not moved.
         """
         first, weights = self._n_used, list(weights)
         for weight in weights:
@@ -40,17 +41,17 @@ class HugePages:
             if n_bytes:
                 weight.store(self._memory[self._n_used : self._n_used + n_bytes])
                 self._n_used += _rounded(n_bytes)
-        owners: dict[int, list[Weight]] = {}
-        here = self._memory.untyped_storage().data_ptr()
+        by_storage: dict[int, list[Weight]] = {}
+        region = self._memory.untyped_storage().data_ptr()
         for weight in weights:
             start = weight.values.untyped_storage().data_ptr()
-            if weight.values.numel() and start != here:
-                owners.setdefault(start, []).append(weight)
-        for sharing in owners.values():
-            old = sharing[0].values.untyped_storage()
+            if weight.values.numel() and start != region:
+                by_storage.setdefault(start, []).append(weight)
+        for sharers in by_storage.values():
+            old = sharers[0].values.untyped_storage()
             new = self._memory[self._n_used : self._n_used + old.nbytes()]
             new.copy_(torch.empty(0, dtype=torch.uint8).set_(old))
-            for weight in sharing:
+            for weight in sharers:
                 values = weight.values
                 whole = new.view(values.dtype)
                 offset = whole.storage_offset() + values.storage_offset()
@@ -58,9 +59,9 @@ class HugePages:
             self._n_used += _rounded(old.nbytes())
         return range(first, self._n_used)
 
-    def release(self, where: range) -> None:
+    def release(self, span: range) -> None:
         """Return all whole pages of a byte range to the system; their contents are lost."""
-        start, stop = -(-where.start // mmap.PAGESIZE), where.stop // mmap.PAGESIZE
+        start, stop = -(-span.start // mmap.PAGESIZE), span.stop // mmap.PAGESIZE
         if start < stop:
             size = mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, start * size, (stop - start) * size)

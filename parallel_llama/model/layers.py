@@ -1,8 +1,7 @@
 """Tensor-parallel layers: column-, row- and vocabulary-parallel weights, and the norms.
 
-Names and semantics are fairscale's. Shards may be uneven or empty, and a layer allocates nothing
-before its weights are loaded. The layers know neither how shards are chosen nor how a weight is
-stored.
+Names and semantics are fairscale's. Shards may be uneven or empty. A layer allocates no memory
+before its weights are loaded, and does not know how shards are chosen or weights are stored.
 
 With Y = X A, a column-parallel layer holds columns of A and computes columns of Y; a row-parallel
 layer holds rows of A and computes a partial sum of Y. torch stores A transposed, [out, in].
@@ -33,7 +32,7 @@ class Backend:
 
     Args:
         dtype: The dtype of activations, and of products with weights that are not quantised.
-        stage_comm: The communicator of the ranks of this rank's stage; `comm` without a pipeline.
+        stage_comm: The communicator of the ranks of this rank's stage; None without a pipeline.
     """
 
     comm: Communicator
@@ -91,7 +90,7 @@ def concat_outputs(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
 
 @dataclass(frozen=True)
 class RowCut:
-    """How a row-parallel layer is sharded: by inputs, or by outputs for exact sums.
+    """How a row-parallel layer is sharded: by inputs, or with exact sums by outputs.
 
     Args:
         inputs: This rank's number of inputs.
@@ -108,19 +107,21 @@ class RowCut:
     @classmethod
     def of_heads(cls, shard: Shard, head_dim: int) -> "RowCut":
         """The cut of wo."""
-        every = () if shard.exact is None else shard.exact.heads
-        return cls._of(shard, len(shard.heads) * head_dim, [len(r) * head_dim for r in every])
+        all_heads = () if shard.exact is None else shard.exact.heads
+        return cls._of(
+            shard, len(shard.heads) * head_dim, [len(heads) * head_dim for heads in all_heads]
+        )
 
     @classmethod
     def of_channels(cls, shard: Shard, axis: Axis) -> "RowCut":
         """The cut of w2, and of each expert's w2; `axis` is the axis of the channels."""
-        every = () if shard.exact is None else shard.exact.channels(axis)
-        return cls._of(shard, len(shard.extent(axis)), [len(channels) for channels in every])
+        all_channels = () if shard.exact is None else shard.exact.channels(axis)
+        return cls._of(shard, len(shard.extent(axis)), [len(channels) for channels in all_channels])
 
     @classmethod
-    def _of(cls, shard: Shard, inputs: int, every: Sequence[int]) -> "RowCut":
+    def _of(cls, shard: Shard, inputs: int, all_inputs: Sequence[int]) -> "RowCut":
         outputs = () if shard.exact is None else shard.exact.outputs
-        return cls(inputs, tuple(every), tuple(map(len, outputs)), shard.stage_rank)
+        return cls(inputs, tuple(all_inputs), tuple(map(len, outputs)), shard.stage_rank)
 
     def shape(self, out_features: int) -> tuple[int, int]:
         """The shape of this rank's shard of the weight, [out, in]."""
@@ -129,9 +130,10 @@ class RowCut:
         return self.all_outputs[self.rank], sum(self.all_inputs)
 
     def whole_inputs(self, x: Tensor, ops: TorchOps, comm: Communicator) -> Tensor:
-        """The inputs that this rank's shard of the weight needs.
+        """The inputs that this rank's shard of the weight multiplies.
 
-        Shapes: [T, inputs] local -> the same, or with exact sums [T, all inputs] replicated.
+        Shapes: [T, inputs] local -> [T, inputs] local, or with exact sums [T, all inputs]
+        replicated.
         Collective: with exact sums, one gather_columns.
         """
         return ops.gather_columns(x, self.all_inputs, comm) if self.all_outputs else x
@@ -168,8 +170,10 @@ class RowParallelLinear:
         return row_parallel_sum((self, x), adapters=adapters)
 
     def apply(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
-        """The product before `RowCut.complete`. Shapes: x [T, cut.inputs] local.
+        """The product before `RowCut.complete`.
 
+        Shapes: x [T, cut.inputs] local -> [T, out_features] partial, or with exact sums [T,
+        outputs] local.
         Collective: with exact sums, one gather_columns.
         """
         x = self.cut.whole_inputs(x, self.ops, self.comm)
@@ -276,8 +280,8 @@ class HeadLayerNorm:
 def norm_of(args: ModelArgs, backend: Backend) -> RMSNorm | LayerNorm:
     """A new norm of the residual stream, of the model's kind.
 
-    The model's residual stream is divided by `residual_scale` (see `transformer.Transformer`). With
-    eps divided by the square of `residual_scale`, its norm equals that of the undivided stream.
+    The stream is stored divided by `residual_scale` (see `transformer.Transformer`). The norm is
+    that of the undivided stream, because eps is divided by the square of `residual_scale`.
     """
     eps = args.norm_eps / args.residual_scale**2
     if args.norm == "layer":

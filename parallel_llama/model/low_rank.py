@@ -5,10 +5,10 @@ multiplied separately, so a row's result does not depend on the other rows. In a
 step on the CPU, one kernel call computes the products of all adapters; at each replay it reads
 which rows have which adapter.
 
-A column-parallel layer holds its outputs' rows of B and all of A. A row-parallel layer holds its
-inputs' columns of A and all of B: its low-rank product is a partial sum like that of the layer, and
-one all_reduce sums both. With exact sums, a row-parallel layer holds its outputs' rows of B and all
-of A, and multiplies the inputs that the ranks have gathered, so no sum is split.
+A column-parallel layer holds all of A, and the rows of B of its outputs. A row-parallel layer holds
+all of B, and the columns of A of its inputs: its low-rank product is a partial sum like the layer's
+own, and one all_reduce sums both. With exact sums, a row-parallel layer holds the same parts as a
+column-parallel one, and multiplies the inputs that the ranks have gathered, so no sum is split.
 
 Source: LoRA, arXiv 2106.09685, section 4.1; S-LoRA, arXiv 2311.03285, section 6.
 """
@@ -28,7 +28,7 @@ class LowRank:
     Args:
         a: [rank, in].
         b: [out, rank]; contains the scaling.
-        first: The first of these outputs among those of the layer.
+        first: The index of the first of these outputs in the layer.
     """
 
     a: Tensor
@@ -41,7 +41,7 @@ class AdapterRows:
     """The rows of a batch that run with an adapter.
 
     Args:
-        name: The adapter.
+        name: The adapter's name.
         rows: [n] int64; None for all rows.
     """
 
@@ -56,7 +56,7 @@ Adapters = Sequence[AdapterRows] | AdapterRoom
 class LowRanks(dict[str, Sequence[LowRank]]):
     """The matrices that each adapter adds to a layer, by the adapters' names.
 
-    `number` is the layer's number among all layers that may have adapters; see
+    `number` is the layer's number among all layers that may have adapters, set by
     `adapters.number_layers`.
     """
 
@@ -66,20 +66,23 @@ class LowRanks(dict[str, Sequence[LowRank]]):
 def add_low_rank_(
     y: Tensor, x: Tensor, low_ranks: LowRanks, adapters: Adapters, ops: TorchOps
 ) -> None:
-    """Adds the products of each adapter's rows to y. Shapes: y [T, out]; x [T, in]."""
+    """Adds the low-rank product of each row's adapter to y, in place.
+
+    Shapes: y [T, out]; x [T, in].
+    """
     if isinstance(adapters, AdapterRoom):
         assert isinstance(ops, CPUOps)
         ops.add_low_ranks_(y, x, adapters, low_ranks.number)
         return
-    for each in adapters:
-        parts = low_ranks.get(each.name, ())
+    for adapter in adapters:
+        parts = low_ranks.get(adapter.name, ())
         if not parts:
             continue
-        own = x if each.rows is None else x[each.rows]
+        inputs = x if adapter.rows is None else x[adapter.rows]
         for part in parts:
-            product = ops.low_rank(own, part.a, part.b)
+            product = ops.low_rank(inputs, part.a, part.b)
             outputs = y[:, part.first : part.first + len(part.b)]
-            if each.rows is None:
+            if adapter.rows is None:
                 outputs.add_(product)
             else:
-                outputs.index_add_(0, each.rows, product)
+                outputs.index_add_(0, adapter.rows, product)

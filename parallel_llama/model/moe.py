@@ -1,15 +1,14 @@
 """The mixture of experts: a router sends each token to a few of many feed-forward layers.
 
-x is replicated, so every rank routes all tokens in the same way, and gathers the rows of its own
-experts, sorted by expert. Its channels of these experts give a partial sum, as in a dense layer.
-One all_reduce adds the partial sums, whether the ranks shard each expert or hold different experts.
+x is replicated, so every rank routes all tokens in the same way. A rank sorts the rows of its
+experts by expert, and its channels of these experts give a partial sum, as in a dense layer. One
+all_reduce adds the partial sums, whether the ranks shard each expert or hold different experts.
 With exact sums every rank gathers all channels of every expert and computes some outputs of w2.
 
-Routing weights may scale the inputs of the experts instead of their outputs.
+Some models scale the inputs of the experts by the routing weights instead of the outputs.
 
-A shared expert computes every token. Its channels are split over all ranks, however the other
-experts are distributed, and its partial sum is added to that of the other experts before the
-all_reduce.
+A shared expert computes every token. Its channels are always sharded over all ranks, and its
+partial sum is added to that of the other experts before the all_reduce.
 
     token           0    1    2         tokens of experts 0-1    tokens of experts 2-3
     its experts    3 1  0 3  1 2        0: [1]   1: [0, 2]       2: [2]   3: [0, 1]
@@ -33,7 +32,7 @@ from parallel_llama.plan import Shard
 
 
 class Matrix:
-    """Holds a weight [out, in], in torch's order, for `grouped_linear`; perhaps a bias [out]."""
+    """A weight [out, in], in torch's order, and perhaps a bias [out]."""
 
     def __init__(self, backend: Backend, *shape: int, bias: bool = False) -> None:
         self.weight: Weight = backend.empty_weight(*shape)
@@ -41,9 +40,9 @@ class Matrix:
 
 
 class Router:
-    """The score of each expert is a product with a row of `weight`, plus `bias` if there is one.
+    """The weight and the bias of the scores of experts: x W + b.
 
-    With a `sigmoid_router`, a bias counts for the choice of experts only.
+    With a `sigmoid_router`, the bias changes only which experts are chosen, not their weights.
 
     Shapes: weight [n_experts, dim]; bias [n_experts], in at least float32.
     """
@@ -104,7 +103,7 @@ class MixtureOfExperts:
         self.shared_gate = Matrix(backend, 1, args.dim) if args.shared_gate else None
 
     def fuse(self) -> None:
-        """Collects the weights of the experts. Each expert was fused when it was loaded.
+        """Collects the weights of the experts; each expert was fused when it was loaded.
 
         The biases of the experts become views of one tensor, [n experts, 2 * channels].
         """
@@ -122,14 +121,15 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         routing_weights, experts = self._route(x)  # [T, n_active] replicated
         inputs = x
-        if self.scales_inputs:  # each pair of a token and an expert is a token of its own
+        if self.scales_inputs:  # from here on, each pair of a token and an expert is a token
             inputs = self.ops.scaled_pairs(x, routing_weights)  # [T * n_active, dim] replicated
             experts, routing_weights = experts.view(-1, 1), torch.ones_like(routing_weights)
         to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
-        h = grouped_linear(inputs, self.w13, to_experts, self.ops)
+        h = grouped_linear(inputs, self.w13, to_experts, self.ops)  # by expert, local
         if self.w13_bias is not None:
             h = self.ops.add_expert_bias_(h, self.w13_bias, to_experts)
         h = self.activation(h)  # [T * n_active, channels] local, by expert
+        # As before, or with exact sums [T * n_active, all channels] replicated.
         h = self.cut.whole_inputs(h, self.ops, self.comm)
         parts = grouped_linear(h, self.w2, back, self.ops)  # [T * n_active, ..], by token
         y = self.ops.weighted_sum(parts, routing_weights)  # [T, dim] partial, or [T, outputs] local
@@ -137,8 +137,8 @@ class MixtureOfExperts:
             y = self._add_shared(y, x, self.shared_expert, adapters)
         y = self.cut.complete(y, self.ops, self.comm)  # [T, dim] replicated
         if self.w2_bias is not None:  # after the all_reduce, so that it counts once
-            of_pairs = self.ops.lookup(experts.flatten(), self.w2_bias.values)
-            y = self.ops.add_(y, self.ops.weighted_sum(of_pairs, routing_weights))
+            biases = self.ops.lookup(experts.flatten(), self.w2_bias.values)  # by pair, replicated
+            y = self.ops.add_(y, self.ops.weighted_sum(biases, routing_weights))
         return y
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,8 +154,9 @@ class MixtureOfExperts:
     def _add_shared(
         self, y: Tensor, x: Tensor, shared_expert: FeedForward, adapters: Adapters
     ) -> Tensor:
-        """Adds the shared expert's output for x to y; overwrites y."""
-        shared = shared_expert.w2.apply(shared_expert.channels(x, adapters), adapters)
+        """Adds the shared expert's output for x to y in place, and returns y."""
+        channels = shared_expert.channels(x, adapters)  # [T, channels] local
+        shared = shared_expert.w2.apply(channels, adapters)  # placed as y
         if self.shared_gate is None:
             return self.ops.add_(y, shared)
         scores = self.ops.linear(x, self.shared_gate.weight.values)  # [T, 1] replicated

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs, RopeScaling
 
-# Tables to keep. Only dynamic scaling needs several: one per sequence length.
-_MAX_TABLES = 64
+_MAX_TABLES = 64  # kept; only dynamic scaling needs several, one per sequence length
 
-# Rotations on the host, from which decode steps copy without torch.
+# Rotations on the host, as arrays from which decode steps copy without torch.
 HostRotations = npt.NDArray[np.complexfloating]
 
 
@@ -61,7 +60,7 @@ def rotary_of_windows(args: ModelArgs) -> ModelArgs:
 
 
 class RotaryTables:
-    """The rotations of all positions, computed on first use and kept.
+    """The rotations of positions, computed on first use and cached.
 
     With dynamic scaling the base depends on the length of the sequence when a token is processed:
     the prompt's length for prompt tokens, and the position of the token plus one for later tokens.
@@ -82,16 +81,17 @@ class RotaryTables:
 
         Shapes: [T, 1, head_dim / 2] complex, on the host.
         """
-        n_together = base_len(self._args, n_prompt)
-        if not n_together and positions.stop > self._args.max_seq_len:
+        dynamic_len = base_len(self._args, n_prompt)
+        if not dynamic_len and positions.stop > self._args.max_seq_len:
             # With attention sinks a sequence, and its table, could grow without limit.
             return self._rounded(rotations(self._args, positions, n_prompt))
-        if not n_together or positions.stop <= n_together:
+        if not dynamic_len or positions.stop <= dynamic_len:
             return self._from_table(positions, n_prompt)
-        together = range(positions.start, max(positions.start, n_together))
-        alone = [range(at, at + 1) for at in range(together.stop, positions.stop)]
-        rows = torch.cat([rotations(self._args, position, position.stop) for position in alone])
-        parts = [self._from_table(together, n_prompt)] if together else []
+        # Positions up to `dynamic_len` have one base; each later position has its own.
+        with_table = range(positions.start, max(positions.start, dynamic_len))
+        later = [range(at, at + 1) for at in range(with_table.stop, positions.stop)]
+        rows = torch.cat([rotations(self._args, position, position.stop) for position in later])
+        parts = [self._from_table(with_table, n_prompt)] if with_table else []
         return np.concatenate([*parts, self._rounded(rows)])
 
     def up_to(self, n_positions: int) -> Tensor:
@@ -126,8 +126,8 @@ def rotations(args: ModelArgs, positions: range, n_tokens: int) -> Tensor:
     Shapes: [T, 1, head_dim / 2] complex128.
     """
     freqs, scale = frequencies(args, n_tokens)
-    at = torch.arange(positions.start, positions.stop, dtype=torch.float64)
-    angles = at[:, None, None] * freqs
+    position = torch.arange(positions.start, positions.stop, dtype=torch.float64)
+    angles = position[:, None, None] * freqs
     scales = torch.full_like(angles, scale)
     scales[..., (args.rotary_dim or args.head_dim) // 2 :] = 1  # values that are not rotated
     return torch.polar(scales, angles)
@@ -139,8 +139,8 @@ def back_rotations_of(args: ModelArgs, positions: Sequence[int], latest: int) ->
     Shapes: [T, 1, head_dim / 2] complex128.
     """
     freqs, _ = frequencies(args, 0)
-    at = torch.tensor(positions, dtype=torch.float64)
-    angles = (latest - at).clamp(max=0)[:, None, None] * freqs
+    position = torch.tensor(positions, dtype=torch.float64)
+    angles = (latest - position).clamp(max=0)[:, None, None] * freqs
     return torch.polar(torch.ones_like(angles), angles)
 
 
@@ -150,8 +150,8 @@ def query_scales(args: ModelArgs, positions: Sequence[range]) -> Tensor:
     Shapes: [number of positions] float64.
     Source: Llama4TextAttention of transformers 5.24; arXiv 2501.19399.
     """
-    at = torch.cat([torch.arange(own.start, own.stop, dtype=torch.float64) for own in positions])
-    return 1 + args.query_scale * torch.log1p(torch.floor((at + 1) / args.query_scale_step))
+    position = torch.cat([torch.arange(p.start, p.stop, dtype=torch.float64) for p in positions])
+    return 1 + args.query_scale * torch.log1p(torch.floor((position + 1) / args.query_scale_step))
 
 
 def base_len(args: ModelArgs, n_tokens: int) -> int:
@@ -178,17 +178,21 @@ def _dynamic_base(args: ModelArgs, scaling: RopeScaling, n_tokens: int) -> float
 
 def _llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
     """Keep high frequencies, divide low ones by the factor, interpolate in between."""
-    kept = torch.tensor([scaling.kept_part(freq) for freq in freqs.tolist()], dtype=freqs.dtype)
-    return freqs * kept + freqs / scaling.factor * (1 - kept)
+    kept_part = torch.tensor(
+        [scaling.kept_part(freq) for freq in freqs.tolist()], dtype=freqs.dtype
+    )
+    return freqs * kept_part + freqs / scaling.factor * (1 - kept_part)
 
 
 def _longrope(freqs: Tensor, args: ModelArgs, scaling: RopeScaling) -> Tensor:
     """Source: LongRoPE, arXiv 2402.13753, section 3; the choice of factors is transformers'."""
     assert scaling.original_max_seq_len is not None
     is_long = args.max_seq_len > scaling.original_max_seq_len
-    own = torch.tensor(scaling.long_factors if is_long else scaling.factors, dtype=torch.float64)
+    rotated_factors = torch.tensor(
+        scaling.long_factors if is_long else scaling.factors, dtype=torch.float64
+    )
     factors = torch.ones_like(freqs)
-    factors[: len(own)] = own
+    factors[: len(rotated_factors)] = rotated_factors
     return freqs / factors
 
 

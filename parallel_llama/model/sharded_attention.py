@@ -1,15 +1,14 @@
 """Attention over a KV cache that is sharded by token.
 
 With more ranks than KV heads, several ranks would hold the same keys and values. Instead, each rank
-holds all KV heads for a part of the tokens. The queries of all ranks attend to every part, and the
-partial results are merged by their log-sum-exps, which is exact:
+holds all KV heads for some of the tokens. On every rank the queries of all ranks attend to its
+tokens, and the partial results are merged by their log-sum-exps, which is exact:
 
     softmax([s1, s2]) [v1, v2] = (exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))
 
-where o is the result over one part and l the log-sum-exp of its scores s.
-
-With exact sums, a part is 128 consecutive keys instead of all keys of a rank, and parts are merged
-in order of position.
+where o is the result over the keys of one rank and l the log-sum-exp of their scores s. With exact
+sums, there is a partial result for each 128 consecutive keys instead, and they are merged in order
+of position.
 
 Source: online softmax, arXiv 1805.02867; the same across devices, arXiv 2310.01889.
 """
@@ -42,20 +41,20 @@ def attend_to_all_parts(
         result [T, H, D] local.
     Collective: two all_gathers, of the queries and of the partial results.
     """
-    q = _of_all_ranks(q, shard.peers, comm)  # [T, n_heads, D] replicated
+    q = _gather_queries(q, shard.peers, comm)  # [T, n_heads, D] replicated
     wide = torch.promote_types(q.dtype, torch.float32)  # for the log-sum-exps
-    found = torch.zeros((*q.shape[:2], q.shape[2] + 1), dtype=wide, device=q.device)
-    found[..., -1] = -torch.inf
+    partial = torch.zeros((*q.shape[:2], q.shape[2] + 1), dtype=wide, device=q.device)
+    partial[..., -1] = -torch.inf
     for tile in tiles:
-        for own, kv in heads.runs:
-            o, lse = ops.partial_attention(q[tile.rows, own], k[kv], v[kv], tile)
-            found[tile.rows, own, :-1], found[tile.rows, own, -1] = o, lse
-    parts = comm.all_gather(found)  # [size, T, n_heads, D + 1]
-    parts = parts[:, :, shard.heads.start : shard.heads.stop]
+        for q_heads, kv_heads in heads.runs:
+            o, lse = ops.partial_attention(q[tile.rows, q_heads], k[kv_heads], v[kv_heads], tile)
+            partial[tile.rows, q_heads, :-1], partial[tile.rows, q_heads, -1] = o, lse
+    parts = comm.all_gather(partial)  # [size, T, n_heads, D + 1] replicated
+    parts = parts[:, :, shard.heads.start : shard.heads.stop]  # [size, T, H, D + 1] local
     if sinks is not None:  # a part with a value vector of zeros
-        of_sinks = torch.zeros_like(parts[:1])
-        of_sinks[..., -1] = sinks
-        parts = torch.cat((parts, of_sinks))
+        sink_part = torch.zeros_like(parts[:1])
+        sink_part[..., -1] = sinks
+        parts = torch.cat((parts, sink_part))
     return merge_lse(parts).to(q.dtype)
 
 
@@ -70,30 +69,33 @@ def attend_in_order(
     comm: Communicator,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend_to_all_parts` with the bits of attention on one rank: parts are merged by position.
+    """`attend_to_all_parts` with the bits of attention on one rank.
 
-    The ranks exchange a result for each 128 keys of a query, not one for each rank.
+    Ranks exchange a result for each 128 keys of a query, and merge these results by position.
 
     Shapes: as in `attend_to_all_parts`.
     Collective: an all_gather of the queries, and one for each tile.
     """
-    every = _of_all_ranks(q, shard.peers, comm)  # [T, n_heads, D] replicated
+    all_q = _gather_queries(q, shard.peers, comm)  # [T, n_heads, D] replicated
     out, head_dim = q.new_empty(q.shape), q.shape[2]
-    own = slice(shard.heads.start, shard.heads.stop)
+    local_heads = slice(shard.heads.start, shard.heads.stop)
     for tile in tiles:
-        found = torch.cat(ops.part_attention(every, k, v, tile, heads), -1)
-        parts = comm.all_gather(found).flatten(0, 1)[:, own]  # [size * n_most, H, D + 2]
+        partial = torch.cat(ops.part_attention(all_q, k, v, tile, heads), -1)
+        parts = comm.all_gather(partial).flatten(0, 1)[:, local_heads]  # [size * n_most, H, D + 2]
         results, partials = parts[..., :head_dim], parts[..., head_dim:]
         out[tile.rows] = ops.merge_parts(results, partials, tile, sinks)
     return out
 
 
-def _of_all_ranks(q: Tensor, peers: Sequence[range], comm: Communicator) -> Tensor:
-    """The queries of all ranks, by head. Shapes: [T, H, D] local -> [T, n_heads, D]."""
+def _gather_queries(q: Tensor, peers: Sequence[range], comm: Communicator) -> Tensor:
+    """The queries of all ranks, by head. Shapes: [T, H, D] local -> [T, n_heads, D] replicated.
+
+    Collective: one all_gather.
+    """
     widest = max(map(len, peers))
-    own = q.new_zeros(len(q), widest, q.shape[2])  # padded for ranks with fewer heads
-    own[:, : q.shape[1]] = q
-    gathered = comm.all_gather(own)
+    padded = q.new_zeros(len(q), widest, q.shape[2])  # padded for ranks with fewer heads
+    padded[:, : q.shape[1]] = q
+    gathered = comm.all_gather(padded)
     return torch.cat(
         [part[:, : len(heads)] for part, heads in zip(gathered, peers, strict=True)], 1
     )

@@ -67,23 +67,29 @@ class TransformerBlock:
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
-        """May overwrite x. With `rows` the result has only these rows, [n, dim]."""
+        """The residual stream after the block; may overwrite x.
+
+        Shapes: x [T, dim] replicated -> [T, dim] replicated, or with `rows` these rows only,
+        [n, dim].
+        Collective: as `Attention` and the feed-forward.
+        """
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        o = self.attention(normed, batch, caches, rows)
+        o = self.attention(normed, batch, caches, rows)  # [T, dim] or [n, dim] replicated
         if self.post_attention_norm is not None:
             o = self.post_attention_norm(o)
-        before = x if rows is None else x[rows]
+        residual = x if rows is None else x[rows]
         adapters = batch.adapters if rows is None else batch.adapters_of_rows
         if self.ffn_norm is None:
-            y = self.feed_forward(self.ops.add_(o, before), adapters)
+            y = self.feed_forward(self.ops.add_(o, residual), adapters)
         else:
-            y = self.feed_forward(self.ffn_norm.add_and_norm(o, before), adapters)
+            y = self.feed_forward(self.ffn_norm.add_and_norm(o, residual), adapters)
         return self.ops.add_(o, y if self.post_ffn_norm is None else self.post_ffn_norm(y))
 
 
 class ParallelBlock(TransformerBlock):
-    """Attention and feed-forward of the same x, added to it with one `row_parallel_sum`.
+    """Attention and feed-forward of the same x, both added to it with one `row_parallel_sum`.
 
+    Collective: that of `row_parallel_sum`, and of `Attention.heads`.
     Source: PaLM, arXiv 2204.02311, section 2; Falcon, arXiv 2311.16867.
     """
 
@@ -149,10 +155,10 @@ class Transformer:
         return self.blocks(self.embedded(batch.tokens), batch, caches)
 
     def run_pieces(self, batches: Sequence[Batch], caches: Sequence[KVCache]) -> Tensor:
-        """Runs consecutive pieces of a step, which the stages of a pipeline run at the same time.
+        """Runs consecutive pieces of a step, in a pipeline a different piece in each stage.
 
         Returns: the results of all pieces, concatenated.
-        Collective: as a call for each piece, but one all_reduce for the embedding of all.
+        Collective: as one call per piece, but with one all_reduce for all embeddings.
         """
         x = self.embedded(torch.cat([batch.tokens for batch in batches]))
         pieces = torch.split(x, [len(batch.tokens) for batch in batches])
@@ -176,7 +182,10 @@ class Transformer:
         """Runs all blocks on pieces of a step: in tick t, stage s runs piece t - s.
 
         At the end of a tick the stages broadcast their results in order, so all ranks call the same
-        collectives. Shapes: each piece [T, dim] replicated, as its result.
+        collectives.
+
+        Shapes: each piece and its result [T, dim] replicated; after the last stage [n, dim] if the
+        batch has `rows`.
         """
         results = list(pieces)
         for tick in range(len(results) + len(self.stages) - 1):
@@ -185,22 +194,22 @@ class Transformer:
                 for number, stage in enumerate(self.stages)
                 if 0 <= tick - number < len(results)
             ]
-            for stage, at in running:
-                rows = batches[at].rows if stage is self.stages[-1] else None
+            for stage, piece in running:
+                rows = batches[piece].rows if stage is self.stages[-1] else None
                 if stage == self.stage:
-                    results[at] = self._own_blocks(results[at], batches[at], caches, rows)
+                    results[piece] = self._own_blocks(results[piece], batches[piece], caches, rows)
                 elif rows is not None:
-                    results[at] = results[at].new_empty(len(rows), results[at].shape[1])
-            for stage, at in running if len(self.stages) > 1 else ():
-                results[at] = self.ops.broadcast(results[at], stage.ranks.start, self.comm)
+                    results[piece] = results[piece].new_empty(len(rows), results[piece].shape[1])
+            for stage, piece in running if len(self.stages) > 1 else ():
+                results[piece] = self.ops.broadcast(results[piece], stage.ranks.start, self.comm)
         return results
 
     def _own_blocks(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
     ) -> Tensor:
-        """Runs the blocks of this rank's stage; with `rows` the last one for these rows only."""
-        *others, last = self.layers.values()
-        for block in others:
+        """Runs the blocks of this rank's stage; with `rows` the last block for these rows only."""
+        *blocks, last = self.layers.values()
+        for block in blocks:
             x = block(x, batch, caches)
         return last(x, batch, caches, rows)
 
