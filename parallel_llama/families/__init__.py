@@ -83,7 +83,7 @@ _LEARNED = "its learned position embeddings are not implemented"
 _LATENT = "its latent attention (MLA) is not implemented"
 _EXPERTS = "this variant of a mixture of experts is not implemented"
 _STATE = "its state-space layers (SSM) are not implemented"
-_FIRST_FALCON = "use the newer config.json of Falcon, which has model_type 'falcon'"
+_OLD_FALCON = "use the newer config.json of Falcon, which has model_type 'falcon'"
 _IMAGES = "it is a model of text and images, and only text models are supported"
 MISSING = {
     **dict.fromkeys(("bloom", "mpt", "baichuan"), _ALIBI),
@@ -93,7 +93,7 @@ MISSING = {
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), _STATE),
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),
-    **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), _FIRST_FALCON),
+    **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), _OLD_FALCON),
     "gemma3": f"{_IMAGES}; use a text-only form of it (gemma3_text)",
     "t5": "it has an encoder, and only decoders are supported",
 }
@@ -117,25 +117,25 @@ def parameters(args: ModelArgs) -> Iterator[Param]:
 
 @lru_cache(maxsize=4)
 def stored_slices(args: ModelArgs, layout: Layout) -> Mapping[str, StoredSlice]:
-    """Where a layout stores each weight of the model, by name; cached, so do not change it."""
+    """Where a layout stores each weight of the model, by name. Cached: do not modify the result."""
     family = family_of(args)
-    stored: dict[str, list[Param]] = {}
+    by_stored_name: dict[str, list[Param]] = {}
     for param in parameters(args):
-        stored.setdefault(family.name_in(layout, param.name, args), []).append(param)
-    found: dict[str, StoredSlice] = {}
-    for name, weights in stored.items():
+        by_stored_name.setdefault(family.name_in(layout, param.name, args), []).append(param)
+    slices: dict[str, StoredSlice] = {}
+    for name, weights in by_stored_name.items():
         first, is_shared = weights[0].name, len(weights) > 1
         if ".experts." in first and layout in family.interleaved_experts:
-            found.update(interleaved(name, weights, args.n_experts))
+            slices.update(interleaved(name, weights, args.n_experts))
             continue
         if ".experts." in first and layout in family.transposed_experts:
-            found.update(transposed(name, weights, args.n_experts))
+            slices.update(transposed(name, weights, args.n_experts))
             continue
         if args.qk_layer_norm and layout != "meta" and first.endswith(HEAD_NORMS):
-            found[first] = by_head(name, weights[0], args.head_dim)
+            slices[first] = by_head(name, weights[0], args.head_dim)
             continue
         is_qkv = is_shared and ".attention." in first
         n_groups = args.n_kv_heads if is_qkv and layout in family.qkv_by_kv_head else 1
         n_slices = args.n_experts if is_shared and ".experts." in first else 1
-        found.update(shared(name, weights, n_groups, n_slices))
-    return found
+        slices.update(shared(name, weights, n_groups, n_slices))
+    return slices

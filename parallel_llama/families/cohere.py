@@ -18,17 +18,17 @@ from parallel_llama.families.names import QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
 
 _BIAS, _SCALE, _NORM, _LENGTH = "attention_bias", "logit_scale", "use_qk_norm", "model_max_length"
-_POSITIONS, _USUAL_POSITIONS = "position_embedding_type", "rope_gptj"
-_PATTERN, _WINDOW, _USUAL_WINDOW = "sliding_window_pattern", "sliding_window", 4096
+_POSITIONS, _SUPPORTED_POSITIONS = "position_embedding_type", "rope_gptj"
+_PATTERN, _WINDOW, _DEFAULT_WINDOW = "sliding_window_pattern", "sliding_window", 4096
 _WINDOW_IN_GGUF, _PATTERN_IN_GGUF = f"attention.{_WINDOW}", f"attention.{_PATTERN}"
 _BLOCK = {"norm": "layer", "parallel_block": True, "shared_norm": True}
 
 
-def _norms(has_norms: bool) -> dict[str, Any]:
+def _qk_norms(has_norms: bool) -> dict[str, Any]:
     return {"qk_norm": has_norms, "qk_layer_norm": has_norms}
 
 
-def _both(fields: Fields) -> dict[str, Any]:
+def _shared_features(fields: Fields) -> dict[str, Any]:
     return {
         **_BLOCK,
         "attention_bias": fields.flag(_BIAS, False),
@@ -38,11 +38,11 @@ def _both(fields: Fields) -> dict[str, Any]:
 
 def _features(fields: Fields) -> dict[str, Any]:
     """The features of Cohere 1; model_max_length overrides max_position_embeddings."""
-    usual = fields.integer("max_position_embeddings", 8192)
+    default = fields.integer("max_position_embeddings", 8192)
     return {
-        **_both(fields),
-        **_norms(fields.flag(_NORM, False)),
-        "max_seq_len": fields.integer(_LENGTH, usual),
+        **_shared_features(fields),
+        **_qk_norms(fields.flag(_NORM, False)),
+        "max_seq_len": fields.integer(_LENGTH, default),
     }
 
 
@@ -52,18 +52,20 @@ def _full_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
 
 def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     """The layers that attend to all keys."""
-    if fields.values.get(_WINDOW, _USUAL_WINDOW) is None:
+    if fields.values.get(_WINDOW, _DEFAULT_WINDOW) is None:
         return tuple(range(n_layers))
     if stated := fields.strings("layer_types"):
         return tuple(layer for layer, kind in enumerate(stated) if kind == "full_attention")
     return _full_layers(fields, n_layers)
 
 
-def _features_of_2(fields: Fields) -> dict[str, Any]:
+def _cohere2_features(fields: Fields) -> dict[str, Any]:
     n_layers = fields.integer("num_hidden_layers")
-    if (positions := fields.string(_POSITIONS, _USUAL_POSITIONS)) != _USUAL_POSITIONS:
-        raise UsageError(f"{_POSITIONS}={positions[:80]!r}: only {_USUAL_POSITIONS!r} is supported")
-    return {**_both(fields), "unrotated_layers": _unrotated_layers(fields, n_layers)}
+    if (positions := fields.string(_POSITIONS, _SUPPORTED_POSITIONS)) != _SUPPORTED_POSITIONS:
+        raise UsageError(
+            f"{_POSITIONS}={positions[:80]!r}: only {_SUPPORTED_POSITIONS!r} is supported"
+        )
+    return {**_shared_features(fields), "unrotated_layers": _unrotated_layers(fields, n_layers)}
 
 
 def _gguf_features(fields: Fields, names: Collection[str]) -> dict[str, Any]:
@@ -71,16 +73,18 @@ def _gguf_features(fields: Fields, names: Collection[str]) -> dict[str, Any]:
         **_BLOCK,
         # llama.cpp does not scale for a missing key or 0.
         "logit_scale": fields.number("command-r.logit_scale", 0.0) or 1.0,
-        **_norms("blk.0.attn_q_norm.weight" in names),
+        **_qk_norms("blk.0.attn_q_norm.weight" in names),
     }
 
 
-def _gguf_features_of_2(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
+def _cohere2_gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
     n_layers, window = (fields.integer(f"cohere2.{k}") for k in ("block_count", _WINDOW_IN_GGUF))
     key = f"cohere2.{_PATTERN_IN_GGUF}"
     full = every_nth(fields.integer(key, 4), key, n_layers)
-    is_idle = not full and window >= fields.integer("cohere2.context_length")
-    windows = {} if is_idle or len(full) == n_layers else {_WINDOW: window, "full_layers": full}
+    hides_nothing = not full and window >= fields.integer("cohere2.context_length")
+    windows = (
+        {} if hides_nothing or len(full) == n_layers else {_WINDOW: window, "full_layers": full}
+    )
     return {
         **_BLOCK,
         "logit_scale": fields.number("cohere2.logit_scale", 0.0) or 1.0,
@@ -93,7 +97,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
     return {_BIAS: args.attention_bias, _SCALE: args.logit_scale, _NORM: args.qk_norm}
 
 
-def _writes_of_2(args: ModelArgs) -> dict[str, Any]:
+def _cohere2_writes(args: ModelArgs) -> dict[str, Any]:
     # transformers rotates layers with a window only. So a window that hides no key is written too.
     is_full = args.sliding_window is None and not args.unrotated_layers
     kinds = ["sliding_attention"] * args.n_layers if is_full else layer_types(args)
@@ -143,19 +147,19 @@ COHERE2 = Family(
     base_architecture="Cohere2Model",
     # use_parallel_embedding is a setting of Cohere's own program.
     reads=frozenset({_BIAS, _SCALE, _PATTERN, _POSITIONS, "use_parallel_embedding"}),
-    features=_features_of_2,
-    writes=_writes_of_2,
+    features=_cohere2_features,
+    writes=_cohere2_writes,
     keys={"norm_eps": "layer_norm_eps", "head_dim": ""},
     full_layers=_full_layers,
     defaults={
         "max_seq_len": 8192,
         "norm_eps": 1e-5,
         "tied_embeddings": True,
-        _WINDOW: _USUAL_WINDOW,
+        _WINDOW: _DEFAULT_WINDOW,
     },
     gguf=GGUFForm(
         "cohere2",
-        _gguf_features_of_2,
+        _cohere2_gguf_features,
         frozenset({_SCALE, _WINDOW_IN_GGUF, _PATTERN_IN_GGUF}),
         has_layer_norm=True,
         writes=lambda args: {

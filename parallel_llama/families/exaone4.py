@@ -15,13 +15,13 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
 
-_PATTERN, _WINDOW, _USUAL_WINDOW = "sliding_window_pattern", "sliding_window", 4096
+_PATTERN, _WINDOW, _DEFAULT_WINDOW = "sliding_window_pattern", "sliding_window", 4096
 _WINDOW_IN_GGUF, _PATTERN_IN_GGUF = f"attention.{_WINDOW}", f"attention.{_PATTERN}"
 _NORMS = {"qk_norm": True, "pre_norms": False, "post_norms": True}
 
 
 def _full_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
-    """The layers without a window: every n-th (the fourth by default), or the G of a pattern LLLG.
+    """The layers without a window: every n-th, by default the fourth, or the Gs of a pattern LLLG.
 
     With a pattern of letters, the last layer never has a window.
     """
@@ -36,7 +36,7 @@ def _full_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
 
 def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     """The layers that attend to all keys if the model has a window, else none."""
-    if fields.values.get(_WINDOW, _USUAL_WINDOW) is None:
+    if fields.values.get(_WINDOW, _DEFAULT_WINDOW) is None:
         return ()
     if stated := fields.strings("layer_types"):
         return tuple(layer for layer, kind in enumerate(stated) if kind == "full_attention")
@@ -45,15 +45,15 @@ def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
 
 def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
     n_layers = fields.integer("exaone4.block_count")
-    window = fields.integer(f"exaone4.{_WINDOW_IN_GGUF}", _USUAL_WINDOW if n_layers == 64 else 0)
+    window = fields.integer(f"exaone4.{_WINDOW_IN_GGUF}", _DEFAULT_WINDOW if n_layers == 64 else 0)
     if not window:
         return _NORMS
     full: Iterable[int] = range(3, n_layers, 4)
-    is_local = fields.values.get(f"exaone4.{_PATTERN_IN_GGUF}")
-    if isinstance(is_local, list):
-        full = (layer for layer, each in enumerate(is_local) if not each)
-    elif is_local is not None:
-        full = _full_layers(Fields({_PATTERN: is_local}), n_layers)
+    pattern = fields.values.get(f"exaone4.{_PATTERN_IN_GGUF}")
+    if isinstance(pattern, list):
+        full = (layer for layer, has_window in enumerate(pattern) if not has_window)
+    elif pattern is not None:
+        full = _full_layers(Fields({_PATTERN: pattern}), n_layers)
     layers = tuple(full)
     windows = {} if len(layers) == n_layers else {_WINDOW: window, "full_layers": layers}
     return {**_NORMS, **windows, "unrotated_layers": layers}
@@ -78,7 +78,7 @@ EXAONE4 = Family(
     },
     writes=_writes,
     full_layers=_full_layers,
-    defaults={"norm_eps": 1e-5, "n_kv_heads": 32, _WINDOW: _USUAL_WINDOW},
+    defaults={"norm_eps": 1e-5, "n_kv_heads": 32, _WINDOW: _DEFAULT_WINDOW},
     names=names_with(*POST_NORM_NAMES, *QK_NORM_NAMES),
     gguf=GGUFForm("exaone4", _gguf_features, frozenset({_WINDOW_IN_GGUF, _PATTERN_IN_GGUF})),
     rotary_order=HALF_IN_GGUF,

@@ -1,4 +1,4 @@
-"""The record of a model family: all that distinguishes its models."""
+"""The record of a model family: its config keys, features, defaults and names of weights."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -71,15 +71,15 @@ def rope_fields(fields: Fields) -> Fields:
     return Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
 
 
-def rotary_dim_of(fields: Fields, usual_part: float) -> int | None:
-    """How many values of each head are rotated, from ROTARY_PART of config.json; None for all.
+def rotary_dim_of(fields: Fields, default_part: float) -> int | None:
+    """The number of rotated values of each head, from ROTARY_PART of config.json; None for all.
 
     Args:
-        usual_part: the factor if config.json does not have the key.
+        default_part: the value of ROTARY_PART if config.json does not have the key.
 
     Raises: UsageError for a factor that is not above 0 and at most 1.
     """
-    part = rope_fields(fields).number(ROTARY_PART, fields.number(ROTARY_PART, usual_part))
+    part = rope_fields(fields).number(ROTARY_PART, fields.number(ROTARY_PART, default_part))
     if not 0 < part <= 1:
         raise UsageError(f"{ROTARY_PART}={part:g}: use a number above 0, at most 1")
     n_heads = fields.integer("num_attention_heads")
@@ -106,7 +106,7 @@ def every_nth(n: int, key: str, n_layers: int) -> tuple[int, ...]:
 
 
 def unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
-    """The layers with 0 in ROTATED of config.json, or every n-th without it.
+    """The layers with 0 in ROTATED of config.json; without ROTATED, every ROTATED_INTERVAL-th.
 
     Despite the key's name, 1 means a rotated layer.
 
@@ -132,7 +132,7 @@ def layer_types(args: ModelArgs, with_window: str = "sliding_attention") -> list
     """The value of layer_types in config.json.
 
     Args:
-        with_window: the type of layers with a window.
+        with_window: the value for layers with a window.
     """
     full = range(args.n_layers) if args.sliding_window is None else args.full_layers
     return ["full_attention" if layer in full else with_window for layer in range(args.n_layers)]
@@ -168,7 +168,7 @@ class GGUFForm:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family; other code refers to no family by name.
+    """A model family: everything that distinguishes it. No other code refers to a family by name.
 
     Args:
         name: HF's model_type.

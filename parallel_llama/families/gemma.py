@@ -46,26 +46,26 @@ def _scale(fields: Fields) -> float:
     return float(scalar**-0.5)
 
 
-def _features_of_2_and_3(fields: Fields) -> dict[str, Any]:
+def _shared_features(fields: Fields) -> dict[str, Any]:
     return {**_features(fields), "post_norms": True, "attention_scale": _scale(fields)}
 
 
-def _features_of_2(fields: Fields) -> dict[str, Any]:
+def _gemma2_features(fields: Fields) -> dict[str, Any]:
     def cap(key: str, default: float) -> float | None:
         return fields.number(key, default) if fields.values.get(key, default) else None
 
     return {
-        **_features_of_2_and_3(fields),
+        **_shared_features(fields),
         "attention_soft_cap": cap(_ATTENTION_CAP, 50.0),
         "logit_soft_cap": cap(_LOGIT_CAP, 30.0),
     }
 
 
-def _features_of_3(fields: Fields) -> dict[str, Any]:
+def _gemma3_features(fields: Fields) -> dict[str, Any]:
     # transformers 5 stores the rotary bases of both kinds of layers under rope_parameters.
     local = Fields(Fields(fields.mapping("rope_parameters")).mapping("sliding_attention"))
     return {
-        **_features_of_2_and_3(fields),
+        **_shared_features(fields),
         "qk_norm": True,
         "logit_soft_cap": fields.optional_number(_LOGIT_CAP),
         "local_rope_theta": local.number("rope_theta", fields.number(_LOCAL_THETA, 10000.0)),
@@ -85,50 +85,50 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
     return _arithmetic(fields.integer("gemma.embedding_length"))
 
 
-def _gguf_features_of_2_and_3(fields: Fields, arch: str, n_layers_of_27b: int) -> dict[str, Any]:
+def _shared_gguf_features(fields: Fields, arch: str, n_layers_27b: int) -> dict[str, Any]:
     """Features of Gemma 2 and 3. Only the 27B models do not scale by the head size."""
     dim, n_heads = (
         fields.integer(f"{arch}.{key}") for key in ("embedding_length", "attention.head_count")
     )
-    is_27b = fields.integer(f"{arch}.block_count") == n_layers_of_27b
-    width = fields.integer(f"{arch}.attention.key_length", dim // max(1, n_heads))
-    if is_27b or width < 1:
-        width = max(1, dim // max(1, n_heads))
-    return {**_arithmetic(dim), "post_norms": True, "attention_scale": width**-0.5}
+    is_27b = fields.integer(f"{arch}.block_count") == n_layers_27b
+    head_dim = fields.integer(f"{arch}.attention.key_length", dim // max(1, n_heads))
+    if is_27b or head_dim < 1:
+        head_dim = max(1, dim // max(1, n_heads))
+    return {**_arithmetic(dim), "post_norms": True, "attention_scale": head_dim**-0.5}
 
 
-def _gguf_features_of_2(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
+def _gemma2_gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
     n_layers = fields.integer("gemma2.block_count")
     return {
-        **_gguf_features_of_2_and_3(fields, "gemma2", 46),
+        **_shared_gguf_features(fields, "gemma2", 46),
         "attention_soft_cap": fields.number("gemma2.attn_logit_softcapping", 50.0) or None,
         "logit_soft_cap": fields.number("gemma2.final_logit_softcapping", 30.0) or None,
         **_gguf_window(fields, "gemma2", 4096, _every_second(Fields({}), n_layers)),
     }
 
 
-def _gguf_features_of_3(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
+def _gemma3_gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
     n_layers = fields.integer("gemma3.block_count")
     window = _gguf_window(fields, "gemma3", 0, _every_sixth(Fields({}), n_layers))
     if window:
         window["local_rope_theta"] = fields.number(f"gemma3.{_LOCAL_THETA_IN_GGUF}", 10000.0)
     return {
-        **_gguf_features_of_2_and_3(fields, "gemma3", 62),
+        **_shared_gguf_features(fields, "gemma3", 62),
         "qk_norm": True,
         "logit_soft_cap": fields.number("gemma3.final_logit_softcapping", 0.0) or None,
         **window,
     }
 
 
-def _gguf_window(fields: Fields, arch: str, usual: int, full: Iterable[int]) -> dict[str, Any]:
+def _gguf_window(fields: Fields, arch: str, default: int, full: Iterable[int]) -> dict[str, Any]:
     """The window and the layers without it; empty if the window hides no key in any layer."""
-    window, full_layers = fields.integer(f"{arch}.{_WINDOW_IN_GGUF}", usual), tuple(full)
+    window, full_layers = fields.integer(f"{arch}.{_WINDOW_IN_GGUF}", default), tuple(full)
     if not window or (not full_layers and window >= fields.integer(f"{arch}.context_length")):
         return {}
     return {"sliding_window": window, "full_layers": full_layers}
 
 
-def _gguf_writes_of_2_and_3(args: ModelArgs) -> dict[str, Any]:
+def _shared_gguf_writes(args: ModelArgs) -> dict[str, Any]:
     return {
         "final_logit_softcapping": args.logit_soft_cap or 0.0,
         _WINDOW_IN_GGUF: args.sliding_window or 0,
@@ -139,7 +139,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
     return {"attention_bias": args.attention_bias}
 
 
-def _writes_of_2_and_3(args: ModelArgs) -> dict[str, Any]:
+def _shared_writes(args: ModelArgs) -> dict[str, Any]:
     assert args.attention_scale is not None
     scalar = round(args.attention_scale**-2, 6)
     return {
@@ -172,19 +172,19 @@ GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     base_architecture="Gemma2Model",
     reads=_READS | {"hidden_activation", _SCALAR, _ATTENTION_CAP, _LOGIT_CAP},
-    features=_features_of_2,
-    writes=_writes_of_2_and_3,
+    features=_gemma2_features,
+    writes=_shared_writes,
     keys={"activation": "hidden_activation"},
     full_layers=_every_second,
     defaults={**GEMMA.defaults, "sliding_window": 4096},
     names=names_with(*POST_NORM_NAMES),
     gguf=GGUFForm(
         "gemma2",
-        _gguf_features_of_2,
+        _gemma2_gguf_features,
         _CAPS_IN_GGUF | {_WINDOW_IN_GGUF},
         writes=lambda args: {
             "attn_logit_softcapping": args.attention_soft_cap or 0.0,
-            **_gguf_writes_of_2_and_3(args),
+            **_shared_gguf_writes(args),
         },
     ),
     rotary_order=GEMMA.rotary_order,
@@ -197,8 +197,8 @@ GEMMA3 = Family(
     base_architecture="Gemma3TextModel",
     # transformers ignores attn_logit_softcapping for Gemma 3, so it is refused if set.
     reads=GEMMA2.reads - {_ATTENTION_CAP} | {_LOCAL_THETA, "sliding_window_pattern"},
-    features=_features_of_3,
-    writes=lambda args: {**_writes_of_2_and_3(args), _LOCAL_THETA: args.local_rope_theta},
+    features=_gemma3_features,
+    writes=lambda args: {**_shared_writes(args), _LOCAL_THETA: args.local_rope_theta},
     keys=GEMMA2.keys,
     full_layers=_every_sixth,
     has_local_rope=True,
@@ -206,11 +206,11 @@ GEMMA3 = Family(
     names=names_with(*POST_NORM_NAMES, *QK_NORM_NAMES),
     gguf=GGUFForm(
         "gemma3",
-        _gguf_features_of_3,
+        _gemma3_gguf_features,
         frozenset({"final_logit_softcapping", _WINDOW_IN_GGUF, _LOCAL_THETA_IN_GGUF}),
         writes=lambda args: {
             _LOCAL_THETA_IN_GGUF: args.local_rope_theta or args.rope_theta,
-            **_gguf_writes_of_2_and_3(args),
+            **_shared_gguf_writes(args),
         },
     ),
     rotary_order=GEMMA.rotary_order,

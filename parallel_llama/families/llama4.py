@@ -28,9 +28,9 @@ from parallel_llama.families.names import in_layers, names_with, shared_expert_n
 from parallel_llama.files.fields import Fields
 
 _CHUNK, _TUNING, _STEP = "attention_chunk_size", "attn_temperature_tuning", "floor_scale"
-_EXPERTS, _STEP_OF_EXPERTS = "moe_layers", "interleave_moe_layer_step"
+_EXPERTS, _EXPERT_STEP = "moe_layers", "interleave_moe_layer_step"
 _CHUNKED = "chunked_attention"
-_USUAL_SIZE = 8192  # of chunks, and of the steps of the scale of queries
+_DEFAULT_SIZE = 8192  # of chunks, and of the steps of the scale of queries
 _WINDOW_IN_GGUF, _CHANNELS_IN_GGUF = "attention.sliding_window", "expert_feed_forward_length"
 _ARITHMETIC = {
     "normed_experts": False,
@@ -43,7 +43,7 @@ _ARITHMETIC = {
 def _expert_layers(fields: Fields, n_layers: int) -> Iterable[int]:
     if fields.has(_EXPERTS):
         return fields.integers(_EXPERTS)
-    step = fields.integer(_STEP_OF_EXPERTS, 1)
+    step = fields.integer(_EXPERT_STEP, 1)
     return range(step - 1, n_layers, step) if step > 0 else ()
 
 
@@ -74,7 +74,7 @@ def _features(fields: Fields) -> dict[str, Any]:
         "unrotated_layers": unrotated_layers(fields, n_layers),
         "qk_unit_norm": fields.flag("use_qk_norm", True),
         "query_scale": fields.number("attn_scale", 0.1) if is_tuned else 0.0,
-        "query_scale_step": fields.integer(_STEP, _USUAL_SIZE),
+        "query_scale_step": fields.integer(_STEP, _DEFAULT_SIZE),
     }
 
 
@@ -103,10 +103,10 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
     if fields.has(key := f"llama4.{_WINDOW_IN_GGUF}") and not fields.integer(key):
         raise UsageError(f"{key}=0: attention without chunks is not supported in GGUF files")
     n_layers = require_size("n_layers", fields.integer("llama4.block_count"))
-    step, full = fields.integer(f"llama4.{_STEP_OF_EXPERTS}"), tuple(range(3, n_layers, 4))
+    step, full = fields.integer(f"llama4.{_EXPERT_STEP}"), tuple(range(3, n_layers, 4))
     dense = tuple(layer for layer in range(n_layers) if step < 1 or (layer + 1) % step)
-    has_window = full or fields.integer("llama4.context_length") > _USUAL_SIZE
-    window = {"sliding_window": _USUAL_SIZE, "window_chunks": True, "full_layers": full}
+    has_window = full or fields.integer("llama4.context_length") > _DEFAULT_SIZE
+    window = {"sliding_window": _DEFAULT_SIZE, "window_chunks": True, "full_layers": full}
     channels = fields.integer(f"llama4.{_CHANNELS_IN_GGUF}")
     return {
         **_ARITHMETIC,
@@ -118,7 +118,7 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
         "unrotated_layers": full,
         "qk_unit_norm": fields.integer("llama4.expert_count") != 128,
         "query_scale": 0.1,
-        "query_scale_step": _USUAL_SIZE,
+        "query_scale_step": _DEFAULT_SIZE,
     }
 
 
@@ -127,7 +127,7 @@ def _gguf_writes(args: ModelArgs) -> dict[str, Any]:
     return {
         "feed_forward_length": args.dense_ffn_dim or args.ffn_dim,
         _CHANNELS_IN_GGUF: args.ffn_dim,
-        _STEP_OF_EXPERTS: next(with_experts) + 1,
+        _EXPERT_STEP: next(with_experts) + 1,
     }
 
 
@@ -149,7 +149,7 @@ LLAMA4 = Family(
             ROTATED_INTERVAL,
             _EXPERTS,
             _STEP,
-            _STEP_OF_EXPERTS,
+            _EXPERT_STEP,
             _TUNING,
         }
     ),
@@ -164,7 +164,7 @@ LLAMA4 = Family(
         "n_kv_heads": 8,
         "norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "sliding_window": _USUAL_SIZE,
+        "sliding_window": _DEFAULT_SIZE,
     },
     names=names_with(
         *in_layers(
@@ -191,7 +191,7 @@ LLAMA4 = Family(
     gguf=GGUFForm(
         "llama4",
         _gguf_features,
-        frozenset({_CHANNELS_IN_GGUF, _STEP_OF_EXPERTS, _WINDOW_IN_GGUF}),
+        frozenset({_CHANNELS_IN_GGUF, _EXPERT_STEP, _WINDOW_IN_GGUF}),
         has_experts=True,
         writes=_gguf_writes,
     ),

@@ -1,4 +1,4 @@
-"""The arguments of a model, from any file format; validated when created."""
+"""`ModelArgs`: a model's sizes and features, whatever its file format; checked when created."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from parallel_llama.dtypes import DTYPES
 from parallel_llama.errors import UsageError, shown
 
-# The largest sizes accepted, far above any model's: a damaged file must not claim terabytes.
+# The largest accepted sizes, far above those of any model: a damaged file could state terabytes.
 MAX_SIZES = {
     "dim": 1 << 20, "n_layers": 1 << 12, "n_heads": 1 << 14, "n_kv_heads": 1 << 14,
     "head_dim": 1 << 14, "ffn_dim": 1 << 24, "vocab_size": 1 << 24, "max_seq_len": 1 << 30,
@@ -32,9 +32,9 @@ def require_size(name: str, value: int) -> int:
 class RopeScaling:
     """How rotary frequencies are scaled beyond the trained context.
 
-    kind `linear` divides positions by `factor`; `dynamic` raises the base with the length of the
-    sequence when a token is processed; `llama3` and `yarn` treat low and high frequencies
-    differently; `factors` divides each frequency by its own factor (llama3 scaling in GGUF files);
+    Kinds: `linear` divides positions by `factor`. `dynamic` raises the base with the length of the
+    sequence when a token is processed. `llama3` and `yarn` treat low and high frequencies
+    differently. `factors` divides each frequency by its own factor (llama3 scaling in GGUF files).
     `longrope` divides frequencies by `factors` if the model's `max_seq_len` is at most
     `original_max_seq_len`, and by `long_factors` if it is longer (see `for_context`).
 
@@ -108,9 +108,9 @@ class RopeScaling:
 class ModelArgs:
     """Everything about a model that determines the shapes of its weights or its arithmetic.
 
-    Names are those of Meta's params.json, if it has the argument.
+    Names are those of Meta's params.json where it has the argument.
 
-    Raises: UsageError for values that no model can have.
+    Raises: UsageError for values that no model can have, or that contradict each other.
     """
 
     dim: int
@@ -205,8 +205,8 @@ class ModelArgs:
         scaling, rotary_dim = self.rope_scaling, self.rotary_dim
         if rotary_dim is not None and (rotary_dim % 2 or not 2 <= rotary_dim <= self.head_dim):
             raise UsageError(
-                f"rotary_dim={rotary_dim} and head_dim={self.head_dim}: use an even number of a "
-                "head's values, or None for all"
+                f"rotary_dim={rotary_dim} and head_dim={self.head_dim}: use an even number from 2 "
+                f"to {self.head_dim}, or leave rotary_dim out to rotate all values"
             )
         if scaling is None:
             return
@@ -341,8 +341,8 @@ class ModelArgs:
                 self.n_experts > 0 and self.parallel_block
             ),
         }
-        for reason, is_so in impossible.items():
-            if is_so:
+        for reason, applies in impossible.items():
+            if applies:
                 raise UsageError(f"the model's features contradict each other: {reason}")
 
     def _check_experts(self) -> None:
@@ -403,11 +403,11 @@ class ModelArgs:
 
 
 def features_of(args: ModelArgs) -> dict[str, Any]:
-    """The features in which a model differs from the defaults, the family's name among them."""
-    stated = {field.name: field.default for field in fields(ModelArgs)}
-    names = list(stated)
-    named = names[names.index("family") :]
-    return {name: own for name in named if (own := getattr(args, name)) != stated[name]}
+    """The features that differ from the defaults, including the family's name."""
+    defaults = {field.name: field.default for field in fields(ModelArgs)}
+    names = list(defaults)
+    features = names[names.index("family") :]
+    return {name: value for name in features if (value := getattr(args, name)) != defaults[name]}
 
 
 def head_size(dim_key: str, dim: int, heads_key: str, n_heads: int) -> int:
@@ -445,10 +445,10 @@ def context_length(args: ModelArgs, wanted: int | None = None) -> int:
 
 
 def for_context(args: ModelArgs, max_seq_len: int) -> ModelArgs:
-    """The model for sequences of at most `max_seq_len` tokens, which decides LongRoPE's factors.
+    """The model for sequences of at most `max_seq_len` tokens, with LongRoPE's factors for these.
 
-    All sequences of a run use the same factors, so that cached keys stay valid while sequences
-    grow.
+    All sequences of a run use the same factors, so that cached keys stay valid while a sequence
+    grows.
     """
     scaling = args.rope_scaling
     if scaling is None or scaling.kind != "longrope":

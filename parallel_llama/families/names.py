@@ -1,7 +1,6 @@
-"""The names of weights in Meta's, HF's and GGUF's layouts.
+"""The names of weights in Meta's, HF's and GGUF's layouts; the model uses Meta's.
 
-The model uses Meta's names. A name that does not match exactly one row is an error, so that no
-weight is mistaken for another.
+A name must match exactly one row, so that no weight is mistaken for another.
 """
 
 import re

@@ -26,7 +26,7 @@ def _features(fields: Fields) -> dict[str, Any]:
     return {**_NORMS, "attention_bias": fields.flag("attention_bias", False)}
 
 
-def _features_of_3(fields: Fields) -> dict[str, Any]:
+def _olmo3_features(fields: Fields) -> dict[str, Any]:
     # As in transformers, the key rope_theta applies to the layers without a window only.
     local = Fields(Fields(fields.mapping("rope_parameters")).mapping("sliding_attention"))
     return {**_features(fields), "local_rope_theta": local.number("rope_theta", _THETA)}
@@ -40,7 +40,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
     return {"attention_bias": args.attention_bias}
 
 
-def _writes_of_3(args: ModelArgs) -> dict[str, Any]:
+def _olmo3_writes(args: ModelArgs) -> dict[str, Any]:
     local = args.rope_theta if args.local_rope_theta is None else args.local_rope_theta
     return {
         **_writes(args),
@@ -75,8 +75,8 @@ OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     base_architecture="Olmo3Model",
     reads=OLMO2.reads,
-    features=_features_of_3,
-    writes=_writes_of_3,
+    features=_olmo3_features,
+    writes=_olmo3_writes,
     full_layers=_every_fourth,
     has_local_rope=True,
     defaults={"norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},

@@ -6,8 +6,8 @@ into equal groups:
 
     one group    q0 q1 q2 q3 k0 k1 v0 v1        two groups    q0 q1 k0 v0 | q2 q3 k1 v1
 
-A layout may alternate the rows of w1 and w3 of an expert (w1, w3, w1, w3, ...), and may store each
-matrix of an expert transposed, alternating or not: the rows of such a matrix are the columns in the
+A layout may alternate the rows of an expert's w1 and w3 (w1, w3, w1, w3, ...), and may store each
+matrix of an expert transposed, alternating or not: the rows of the matrix are then columns in the
 file. A vector with values for each head may be stored as a matrix with a row for each head.
 """
 
@@ -74,10 +74,10 @@ class StoredSlice:
         """
         start = rows.start
         while start < rows.stop:
-            number, skipped = divmod(start, self.run)
+            index, skipped = divmod(start, self.run)
             count = min(self.run - skipped, rows.stop - start)
-            at = self.first + number * self.step + skipped
-            yield range(at, at + count)
+            first = self.first + index * self.step + skipped
+            yield range(first, first + count)
             start += count
 
 
@@ -97,8 +97,8 @@ def shared(
 ) -> Iterator[tuple[str, StoredSlice]]:
     """The slices of weights that share a stored tensor, by the weights' names.
 
-    `n_slices` is the size of the first dimension of the stored tensor, if that has one dimension
-    more than the weights; else 1.
+    `n_slices` is the size of the stored tensor's first dimension if the tensor has one dimension
+    more than the weights, else 1.
 
     Shapes: the weights differ at most in their first dimension, a multiple of `n_groups`.
     """
@@ -125,9 +125,9 @@ def transposed(
     """
     n_rows, n_inputs = weights[0].shape
     shape = (n_experts, n_inputs, len(weights) // n_experts * n_rows)
-    for place, weight in enumerate(weights):
+    for index, weight in enumerate(weights):
         assert weight.shape == weights[0].shape, weight.name
-        first = place * n_rows
+        first = index * n_rows
         yield weight.name, StoredSlice(name, shape, first, 1, 1, n_rows, is_transposed=True)
 
 
@@ -142,14 +142,14 @@ def interleaved(
     Shapes: the weights have the same shape.
     """
     n_rows, *inputs = weights[0].shape
-    n_each = len(weights) // n_experts
-    shape = (n_experts, *inputs, n_each * n_rows)
-    for place, weight in enumerate(weights):
+    n_per_expert = len(weights) // n_experts
+    shape = (n_experts, *inputs, n_per_expert * n_rows)
+    for index, weight in enumerate(weights):
         assert weight.shape == weights[0].shape, weight.name
-        expert, number = divmod(place, n_each)
-        first = expert * n_each * n_rows + number
+        expert, number = divmod(index, n_per_expert)
+        first = expert * n_per_expert * n_rows + number
         is_matrix = len(inputs) > 0
         yield (
             weight.name,
-            StoredSlice(name, shape, first, 1, n_each, n_rows, is_matrix, not is_matrix),
+            StoredSlice(name, shape, first, 1, n_per_expert, n_rows, is_matrix, not is_matrix),
         )

@@ -26,10 +26,10 @@ class Param:
         name: Meta's name of the weight.
         shape: The shape of the whole weight.
         axis: The axis that is sharded; None for a replicated weight.
-        dim: The dimension of that axis.
+        dim: The dimension of `shape` that is sharded.
         unit: Rows or columns per head, channel or vocabulary entry along the dimension.
-        expert: The number of the expert with this weight, or None. Only the expert's ranks hold the
-            weight.
+        expert: The number of the expert with this weight, or None. Only ranks with the expert hold
+            the weight.
     """
 
     name: str
@@ -154,13 +154,13 @@ def _experts(name: str, args: ModelArgs) -> Iterator[Param]:
     if args.has_gate_bias:
         yield Param(f"{name}.gate.bias", (args.n_experts,))
     for expert in range(args.n_experts):
-        own = f"{name}.experts.{expert}"
-        yield Param(f"{own}.w1.weight", (channels, dim), "ffn", expert=expert)
-        yield Param(f"{own}.w3.weight", (channels, dim), "ffn", expert=expert)
-        yield Param(f"{own}.w2.weight", (dim, channels), "ffn", 1, expert=expert)
+        prefix = f"{name}.experts.{expert}"
+        yield Param(f"{prefix}.w1.weight", (channels, dim), "ffn", expert=expert)
+        yield Param(f"{prefix}.w3.weight", (channels, dim), "ffn", expert=expert)
+        yield Param(f"{prefix}.w2.weight", (dim, channels), "ffn", 1, expert=expert)
         if args.expert_bias:
-            yield Param(f"{own}.w1.bias", (channels,), "ffn", expert=expert)
-            yield Param(f"{own}.w3.bias", (channels,), "ffn", expert=expert)
+            yield Param(f"{prefix}.w1.bias", (channels,), "ffn", expert=expert)
+            yield Param(f"{prefix}.w3.bias", (channels,), "ffn", expert=expert)
     if args.expert_bias:
         yield Param(f"{name}.w2_bias", (args.n_experts, dim))
     if args.shared_ffn_dim:
