@@ -104,7 +104,9 @@ class PackedMatrix:
         words = read("qzeros", every, held).view(len(every), len(held), 4)
         zeros = _integers_of(words, packing.n_bits).flatten(1)
         zeros = zeros[:, outputs.start - held.start * per_word :][:, : len(outputs)]
-        zeros = (zeros + packing.lowered) & ((1 << packing.n_bits) - 1)  # modulo, as in read_packed
+        zeros = (zeros + packing.zero_offset) & (
+            (1 << packing.n_bits) - 1
+        )  # modulo, as in read_packed
         scales = read("scales", every, outputs).view(-1).view(torch.float16).float()
         if not torch.isfinite(scales).all():
             raise damaged_scale(self.base + "scales")
@@ -142,7 +144,7 @@ def read_packed(packing: Packing, form: QuantFormat, block: MatrixBlock, read: R
     else:
         integers = _words_of_outputs(read("qweight", inputs, words), order)[own]
     zeros = _words_of_outputs(read("qzeros", groups, words), order)[own]
-    zeros = (zeros + packing.lowered) & 15  # modulo 16: 0 lowered by 1 is stored as 15
+    zeros = (zeros + packing.zero_offset) & 15  # modulo 16: 0 minus 1 is stored as 15
     n_before = inputs.start % form.block // QUANT_GROUP_SIZE
     factors = zeros.repeat_interleave(form.n_shared, 1)
     factors = factors[:, n_before:][:, : len(inputs) // QUANT_GROUP_SIZE]

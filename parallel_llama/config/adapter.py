@@ -1,7 +1,7 @@
 """Finds the tensors of a LoRA adapter that PEFT saved, and checks them against the base model.
 
-Names and shapes are those of transformers' modules, so one rule covers every layout of the base: a
-fused projection has one pair of A and B for all weights that it holds.
+Names and shapes are those of transformers' modules, whatever the layout of the base model. A fused
+projection has one pair of A and B for all of its weights.
 
 Source: get_peft_model_state_dict of peft 0.21.
 """
@@ -27,8 +27,8 @@ from parallel_llama.files.safetensors_header import FileTensor, read_safetensors
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 
-# The largest rank of an adapter that is not merged; vLLM's limit. A larger rank costs a row almost
-# as much as the layer itself.
+# The largest rank of an adapter that is not merged; vLLM's limit. With a larger rank an adapter
+# costs almost as much as the layer itself.
 MAX_SERVED_RANK = 512
 # Weights that an adapter may change without being merged.
 _SERVED = re.compile(
@@ -68,11 +68,11 @@ class Adapter:
     """A LoRA adapter that fits a base model.
 
     Args:
-        config: adapter_config.json.
-        weights: adapter_model.safetensors.
-        args: the merged model, untied where output and embeddings get different weights.
-        pairs: by the names of the tensors that HF folders store.
-        whole: tensors that replace those of the base model, by the same names.
+        config: the path of adapter_config.json.
+        weights: the path of adapter_model.safetensors.
+        args: the merged model, untied if output and embeddings get different weights.
+        pairs: the pairs of A and B, by HF's names of the changed tensors.
+        whole: the tensors that replace tensors of the base model, by HF's names.
     """
 
     config: Path
@@ -104,8 +104,8 @@ def load_adapter(folder: Path, args: ModelArgs) -> Adapter:
     }
     whole = {name: tensors[name] for name in modules.whole()}
     for name in pairs:  # peft saves the output's own weight beside its A and B
-        if (own := tensors.get(name.removesuffix(".weight") + _BASE)) is not None:
-            whole[name] = own
+        if (output := tensors.get(name.removesuffix(".weight") + _BASE)) is not None:
+            whole[name] = output
     return Adapter(config, weights, modules.args, pairs, whole)
 
 
@@ -152,13 +152,13 @@ def load_served_adapters(folders: Mapping[str, str], args: ModelArgs) -> dict[st
 
 
 def adapter_digest(adapter: Adapter) -> str:
-    """A digest of the settings, and of the size, both ends and samples of the weights."""
+    """A digest of the settings, and of the size, the start, the end and samples of the weights."""
     digests = sampled_digest(adapter.config, 0), sampled_digest(adapter.weights, _SAMPLES)
     return hashlib.blake2b(repr(digests).encode(), digest_size=32).hexdigest()
 
 
 def served_pairs(adapter: Adapter) -> Iterator[tuple[Param, str]]:
-    """The weights that an adapter changes while it is served, and the names of their pairs."""
+    """Yields each weight that a served adapter changes, and the name of its pair."""
     slices = stored_slices(adapter.args, "hf")
     for param in parameters(adapter.args):
         name = slices[param.name].name
@@ -169,7 +169,7 @@ def served_pairs(adapter: Adapter) -> Iterator[tuple[Param, str]]:
 class _Modules:
     """The modules of a model that an adapter changes.
 
-    `is_base` says that the adapter's names omit the attribute that holds the base model.
+    `is_base` says that the adapter's names omit the prefix of the base model (`model.`).
 
     Raises: UsageError if the embeddings have A and B, or no module is changed.
     """
@@ -181,7 +181,7 @@ class _Modules:
         self._embedding = slices["tok_embeddings.weight"].name
         self._output = family_of(args).name_in("hf", "output.weight", args)
         # In recent versions of transformers, experts and routers are not linear modules.
-        self._of_experts = {
+        self._expert_matrices = {
             slices[p.name].name
             for p in parameters(args)
             if p.expert is not None or p.name.endswith(".gate.weight")
@@ -206,7 +206,7 @@ class _Modules:
         ]
 
     def whole(self) -> list[str]:
-        """The stored tensors of modules that were trained whole."""
+        """The stored tensors of modules in modules_to_save, which were trained whole."""
         return [name for name in self._shapes if self._lora.is_saved(self._module(name))]
 
     def scaling(self, name: str) -> float:
@@ -240,11 +240,11 @@ class _Modules:
                 )
 
     def _needed(self, tensors: Mapping[str, FileTensor]) -> list[str]:
-        """The tensors that the file must have; for experts, either both or neither of A and B."""
+        """The tensors that the file must have; an expert has either both A and B or neither."""
         needed = self.whole()
         for name in filter(self._is_target, self.matrices()):
             pair = self._pair_shapes(name)
-            if name not in self._of_experts or any(each in tensors for each in pair):
+            if name not in self._expert_matrices or any(tensor in tensors for tensor in pair):
                 needed += pair
         return needed
 
@@ -270,7 +270,7 @@ class _Modules:
         return self._lora.is_target(self._module(name))
 
     def _module(self, name: str) -> str:
-        """The module of a stored tensor, as the adapter names it."""
+        """The adapter's name of the module that has a stored tensor."""
         module, short = name.rpartition(".")[0], name.partition(".")[2]
         is_inside = hf_full_name(short, family_of(self.args).names) == name
         return module.partition(".")[2] if self._is_base and is_inside else module
@@ -279,7 +279,7 @@ class _Modules:
 def _untied(lora: LoraConfig, args: ModelArgs) -> ModelArgs:
     """The merged model: untied if the adapter changes the output or the embeddings.
 
-    peft computes the same: it changes one of the two modules that shared a weight.
+    This is peft's behaviour: it changes one of the two modules that shared a weight.
     """
     if not args.tied_embeddings or lora.keeps_tied:
         return args
@@ -309,12 +309,12 @@ def _require_files(folder: Path) -> None:
 
 
 def _tensors(path: Path, args: ModelArgs) -> tuple[dict[str, FileTensor], bool]:
-    """The tensors of the file by full name, and whether its names lack the prefix of the base."""
+    """The tensors of the file by full name, and whether its names omit the base model's prefix."""
     tensors: dict[str, FileTensor] = {}
     names, is_base = family_of(args).names, False
     for name, tensor in read_safetensors_header(path).items():
-        for end, setting in _UNSUPPORTED.items():
-            if name.endswith((end, f"{end}.weight")):
+        for suffix, setting in _UNSUPPORTED.items():
+            if name.endswith((suffix, f"{suffix}.weight")):
                 raise UsageError(
                     f"{path}: tensor {name!r:.200} belongs to {setting}, which is not supported; "
                     f"{MERGE_WITH_PEFT}"

@@ -1,6 +1,7 @@
-"""Matrices that bitsandbytes quantised in an HF folder, to integers of 8 bits or codes of 4 bits.
+"""Finds the matrices of an HF folder that bitsandbytes quantised to int8 or to 4-bit codes.
 
-The tensors say which matrices are quantised, and how; `checkpoint.bitsandbytes` decodes them.
+The tensors in the files say which matrices are quantised, and how; `checkpoint.bitsandbytes`
+decodes them.
 
 Source: bitsandbytes 0.50, QuantState.as_dict and Linear8bitLt; transformers 5.24,
 BitsAndBytesConfig.
@@ -35,7 +36,7 @@ CODES = {
     ),
 }  # fmt: skip
 
-# Numbers of consecutive values, or scales, that share a scale; a block may span several rows.
+# How many consecutive values, or quantised scales, share a scale; a block may span several rows.
 _BLOCK_SIZES = 32, 64, 128, 256, 512, 1024, 2048, 4096
 
 # The tensors of a matrix with 4 bits, besides its weight and its quant_state.
@@ -50,7 +51,7 @@ _AGAIN = "fetch the file again"
 
 @dataclass(frozen=True)
 class BitsAndBytes:
-    """A quantization_config of bitsandbytes; `not_applied` is quantised there, but not here."""
+    """A quantization_config of bitsandbytes; `not_applied` is not quantised here, but there."""
 
     not_applied: tuple[str, ...]
     method: str = "bitsandbytes"
@@ -61,9 +62,9 @@ class QuantState:
     """How a matrix with 4 bits is stored.
 
     Args:
-        code: a key of CODES.
-        block: number of values that share a scale.
-        nested_block: number of quantised scales that share a scale; None if scales are float32.
+        code: the key of CODES.
+        block: the number of values that share a scale.
+        nested_block: the number of quantised scales that share a scale; None if scales are float32.
         offset: the number that is added to quantised scales.
     """
 
@@ -78,19 +79,19 @@ def bitsandbytes_of(stated: Fields) -> BitsAndBytes:
     return BitsAndBytes(("activations",) if stated.flag("load_in_8bit", False) else ())
 
 
-def bitsandbytes_types(args: ModelArgs, held: Mapping[str, FileTensor]) -> dict[str, str]:
+def bitsandbytes_types(args: ModelArgs, tensors: Mapping[str, FileTensor]) -> dict[str, str]:
     """The types of an HF folder's quantised matrices, by Meta's names: int8 or a key of CODES.
 
     Raises: CheckpointError for a matrix with 4 bits without exactly one quant_state.
     """
-    slices, found = stored_slices(args, "hf"), {}
+    slices, types = stored_slices(args, "hf"), {}
     for param in parameters(args):
         stored_slice = slices[param.name]
-        base, weight = stored_slice.name.removesuffix("weight"), held.get(stored_slice.name)
+        base, weight = stored_slice.name.removesuffix("weight"), tensors.get(stored_slice.name)
         if param.kind == "vector" or len(stored_slice.shape) != 2:
             continue
-        codes = [code for code in CODES if base + QUANT_STATE + code in held]
-        if codes or any(f"{base}weight.{end}" in held for end in _OF_4_BITS):
+        codes = [code for code in CODES if base + QUANT_STATE + code in tensors]
+        if codes or any(f"{base}weight.{suffix}" in tensors for suffix in _OF_4_BITS):
             if len(codes) != 1:
                 raise CheckpointError(
                     f"{base + QUANT_STATE!r:.200}: needs exactly one tensor with this prefix and "
@@ -101,10 +102,10 @@ def bitsandbytes_types(args: ModelArgs, held: Mapping[str, FileTensor]) -> dict[
                     f"{stored_slice.name!r:.200} has {stored_slice.shape[1]} inputs; the 4 bits "
                     "of bitsandbytes need an even number; use the unquantised model"
                 )
-            found[param.name] = codes[0]
-        elif base + "SCB" in held or (weight is not None and weight.dtype == "I8"):
-            found[param.name] = "int8"
-    return found
+            types[param.name] = codes[0]
+        elif base + "SCB" in tensors or (weight is not None and weight.dtype == "I8"):
+            types[param.name] = "int8"
+    return types
 
 
 def read_quant_state(

@@ -1,4 +1,4 @@
-"""The sampling defaults and special ids of generation_config.json, config.json and GGUF files."""
+"""Reads sampling defaults and special ids from generation_config.json, config.json or GGUF."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKEN_ID = 2**31 - 1
 
-# Unsupported settings of generation_config.json that change the tokens, with the values that turn
-# them off.
+# Unsupported settings of generation_config.json that change the sampled tokens, with the values
+# that turn the settings off.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1, 1.0),
     "no_repeat_ngram_size": (0,),
@@ -53,7 +53,7 @@ class GenerationDefaults:
 
 
 def gguf_defaults(files: ModelFiles) -> GenerationDefaults:
-    """The defaults of a GGUF file, and `files.sampling` for the settings that it does not state.
+    """The defaults of a GGUF file, completed by `files.sampling`.
 
     Raises: UsageError for a value of the wrong type; CheckpointError if the file is damaged.
     """
@@ -65,7 +65,7 @@ def gguf_defaults(files: ModelFiles) -> GenerationDefaults:
 
 
 def folder_defaults(files: ModelFiles) -> GenerationDefaults:
-    """The defaults of generation_config.json, and the ids of config.json that it does not state.
+    """The defaults of generation_config.json, completed by the ids of config.json.
 
     Raises: as `gguf_defaults`.
     """
@@ -77,19 +77,19 @@ def folder_defaults(files: ModelFiles) -> GenerationDefaults:
             stated = _sampling_from_hf(fields)
     fields = Fields(read_json_object(files.config))
     with naming(files.config):
-        own = _ids_from_hf(fields)
+        from_config = _ids_from_hf(fields)
     return replace(
         stated,
-        eos_ids=stated.eos_ids or own.eos_ids,
-        bos_id=own.bos_id if stated.bos_id is None else stated.bos_id,
+        eos_ids=stated.eos_ids or from_config.eos_ids,
+        bos_id=from_config.bos_id if stated.bos_id is None else stated.bos_id,
     )
 
 
 def _sampling_from_hf(fields: Fields) -> GenerationDefaults:
-    """The settings of generation_config.json, which mean greedy decoding without `do_sample: true`.
+    """The settings of generation_config.json; without `do_sample: true`, greedy decoding.
 
-    This follows transformers: filters apply only with `do_sample`, penalties always. Its default
-    top_k of 50 is not used, because no file states it.
+    As in transformers, filters apply only with `do_sample`, and penalties always. Transformers'
+    default top_k of 50 is not used, because no file states it.
     """
     ignored = [
         key
@@ -137,7 +137,7 @@ def _from_gguf(fields: Fields) -> GenerationDefaults:
 
 
 def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
-    """The ids under a key, which holds one id or a list; -1 stands for none."""
+    """The token ids under a key: one id or a list, without -1, which means none."""
     ids = fields.integers(key)
     for token in ids:
         if not -1 <= token <= MAX_TOKEN_ID:

@@ -48,30 +48,32 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
     if (n_parts := fields.integer("split.count", 1)) > 1:
         raise UsageError(f"one of {n_parts} parts; join them with llama-gguf-split --merge")
     prefix = f"{arch}."
-    own = Fields({key: value for key, value in header.fields.items() if key.startswith(prefix)})
+    arch_fields = Fields(
+        {key: value for key, value in header.fields.items() if key.startswith(prefix)}
+    )
     eps_key = _LAYER_NORM_EPS if form.has_layer_norm else _RMS_EPS
-    own.require_known({prefix + key for key in _KEYS | form.reads | {eps_key}})
-    max_seq_len = own.integer(f"{arch}.context_length")
+    arch_fields.require_known({prefix + key for key in _KEYS | form.reads | {eps_key}})
+    max_seq_len = arch_fields.integer(f"{arch}.context_length")
     tokens, tensors = header.fields.get("tokenizer.ggml.tokens"), header.tensors
     stated = {
-        **_sizes(own, arch, rotates_part=form.rotates_part),
+        **_sizes(arch_fields, arch, rotates_part=form.rotates_part),
         "vocab_size": fields.integer(
             f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else None
         ),
         "max_seq_len": max_seq_len,
-        "norm_eps": own.number(prefix + eps_key),
-        "rope_theta": own.number(f"{arch}.rope.freq_base", 10000.0),
-        "rope_scaling": _gguf_rope(own, form, header, path, max_seq_len),
+        "norm_eps": arch_fields.number(prefix + eps_key),
+        "rope_theta": arch_fields.number(f"{arch}.rope.freq_base", 10000.0),
+        "rope_scaling": _gguf_rope(arch_fields, form, header, path, max_seq_len),
         "tied_embeddings": "output.weight" not in tensors,
         "attention_bias": any(f"blk.0.attn_{p}.bias" in tensors for p in ("q", "k", "v", "qkv")),
         "wo_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": any(f"blk.0.ffn_{part}.bias" in tensors for part in ("gate", "up", "down")),
         "n_experts": n_experts,
-        "n_active_experts": own.integer(f"{arch}.expert_used_count") if n_experts else 0,
-        **form.features(own, tensors),
+        "n_active_experts": arch_fields.integer(f"{arch}.expert_used_count") if n_experts else 0,
+        **form.features(arch_fields, tensors),
     }
     if "ffn_dim" not in stated:
-        stated["ffn_dim"] = own.integer(f"{arch}.feed_forward_length")
+        stated["ffn_dim"] = arch_fields.integer(f"{arch}.feed_forward_length")
     return ModelArgs(dtype=_gguf_dtype(header), family=family.name, **stated)
 
 
@@ -88,25 +90,25 @@ def _family(arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
     raise UsageError(f"{what} is not supported; supported: {', '.join(map(repr, known))}")
 
 
-def _sizes(own: Fields, arch: str, *, rotates_part: bool) -> dict[str, int]:
+def _sizes(arch_fields: Fields, arch: str, *, rotates_part: bool) -> dict[str, int]:
     """Number and sizes of layers and heads; `rotary_dim` if only a part of a head is rotated."""
     dim_key, heads_key = f"{arch}.embedding_length", f"{arch}.attention.head_count"
-    dim, n_heads = own.integer(dim_key), own.integer(heads_key)
-    head_dim = own.optional_integer(f"{arch}.attention.key_length")
+    dim, n_heads = arch_fields.integer(dim_key), arch_fields.integer(heads_key)
+    head_dim = arch_fields.optional_integer(f"{arch}.attention.key_length")
     if head_dim is None:
         head_dim = head_size(dim_key, dim, heads_key, n_heads)
     rotary_key = f"{arch}.rope.dimension_count"
-    rotary_dim = own.integer(rotary_key, head_dim)
+    rotary_dim = arch_fields.integer(rotary_key, head_dim)
     value_key = f"{arch}.attention.value_length"
     for key in (value_key,) if rotates_part else (value_key, rotary_key):
-        if (size := own.integer(key, head_dim)) != head_dim:
+        if (size := arch_fields.integer(key, head_dim)) != head_dim:
             raise UsageError(f"{key}={size} must equal the head size of {head_dim}")
     return {
         **({} if rotary_dim == head_dim else {"rotary_dim": rotary_dim}),
         "dim": dim,
-        "n_layers": require_size("n_layers", own.integer(f"{arch}.block_count")),
+        "n_layers": require_size("n_layers", arch_fields.integer(f"{arch}.block_count")),
         "n_heads": n_heads,
-        "n_kv_heads": own.integer(f"{arch}.attention.head_count_kv", n_heads),
+        "n_kv_heads": arch_fields.integer(f"{arch}.attention.head_count_kv", n_heads),
         "head_dim": head_dim,
     }
 
@@ -118,14 +120,16 @@ def _gguf_dtype(header: GGUFHeader) -> str:
 
 
 def _gguf_rope(
-    own: Fields, form: GGUFForm, header: GGUFHeader, path: Path, max_seq_len: int
+    arch_fields: Fields, form: GGUFForm, header: GGUFHeader, path: Path, max_seq_len: int
 ) -> RopeScaling | None:
     arch = form.architecture
     if _SHORT in header.tensors or _LONG in header.tensors:
-        return _longrope(own, arch, header, path, max_seq_len)
-    factor = own.number(f"{arch}.rope.scaling.factor", own.number(f"{arch}.rope.scale_linear", 0.0))
+        return _longrope(arch_fields, arch, header, path, max_seq_len)
+    factor = arch_fields.number(
+        f"{arch}.rope.scaling.factor", arch_fields.number(f"{arch}.rope.scale_linear", 0.0)
+    )
     # As in llama.cpp, a factor without a type means linear scaling, and a factor of 0 none.
-    kind = own.string(f"{arch}.rope.scaling.type", "linear" if factor else "none")
+    kind = arch_fields.string(f"{arch}.rope.scaling.type", "linear" if factor else "none")
     if kind not in ("none", "linear", "yarn"):
         raise UsageError(
             f"{arch}.rope.scaling.type={kind[:80]!r} is not supported; "
@@ -133,7 +137,9 @@ def _gguf_rope(
         )
     scales = kind != "none" and factor not in (0.0, 1.0)
     for key in (_RELATIVE_FACTOR, _ABSOLUTE_FACTOR):
-        if (stated := own.number(f"{arch}.{key}", 1.0)) != 1 and not (scales and kind == "yarn"):
+        if (stated := arch_fields.number(f"{arch}.{key}", 1.0)) != 1 and not (
+            scales and kind == "yarn"
+        ):
             raise UsageError(
                 f"a rotary attn_factor of {stated} is supported only with yarn or longrope scaling"
             )
@@ -150,51 +156,51 @@ def _gguf_rope(
     return RopeScaling(
         "yarn",
         factor,
-        own.integer(f"{arch}.rope.scaling.original_context_length", max_seq_len),
-        beta_fast=own.number(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=own.number(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=_yarn_attention_factor(own, arch, factor),
+        arch_fields.integer(f"{arch}.rope.scaling.original_context_length", max_seq_len),
+        beta_fast=arch_fields.number(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=arch_fields.number(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(arch_fields, arch, factor),
         truncate=form.truncates_yarn,
     )
 
 
 def _longrope(
-    own: Fields, arch: str, header: GGUFHeader, path: Path, max_seq_len: int
+    arch_fields: Fields, arch: str, header: GGUFHeader, path: Path, max_seq_len: int
 ) -> RopeScaling:
     """LongRoPE: two tensors hold the sets of factors; attn_factor is the paper's attention scale.
 
     Raises: UsageError for one set without the other, or with another kind of scaling.
     """
-    kind = own.string(f"{arch}.rope.scaling.type", "longrope")
+    kind = arch_fields.string(f"{arch}.rope.scaling.type", "longrope")
     has_both = _SHORT in header.tensors and _LONG in header.tensors
     if not has_both or kind not in ("longrope", "none"):
         raise UsageError(
             f"{arch}.rope.scaling.type={kind[:80]!r} with the factors of LongRoPE: only both "
             f"{_SHORT} and {_LONG}, with the type longrope or none, are supported"
         )
-    trained = own.integer(f"{arch}.rope.scaling.original_context_length", max_seq_len)
+    trained = arch_fields.integer(f"{arch}.rope.scaling.original_context_length", max_seq_len)
     return RopeScaling(
         "longrope",
         max_seq_len / max(1, trained),
         trained,
-        attention_factor=own.number(f"{arch}.{_RELATIVE_FACTOR}", 1.0),
+        attention_factor=arch_fields.number(f"{arch}.{_RELATIVE_FACTOR}", 1.0),
         factors=_rope_factors(header, path, _SHORT),
         long_factors=_rope_factors(header, path, _LONG),
     )
 
 
-def _yarn_attention_factor(own: Fields, arch: str, factor: float) -> float | None:
+def _yarn_attention_factor(arch_fields: Fields, arch: str, factor: float) -> float | None:
     """The scale of queries and keys under YaRN; None stands for YaRN's 1 + 0.1 ln(factor).
 
     The converter stores attention_factor, beta_fast and beta_slow of config.json under yarn_ keys
     with their meaning in transformers. llama.cpp does not read these keys for the architectures
     supported here, so its logits differ from transformers' for such files. The key attn_factor is
-    relative: llama.cpp multiplies it by YaRN's own factor.
+    relative: llama.cpp multiplies it by YaRN's arch_fields factor.
 
     Raises: UsageError if both keys are stated.
     """
-    absolute = own.optional_number(f"{arch}.{_ABSOLUTE_FACTOR}")
-    relative = own.number(f"{arch}.{_RELATIVE_FACTOR}", 1.0)
+    absolute = arch_fields.optional_number(f"{arch}.{_ABSOLUTE_FACTOR}")
+    relative = arch_fields.number(f"{arch}.{_RELATIVE_FACTOR}", 1.0)
     if relative == 1:
         return absolute
     if absolute is not None:

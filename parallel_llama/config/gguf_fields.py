@@ -59,7 +59,9 @@ def gguf_fields(args: ModelArgs) -> dict[str, Any]:
         stated |= {"expert_count": args.n_experts, "expert_used_count": args.n_active_experts}
     stated |= form.writes(args)
     arch = form.architecture
-    return {"general.architecture": arch} | {f"{arch}.{key}": own for key, own in stated.items()}
+    return {"general.architecture": arch} | {
+        f"{arch}.{key}": value for key, value in stated.items()
+    }
 
 
 def written_scaling(args: ModelArgs) -> RopeScaling | None:
@@ -75,15 +77,15 @@ def written_scaling(args: ModelArgs) -> RopeScaling | None:
 
 
 def require_equal(args: ModelArgs, read: ModelArgs) -> None:
-    """Compare a model's arguments with those that were read from the header written for it.
+    """Compare a model's arguments with those read back from the header that was written for it.
 
     Raises: UsageError that names the arguments that a file of this architecture cannot state.
     """
-    wanted, found = (
-        {field.name: _comparable(getattr(own, field.name)) for field in fields(own)}
-        for own in (replace(args, rope_scaling=written_scaling(args)), read)
+    written, found = (
+        {field.name: _comparable(getattr(model, field.name)) for field in fields(model)}
+        for model in (replace(args, rope_scaling=written_scaling(args)), read)
     )
-    lost = [name for name in wanted if name not in _NOT_STATED and wanted[name] != found[name]]
+    lost = [name for name in written if name not in _NOT_STATED and written[name] != found[name]]
     if lost:
         stated = ", ".join(f"{name}={getattr(args, name)!s:.80}" for name in lost)
         raise UsageError(
@@ -113,7 +115,7 @@ def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     """A value with its floats in the precision of a header."""
     if isinstance(value, RopeScaling):
-        return {key: _comparable(own) for key, own in asdict(value).items()}
+        return {key: _comparable(each) for key, each in asdict(value).items()}
     if isinstance(value, tuple):
         return tuple(map(_comparable, value))
     return _as_float32(value) if isinstance(value, float) else value

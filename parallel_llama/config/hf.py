@@ -32,7 +32,7 @@ _SIZES = "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
-# Keys beside text_config that apply to the text part of a model of text and images as well.
+# In a model of text and images: keys outside of text_config that apply to the text part too.
 _OF_TEXT_TOO = "dtype", "torch_dtype", "quantization_config"
 
 # Activations by transformers' names; the first name of each is written.
@@ -108,15 +108,15 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
 def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration of the text part of a model of text and images; else `values`."""
     model_type = values.get("model_type")
-    found = [family for family in FAMILIES.values() if family.multimodal == model_type]
-    if not (model_type and found):
+    families = [family for family in FAMILIES.values() if family.multimodal == model_type]
+    if not (model_type and families):
         return values
-    family = found[0]
-    if not (own := Fields(values).mapping("text_config")):
+    family = families[0]
+    if not (text := Fields(values).mapping("text_config")):
         raise UsageError(f"model_type={model_type!r} needs text_config, the model of text")
     logger.warning("only the text part of %r is loaded; images cannot be read", model_type)
-    known = {key: values[key] for key in _OF_TEXT_TOO if key in values}
-    return {**known, **own, "model_type": family.name, "architectures": [family.architecture]}
+    shared = {key: values[key] for key in _OF_TEXT_TOO if key in values}
+    return {**shared, **text, "model_type": family.name, "architectures": [family.architecture]}
 
 
 def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dic
             raise UsageError(f"layer_types has {kind!r} {lacks}, or remove layer_types")
         return {}
     if layer_types:
-        full = tuple(layer for layer, each in enumerate(layer_types) if each == _FULL)
+        full = tuple(layer for layer, type_ in enumerate(layer_types) if type_ == _FULL)
     else:
         full = tuple(family.full_layers(fields, n_layers))
     is_uniform = family.full_layers is every_layer_has_the_window
@@ -240,8 +240,8 @@ def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dic
         )
     # A window in every layer that covers the longest sequence has no effect, unless layers with a
     # window have their own rotary base.
-    is_idle = not full and window >= longest and not family.has_local_rope
-    if len(full) == n_layers or is_idle:
+    hides_nothing = not full and window >= longest and not family.has_local_rope
+    if len(full) == n_layers or hides_nothing:
         return {}
     return {"sliding_window": window, "full_layers": full}
 
@@ -285,8 +285,8 @@ def _require_no_window(
 def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]:
     """Rotary base and scaling from rope_parameters (transformers 5) or rope_scaling (4).
 
-    Values stated twice resolve as in transformers. Keys that no type has are refused. Keys of
-    another type have no effect, and a warning names them.
+    A value that is stated twice resolves as in transformers. A key that no type of scaling has is
+    refused. A key of another type has no effect, and a warning names it.
 
     Source: transformers 5.23, modeling_rope_utils.py.
     """
@@ -305,8 +305,8 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
     read = _ROPE_COMMON.union(_ROPE_TYPES[kind])
     if unread := [key for key in rope.values if key not in read]:
         logger.warning("rope scaling %r ignores %s", kind, ", ".join(unread))
-    for place in (rope, fields):
-        if (rotary := place.number(ROTARY_PART, 1.0)) != 1 and ROTARY_PART not in family.reads:
+    for settings in (rope, fields):
+        if (rotary := settings.number(ROTARY_PART, 1.0)) != 1 and ROTARY_PART not in family.reads:
             raise UsageError(f"{ROTARY_PART}={rotary} is not supported in {family.name!r}, only 1")
     default = family.defaults.get("rope_theta", 10000.0)
     theta = rope.number("rope_theta", fields.number("rope_theta", default))
@@ -399,7 +399,7 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
     window_key = family.key("sliding_window")
     eos = list(ids.eos_ids)
     # Families with another activation have no key for it, or write it themselves.
-    names = (name for name, one in _ACTIVATIONS.items() if one == args.activation)
+    names = (name for name, activation in _ACTIVATIONS.items() if activation == args.activation)
     activation = next(names, None)
     config = {
         "architectures": [family.architecture],

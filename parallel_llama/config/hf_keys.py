@@ -1,8 +1,8 @@
 """Decides which unknown keys of config.json are ignored and which are refused.
 
-A key that transformers' model of the family ignores cannot change its tokens. So a key that is
-neither in READ nor read by the family is ignored, with a warning unless it is in IGNORED or begins
-with an underscore. Two kinds of keys with a value other than null are refused:
+A key that transformers' model of the family does not read cannot change its tokens. So a key that
+is neither in READ nor read by the family is ignored, with a warning unless it is in IGNORED or
+begins with an underscore. But two kinds of keys are refused if they have a value other than null:
 
 * a key in OFF with a value that does not turn it off, because other architectures compute something
   else with it and the weights were probably trained with it;
@@ -78,7 +78,7 @@ IGNORED = {
     "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 }  # fmt: skip
 
-MAX_KEYS = 1000  # comparing spellings is slow
+MAX_KEYS = 1000  # limited because comparing spellings is slow
 
 # Minimum similarity of a misspelling (difflib's ratio); `num_kv_heads` and `num_key_value_heads`
 # have 0.77.

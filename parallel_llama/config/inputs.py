@@ -1,7 +1,7 @@
-"""How an HF folder's config.json asks to round the inputs of its quantised matrices.
+"""Reads from config.json how the inputs of quantised matrices are rounded.
 
-The scale of a token's inputs never depends on other tokens: where compressed-tensors computes one
-scale for all tokens of a batch, each token has its own here.
+The scale of a token's inputs never depends on other tokens: each token has a scale of its own, even
+where compressed-tensors computes one scale for all tokens of a batch.
 
 Source: compressed-tensors 0.20, its quant_args.py and helpers.py; transformers 5.24,
 FineGrainedFP8Config and FbgemmFp8Config; FBGEMM, quantize_fp8_per_row.
@@ -48,7 +48,7 @@ class InputScheme:
         """The scheme with one scale for all inputs of a token."""
         return replace(self, form=replace(self.form, group=0))
 
-    def of(self, base: str, held: Located) -> InputFormat:
+    def of(self, base: str, tensors: Located) -> InputFormat:
         """The format of a matrix's inputs. The names of the matrix's tensors begin with `base`.
 
         Raises: CheckpointError if its scale is missing or is not a number; DamagedWeights if the
@@ -56,14 +56,14 @@ class InputScheme:
         """
         if not self.is_stored:
             return self.form
-        name = next((base + end for end in _SCALES if base + end in held), base + _SCALES[0])
-        scale = _number(name, held)
+        name = next((base + end for end in _SCALES if base + end in tensors), base + _SCALES[0])
+        scale = _number(name, tensors)
         if not math.isfinite(scale) or scale == 0:
             raise DamagedWeights(
                 f"{name!r:.200} is {scale:g}, which cannot divide inputs; the weights are damaged, "
                 "fetch them again"
             )
-        zero = _number(base + _ZERO, held) if self.form.has_zeros else 0.0
+        zero = _number(base + _ZERO, tensors) if self.form.has_zeros else 0.0
         if not -128 <= zero <= 127:
             raise DamagedWeights(
                 f"{base + _ZERO!r:.200} is {zero:g}, expected -128 to 127; the weights are "
@@ -92,9 +92,9 @@ def input_scheme(stated: Fields) -> InputScheme | None:
 
 
 def fp8_inputs(stated: Fields, width: int) -> InputScheme | None:
-    """The scheme of quant_method fp8, with this many columns in a block of weights, 0 for all.
+    """The scheme of quant_method fp8; None if it is not supported.
 
-    Returns: None if it is not supported.
+    `width` is the number of columns of a block of weights, 0 for all.
     """
     scheme = stated.string("activation_scheme", "dynamic").lower()
     if scheme not in ("dynamic", "static") or stated.string("scale_fmt", "float") != "float":
@@ -112,9 +112,9 @@ def fbgemm_inputs(stated: Fields) -> InputScheme:
 
 
 def why_differing_inputs(args: ModelArgs, inputs: Mapping[str, InputFormat]) -> str | None:
-    """Why decode steps run operator by operator on a CPU: inputs are rounded for each matrix.
+    """Why decode steps run operator by operator on a CPU, if each matrix rounds its own inputs.
 
-    Returns: None if matrices with the same input round it alike.
+    Returns: None if all matrices with the same input round it alike.
     """
     formats: dict[tuple[str, str], set[InputFormat | None]] = {}
     for param in parameters(args):
@@ -122,7 +122,7 @@ def why_differing_inputs(args: ModelArgs, inputs: Mapping[str, InputFormat]) -> 
         if param.kind == "matrix" and leaf in _SHARED:
             layer, _, _ = path.partition(".experts.")
             formats.setdefault((layer, _SHARED[leaf]), set()).add(inputs.get(param.name))
-    if all(len(each) == 1 for each in formats.values()):
+    if all(len(rounding) == 1 for rounding in formats.values()):
         return None
     return (
         "decode steps run operator by operator: matrices that share an input, or the experts of a "
@@ -130,10 +130,10 @@ def why_differing_inputs(args: ModelArgs, inputs: Mapping[str, InputFormat]) -> 
     )
 
 
-def _number(name: str, held: Located) -> float:
-    if name not in held:
+def _number(name: str, tensors: Located) -> float:
+    if name not in tensors:
         raise CheckpointError(
             f"{name!r:.200} is missing, and config.json states that inputs have a stored scale; "
             "use the config.json that belongs to the weights"
         )
-    return read_scalar(*held[name])
+    return read_scalar(*tensors[name])

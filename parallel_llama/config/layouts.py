@@ -1,6 +1,6 @@
-"""One record per file layout: how its configuration files describe a model.
+"""Reads what a model's files state, whatever their layout: one `FileLayout` per layout.
 
-The readers of weights are in `checkpoint.reading`, under the same names.
+`checkpoint.reading` has the readers of weights, under the same names of layouts.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,12 +52,12 @@ class FileLayout:
         formats: reads the formats of quantised matrices, by Meta's names; none by default.
         decoded_types: reads the types of quantised matrices that can only be decoded; none by
             default.
-        scaled: reads the formats of matrices that are decoded while loading, and that a native
-            folder stores as they are, by Meta's names; none by default.
+        scaled: reads the formats of matrices that are decoded when loaded, but that `reshard`
+            writes to a native folder unchanged, by Meta's names; none by default.
         inputs: reads the formats to which the inputs of matrices are rounded, by Meta's names; none
             by default.
-        not_applied: reads what else the files quantise (outputs, the KV cache) and the model
-            computes without rounding; nothing by default.
+        not_applied: reads what else the files say is quantised (outputs, the KV cache), which is
+            not rounded here; nothing by default.
     """
 
     args: Callable[[ModelFiles, CountVocab | None], ModelArgs]
@@ -99,7 +99,7 @@ def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat
 
 
 def scaled_formats(files: ModelFiles, args: ModelArgs) -> dict[str, ScaledFormat]:
-    """The formats, by Meta's names, of decoded matrices that a native folder stores as they are.
+    """The formats, by Meta's names, of decoded matrices that a native folder stores unchanged.
 
     Raises: CheckpointError if a file is damaged.
     """
@@ -118,10 +118,10 @@ def input_formats(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
 def default_dtype(files: ModelFiles, args: ModelArgs, device: str) -> str:
     """A model's default dtype on 'cpu' or 'cuda'.
 
-    A float64 model stays in float64. Other models have bfloat16 on CUDA, and on the CPU the dtype
-    that the files state, because the CPU computes in float32 from weights of 16 bits. Meta's files
-    state no dtype, so they have float32 there, as do files with a matrix that can run as stored:
-    decoding it then does not round.
+    A float64 model stays in float64. Other models have bfloat16 on CUDA. On the CPU, which computes
+    in float32 from weights of 16 bits, they have the dtype that the files state, with two
+    exceptions: float32 for Meta's files, which state no dtype, and for files with a matrix that can
+    run as stored, which decoding to float32 does not round.
 
     Raises: CheckpointError if a file is damaged.
     """
@@ -146,7 +146,7 @@ def default_quant(files: ModelFiles, args: ModelArgs, dtype: str) -> str:
 def why_decoded(
     files: ModelFiles, args: ModelArgs, dtype: str, quant: str | None = None
 ) -> str | None:
-    """Why quantised matrices of a model's files are decoded, which takes more memory.
+    """Why quantised matrices of a model's files are decoded, a message for users.
 
     Args:
         quant: the requested quantisation; None for the default.

@@ -1,6 +1,6 @@
-"""The settings of a LoRA adapter, from PEFT's adapter_config.json.
+"""Reads the settings of a LoRA adapter from PEFT's adapter_config.json.
 
-Settings that change the merged weights in a way that is not implemented are refused. Unknown
+Settings that would change the merged weights, but are not implemented, are refused. Unknown
 settings are accepted only with a value that switches them off.
 
 Source: LoRA, arXiv 2106.09685, section 4.1; rsLoRA, arXiv 2312.03732; LoraConfig of peft 0.21.
@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 _ALL_LINEAR = "all-linear"
 
-# Patterns with repetitions in rank_pattern and alpha_pattern together; each runs on every module.
+# The most patterns with repetitions in rank_pattern and alpha_pattern; each runs on every module.
 _MAX_REPEATING = 16
 
 _USED = frozenset(
@@ -106,7 +106,7 @@ class LoraConfig:
     def _is_in_layers(self, module: str) -> bool:
         if self.layers is None:
             return True
-        match = next(filter(None, (each.match(module) for each in self.layer_numbers)), None)
+        match = next(filter(None, (pattern.match(module) for pattern in self.layer_numbers)), None)
         return match is not None and int(match["number"]) in self.layers
 
 

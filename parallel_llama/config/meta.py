@@ -1,12 +1,11 @@
 """Reads Meta's and Mistral's params.json; writes Meta's, and the config.json beside it.
 
-Files in configs/models have the keys of Meta's params.json or of HF's config.json. Meta's
-params.json cannot express tied embeddings, biases, the context, most rope scalings or the head
-size, but the config.json beside it can. That file is HF's config.json with one more key, which says
-that `reshard` wrote it: a config.json of another origin might not belong to the weights.
+Meta's params.json cannot express tied embeddings, biases, the context, most rope scalings or the
+head size, so `reshard` writes a config.json beside it. That file is HF's config.json with one more
+key, which says that `reshard` wrote it: another config.json might not belong to the weights.
 
-Most keys of Mistral's params.json, which belongs to consolidated.safetensors, are Meta's. The key
-hidden_dim marks it as Mistral's, because Meta's states the feed-forward width as a multiplier.
+Mistral's params.json, which belongs to consolidated.safetensors, has mostly Meta's keys. It is
+recognised by the key hidden_dim: Meta's file states the feed-forward width as a multiplier.
 Source: TransformerArgs of mistral-inference.
 """
 
@@ -43,7 +42,7 @@ _PARAMS_REFUSED = {
 
 MAX_FFN_DIM_MULTIPLIER = 1000
 
-# Features `beyond_meta` skips: `family` has no effect, and biases have their own entry.
+# Features that `beyond_meta` skips: `family` has no effect, and biases have their own entry.
 _UNLISTED = ("family", "wo_bias")
 
 # (dim, n_layers) of Llama 3.2 1B and 3B. Their params.json looks like that of Llama 3.1, but they
@@ -112,11 +111,11 @@ def meta_ffn_dim(dim: int, multiple_of: int, multiplier: float | None) -> int:
 def _meta_rope(fields: Fields, dim: int) -> RopeScaling | None:
     if not fields.flag("use_scaled_rope", False):
         return None
-    own = meta_rope_scaling(dim, fields.integer("n_layers"))
+    default = meta_rope_scaling(dim, fields.integer("n_layers"))
     return replace(
-        own,
-        factor=fields.number("rope_scaling_factor", own.factor),
-        high_freq_factor=fields.number("rope_high_freq_factor", own.high_freq_factor),
+        default,
+        factor=fields.number("rope_scaling_factor", default.factor),
+        high_freq_factor=fields.number("rope_high_freq_factor", default.high_freq_factor),
     )
 
 
@@ -174,7 +173,7 @@ def beyond_meta(args: ModelArgs) -> list[str]:
     }
     features = {name: value for name, value in features_of(args).items() if name not in _UNLISTED}
     return [
-        *(what for what, is_so in others.items() if is_so),
+        *(what for what, applies in others.items() if applies),
         *(f"{name}={value}" for name, value in features.items()),
     ]
 
@@ -210,8 +209,8 @@ def meta_config(args: ModelArgs) -> dict[str, Any]:
 
     Raises: UsageError for a rope scaling that config.json cannot express.
     """
-    own = {"format": META_CONFIG_FORMAT, "beyond_params_json": beyond_meta(args)}
-    return {**hf_config(args), _OWN_KEY: own}
+    origin = {"format": META_CONFIG_FORMAT, "beyond_params_json": beyond_meta(args)}
+    return {**hf_config(args), _OWN_KEY: origin}
 
 
 def is_meta_config(values: Mapping[str, Any]) -> bool:
@@ -249,7 +248,7 @@ _MISTRAL_REFUSED = {
     "multimodal": "an image or audio model; only text is supported",
 }
 
-# The trained context where params.json has none: that of 7B 0.1 to 0.3 and Mixtral 8x7B.
+# The context if params.json does not state one: that of 7B 0.1 to 0.3 and Mixtral 8x7B.
 _MISTRAL_CONTEXT = 32768
 
 

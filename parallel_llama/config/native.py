@@ -49,14 +49,17 @@ def native_config(
 ) -> dict[str, Any]:
     """The content of native.json, with rows or columns per unit of each axis.
 
-    `formats` are those of the quantised weights, each a `ScaledFormat` or one of
-    `quantised.NATIVE_QUANTS`, and `inputs` those to which inputs of matrices are rounded. The
-    content states the first version with these formats.
+    The content states the first version that has these formats.
+
+    Args:
+        formats: the formats of the quantised weights, each a `ScaledFormat` or one of
+            `quantised.NATIVE_QUANTS`.
+        inputs: the formats to which the inputs of matrices are rounded.
     """
     features = features_of(args)
     common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file
     stated = asdict(args)
-    own = {name: stated[name] for name in stated if name in common or name in features}
+    arguments = {name: stated[name] for name in stated if name in common or name in features}
     names, scaled = {}, {}
     for weight, form in (formats or {}).items():
         if isinstance(form, QuantFormat):
@@ -66,15 +69,15 @@ def native_config(
     first, second, third = VERSIONS
     version = first if _IN_EVERY_VERSION.issuperset(names.values()) else second
     rounded = {
-        weight: {key: each for key, each in asdict(form).items() if each != _INPUTS[key]}
+        weight: {key: value for key, value in asdict(form).items() if value != _INPUTS[key]}
         for weight, form in (inputs or {}).items()
     }
     stated_formats = {"quantised": names, "scaled": scaled, "inputs": rounded}
     return {
         "format": third if scaled or rounded else version,
-        "args": own,
+        "args": arguments,
         "units": dict(units),
-        **{key: each for key, each in stated_formats.items() if each},
+        **{key: by_weight for key, by_weight in stated_formats.items() if by_weight},
     }
 
 
@@ -117,15 +120,15 @@ def native_scaled(values: Mapping[str, Any], matrices: Collection[str]) -> dict[
 
     Raises: UsageError for a name that is not a matrix, or a format that does not exist.
     """
-    found = {}
+    formats = {}
     for name, form, where in _stated(values, "scaled", matrices, ScaledFormat):
         if not all(0 <= side <= _MAX_SIDE for side in form.block):
             raise UsageError(f"{where}block={[*form.block]}: must be 0 for all to {_MAX_SIDE}")
         is_known = form.numbers != "e2m1" or (form.block[0] == 1 and not form.has_zeros)
         if form.scales not in _SCALES[form.numbers] or not is_known:
             raise UsageError(f"{where}{form.name} is not supported; write the folder again")
-        found[name] = form
-    return found
+        formats[name] = form
+    return formats
 
 
 def native_inputs(values: Mapping[str, Any], matrices: Collection[str]) -> dict[str, InputFormat]:
@@ -133,21 +136,21 @@ def native_inputs(values: Mapping[str, Any], matrices: Collection[str]) -> dict[
 
     Raises: UsageError for a name that is not in `matrices`, or a format that does not exist.
     """
-    found = {}
+    formats = {}
     for name, form, where in _stated(values, "inputs", matrices, InputFormat):
         is_known = form.numbers == "int8" or not (form.has_zeros or form.zero)
         if not is_known or form.scale == 0 or not 0 <= form.group <= _MAX_SIDE:
             raise UsageError(f"{where}{form} is not supported; write the folder again")
         if form.most is not None and form.most <= 0:
             raise UsageError(f"{where}most={form.most:g} must be positive")
-        found[name] = form
-    return found
+        formats[name] = form
+    return formats
 
 
 def _stated(
     values: Mapping[str, Any], key: str, matrices: Collection[str], kind: type[_FormatT]
 ) -> Iterator[tuple[str, _FormatT, str]]:
-    """The names of matrices under a key of native.json, their formats, and a prefix for errors.
+    """Yields each matrix under a key of native.json: its name, its format, a prefix for errors.
 
     Raises: UsageError for a name that is not in `matrices`, or fields that `kind` does not have.
     """

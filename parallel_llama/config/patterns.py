@@ -1,7 +1,7 @@
-"""Regular expressions of configuration files, bounded in the time that a match takes.
+"""Compiles regular expressions from configuration files, within bounds on the time of a match.
 
-A pattern runs on the name of every matrix. A repeated group can take time that is exponential in
-the length of the name, and n repetitions can take its n-th power.
+A pattern is matched with the name of every matrix. With repeated groups the time can be exponential
+in the length of the name; with n repetitions it can grow with the n-th power of the length.
 """
 
 import re

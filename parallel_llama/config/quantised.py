@@ -1,6 +1,6 @@
-"""Which matrices a model's files store quantised, and in which format.
+"""Finds which matrices a model's files store quantised, and in which formats.
 
-Headers and configuration files alone answer this, without torch; `checkpoint.quantised` decodes the
+It reads headers and configuration files only, without torch; `checkpoint.quantised` decodes the
 weights.
 
 Source: the layers of AutoGPTQ 0.7 and AutoAWQ 0.2; transformers 5.23, quantization_config.py.
@@ -8,6 +8,7 @@ Source: the layers of AutoGPTQ 0.7 and AutoAWQ 0.2; transformers 5.23, quantizat
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from parallel_llama.config.bitsandbytes import BitsAndBytes, bitsandbytes_of, bitsandbytes_types
@@ -50,7 +51,7 @@ HF_QUANTS = {
 # Integers without zero points.
 _INTEGERS: dict[int, QuantFormat] = {4: QuantFormat(4), 8: QuantFormat(8)}
 
-# Formats of a native folder, by the names that native.json gives them: all that run as stored.
+# Formats of a native folder that run as stored, by their names in native.json.
 NATIVE_QUANTS = {
     form.name: form
     for form in (
@@ -65,8 +66,8 @@ NATIVE_QUANTS = {
 # By method: the numbers of bits of its integers.
 _BITS = {"gptq": (2, 4, 8), "awq": (4,)}
 
-# By method: its formats, the default first, and what their files subtract from zero points.
-_LOWERED = {"gptq": {"gptq": 1, "gptq_v2": 0}, "awq": {"gemm": 0}}
+# By method: its formats, the default first, and the number that files subtract from zero points.
+_ZERO_OFFSETS = {"gptq": {"gptq": 1, "gptq_v2": 0}, "awq": {"gemm": 0}}
 _FORMAT_KEYS = {
     "gptq": ("checkpoint_format", "format"),
     "awq": ("version", "format", "checkpoint_format"),
@@ -76,7 +77,7 @@ _FORMAT_KEYS = {
 _OTHER_PROGRAMS = {"compression_config": "compressed-tensors", "quantization": "MLX"}
 
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
-_METHODS = (*_LOWERED, *METHODS, "bitsandbytes")
+_METHODS = (*_ZERO_OFFSETS, *METHODS, "bitsandbytes")
 _SUPPORTED = f"supported: {', '.join(map(repr, _METHODS))}"
 
 
@@ -85,18 +86,21 @@ class Packing:
     """How an HF folder packs its quantised matrices.
 
     A 32-bit word holds consecutive inputs of one output in GPTQ, and eight outputs of one input in
-    AWQ. Stored zero points are the true ones minus `lowered`.
+    AWQ.
 
     Args:
-        form: the format in which matrices stay as stored; None to decode them.
+        method: gptq or awq.
+        form: the format in which matrices run as stored; None to decode them.
+        zero_offset: the number that was subtracted from zero points before they were stored.
+        n_bits: bits of an integer.
         group_size: inputs that share a scale and a zero point; 0 for all inputs of an output.
         any_order: whether g_idx names the group of each input; else the inputs of a group are
             consecutive.
     """
 
-    method: str  # gptq or awq
+    method: str
     form: QuantFormat | None
-    lowered: int
+    zero_offset: int
     n_bits: int
     group_size: int
     any_order: bool = False
@@ -161,9 +165,8 @@ def native_folder_inputs(files: ModelFiles, args: ModelArgs) -> dict[str, InputF
     Raises: CheckpointError if native.json is damaged.
     """
     values = read_json_object(files.config)
-    matrices = [p.name for p in parameters(args) if p.kind != "vector" and len(p.shape) == 2]
     with naming(files.config, CheckpointError):
-        return native_inputs(values, matrices)
+        return native_inputs(values, _matrices(args))
 
 
 def native_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
@@ -179,11 +182,14 @@ def scaled_of(values: Mapping[str, Any], args: ModelArgs) -> dict[str, ScaledFor
 
     Raises: UsageError as `native_scaled`, and for a matrix that `quantised` has too.
     """
-    matrices = [p.name for p in parameters(args) if p.kind != "vector" and len(p.shape) == 2]
-    found = native_scaled(values, matrices)
-    if twice := [repr(name) for name in Fields(values).mapping("quantised") if name in found]:
+    formats = native_scaled(values, _matrices(args))
+    if twice := [repr(name) for name in Fields(values).mapping("quantised") if name in formats]:
         raise UsageError(f"quantised and scaled: both have {listed(twice)}; write the folder again")
-    return found
+    return formats
+
+
+def _matrices(args: ModelArgs) -> list[str]:
+    return [p.name for p in parameters(args) if p.kind != "vector" and len(p.shape) == 2]
 
 
 def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, QuantFormat]:
@@ -218,7 +224,7 @@ def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
     """
     packing = hf_packing(files)
     if isinstance(packing, Packing):
-        names = packed_weights(args, _held(files, args), packing)
+        names = packed_weights(args, _tensors(files, args), packing)
         return dict.fromkeys(names, packing.form) if packing.form is not None else {}
     if isinstance(packing, Schemes):
         forms, _ = _scaled_forms(packing, files, args)
@@ -234,19 +240,19 @@ def hf_scaled_formats(files: ModelFiles, args: ModelArgs) -> dict[str, ScaledFor
     packing = hf_packing(files)
     if not isinstance(packing, Schemes):
         return {}
-    slices, held = stored_slices(args, "hf"), _held(files, args)
+    slices, tensors = stored_slices(args, "hf"), _tensors(files, args)
     _, decoded = _scaled_forms(packing, files, args)
-    found = {}
+    formats = {}
     for param in parameters(args):
         if (scheme := decoded.get(param.name)) is not None:
             stored_slice = slices[param.name]
-            scale = held.get(stored_slice.name.removesuffix("weight") + scheme.scale)
+            scale = tensors.get(stored_slice.name.removesuffix("weight") + scheme.scale)
             if scale and (form := scaled_format(param, scheme, stored_slice, args, scale)):
-                found[param.name] = form
+                formats[param.name] = form
     if packing.method == "mxfp4":
         mxfp4 = ScaledFormat("e2m1", (1, MXFP4_INPUTS), "U8")
-        found |= dict.fromkeys(mxfp4_weights(args, held), mxfp4)
-    return found
+        formats |= dict.fromkeys(mxfp4_weights(args, tensors), mxfp4)
+    return formats
 
 
 def hf_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
@@ -256,35 +262,35 @@ def hf_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
     """
     packing = hf_packing(files)
     if isinstance(packing, BitsAndBytes):
-        return sorted({*bitsandbytes_types(args, _held(files, args)).values()})
+        return sorted({*bitsandbytes_types(args, _tensors(files, args)).values()})
     if isinstance(packing, Packing) and packing.form is None:
-        names = packed_weights(args, _held(files, args), packing)
+        names = packed_weights(args, _tensors(files, args), packing)
         return [_decoded_name(packing)] if names else []
     if not isinstance(packing, Schemes):
         return []
     _, decoded = _scaled_forms(packing, files, args)
     types = {scheme.name for scheme in decoded.values()}
-    if packing.method == "mxfp4" and mxfp4_weights(args, _held(files, args)):
+    if packing.method == "mxfp4" and mxfp4_weights(args, _tensors(files, args)):
         types.add("mxfp4")
     return sorted(types)
 
 
 def _decoded_name(packing: Packing) -> str:
-    of = " with desc_act" if packing.any_order else ""
-    if not of and packing.n_bits == 4:
-        of = f" in groups of {packing.group_size}" if packing.group_size else " by row"
-    return f"{packing.method.upper()} int{packing.n_bits}{of}"
+    details = " with desc_act" if packing.any_order else ""
+    if not details and packing.n_bits == 4:
+        details = f" in groups of {packing.group_size}" if packing.group_size else " by row"
+    return f"{packing.method.upper()} int{packing.n_bits}{details}"
 
 
 def _scaled_forms(
     schemes: Schemes, files: ModelFiles, args: ModelArgs
 ) -> tuple[dict[str, QuantFormat], dict[str, Scheme]]:
     """The matrices that can stay as stored, and those that must be decoded, by Meta's names."""
-    slices, held = stored_slices(args, "hf"), _held(files, args)
+    slices, tensors = stored_slices(args, "hf"), _tensors(files, args)
     stored, decoded = {}, {}
-    for name, scheme in scaled_weights(schemes, args, held).items():
+    for name, scheme in scaled_weights(schemes, args, tensors).items():
         stored_slice = slices[name]
-        scale = held.get(stored_slice.name.removesuffix("weight") + scheme.scale)
+        scale = tensors.get(stored_slice.name.removesuffix("weight") + scheme.scale)
         form = stored_form(scheme, stored_slice.shape[1])
         if form is not None and scale is not None and scale.dtype in ("F16", "BF16"):
             stored[name] = form
@@ -320,16 +326,10 @@ def hf_inputs(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
     packing = hf_packing(files)
     if not isinstance(packing, Schemes) or not packing.rounds_inputs:
         return {}
-    names, slices = family_of(args).names, stored_slices(args, "hf")
-    located = {
-        hf_full_name(name, names): (path, tensor)
-        for path in files.weights
-        for name, tensor in read_safetensors_header(path).items()
-    }
-    held = {name: tensor for name, (_, tensor) in located.items()}
+    slices, located = stored_slices(args, "hf"), _located(files, args)
     return {
         name: scheme.inputs.of(slices[name].name.removesuffix("weight"), located)
-        for name, scheme in scaled_weights(packing, args, held).items()
+        for name, scheme in scaled_weights(packing, args, _tensors(files, args)).items()
         if scheme.inputs is not None and name != "tok_embeddings.weight"
     }
 
@@ -343,11 +343,16 @@ def hf_not_applied(files: ModelFiles) -> tuple[str, ...]:
     return packing.not_applied if isinstance(packing, Schemes | BitsAndBytes) else ()
 
 
-def _held(files: ModelFiles, args: ModelArgs) -> dict[str, FileTensor]:
+def _tensors(files: ModelFiles, args: ModelArgs) -> dict[str, FileTensor]:
     """The tensors of an HF folder by full name."""
+    return {name: tensor for name, (_, tensor) in _located(files, args).items()}
+
+
+def _located(files: ModelFiles, args: ModelArgs) -> dict[str, tuple[Path, FileTensor]]:
+    """The tensors of an HF folder by full name, with their files."""
     names = family_of(args).names
     return {
-        hf_full_name(name, names): tensor
+        hf_full_name(name, names): (path, tensor)
         for path in files.weights
         for name, tensor in read_safetensors_header(path).items()
     }
@@ -371,10 +376,10 @@ def hf_packing(files: ModelFiles) -> Packing | Schemes | BitsAndBytes | None:
 
 
 def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | None:
-    """How a config.json says that weights are packed, or None if it names no quantisation.
+    """How weights are packed according to config.json; None if it names no quantisation.
 
-    quant_method 'gguf' counts as none: transformers saves weights that it read from a GGUF file as
-    plain values.
+    quant_method 'gguf' counts as no quantisation: transformers saves weights that it read from a
+    GGUF file as plain values.
 
     Raises: UsageError if the quantisation is not supported.
     """
@@ -396,13 +401,13 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | 
     try:
         if method == "bitsandbytes":
             return bitsandbytes_of(stated)
-        return _packing(method, stated) if method in _LOWERED else schemes_of(method, stated)
+        return _packing(method, stated) if method in _ZERO_OFFSETS else schemes_of(method, stated)
     except UsageError as error:
         raise UsageError(f"quantization_config of {method!r}: {error}; {_INSTEAD}") from error
 
 
-def packed_weights(args: ModelArgs, held: Collection[str], packing: Packing) -> list[str]:
-    """Meta's names of an HF folder's quantised matrices, given its tensor names `held`.
+def packed_weights(args: ModelArgs, tensors: Collection[str], packing: Packing) -> list[str]:
+    """Meta's names of an HF folder's quantised matrices, given its tensor names `tensors`.
 
     The tensor names decide: programs differ in how they list unquantised layers in config.json.
 
@@ -412,7 +417,11 @@ def packed_weights(args: ModelArgs, held: Collection[str], packing: Packing) -> 
     for param in parameters(args):
         stored_slice = slices[param.name]
         base = stored_slice.name.removesuffix("weight")
-        if param.kind == "vector" or len(stored_slice.shape) != 2 or base + "qweight" not in held:
+        if (
+            param.kind == "vector"
+            or len(stored_slice.shape) != 2
+            or base + "qweight" not in tensors
+        ):
             continue
         (n_outputs, n_inputs), per_word = stored_slice.shape, packing.per_word
         whole = per_word if packing.form is None else QUANT_GROUP_SIZE
@@ -427,8 +436,10 @@ def packed_weights(args: ModelArgs, held: Collection[str], packing: Packing) -> 
 
 def _packing(method: str, stated: Fields) -> Packing:
     if (n_bits := stated.integer("bits")) not in _BITS[method]:
-        can = ", ".join(map(str, _BITS[method]))
-        raise UsageError(f"bits={n_bits} is not supported; {can} {'are' if ',' in can else 'is'}")
+        supported = ", ".join(map(str, _BITS[method]))
+        raise UsageError(
+            f"bits={n_bits} is not supported; {supported} {'are' if ',' in supported else 'is'}"
+        )
     size, any_order = stated.integer("group_size", 128), stated.flag("desc_act", False)
     is_stored = n_bits == 4 and size in HF_QUANTS and not any_order
     if method == "awq" and not is_stored:
@@ -439,14 +450,14 @@ def _packing(method: str, stated: Fields) -> Packing:
         raise UsageError(f"group_size={size}: use at least 1, or -1 for all inputs")
     if not stated.flag("zero_point", True):
         raise UsageError("zero_point=false is not supported; groups must have zero points")
-    lowered = _LOWERED[method]
-    form = _form(method, stated) or next(iter(lowered))
-    if form not in lowered:
+    zero_offsets = _ZERO_OFFSETS[method]
+    form = _form(method, stated) or next(iter(zero_offsets))
+    if form not in zero_offsets:
         raise UsageError(
-            f"the format {form[:80]!r} is not supported; supported: {', '.join(lowered)}"
+            f"the format {form[:80]!r} is not supported; supported: {', '.join(zero_offsets)}"
         )
-    kept = HF_QUANTS[size] if is_stored else None
-    return Packing(method, kept, lowered[form], n_bits, max(size, 0), any_order)
+    run_form = HF_QUANTS[size] if is_stored else None
+    return Packing(method, run_form, zero_offsets[form], n_bits, max(size, 0), any_order)
 
 
 def _form(method: str, stated: Fields) -> str:

@@ -1,6 +1,6 @@
-"""Matrices that an HF folder stores as integers or fp8 floats with scales of their own.
+"""Finds the matrices of an HF folder that are integers or 8- or 4-bit floats with scales.
 
-`config.json` says where the scales are; `checkpoint.scaled` decodes the weights.
+config.json says which scales a matrix has; `checkpoint.scaled` decodes the weights.
 
 Source: compressed-tensors 0.20, its quant_config.py, quant_args.py and match.py, and for actorder
 0.12; transformers 5.24, FineGrainedFP8Config, FbgemmFp8Config and Mxfp4Config.
@@ -22,7 +22,7 @@ from parallel_llama.families.weights import Param
 from parallel_llama.files.fields import Fields, shown
 from parallel_llama.files.safetensors_header import FileTensor
 
-# The tensors that mark a quantised matrix, besides a weight in one of BYTE_DTYPES.
+# A matrix is quantised if it has one of these tensors, or a weight in one of BYTE_DTYPES.
 MARKS = "weight_packed", "weight_scale", "weight_scale_inv"
 BYTE_DTYPES = "F8_E4M3", "I8"
 
@@ -108,8 +108,8 @@ class Schemes:
 
     Args:
         method: the quant_method.
-        groups: targets and their scheme; among targets of one kind (names, patterns, classes) the
-            first match is used.
+        groups: pairs of a target and its scheme; of several targets of one kind (name, pattern,
+            class) that match a module, the first is used.
         ignored: modules that are not quantised, by name or as a pattern that begins with re:.
         not_applied: what config.json quantises besides weights and inputs of matrices.
     """
@@ -125,14 +125,14 @@ class Schemes:
         return any(scheme.inputs is not None for _, scheme in self.groups)
 
     def of(self, module: str, is_embedding: bool = False) -> Scheme | None:
-        """The scheme of a module's weight; None if no group has it. Names come before classes."""
+        """The scheme of a module's weight; None without one. Names take precedence over classes."""
         kind = "Embedding" if is_embedding else "Linear"
         if any(_matches(module, target) or target == kind for target in self.ignored):
             return None
-        exact = [scheme for target, scheme in self.groups if target == module]
-        named = [scheme for target, scheme in self.groups if _matches(module, target)]
-        of_kind = [scheme for target, scheme in self.groups if target == kind]
-        return next(iter((*exact, *named, *of_kind)), None)
+        by_name = [scheme for target, scheme in self.groups if target == module]
+        by_pattern = [scheme for target, scheme in self.groups if _matches(module, target)]
+        by_class = [scheme for target, scheme in self.groups if target == kind]
+        return next(iter((*by_name, *by_pattern, *by_class)), None)
 
 
 def schemes_of(method: str, stated: Fields) -> Schemes:
@@ -144,19 +144,19 @@ def schemes_of(method: str, stated: Fields) -> Schemes:
 
 
 def scaled_weights(
-    schemes: Schemes, args: ModelArgs, held: Mapping[str, FileTensor]
+    schemes: Schemes, args: ModelArgs, tensors: Mapping[str, FileTensor]
 ) -> dict[str, Scheme]:
-    """The schemes of an HF folder's quantised matrices, by Meta's names, given its tensors `held`.
+    """The schemes of an HF folder's quantised matrices, by Meta's names, given its `tensors`.
 
     The tensors decide whether a matrix is quantised: a target without scales is read unchanged.
 
     Raises: CheckpointError for a quantised matrix without a scheme.
     """
-    slices, found = stored_slices(args, "hf"), {}
+    slices, schemes_by_name = stored_slices(args, "hf"), {}
     for param in parameters(args):
         stored_slice = slices[param.name]
-        base, weight = stored_slice.name.removesuffix("weight"), held.get(stored_slice.name)
-        is_marked = any(base + mark in held for mark in MARKS)
+        base, weight = stored_slice.name.removesuffix("weight"), tensors.get(stored_slice.name)
+        is_marked = any(base + mark in tensors for mark in MARKS)
         is_scaled = is_marked or (weight is not None and weight.dtype in BYTE_DTYPES)
         if param.kind == "vector" or len(stored_slice.shape) != 2 or not is_scaled:
             continue
@@ -166,32 +166,32 @@ def scaled_weights(
                 f"{stored_slice.name!r:.200} is quantised, and config.json lists its layer as "
                 f"ignored or in no group; use the config.json that belongs to the weights"
             )
-        if schemes.method == "fp8" and base + "weight_scale" in held:
+        if schemes.method == "fp8" and base + "weight_scale" in tensors:
             # AutoFP8 writes one scale for each matrix.
             inputs = scheme.inputs and scheme.inputs.by_token
             scheme = replace(scheme, block=(0, 0), scale="weight_scale", inputs=inputs)
-        has_zeros = not scheme.is_packed and base + "weight_zero_point" in held
-        found[param.name] = replace(
+        has_zeros = not scheme.is_packed and base + "weight_zero_point" in tensors
+        schemes_by_name[param.name] = replace(
             scheme,
             has_zeros=scheme.has_zeros or has_zeros,
             # Matrices that were rounded without an order have no weight_g_idx.
-            any_order=scheme.any_order and base + "weight_g_idx" in held,
+            any_order=scheme.any_order and base + "weight_g_idx" in tensors,
         )
-    return found
+    return schemes_by_name
 
 
-def mxfp4_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
+def mxfp4_weights(args: ModelArgs, tensors: Collection[str]) -> list[str]:
     """Meta's names of the experts' matrices that an HF folder stores in MXFP4, given its tensors.
 
     The tensors decide: modules_to_not_convert is not needed.
 
     Raises: CheckpointError for a number of inputs that is not a multiple of MXFP4_INPUTS.
     """
-    slices, found = stored_slices(args, "hf"), []
+    slices, names = stored_slices(args, "hf"), []
     for param in parameters(args):
         stored_slice = slices[param.name]
         marks = (stored_slice.name + end for end in (MXFP4_BLOCKS, MXFP4_SCALES))
-        if not stored_slice.is_transposed or not any(mark in held for mark in marks):
+        if not stored_slice.is_transposed or not any(mark in tensors for mark in marks):
             continue
         if (n_inputs := param.shape[1]) % MXFP4_INPUTS:
             raise CheckpointError(
@@ -199,8 +199,8 @@ def mxfp4_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
                 f"cannot have MXFP4, which needs a multiple of {MXFP4_INPUTS}; use the config.json "
                 "that belongs to the weights"
             )
-        found.append(param.name)
-    return found
+        names.append(param.name)
+    return names
 
 
 # The dtypes of scales in HF folders, by the names that `ScaledFormat` has for them.
@@ -231,10 +231,10 @@ def scaled_format(
 
 
 def _has_own_blocks(param: Param, stored_slice: StoredSlice, args: ModelArgs, height: int) -> bool:
-    """Whether blocks of `height` rows of the stored tensor are blocks of rows of the matrix.
+    """Whether blocks of `height` rows of the stored tensor are also blocks of rows of the matrix.
 
-    Rotary orders other than half-split move rows of a head, and a tensor with several weights may
-    have blocks that begin in one weight and end in another.
+    They are not if the rows of a head are reordered, as for rotary orders other than half-split, or
+    if a block begins in one weight of the stored tensor and ends in another.
     """
     is_moved = param.axis in ("heads", "kv_heads") and param.dim == 0
     is_in_order = not is_moved or family_of(args).rotary_order["hf"] == "half"
@@ -247,7 +247,7 @@ def _compressed_tensors(stated: Fields) -> Schemes:
     sparsity = Fields(stated.mapping("sparsity_config")).string("format", "dense")
     if sparsity != "dense":
         raise UsageError(f"sparsity_config has the format {sparsity[:80]!r}; dense is supported")
-    form, groups, not_applied = stated.string("format"), [], set()
+    default_format, groups, not_applied = stated.string("format"), [], set()
     for name, values in stated.mapping("config_groups").items():
         if not isinstance(values, dict):
             raise UsageError(f"config_groups: {shown(name)} must be an object with targets")
@@ -261,7 +261,7 @@ def _compressed_tensors(stated: Fields) -> Schemes:
             not_applied.add("outputs of layers")
         if not group.has("weights"):
             continue
-        scheme = _scheme(group.string("format", form), Fields(group.mapping("weights")))
+        scheme = _scheme(group.string("format", default_format), Fields(group.mapping("weights")))
         scheme = replace(scheme, inputs=inputs)
         groups += [(_target(target), scheme) for target in group.strings("targets")]
     if not groups:
