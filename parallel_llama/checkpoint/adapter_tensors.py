@@ -26,7 +26,7 @@ from parallel_llama.plan import Shard
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """The part of A and B that a rank needs for its shard of a weight; B contains the scaling.
+    """A rank's part of A and B for its shard of a weight; B contains the scaling.
 
     Shapes: a [rank, in], b [out, rank], for a shard [out, in].
     """
@@ -88,8 +88,8 @@ def stored_outputs(
 
     Raises: DamagedWeights if a value is NaN or Inf.
     """
-    own = Param(pair.b.name, (param.shape[0], pair.rank))
-    return stored_values(file, pair.b, own, replace(stored_slice, shape=pair.b.shape), outputs)
+    b = Param(pair.b.name, (param.shape[0], pair.rank))
+    return stored_values(file, pair.b, b, replace(stored_slice, shape=pair.b.shape), outputs)
 
 
 def stored_inputs(file: ByteRanges, pair: LoraPair, inputs: range) -> Tensor:
@@ -97,16 +97,16 @@ def stored_inputs(file: ByteRanges, pair: LoraPair, inputs: range) -> Tensor:
 
     Raises: DamagedWeights if a value is NaN or Inf.
     """
-    own = Param(pair.a.name, pair.a.shape, dim=1)
-    return stored_values(file, pair.a, own, whole(pair.a.name, pair.a.shape), inputs)
+    a = Param(pair.a.name, pair.a.shape, dim=1)
+    return stored_values(file, pair.a, a, whole(pair.a.name, pair.a.shape), inputs)
 
 
 def stored_values(
     file: ByteRanges, tensor: FileTensor, param: Param, stored_slice: StoredSlice, rows: range
 ) -> Tensor:
-    """A slice of a weight in a tensor of the adapter; errors name the tensor.
+    """Reads a slice of a weight from a tensor of the adapter; errors name the tensor.
 
     Raises: DamagedWeights if a value is NaN or Inf.
     """
-    own, dtype = replace(param, name=tensor.name), torch_dtype(STORED[tensor.dtype])
-    return finite(own, file.values(tensor.offset, dtype, own, stored_slice, rows), dtype)
+    named, dtype = replace(param, name=tensor.name), torch_dtype(STORED[tensor.dtype])
+    return finite(named, file.values(tensor.offset, dtype, named, stored_slice, rows), dtype)

@@ -6,7 +6,7 @@ A matrix [out, in] in int8 is stored as
     SCB                       the largest absolute value of each row: [out] float32
     weight_format             optional; 0 means that rows are not reordered
 
-and a matrix in 4 bits, one row after the other, as
+and a matrix in 4 bits, row by row without padding, as
 
     weight                    two values in a byte, the first in the high bits: [bytes, 1] of any
                               dtype
@@ -41,7 +41,7 @@ from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families.stored_slices import StoredSlice
 
 # Reads a block of one of a matrix's tensors, viewed as a matrix of bytes. The arguments are the
-# suffix of the tensor's name, the bytes of a row, the rows and the columns of the block.
+# suffix of the tensor's name, the bytes of a row, and the rows and byte columns of the block.
 # Returns: uint8 [rows, columns].
 ReadBytes = Callable[[str, int, range, range], Tensor]
 
@@ -50,7 +50,7 @@ _STORAGE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 
 _INT8_UNIT = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it
 
-# Values of whole rows that are decoded at once, to bound the memory of their scales.
+# Values of whole rows that are decoded at once, which bounds the memory of their scales.
 _DECODED_AT_ONCE = 1 << 20
 
 _MAP_TOLERANCE = 1e-4  # backends of bitsandbytes round the values of fp4 in different places
@@ -139,8 +139,8 @@ class FourBitMatrix:
 
     def check(self, read: ReadBytes) -> None:
         """Raises: CheckpointError if quant_map differs from `CODES`, which decoding uses."""
-        found = _vector(read, "weight.quant_map", torch.float32, range(16))
-        difference = (found - torch.tensor(CODES[self.state.code])).abs().max()
+        quant_map = _vector(read, "weight.quant_map", torch.float32, range(16))
+        difference = (quant_map - torch.tensor(CODES[self.state.code])).abs().max()
         if not difference <= _MAP_TOLERANCE:  # also NaN
             raise CheckpointError(
                 f"{self.base + 'weight.quant_map'!r:.200} differs from the values of "
@@ -156,60 +156,59 @@ class FourBitMatrix:
         """
         out = torch.empty(len(block.rows), len(block.columns))
         step = max(1, _DECODED_AT_ONCE // self.stored_slice.shape[1])
-        for at in range(0, len(block.rows) if out.numel() else 0, step):
-            rows = block.rows[at : at + step]
+        for start in range(0, len(block.rows) if out.numel() else 0, step):
+            rows = block.rows[start : start + step]
             units = self._units(rows, block.columns, read)
-            torch.mul(units, self._scales(rows, block.columns, read), out=out[at : at + step])
+            torch.mul(units, self._scales(rows, block.columns, read), out=out[start : start + step])
         return out
 
     def _units(self, rows: range, columns: range, read: ReadBytes) -> Tensor:
-        """The values that the 4 bits of a block stand for, before scaling.
-
-        Shapes: [rows, columns] float32.
-        """
-        held = range(columns.start // 2, -(-columns.stop // 2))
-        pairs = read("weight", self.stored_slice.shape[1] // 2, rows, held)
+        """The values of the codes of a block, before scaling. Shapes: [rows, columns] float32."""
+        byte_columns = range(columns.start // 2, -(-columns.stop // 2))
+        pairs = read("weight", self.stored_slice.shape[1] // 2, rows, byte_columns)
         units = _table(self.state.code).index_select(0, pairs.flatten().int())
-        return units.view(len(rows), -1)[:, columns.start - 2 * held.start :][:, : len(columns)]
+        return units.view(len(rows), -1)[:, columns.start - 2 * byte_columns.start :][
+            :, : len(columns)
+        ]
 
     def _scales(self, rows: range, columns: range, read: ReadBytes) -> Tensor:
         """Shapes: [rows, columns] float32."""
         n_inputs, size = self.stored_slice.shape[1], self.state.block
         start, stop = rows.start * n_inputs, rows.stop * n_inputs
         blocks = range(start // size, -(-stop // size))
-        spread = self._absmax(blocks, read)[:, None].expand(-1, size).flatten()
-        of_rows = spread[start - blocks.start * size :][: stop - start].view(len(rows), n_inputs)
-        return of_rows[:, columns.start : columns.stop]
+        by_value = self._absmax(blocks, read)[:, None].expand(-1, size).flatten()
+        by_row = by_value[start - blocks.start * size :][: stop - start].view(len(rows), n_inputs)
+        return by_row[:, columns.start : columns.stop]
 
     def _absmax(self, blocks: range, read: ReadBytes) -> Tensor:
         """The scales of some blocks of values. Shapes: [blocks] float32."""
-        end, size = "weight.absmax", self.state.nested_block
+        suffix, size = "weight.absmax", self.state.nested_block
         if size is None:
-            scales = _vector(read, end, torch.float32, blocks)
+            scales = _vector(read, suffix, torch.float32, blocks)
         else:
-            codes = _vector(read, end, torch.uint8, blocks)
-            held = range(blocks.start // size, -(-blocks.stop // size))
-            end = "weight.nested_absmax"
-            outer = _vector(read, end, torch.float32, held)
-            outer = outer[torch.arange(blocks.start, blocks.stop) // size - held.start]
-            stands_for = _vector(read, "weight.nested_quant_map", torch.float32, range(256))
-            scales = stands_for[codes.long()] * outer + self.state.offset
-        _require_finite(self.base + end, scales)
+            codes = _vector(read, suffix, torch.uint8, blocks)
+            outer_blocks = range(blocks.start // size, -(-blocks.stop // size))
+            suffix = "weight.nested_absmax"
+            outer = _vector(read, suffix, torch.float32, outer_blocks)
+            outer = outer[torch.arange(blocks.start, blocks.stop) // size - outer_blocks.start]
+            quant_map = _vector(read, "weight.nested_quant_map", torch.float32, range(256))
+            scales = quant_map[codes.long()] * outer + self.state.offset
+        _require_finite(self.base + suffix, scales)
         return scales
 
 
 @cache
 def _table(code: str) -> Tensor:
-    """The two values of a byte. Shapes: [256, 2] float32."""
+    """The two values of every possible byte. Shapes: [256, 2] float32."""
     values = torch.tensor(CODES[code])
     return torch.stack((values.repeat_interleave(16), values.repeat(16)), 1)
 
 
-def _vector(read: ReadBytes, end: str, dtype: torch.dtype, part: range) -> Tensor:
+def _vector(read: ReadBytes, suffix: str, dtype: torch.dtype, part: range) -> Tensor:
     """A part of a tensor with one dimension."""
     width = dtype.itemsize
-    held = range(part.start * width, part.stop * width)
-    return read(end, len(held), range(1), held).view(-1).view(dtype)
+    byte_range = range(part.start * width, part.stop * width)
+    return read(suffix, len(byte_range), range(1), byte_range).view(-1).view(dtype)
 
 
 def _require_finite(name: str, scales: Tensor) -> None:

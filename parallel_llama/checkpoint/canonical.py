@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in canonical form, with the same bytes and hash in every layout.
+"""Reads the tensors of a checkpoint in canonical form, which has the same hash in every layout.
 
 Canonical form: Meta's name; the whole tensor, row-major; wq and wk in half-split rotary order; the
 stored dtype (float32 if quantised) or a requested one. Tensors are read in pieces of rows.
@@ -20,7 +20,7 @@ from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.ops.quant import QuantMatrix
 
-# Small enough for memory to be reused for the next piece, and for hashing from the CPU cache.
+# Values of a piece: small enough to hash from the CPU cache, and to reuse its memory.
 ROW_PIECE_VALUES = 1 << 22
 
 
@@ -45,7 +45,7 @@ class CanonicalTensor:
         return self._source.hexdigest() if self._is_converted else None
 
     def update(self, stored: Tensor) -> Tensor:
-        """Convert and hash the next rows; returns them in the dtype of the target.
+        """Convert and hash the next rows. Returns: the rows in the dtype of the target.
 
         Raises: DamagedWeights if a value does not fit into that dtype.
         """
@@ -112,7 +112,7 @@ def canonical_pieces(
     dtypes: Mapping[str, torch.dtype],
     formats: Mapping[str, StoredFormat],
 ) -> Generator[tuple[CanonicalTensor, Piece], None, None]:
-    """Yields the rows of one tensor after another in pieces, in `formats` if quantised.
+    """Yields the pieces of one tensor after another; tensors in `formats` are quantised.
 
     Raises: DamagedWeights if a tensor cannot be read, or does not fit into its dtype.
     """
@@ -135,7 +135,7 @@ def canonical_pieces(
 def canonical_entry(
     checkpoint: Checkpoint, param: Param, on_bytes: Callable[[int], None] = lambda _: None
 ) -> TensorEntry:
-    """Shape, dtype and hash of one tensor, read in bounded pieces, or at once if cut along dim 1.
+    """The shape, dtype and hash of a tensor, read in bounded pieces (at once if cut along dim 1).
 
     Raises: CheckpointError if the tensor cannot be read.
     """

@@ -91,7 +91,7 @@ class Checkpoint(ABC):
         return range(rows.start // size * size, -(-rows.stop // size) * size)
 
     def _reordered(self, stored: Tensor, heads: range, rows: range, order: RotaryOrder) -> Tensor:
-        """`rows` in the rotary order `order`, from the stored rows `heads` of whole heads."""
+        """Converts `stored`, the rows `heads` of whole heads, to `order`, and selects `rows`."""
         value = reordered(stored, self.args.head_dim, order, self.args.rotary_dim)
         return value[rows.start - heads.start :][: len(rows)]
 
@@ -145,10 +145,11 @@ def is_rotary(name: str) -> bool:
     return any(f".attention.{part}." in name for part in ("wq", "wk", "q_norm", "k_norm"))
 
 
-CHUNK = 64  # rows or columns per key; changing it changes the weights of every seed
+# Random weights: rows or columns per key. Changing it would change the weights of every seed.
+CHUNK = 64
 
-STD = 0.02  # of matrices and biases; activations keep their scale over many layers
-NORM_STD = 0.1  # of norms, around 1
+STD = 0.02  # of random matrices and biases; activations keep their scale over many layers
+NORM_STD = 0.1  # of random norms, around 1
 
 _CPU = torch.device("cpu")
 

@@ -37,9 +37,15 @@ _LINE = re.compile(r"([0-9a-fA-F]{32}) [ *]([^/\\\0]+)")
 
 @dataclass
 class Report:
-    """The result of a check; `notes` are not faults.
+    """The result of a check.
 
-    `files` and `bytes` do not count the manifest, `hashed` counts files and tensors.
+    Args:
+        files: The number of files, without the manifest.
+        tensors: The number of tensors.
+        hashed: The number of files and tensors that were hashed.
+        bytes: The size of all files, without the manifest.
+        problems: The faults.
+        notes: Remarks that are not faults.
     """
 
     files: int = 0
@@ -88,7 +94,7 @@ def damaged_files(
     report: Report,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Returns the files that differ from their hash in the manifest, without reporting them.
+    """Compares files with a manifest. Returns: the files with another hash, which are not reported.
 
     Reports files that are missing, outside of the folder or of another size, and files in `present`
     that the manifest does not list. An unlisted file is a problem if it could change the model,
@@ -97,7 +103,7 @@ def damaged_files(
     damaged = []
     for name in names:
         with report.noting(folder / name):
-            _require_there(folder, name, manifest.files[name])
+            _require_size(folder, name, manifest.files[name])
             if hash_file(folder / name, on_bytes) != manifest.files[name].blake3:
                 damaged.append(name)
             report.hashed += 1
@@ -110,7 +116,7 @@ def damaged_files(
     return damaged
 
 
-def _require_there(folder: Path, name: str, entry: FileEntry) -> None:
+def _require_size(folder: Path, name: str, entry: FileEntry) -> None:
     path = folder / name
     if not lies_within(folder, name):
         raise CheckpointError(f"{path}: leads out of the folder; put the file itself there")

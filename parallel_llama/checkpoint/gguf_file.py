@@ -1,4 +1,4 @@
-"""Reads GGUF files: plain values in their dtype, and blocks as quant groups or decoded to float32.
+"""Reads GGUF files: plain values in their dtype, quantised blocks as stored or in float32.
 
 Only the blocks that overlap a slice are read. The gguf package decodes blocks to float32.
 
@@ -92,12 +92,12 @@ class GGUFFile(TensorFiles):
         parts = []
         for block in as_blocks(param, self._slices[param.name], rows):
             columns = block.columns
-            held = _touched(columns, size)
-            byte_columns = range(held.start * n_bytes, held.stop * n_bytes)
+            blocks = _touched(columns, size)
+            byte_columns = range(blocks.start * n_bytes, blocks.stop * n_bytes)
             row_bytes = block.n_columns // size * n_bytes
             data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
-            whole = decode_gguf(tensor.dtype, data.view(len(data), len(held), n_bytes))
-            first = held.start * size
+            whole = decode_gguf(tensor.dtype, data.view(len(data), len(blocks), n_bytes))
+            first = blocks.start * size
             parts.append(whole.columns(range(columns.start - first, columns.stop - first)))
         return joined(parts, dim=0)
 
@@ -120,16 +120,16 @@ def _decoded(
 ) -> Tensor:
     """A slice of a quantised weight in float32, decoded in pieces of rows."""
     out = torch.empty(sliced_shape(param, rows), dtype=torch.float32)
-    left = out.view(-1)
+    remaining_out = out.view(-1)
     for block in as_blocks(param, stored_slice, rows):
         shape = len(block.rows), len(block.columns)
-        block_out = left[: math.prod(shape)].view(shape)
+        block_out = remaining_out[: math.prod(shape)].view(shape)
         size, _ = _sizes(tensor)
         row_values = len(_touched(block.columns, size)) * size
         step = max(1, DECODED_AT_ONCE // max(1, row_values))
         # Waits for every piece, and raises its exception.
         list(threads.map(partial(_decode, file, tensor), *_pieces(block, block_out, step)))
-        left = left[math.prod(shape) :]
+        remaining_out = remaining_out[math.prod(shape) :]
     return out
 
 
@@ -137,7 +137,7 @@ def _pieces(block: MatrixBlock, out: Tensor, step: int) -> tuple[list[MatrixBloc
     """Pieces of `step` rows of a block, and the rows of `out` that they are decoded into."""
     starts = range(0, len(block.rows) if out.numel() else 0, step)
     rows = [block.rows[start : start + step] for start in starts]
-    blocks = [MatrixBlock(block.n_columns, own, block.columns) for own in rows]
+    blocks = [MatrixBlock(block.n_columns, piece, block.columns) for piece in rows]
     return blocks, [out[start : start + step] for start in starts]
 
 
@@ -145,9 +145,9 @@ def _decode(file: ByteRanges, tensor: FileTensor, block: MatrixBlock, out: Tenso
     """Decode a block of a quantised tensor into `out`, a tensor of the block's shape."""
     columns = block.columns
     size, n_bytes = _sizes(tensor)
-    held = _touched(columns, size)
-    byte_columns = range(held.start * n_bytes, held.stop * n_bytes)
-    skipped = columns.start - held.start * size  # decoded columns before the slice
+    blocks = _touched(columns, size)
+    byte_columns = range(blocks.start * n_bytes, blocks.stop * n_bytes)
+    skipped = columns.start - blocks.start * size  # decoded columns before the slice
     row_bytes = block.n_columns // size * n_bytes
     data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
     # Decoded as one long row: blocks are independent, and the decoder is slow on short rows.

@@ -142,17 +142,17 @@ class HFFolder(TensorFiles):
         slices = {
             name: stored_slice
             for name, stored_slice in super()._slices_of(args).items()
-            if not any(name in each for each in quantised)
+            if not any(name in matrices for matrices in quantised)
         }
-        own = {stored_slice.name for stored_slice in slices.values()}
+        plain_names = {stored_slice.name for stored_slice in slices.values()}
         for matrix in self._packed.values():
-            for end, shape in {**matrix.shapes, **matrix.optional_shapes}.items():
-                name = matrix.base + end
-                if end in matrix.shapes or (name in self._tensors and name not in own):
+            for suffix, shape in {**matrix.shapes, **matrix.optional_shapes}.items():
+                name = matrix.base + suffix
+                if suffix in matrix.shapes or (name in self._tensors and name not in plain_names):
                     slices[name] = whole(name, shape)
         for name, (_, shapes) in self._scaled_tensors.items():
-            found = self._tensors[name][1].shape if name in self._tensors else ()
-            shape = found if found in shapes else shapes[0]
+            shape_in_file = self._tensors[name][1].shape if name in self._tensors else ()
+            shape = shape_in_file if shape_in_file in shapes else shapes[0]
             slices[name] = StoredSlice(name, shape, 0, 1, 1)
         return slices
 
@@ -160,11 +160,12 @@ class HFFolder(TensorFiles):
     def _scaled_tensors(self) -> WantedTensors:
         """The dtypes and possible shapes of the tensors of matrices with scales, by name."""
         wanted: WantedTensors = {}
-        for each_matrix in (*self._scaled.values(), *self._bits.values(), *self._mxfp4.values()):
-            wanted |= {each_matrix.base + end: each for end, each in each_matrix.tensors.items()}
-        for matrix in self._scaled.values():
-            optional = {matrix.base + end: each for end, each in matrix.optional_tensors.items()}
-            wanted |= {name: each for name, each in optional.items() if name in self._tensors}
+        for matrix in (*self._scaled.values(), *self._bits.values(), *self._mxfp4.values()):
+            wanted |= {matrix.base + suffix: kind for suffix, kind in matrix.tensors.items()}
+        for scaled in self._scaled.values():
+            for suffix, kind in scaled.optional_tensors.items():
+                if scaled.base + suffix in self._tensors:
+                    wanted[scaled.base + suffix] = kind
         return wanted
 
     def _require_dtypes(self) -> None:
@@ -232,45 +233,45 @@ class HFFolder(TensorFiles):
         return _joined([read_packed(matrix.packing, form, block, read) for block in blocks])
 
     def _part(
-        self, matrix: PackedMatrix | ScaledMatrix, end: str, rows: range, columns: range
+        self, matrix: PackedMatrix | ScaledMatrix, suffix: str, rows: range, columns: range
     ) -> Tensor:
         """A block of one tensor of a quantised weight, as bytes."""
-        _, tensor = self._tensors[matrix.base + end]
+        _, tensor = self._tensors[matrix.base + suffix]
         width = DTYPE_BITS[tensor.dtype] // 8
-        of_columns = range(columns.start * width, columns.stop * width)
-        return self._bytes(matrix.base, end, tensor.shape[-1] * width, rows, of_columns)
+        byte_columns = range(columns.start * width, columns.stop * width)
+        return self._bytes(matrix.base, suffix, tensor.shape[-1] * width, rows, byte_columns)
 
-    def _bytes(self, base: str, end: str, row_bytes: int, rows: range, columns: range) -> Tensor:
-        """A block of one tensor, as a matrix with rows of this many bytes."""
-        path, tensor = self._tensors[base + end]
+    def _bytes(self, base: str, suffix: str, row_bytes: int, rows: range, columns: range) -> Tensor:
+        """A block of one tensor, viewed as a matrix with rows of `row_bytes` bytes."""
+        path, tensor = self._tensors[base + suffix]
         return self._files[path].matrix(tensor.offset, row_bytes, rows, columns)
 
     def _plain(self, stored_slice: StoredSlice, rows: range, columns: range) -> Tensor:
         """A block of a tensor of plain values, as a matrix."""
         _, tensor = self._tensors[stored_slice.name]
         dtype = torch_dtype(STORED[tensor.dtype])
-        of_columns = range(columns.start * dtype.itemsize, columns.stop * dtype.itemsize)
+        byte_columns = range(columns.start * dtype.itemsize, columns.stop * dtype.itemsize)
         row_bytes = stored_slice.shape[-1] * dtype.itemsize
-        part = self._bytes(stored_slice.name, "", row_bytes, rows, of_columns)
-        return part.view(-1).view(dtype).view(len(rows), len(columns))
+        data = self._bytes(stored_slice.name, "", row_bytes, rows, byte_columns)
+        return data.view(-1).view(dtype).view(len(rows), len(columns))
 
     def _numbers(
         self,
         matrix: ScaledMatrix | MXFP4Matrix,
-        end: str,
+        suffix: str,
         n_columns: int,
         rows: range,
         columns: range,
     ) -> Tensor:
         """A block of one tensor, with `n_columns` columns, of a matrix with scales."""
-        dtype = TYPES[self._tensors[matrix.base + end][1].dtype]
+        dtype = TYPES[self._tensors[matrix.base + suffix][1].dtype]
         width = dtype.itemsize
-        of_columns = range(columns.start * width, columns.stop * width)
-        part = self._bytes(matrix.base, end, n_columns * width, rows, of_columns)
-        return part.view(-1).view(dtype).view(len(rows), len(columns))
+        byte_columns = range(columns.start * width, columns.stop * width)
+        data = self._bytes(matrix.base, suffix, n_columns * width, rows, byte_columns)
+        return data.view(-1).view(dtype).view(len(rows), len(columns))
 
     def _require_shape(self, matrix: ScaledMatrix) -> None:
-        """Refuse packed integers if the shape stored with them is not the model's."""
+        """Refuse packed integers if the shape in weight_shape is not the model's."""
         if not matrix.scheme.is_packed:
             return
         stated = self._numbers(matrix, "weight_shape", 2, range(1), range(2))[0].tolist()
@@ -281,19 +282,19 @@ class HFFolder(TensorFiles):
                 f"{[*matrix.stored_slice.shape]}; use the config.json that belongs to the weights"
             )
 
-    def _require_order(self, matrix: PackedMatrix | ScaledMatrix, end: str, size: int) -> None:
+    def _require_order(self, matrix: PackedMatrix | ScaledMatrix, suffix: str, size: int) -> None:
         """Refuse a matrix whose groups are not consecutive inputs."""
-        name, n_inputs = matrix.base + end, matrix.stored_slice.shape[1]
+        name, n_inputs = matrix.base + suffix, matrix.stored_slice.shape[1]
         if name not in self._slices:
             return
-        groups = self._part(matrix, end, range(1), range(n_inputs)).view(torch.int32)[0]
-        others = (groups != torch.arange(n_inputs) // size).nonzero().flatten()
-        if len(others):
-            at = int(others[0])
+        groups = self._part(matrix, suffix, range(1), range(n_inputs)).view(torch.int32)[0]
+        misplaced = (groups != torch.arange(n_inputs) // size).nonzero().flatten()
+        if len(misplaced):
+            index = int(misplaced[0])
             raise CheckpointError(
-                f"{self._tensors[name][0]}: {name!r:.200} has input {at} in group "
-                f"{int(groups[at])}, expected {at // size}: the {size} inputs of a group must be "
-                "consecutive, unless config.json states desc_act=true for GPTQ, or "
+                f"{self._tensors[name][0]}: {name!r:.200} has input {index} in group "
+                f"{int(groups[index])}, expected {index // size}: the {size} inputs of a group "
+                "must be consecutive, unless config.json states desc_act=true for GPTQ, or "
                 "actorder='group' for compressed-tensors"
             )
 
@@ -377,16 +378,16 @@ def _require_index(
         raise CheckpointError(f"{index}: needs a weight_map from tensor names to file names")
     hf_name = family_of(args).hf_name
     listing = {hf_name(name): index.parent / file for name, file in weight_map.items()}
-    held = {name: path for path, header in headers.items() for name in header}
+    path_of = {name: path for path, header in headers.items() for name in header}
     wrong = [
         f"{name!r:.200} should be in {file.name!r} and is "
-        + (f"in {held[name].name!r}" if name in held else "in none of the files")
+        + (f"in {path_of[name].name!r}" if name in path_of else "in none of the files")
         for name, file in listing.items()
-        if held.get(name) != file
+        if path_of.get(name) != file
     ]
     unlisted = [
         repr(name)
-        for name in held
+        for name in path_of
         if name not in listing and not family_of(args).skips(name, "hf", args)
     ]
     if wrong or unlisted:

@@ -1,8 +1,8 @@
-"""A checkpoint with a LoRA adapter merged into its weights: W + scaling * B @ A.
+"""Merges a LoRA adapter into the weights of a checkpoint: W + scaling * B @ A.
 
-A slice of a weight needs the same rows of B, or the same columns of A, so weights are merged piece
-by piece, in any layout of the base. The sum is computed in float32, or in float64 if a summand or
-the result is in float64, and is not rounded here: the caller rounds it once to its own dtype.
+A slice of a weight needs only the same rows of B, or the same columns of A, so weights are merged
+piece by piece, in any layout of the base. The sum is computed in float32, or in float64 if a
+summand or the result is in float64. It is not rounded here: the caller rounds it once.
 
 Source: LoRA, arXiv 2106.09685, section 4.1; Linear.merge of peft 0.21.
 """
@@ -32,9 +32,12 @@ from parallel_llama.ops.quant import QuantMatrix
 
 
 class MergedCheckpoint(Checkpoint):
-    """The weights of `base` with an adapter merged into them; `dtypes` has the results' dtypes.
+    """The weights of `base` with an adapter merged into them.
 
-    Closes `base` as well. Weights that the adapter does not change are read from `base`.
+    Weights that the adapter does not change are read from `base`, which is closed with this one.
+
+    Args:
+        dtypes: the dtype to which the caller rounds each weight, by name.
     """
 
     def __init__(

@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Split:
-    """The range of a tensor along `dim` that each file holds.
+    """The range of a tensor along `dim` that is in each file.
 
-    The ranges are in order and cover the tensor. Where ranges overlap, the files hold copies.
+    The ranges are in order and cover the tensor. Overlapping ranges are copies.
     """
 
     dim: int
@@ -72,7 +72,7 @@ class MetaFolder(Checkpoint):
     def check(self, args: ModelArgs) -> None:
         params = {param.name: param for param in parameters(args)}
         shards = list(zip(self._paths, self._states, strict=True))
-        held = [(name, path, tensor) for path, state in shards for name, tensor in state.items()]
+        tensors = [(name, path, tensor) for path, state in shards for name, tensor in state.items()]
         difference = {
             "missing": [
                 f"{name} ({path.name})"
@@ -82,7 +82,7 @@ class MetaFolder(Checkpoint):
             ],
             "extra": [
                 f"{name!r:.200} ({path.name})"
-                for name, path, _ in held
+                for name, path, _ in tensors
                 if name not in params and not family_of(args).skips(name, "meta", args)
             ],
             "misshapen": [
@@ -93,7 +93,7 @@ class MetaFolder(Checkpoint):
             ],
         }
         refuse_difference(self.path, difference)
-        for name, path, tensor in held:
+        for name, path, tensor in tensors:
             if name in params and tensor.dtype not in _DTYPES:
                 raise CheckpointError(
                     f"{path}: tensor {name!r:.200} has the dtype {tensor.dtype}; supported: "
@@ -122,25 +122,27 @@ class MetaFolder(Checkpoint):
                 tensor = tensor.narrow(param.dim, rows.start, len(rows))
             return tensor.narrow(split.dim, part.start - split.ranges[file].start, len(part))
 
-        done = wanted.start
+        next_row = wanted.start
         pieces = []
-        for file, held in enumerate(split.ranges):
-            copied = range(max(held.start, wanted.start), min(held.stop, done))
-            if copied:
-                first = next(n for n, earlier in enumerate(split.ranges) if copied.start in earlier)
-                self._compare(param, first, piece(first, copied), file, piece(file, copied))
-            new = range(max(held.start, done), min(held.stop, wanted.stop))
-            if new:
-                pieces.append(piece(file, new))
-                done = new.stop
+        for file, in_file in enumerate(split.ranges):
+            shared = range(max(in_file.start, wanted.start), min(in_file.stop, next_row))
+            if shared:
+                first = next(n for n, earlier in enumerate(split.ranges) if shared.start in earlier)
+                self._compare(param, first, piece(first, shared), file, piece(file, shared))
+            added = range(max(in_file.start, next_row), min(in_file.stop, wanted.stop))
+            if added:
+                pieces.append(piece(file, added))
+                next_row = added.stop
         return torch.cat(pieces, split.dim)  # a copy, so that no tensor keeps the file mapped
 
-    def _compare(self, param: Param, first: int, taken: Tensor, file: int, other: Tensor) -> None:
-        """Compare two files' copies of the same rows, and warn if they differ.
+    def _compare(
+        self, param: Param, first: int, first_copy: Tensor, file: int, other_copy: Tensor
+    ) -> None:
+        """Compare two files' copies of the same rows, and warn about the first that differs.
 
         Raises: DamagedWeights if copies of KV heads differ.
         """
-        if torch.equal(taken, other):
+        if torch.equal(first_copy, other_copy):
             return
         if param.axis is not None:
             raise DamagedWeights(
@@ -154,7 +156,7 @@ class MetaFolder(Checkpoint):
                 param.name,
                 self._paths[first].name,
                 self._paths[file].name,
-                (taken.double() - other.double()).abs().max().item(),
+                (first_copy.double() - other_copy.double()).abs().max().item(),
             )
             self._warned = True
 
@@ -246,7 +248,7 @@ def norm_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
 
     Raises: CheckpointError if a file is damaged.
     """
-    variants = (differing_norms(files) if files.is_pickled else {}) or _kept(files)
+    variants = (differing_norms(files) if files.is_pickled else {}) or _stored_variants(files)
     if variants:
         name, gap = max(((name, _gap(v)) for name, v in variants.items()), key=lambda item: item[1])
         logger.warning(
@@ -283,7 +285,7 @@ def differing_norms(files: ModelFiles) -> dict[str, list[Tensor]]:
     }
 
 
-def _kept(files: ModelFiles) -> dict[str, list[Tensor]]:
+def _stored_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
     path = files.path / NORM_VARIANTS
     if not is_file(path):
         return {}

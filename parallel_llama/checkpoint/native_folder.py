@@ -75,10 +75,13 @@ BYTE_DTYPES = {_BYTE: torch.int8, _PACKED: torch.uint8, _FLOAT: torch.float8_e4m
 class Part:
     """A tensor of a native folder: a plain weight, or one tensor of a quantised weight.
 
-    `param` has the name and the shape of the tensor, `unit` is the rows or columns of a unit, and
-    the tensor has `n` values for every `per` inputs of `height` outputs of the weight. `dtype` is
-    None for plain weights, which may have any dtype. `is_packed` is true for integers of less than
-    8 bits that share bytes.
+    The tensor has `n` values for every `per` inputs of `height` outputs of the weight.
+
+    Args:
+        param: The name and the shape of the tensor.
+        unit: The rows or columns of a unit of the tensor.
+        dtype: The dtype in the file; None for plain weights, which may have any dtype.
+        is_packed: Whether integers of less than 8 bits share bytes.
     """
 
     param: Param
@@ -107,9 +110,9 @@ class Part:
         """
         n_rows, n_columns = weight.shape
         shape = -(-n_rows // height), -(-n_columns // per) * n
-        own_unit = max(1, unit // per) * n if weight.dim == 1 else max(1, unit // height)
+        tensor_unit = max(1, unit // per) * n if weight.dim == 1 else max(1, unit // height)
         param = replace(weight, name=weight.name + suffix, shape=shape)
-        return cls(param, own_unit, per, n, dtype, height, is_packed)
+        return cls(param, tensor_unit, per, n, dtype, height, is_packed)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,11 +124,11 @@ class Part:
         per, n = (self.per, self.n) if dim else (self.height, 1)
         return range(of_weight.start // per * n, -(-of_weight.stop // per) * n)
 
-    def unit_spans(self, held: range) -> list[range]:
-        """The byte range of each unit, in order, of the tensor in the byte range `held`."""
-        size, n_bytes = self.param.shape[self.param.dim], len(held)
+    def unit_spans(self, span: range) -> list[range]:
+        """The byte range of each unit, in order, of the tensor with the byte range `span`."""
+        size, n_bytes = self.param.shape[self.param.dim], len(span)
         return [
-            held[start * n_bytes // size : min(start + self.unit, size) * n_bytes // size]
+            span[start * n_bytes // size : min(start + self.unit, size) * n_bytes // size]
             for start in range(0, size, self.unit)
         ]
 
@@ -180,8 +183,8 @@ def _scaled_parts(param: Param, unit: int, form: ScaledFormat) -> list[Part]:
     if form.has_zeros:
         parts.append(Part.of(param, unit, zeros, width, 1, number, height))
     if form.has_divisor:
-        alone = Param(param.name + divisor, (1,))
-        parts.append(Part(alone, 1, dtype=_WIDE))
+        divisor_param = Param(param.name + divisor, (1,))
+        parts.append(Part(divisor_param, 1, dtype=_WIDE))
     return parts
 
 
@@ -294,13 +297,13 @@ class NativeFolder(TensorFiles):
         n_rows, n_columns = part.param.shape
         unit, dtype = part.unit, dtype_of(tensor.dtype)
         units = range(rows.start // unit, -(-rows.stop // unit) if rows else rows.start // unit)
-        held = range(units.start * unit, min(units.stop * unit, n_columns))
+        in_units = range(units.start * unit, min(units.stop * unit, n_columns))
         column_bytes = n_rows * dtype.itemsize
-        data = file.matrix(tensor.offset, column_bytes, held, range(column_bytes))
+        data = file.matrix(tensor.offset, column_bytes, in_units, range(column_bytes))
         columns = from_unit_major(data.view(-1).view(dtype), n_rows, unit)
-        if held == rows:
+        if in_units == rows:
             return columns
-        return columns[:, rows.start - held.start : rows.stop - held.start].contiguous()
+        return columns[:, rows.start - in_units.start : rows.stop - in_units.start].contiguous()
 
 
 def axis_units(args: ModelArgs, quant_group_size: int = 1) -> dict[str, int]:
@@ -367,8 +370,10 @@ def unpacked(bytes_: Tensor, form: QuantFormat) -> Tensor:
     bit_bytes = QUANT_GROUP_SIZE // 8  # of one bit of all integers of a group
     unsigned = []
     for plane in planes_of(form.n_bits):
-        own = groups[..., plane.first * bit_bytes :][..., : plane.width * bit_bytes]
-        bits = [((own >> at) & plane.mask) << plane.first for at in range(0, 8, plane.width)]
+        plane_bytes = groups[..., plane.first * bit_bytes :][..., : plane.width * bit_bytes]
+        bits = [
+            ((plane_bytes >> at) & plane.mask) << plane.first for at in range(0, 8, plane.width)
+        ]
         unsigned.append(torch.stack(bits, -1).flatten(2))
     return reduce(torch.bitwise_or, unsigned).flatten(1).view(torch.int8) - form.zero
 

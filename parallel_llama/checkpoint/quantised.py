@@ -1,4 +1,4 @@
-"""Decodes quantised weights of GPTQ, AWQ and GGUF files, and encodes GGUF blocks, without rounding.
+"""Decodes weights that GPTQ, AWQ and GGUF files quantise, and encodes GGUF blocks; exact.
 
 GPTQ and AWQ store a matrix [out, in] as several tensors, here for 4-bit integers:
 
@@ -37,9 +37,9 @@ Read = Callable[[str, range, range], Tensor]
 # The dtypes of these tensors, by their names in safetensors files.
 PACKED_DTYPES = {"qweight": ("I32",), "qzeros": ("I32",), "g_idx": ("I32",), "scales": ("F16",)}
 
-_ENCODED_AT_ONCE = 1 << 22  # integers, which take several bytes each until they are encoded
+_ENCODED_AT_ONCE = 1 << 22  # integers; while they are encoded, each takes several bytes
 
-# Which four bits of a word, counted from the lowest, hold each of its eight outputs.
+# For each of the eight outputs of a word: which four bits hold it, counted from the lowest.
 _ORDER = {"gptq": (0, 1, 2, 3, 4, 5, 6, 7), "awq": (0, 4, 1, 5, 2, 6, 3, 7)}
 
 
@@ -95,23 +95,22 @@ class PackedMatrix:
         Raises: DamagedWeights if a scale is NaN or Inf, or g_idx names a group that does not exist.
         """
         packing, outputs, inputs = self.packing, block.rows, block.columns
-        per_word, every = packing.per_word, range(self.n_groups)
-        held = range(inputs.start // per_word, -(-inputs.stop // per_word))
-        words = read("qweight", held, outputs).view(len(held), len(outputs), 4)
+        per_word, groups = packing.per_word, range(self.n_groups)
+        covering = range(inputs.start // per_word, -(-inputs.stop // per_word))
+        words = read("qweight", covering, outputs).view(len(covering), len(outputs), 4)
         integers = _integers_of(words, packing.n_bits).transpose(1, 2).flatten(0, 1)
-        integers = integers[inputs.start - held.start * per_word :][: len(inputs)]  # [in, out]
-        held = range(outputs.start // per_word, -(-outputs.stop // per_word))
-        words = read("qzeros", every, held).view(len(every), len(held), 4)
+        integers = integers[inputs.start - covering.start * per_word :][: len(inputs)]  # [in, out]
+        covering = range(outputs.start // per_word, -(-outputs.stop // per_word))
+        words = read("qzeros", groups, covering).view(len(groups), len(covering), 4)
         zeros = _integers_of(words, packing.n_bits).flatten(1)
-        zeros = zeros[:, outputs.start - held.start * per_word :][:, : len(outputs)]
-        zeros = (zeros + packing.zero_offset) & (
-            (1 << packing.n_bits) - 1
-        )  # modulo, as in read_packed
-        scales = read("scales", every, outputs).view(-1).view(torch.float16).float()
+        zeros = zeros[:, outputs.start - covering.start * per_word :][:, : len(outputs)]
+        mask = (1 << packing.n_bits) - 1
+        zeros = (zeros + packing.zero_offset) & mask  # modulo, as in read_packed
+        scales = read("scales", groups, outputs).view(-1).view(torch.float16).float()
         if not torch.isfinite(scales).all():
             raise damaged_scale(self.base + "scales")
-        scales, groups = scales.view(len(every), len(outputs)), self._groups_of(inputs, read)
-        values = integers.float().sub_(zeros.float()[groups]).mul_(scales[groups])
+        scales, group = scales.view(len(groups), len(outputs)), self._groups_of(inputs, read)
+        values = integers.float().sub_(zeros.float()[group]).mul_(scales[group])
         return values.transpose(0, 1).contiguous()
 
     def _groups_of(self, inputs: range, read: Read) -> Tensor:
@@ -136,14 +135,14 @@ def read_packed(packing: Packing, form: QuantFormat, block: MatrixBlock, read: R
     outputs, inputs, per_word = block.rows, block.columns, packing.per_word
     groups = range(inputs.start // form.block, -(-inputs.stop // form.block))
     words = range(outputs.start // per_word, -(-outputs.stop // per_word))
-    own = slice(outputs.start - words.start * per_word, outputs.stop - words.start * per_word)
+    selected = slice(outputs.start - words.start * per_word, outputs.stop - words.start * per_word)
     order = _ORDER[packing.method]
     if packing.method == "gptq":
-        held = range(inputs.start // per_word, inputs.stop // per_word)
-        integers = _words_of_inputs(read("qweight", held, outputs))
+        input_words = range(inputs.start // per_word, inputs.stop // per_word)
+        integers = _words_of_inputs(read("qweight", input_words, outputs))
     else:
-        integers = _words_of_outputs(read("qweight", inputs, words), order)[own]
-    zeros = _words_of_outputs(read("qzeros", groups, words), order)[own]
+        integers = _words_of_outputs(read("qweight", inputs, words), order)[selected]
+    zeros = _words_of_outputs(read("qzeros", groups, words), order)[selected]
     zeros = (zeros + packing.zero_offset) & 15  # modulo 16: 0 minus 1 is stored as 15
     n_before = inputs.start % form.block // QUANT_GROUP_SIZE
     factors = zeros.repeat_interleave(form.n_shared, 1)
@@ -192,7 +191,7 @@ def _transposed(words: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Bits:
+class _BitField:
     """Where a GGUF block stores `n_bits` of each integer: in `n_bytes` from byte `start` on.
 
     Integers follow in runs of `run` bytes: first the lowest bits of every byte of the run, then the
@@ -228,7 +227,7 @@ class _Block:
     """Where a GGUF block stores its scale, followed by its minimum, and its integers' bits."""
 
     scale: int
-    bits: tuple[_Bits, ...]  # the lowest first
+    bits: tuple[_BitField, ...]  # the lowest first
 
     def n_bytes(self, form: QuantFormat) -> int:
         """Bytes of a block, which ends with its scale and minimum or with integers."""
@@ -237,16 +236,16 @@ class _Block:
 
 
 _BLOCKS = {
-    "Q8_0": _Block(0, (_Bits(8, 2, 32, 32),)),
-    "Q5_0": _Block(0, (_Bits(4, 6, 16, 16), _Bits(1, 2, 4, 1))),
-    "Q5_1": _Block(0, (_Bits(4, 8, 16, 16), _Bits(1, 4, 4, 1))),
-    "Q4_0": _Block(0, (_Bits(4, 2, 16, 16),)),
-    "Q4_1": _Block(0, (_Bits(4, 4, 16, 16),)),
-    "Q6_K": _Block(208, (_Bits(4, 0, 128, 64), _Bits(2, 128, 64, 32))),
-    "Q5_K": _Block(0, (_Bits(4, 48, 128, 32), _Bits(1, 16, 32, 32))),
-    "Q4_K": _Block(0, (_Bits(4, 16, 128, 32),)),
-    "Q3_K": _Block(108, (_Bits(2, 32, 64, 32), _Bits(1, 0, 32, 32))),
-    "Q2_K": _Block(80, (_Bits(2, 16, 64, 32),)),
+    "Q8_0": _Block(0, (_BitField(8, 2, 32, 32),)),
+    "Q5_0": _Block(0, (_BitField(4, 6, 16, 16), _BitField(1, 2, 4, 1))),
+    "Q5_1": _Block(0, (_BitField(4, 8, 16, 16), _BitField(1, 4, 4, 1))),
+    "Q4_0": _Block(0, (_BitField(4, 2, 16, 16),)),
+    "Q4_1": _Block(0, (_BitField(4, 4, 16, 16),)),
+    "Q6_K": _Block(208, (_BitField(4, 0, 128, 64), _BitField(2, 128, 64, 32))),
+    "Q5_K": _Block(0, (_BitField(4, 48, 128, 32), _BitField(1, 16, 32, 32))),
+    "Q4_K": _Block(0, (_BitField(4, 16, 128, 32),)),
+    "Q3_K": _Block(108, (_BitField(2, 32, 64, 32), _BitField(1, 0, 32, 32))),
+    "Q2_K": _Block(80, (_BitField(2, 16, 64, 32),)),
 }
 
 
@@ -338,9 +337,11 @@ def _factors(type_name: str, form: QuantFormat, blocks: Tensor) -> Tensor:
     if type_name == "Q6_K":
         parts = [blocks[..., 192:208]]
     elif type_name == "Q3_K":
-        parts = [(_Bits(4, 96, 8, 8).of(blocks) | (_Bits(2, 104, 4, 4).of(blocks) << 4)) - 32]
+        parts = [
+            (_BitField(4, 96, 8, 8).of(blocks) | (_BitField(2, 104, 4, 4).of(blocks) << 4)) - 32
+        ]
     elif type_name == "Q2_K":
-        parts = [_Bits(4, 0, 16, 1).of(blocks)[..., first::2] for first in (0, 1)]
+        parts = [_BitField(4, 0, 16, 1).of(blocks)[..., first::2] for first in (0, 1)]
     else:
         parts = _six_bits(blocks[..., 4:16])
     by_group = [_in_runs(part, form.n_parts) for part in parts]
@@ -357,12 +358,12 @@ def _put_factors(type_name: str, form: QuantFormat, factors: Tensor, blocks: Ten
     elif type_name == "Q3_K":
         factors = parts[0] + 32
         _require_bits("a factor", factors, 6)
-        _Bits(4, 96, 8, 8).put(factors, blocks)
-        _Bits(2, 104, 4, 4).put(factors >> 4, blocks)
+        _BitField(4, 96, 8, 8).put(factors, blocks)
+        _BitField(2, 104, 4, 4).put(factors >> 4, blocks)
     elif type_name == "Q2_K":
         both = torch.stack(parts, -1).flatten(-2)
         _require_bits("a factor", both, 4)
-        _Bits(4, 0, 16, 1).put(both, blocks)
+        _BitField(4, 0, 16, 1).put(both, blocks)
     else:
         _require_bits("a factor", torch.cat(parts), 6)
         blocks[..., 4:16] = _in_six_bits(*parts)
@@ -376,7 +377,7 @@ def _six_bits(packed: Tensor) -> list[Tensor]:
 
     Shapes: [..., 12] -> [..., 8] each.
     """
-    lowest = _Bits(4, 8, 4, 4).of(packed)
+    lowest = _BitField(4, 8, 4, 4).of(packed)
     return [
         torch.cat((own & 63, lowest[..., at : at + 4] | ((own >> 6) << 4)), -1)
         for at, own in ((0, packed[..., :4]), (4, packed[..., 4:8]))

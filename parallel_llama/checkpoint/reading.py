@@ -1,7 +1,7 @@
 """Loads the tensors of one rank from a checkpoint.
 
-Every weight is cut to the rank's shard, converted, and checked for NaN and Inf. In addition to its
-shard a rank holds one bounded piece at a time.
+Every weight is cut to the rank's shard, converted, and checked for NaN and Inf. Besides its shard,
+a rank needs memory for one bounded piece at a time.
 """
 
 import math
@@ -40,7 +40,7 @@ QUANTISED_AT_ONCE = 1 << 17
 
 
 class HeldWeights(Protocol):
-    """Another shard of the same weights, in memory, which is freed part by part."""
+    """Another shard of the same weights in memory, whose rows are copied instead of read."""
 
     def rows_of(self, param: Param) -> range:
         """The rows (or columns) of a weight that can be taken; `param` as for `Shard.rows_of`."""
@@ -203,9 +203,9 @@ def _converted(
 
 def _sources(param: Param, rows: range, held: HeldWeights | None) -> list[tuple[range, bool]]:
     """Consecutive pieces of rows, and whether each is held; at least one piece."""
-    own = range(0) if held is None else held.rows_of(param)
-    start = min(max(rows.start, own.start), rows.stop)
-    stop = max(min(rows.stop, own.stop), start)
+    held_rows = range(0) if held is None else held.rows_of(param)
+    start = min(max(rows.start, held_rows.start), rows.stop)
+    stop = max(min(rows.stop, held_rows.stop), start)
     read = [*_pieces_between(param, rows.start, start), *_pieces_between(param, stop, rows.stop)]
     sources = [(piece, False) for piece in read]
     if start < stop:

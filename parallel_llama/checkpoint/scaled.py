@@ -1,4 +1,4 @@
-"""Reads matrices of compressed-tensors and fp8 folders, which have scales of their own.
+"""Reads the matrices of compressed-tensors and fp8 folders: small numbers with scales.
 
 A matrix [out, in] is stored as several tensors:
 
@@ -102,16 +102,16 @@ class ScaledBlock:
     def select_rows(self, start: int, stop: int) -> "ScaledBlock":
         """The rows from `start` to `stop`, counted within this block."""
         rows, height = self.rows[start:stop], self.block[0]
-        held = slice(None)
+        row_blocks = slice(None)
         if height:
             first = self.rows.start // height
-            held = slice(rows.start // height - first, -(-rows.stop // height) - first)
+            row_blocks = slice(rows.start // height - first, -(-rows.stop // height) - first)
         return replace(
             self,
             rows=rows,
             numbers=self.numbers[start:stop],
-            scales=self.scales[held],
-            zeros=None if self.zeros is None else self.zeros[held],
+            scales=self.scales[row_blocks],
+            zeros=None if self.zeros is None else self.zeros[row_blocks],
         )
 
     def by_row(self) -> "ScaledBlock":
@@ -119,15 +119,19 @@ class ScaledBlock:
         height, width = self.block
         if height < 2:
             return self
-        of_rows = self._block_of_rows()
+        block_of_rows = self._block_of_rows()
         scales, zeros = (
-            None if each is None else _selected(each, of_rows) for each in (self.scales, self.zeros)
+            None if numbers is None else _selected(numbers, block_of_rows)
+            for numbers in (self.scales, self.zeros)
         )
         assert scales is not None
         return replace(self, block=(1, width), scales=scales, zeros=zeros)
 
     def map_rows(self, rows: range, change: Callable[[Tensor], Tensor]) -> "ScaledBlock":
-        """The block of other `rows`; `change` selects or reorders the rows of its tensors."""
+        """The block with `change`, a selection or a reordering of rows, applied to its tensors.
+
+        `rows` are the rows of the result.
+        """
         assert self.block[0] < 2
         if not self.block[0]:
             return replace(self, rows=rows, numbers=change(self.numbers))
@@ -161,7 +165,7 @@ class ScaledBlock:
 
     def _wide_scales(self) -> Tensor:
         """The scales in float32."""
-        name, of_divisor = self.names
+        name, divisor_name = self.names
         scales = (
             self.scales.float()
             if self.scales.is_floating_point()
@@ -170,7 +174,7 @@ class ScaledBlock:
         if (divisor := self.divisor) is not None:
             if not torch.isfinite(1 / divisor).all() or not torch.isfinite(divisor).all():
                 raise DamagedWeights(
-                    f"{of_divisor!r:.200} is {divisor.item():g}, which cannot divide scales; the "
+                    f"{divisor_name!r:.200} is {divisor.item():g}, which cannot divide scales; the "
                     "weights are damaged, fetch them again"
                 )
             scales = scales / divisor
@@ -362,9 +366,9 @@ class ScaledMatrix:
         scales = self._by_block(block, self.scheme.scale, read).float()
         return finite_scales(scales, self.base + self.scheme.scale)
 
-    def _by_block(self, block: MatrixBlock, end: str, read: Read) -> Tensor:
+    def _by_block(self, block: MatrixBlock, suffix: str, read: Read) -> Tensor:
         rows, columns = self._blocks(block)
-        return read(end, self.grid[1], rows, columns)
+        return read(suffix, self.grid[1], rows, columns)
 
     def _blocks(self, block: MatrixBlock) -> tuple[range, range]:
         """The blocks with a scale that a block of the matrix touches."""

@@ -1,4 +1,4 @@
-"""Reads weights of experts that an HF folder stacks: all experts of a layer are in one tensor.
+"""Reads weights of experts from HF folders in which all experts of a layer are in one tensor.
 
 Plain matrices are stored as [experts, in, out], so the rows of w1 and w3 of an expert are columns
 of one stored matrix: alternating (columns 0, 2, 4, ... and 1, 3, 5, ...) in gpt-oss, and all of w1
@@ -76,11 +76,11 @@ class MXFP4Matrix:
         outputs, inputs = _block(param, rows)
         n_blocks = stored_slice.matrix_shape[-1] // MXFP4_INPUTS
         blocks = range(inputs.start // MXFP4_INPUTS, -(-inputs.stop // MXFP4_INPUTS))
-        held, step = _covering(stored_slice, outputs), stored_slice.step
-        in_bytes = range(inputs.start // 2, -(-inputs.stop // 2))
+        stored_rows, step = _covering(stored_slice, outputs), stored_slice.step
+        byte_columns = range(inputs.start // 2, -(-inputs.stop // 2))
         row_bytes = n_blocks * MXFP4_INPUTS // 2
-        pairs = read(MXFP4_BLOCKS, row_bytes, held, in_bytes)[::step].contiguous()
-        exponents = read(MXFP4_SCALES, n_blocks, held, blocks)[::step].contiguous()
+        pairs = read(MXFP4_BLOCKS, row_bytes, stored_rows, byte_columns)[::step].contiguous()
+        exponents = read(MXFP4_SCALES, n_blocks, stored_rows, blocks)[::step].contiguous()
         names = self.base + MXFP4_SCALES, ""
         return ScaledBlock((1, MXFP4_INPUTS), outputs, inputs, pairs, exponents, names)
 

@@ -1,4 +1,4 @@
-"""The base class of readers for layouts with unsharded tensors: all but Meta's."""
+"""The base class of readers of unsharded tensors: for all layouts but Meta's."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -34,9 +34,10 @@ HEADER_READERS: dict[str, Callable[[Path], Mapping[str, FileTensor]]] = {
 class TensorFiles(Checkpoint):
     """Tensors by their names in the files.
 
-    `layout` defines names, slices and rotary order. Without a layout every weight has a tensor of
-    its own under the model's name, in half-split order. `readable` is the end of the error for an
-    unreadable dtype; without it every dtype is readable.
+    Attributes:
+        layout: defines names, slices and rotary order. None if every weight is a tensor of its own,
+            with the model's name and in half-split order.
+        readable: the end of the error for an unreadable dtype; None if every dtype is readable.
     """
 
     layout: Layout | None = None
@@ -62,11 +63,9 @@ class TensorFiles(Checkpoint):
         wanted = {
             stored_slice.name: stored_slice.shape for stored_slice in self._slices_of(args).values()
         }
-        left_over = [name for name in found if name not in wanted]
+        extra = [name for name in found if name not in wanted]
         if self.layout is not None:
-            left_over = [
-                name for name in left_over if not family_of(args).skips(name, self.layout, args)
-            ]
+            extra = [name for name in extra if not family_of(args).skips(name, self.layout, args)]
         misshapen = [
             f"{name} is {list(found[name])}, expected {list(shape)}"
             for name, shape in wanted.items()
@@ -75,7 +74,7 @@ class TensorFiles(Checkpoint):
         missing = [name for name in wanted if name not in found]
         refuse_difference(
             self.path,
-            {"missing": missing, "extra": list(map(repr, left_over)), "misshapen": misshapen},
+            {"missing": missing, "extra": list(map(repr, extra)), "misshapen": misshapen},
         )
         for name in wanted if self.readable else ():
             path, tensor = self._tensors[name]
@@ -126,12 +125,12 @@ def decoded(param: Param, rows: range, groups: Callable[[range], QuantMatrix]) -
     """Dequantised rows or columns of a matrix; `groups` reads whole groups."""
     if param.dim == 0:
         return groups(rows).values()
-    held = range(
+    whole_groups = range(
         rows.start // QUANT_GROUP_SIZE * QUANT_GROUP_SIZE,
         -(-rows.stop // QUANT_GROUP_SIZE) * QUANT_GROUP_SIZE,
     )
-    columns = groups(held).values()
-    return columns[:, rows.start - held.start :][:, : len(rows)].contiguous()
+    columns = groups(whole_groups).values()
+    return columns[:, rows.start - whole_groups.start :][:, : len(rows)].contiguous()
 
 
 def merged(

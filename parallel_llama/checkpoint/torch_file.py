@@ -1,8 +1,8 @@
-"""Opens files of torch.save (.pth, .bin) without running code, and checks which bytes tensors map.
+"""Opens files of torch.save (.pth, .bin) without running code, and checks which bytes they map.
 
-torch maps the file without checking it. So the records of the zip archive are compared with the
-storages of the tensors; otherwise a forged archive could map a weight to the bytes of another
-record, or to bytes outside all records.
+torch maps the file without checks, so a forged archive could map a weight to the bytes of another
+record, or to bytes outside of all records. Therefore the storages of the tensors are compared with
+the records of the zip archive.
 """
 
 import os

@@ -58,10 +58,10 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
     Raises: CheckpointError if the file is damaged, or has another suffix.
     """
     try:
-        found = read_header(path).values()
+        tensors = read_header(path).values()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    ordered = sorted(found, key=lambda tensor: tensor.offset)
+    ordered = sorted(tensors, key=lambda tensor: tensor.offset)
     if layout is None:
         return [(tensor.name, _bytes_of(tensor)) for tensor in ordered]
     if args is None:
@@ -70,24 +70,26 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
     for weight, stored_slice in stored_slices(args, layout).items():
         weights.setdefault(stored_slice.name, []).append((weight, stored_slice))
     names = family_of(args).names
-    spots = []
+    located = []
     for tensor in ordered:
         full_name = hf_full_name(tensor.name, names) if layout == "hf" else tensor.name
-        held = [
+        slices = [
             (weight, _span(tensor, stored_slice))
             for weight, stored_slice in weights.get(full_name, ())
         ]
-        spots += held or [(tensor.name, _bytes_of(tensor))]
-    return spots
+        located += slices or [(tensor.name, _bytes_of(tensor))]
+    return located
 
 
 @dataclass(frozen=True)
 class Damage:
     """The results of checking a folder with damaged files.
 
-    `args` is None if the configuration is unreadable. `parts` are the tensors of a native folder by
-    name, empty if native.json is unreadable. `wrong` names the tensors that differ from the
-    manifest in canonical form; `reasons` are the errors of reading the folder as a model.
+    Args:
+        args: the model's arguments; None if the configuration is unreadable.
+        parts: the tensors of a native folder by name; empty if native.json is unreadable.
+        wrong: the names of tensors that differ from the manifest in canonical form.
+        reasons: the errors of reading the folder as a model.
     """
 
     folder: Path
@@ -116,28 +118,28 @@ class Damage:
 
     def _spots(self, name: str) -> list[str]:
         path, layout = self.folder / name, self.manifest.layout
-        spots = []
-        for tensor, held in locations(path, "hf" if layout == "hf" else None, self.args):
+        damaged = []
+        for tensor, tensor_span in locations(path, "hf" if layout == "hf" else None, self.args):
             weight = weight_of(tensor) if layout == "native" else tensor
             entry, part = self.manifest.tensors.get(weight), self.parts.get(tensor)
             if entry is None:
                 continue  # not a weight, so the manifest has no hash of it
             units = self.manifest.units.get(tensor)
             if part and units:
-                spans = part.unit_spans(held)
-                spots += [
+                spans = part.unit_spans(tensor_span)
+                damaged += [
                     f"{tensor}, bytes {span.start} to {span.stop} (unit {number})"
                     for number, (span, unit) in enumerate(zip(spans, units, strict=False))
                     if hash_file(path, span=span) != unit
                 ]
-            elif self._is_damaged(path, weight, held, entry):
-                spots.append(f"{tensor}, bytes {held.start} to {held.stop}")
-        return spots
+            elif self._is_damaged(path, weight, tensor_span, entry):
+                damaged.append(f"{tensor}, bytes {tensor_span.start} to {tensor_span.stop}")
+        return damaged
 
-    def _is_damaged(self, path: Path, tensor: str, held: range, entry: TensorEntry) -> bool:
+    def _is_damaged(self, path: Path, tensor: str, span: range, entry: TensorEntry) -> bool:
         n_bytes = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
-        if self._is_canonical(tensor) and len(held) == n_bytes:
-            return hash_file(path, span=held) != entry.blake3
+        if self._is_canonical(tensor) and len(span) == n_bytes:
+            return hash_file(path, span=span) != entry.blake3
         return tensor in self.wrong
 
     def _is_canonical(self, name: str) -> bool:
@@ -190,7 +192,7 @@ OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Seen:
+class CheckedModel:
     """A model with a valid structure, and its readable tensors."""
 
     is_meta: bool
@@ -213,27 +215,31 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
     """
     path, other = _path_of(model), None if against is None else _path_of(against)
     report = Report()
-    inner = Report()  # faults of structure and tensors, which may explain a damaged file
+    model_report = Report()  # faults of structure and tensors, which may explain a damaged file
     manifest = _manifest(path, report)
     damaged = _check_files(path, manifest, report, on_bytes)
     is_whole = report.ok and not damaged
-    mine = _seen(path, inner, on_bytes, with_tensors=manifest is not None or other is not None)
-    wrong = mine.unlike(manifest) if mine else []
-    if mine:
-        report.tensors = len(list(parameters(mine.args)))
+    checked = _checked_model(
+        path, model_report, on_bytes, with_tensors=manifest is not None or other is not None
+    )
+    wrong = checked.unlike(manifest) if checked else []
+    if checked:
+        report.tensors = len(list(parameters(checked.args)))
     if manifest is not None:
-        report.hashed += len(mine.tensors) if mine else 0
+        report.hashed += len(checked.tensors) if checked else 0
         args = _args(path)
-        known = Damage(path, manifest, args, _native_parts(path, args), wrong, inner.problems)
+        damage = Damage(
+            path, manifest, args, _native_parts(path, args), wrong, model_report.problems
+        )
         for name in damaged:
-            report.problems += known.lines(name, is_only_one=len(damaged) == 1)
+            report.problems += damage.lines(name, is_only_one=len(damaged) == 1)
         if is_whole:
             report.problems += [f"{name}: differs from {MANIFEST}" for name in wrong]
     if is_whole or manifest is None:
-        report.problems += [line for line in inner.problems if line not in report.problems]
-    if other is not None and mine:
+        report.problems += [line for line in model_report.problems if line not in report.problems]
+    if other is not None and checked:
         with report.noting(other):
-            _compare(mine, other, report, on_bytes)
+            _compare(checked, other, report, on_bytes)
     return report
 
 
@@ -275,7 +281,9 @@ def _check_files(
     return damaged
 
 
-def _seen(path: Path, report: Report, on_bytes: OnBytes, with_tensors: bool = True) -> Seen | None:
+def _checked_model(
+    path: Path, report: Report, on_bytes: OnBytes, with_tensors: bool = True
+) -> CheckedModel | None:
     with report.noting(path):
         files = find_model(str(path))
         args = load_model_args(files, meta_vocab_size)
@@ -285,7 +293,7 @@ def _seen(path: Path, report: Report, on_bytes: OnBytes, with_tensors: bool = Tr
             for param in parameters(args) if with_tensors else ():
                 with report.noting(f"{path}: {param.name}"):
                     tensors[param.name] = canonical_entry(checkpoint, param, on_bytes)
-        return Seen(files.kind == "meta", args, tensors)
+        return CheckedModel(files.kind == "meta", args, tensors)
     return None
 
 
@@ -307,18 +315,18 @@ def _native_parts(path: Path, args: ModelArgs | None) -> dict[str, Part]:
     return {}
 
 
-def _compare(mine: Seen, other: Path, report: Report, on_bytes: OnBytes) -> None:
+def _compare(mine: CheckedModel, other: Path, report: Report, on_bytes: OnBytes) -> None:
     """Report every difference between the arguments and the tensors of two models."""
     found = Report()
     manifest = _manifest(other, found)
-    theirs = _seen(other, found, on_bytes)
+    theirs = _checked_model(other, found, on_bytes)
     if theirs:
         wrong = theirs.unlike(manifest)
         found.problems += [f"{other}: {name} differs from its {MANIFEST}" for name in wrong]
         # params.json cannot state the context, so a different context is not a fault.
-        is_silent = mine.is_meta or theirs.is_meta
+        lacks_context = mine.is_meta or theirs.is_meta
         for name, line in _different_args(mine.args, theirs.args):
-            is_fault = not (is_silent and name == "max_seq_len")
+            is_fault = not (lacks_context and name == "max_seq_len")
             (report.problems if is_fault else report.notes).append(line)
         report.problems += _different_tensors(_with_head(mine), _with_head(theirs))
         report.hashed += len(theirs.tensors)
@@ -362,7 +370,7 @@ def _different_tensors(
             yield f"{name}: its values differ"
 
 
-def _with_head(model: Seen) -> dict[str, TensorEntry]:
+def _with_head(model: CheckedModel) -> dict[str, TensorEntry]:
     """The tensors with the head under its own name, also if it is tied to the embeddings."""
     embeddings = model.tensors.get("tok_embeddings.weight")
     if model.args.tied_embeddings and embeddings is not None:
