@@ -1,4 +1,4 @@
-"""Access to untrusted files: whether a path exists and what it is, and files opened safely.
+"""Tells what is at an untrusted path, and opens files safely.
 
 A path that the system refuses to show is an error, never treated as missing. Only regular files are
 opened, because reading a pipe, a device or a socket could block forever. Reads have a maximum size.

@@ -67,7 +67,7 @@ class GGUFHeader:
 
 
 class _Cursor:
-    """Reads the header forward through a window, never past its end or MAX_HEADER_BYTES.
+    """Reads the header forward through a window, at most to the end or to MAX_HEADER_BYTES.
 
     The window has WINDOW_BYTES, or the size of a single larger value.
     """
@@ -214,11 +214,11 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         stat = path.stat()
         if time.time_ns() - stat.st_mtime_ns < SETTLED_NS:
             return _read(path, stat.st_size)
-        return _kept(path, stat.st_size, stat.st_ino, stat.st_mtime_ns)
+        return _cached_header(path, stat.st_size, stat.st_ino, stat.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)
-def _kept(path: Path, size: int, _inode: int, _mtime_ns: int) -> GGUFHeader:
+def _cached_header(path: Path, size: int, _inode: int, _mtime_ns: int) -> GGUFHeader:
     return _read(path, size)
 
 
@@ -245,22 +245,22 @@ def _read(path: Path, size: int) -> GGUFHeader:
                 raise CheckpointError(f"{path}: field {key!r:.200} appears twice")
             what = f"field {key!r:.200}"
             fields[key] = _value(cursor, cursor.number("I", what), what)
-        places = [_tensor(cursor, index) for index in range(n_tensors)]
+        entries = [_tensor(cursor, index) for index in range(n_tensors)]
         header_end = cursor.position
 
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & alignment - 1:
         raise CheckpointError(f"{path}: general.alignment={alignment!r:.80} is not a power of two")
     data_start = -(-header_end // alignment) * alignment
-    return GGUFHeader(fields, _placed(path, places, data_start, size))
+    return GGUFHeader(fields, _located(path, entries, data_start, size))
 
 
-def _placed(
-    path: Path, places: list[tuple[str, tuple[int, ...], int, int]], data_start: int, size: int
+def _located(
+    path: Path, entries: list[tuple[str, tuple[int, ...], int, int]], data_start: int, size: int
 ) -> dict[str, FileTensor]:
     """The tensors at absolute offsets, checked to be inside the file and not to overlap."""
     tensors: dict[str, FileTensor] = {}
-    for name, shape, type_number, offset in places:
+    for name, shape, type_number, offset in entries:
 
         def fail(why: str, name: str = name) -> None:
             raise CheckpointError(f"{path}: tensor {name!r:.200} {why}")
@@ -278,7 +278,7 @@ def _placed(
             )
         tensors[name] = FileTensor(name, GGML_TYPES[type_number][0], shape, start, n_bytes)
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
-    for before, after in itertools.pairwise(ordered):
-        if before.offset + before.n_bytes > after.offset:
-            raise CheckpointError(f"{path}: tensors {before.name!r} and {after.name!r} overlap")
+    for first, second in itertools.pairwise(ordered):
+        if first.offset + first.n_bytes > second.offset:
+            raise CheckpointError(f"{path}: tensors {first.name!r} and {second.name!r} overlap")
     return tensors

@@ -82,18 +82,18 @@ def find_snapshot(name: HubName) -> Path | None:
     snapshots, ref = folder / "snapshots", folder / "refs" / name.revision
     if not is_folder(snapshots):
         return None
-    held = [revision for revision in names_in(snapshots) if is_folder(snapshots / revision)]
-    if name.revision in held:
+    revisions = [revision for revision in names_in(snapshots) if is_folder(snapshots / revision)]
+    if name.revision in revisions:
         return snapshots / name.revision
     has_ref = is_there(ref)
     if not has_ref and (name.revision != MAIN or is_there(folder / "refs")):
         return None
-    wanted = [_commit_in(ref)] if has_ref else held
-    if len(wanted) != 1 or wanted[0] not in held:
-        meant = f"names {wanted[0][:80]!r}" if has_ref else "is missing"
+    wanted = [_commit_in(ref)] if has_ref else revisions
+    if len(wanted) != 1 or wanted[0] not in revisions:
+        selection = f"names {wanted[0][:80]!r}" if has_ref else "is missing"
         raise UsageError(
-            f"{folder}: has {len(held)} snapshots, and refs/{name.revision}, which selects one, "
-            f"{meant}; add --download, or run: {name.command}"
+            f"{folder}: has {len(revisions)} snapshots, and refs/{name.revision}, which selects "
+            f"one, {selection}; add --download, or run: {name.command}"
         )
     return snapshots / wanted[0]
 

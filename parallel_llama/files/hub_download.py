@@ -1,8 +1,8 @@
 """Downloads models from the Hugging Face hub into its cache, through huggingface_hub.
 
 Only files that parallel_llama reads are downloaded, and no code. A revision is resolved to a commit
-once, and all files are those of this commit. Weights are downloaded last. When the snapshot is
-complete, the file in the cache's `refs` that selects it is written.
+once, and all files are from that commit, the weights last. When the snapshot is complete, the file
+in the cache's `refs` that selects it is written.
 
 Importing this module is slow, so it is imported only for a download.
 
@@ -86,9 +86,9 @@ class _Commit:
                 f"{self.name}: the repository does not have {listed(absent, 5)}; "
                 f"{endpoint()}/{self.name.repo} lists its files"
             )
-        found = [file for file in files if not is_file(self.snapshot / file)]
-        _require_space(self.name, self.n_bytes(found))
-        return found
+        missing_files = [file for file in files if not is_file(self.snapshot / file)]
+        _require_space(self.name, self.n_bytes(missing_files))
+        return missing_files
 
     def n_bytes(self, files: Sequence[str]) -> int:
         return sum(self.sizes[file] for file in files)
@@ -110,7 +110,7 @@ def download_model(name: HubName, announce: Callable[[str], None]) -> None:
     progress bar for each file.
 
     Args:
-        announce: called with a line that says which weights are about to be downloaded.
+        announce: called with a line about the weights, before they are downloaded.
 
     Raises: UsageError if the hub cannot be reached or refuses, if the hub does not have the model,
     or if the disk has too little space; CheckpointError if the index of the weights is damaged.
@@ -152,34 +152,36 @@ def _resolve(name: HubName) -> _Commit:
     return _Commit(name, commit, {file.rfilename: file.size or 0 for file in info.siblings or ()})
 
 
-def select_files(name: HubName, held: Collection[str]) -> tuple[list[str], str]:
+def select_files(name: HubName, files_in_repo: Collection[str]) -> tuple[list[str], str]:
     """The small files to download, and the file or the index of the weights.
 
     If a repository has several layouts, the files are those of the layout that `find_model` reads.
 
     Raises: UsageError if the repository holds no model that can be run.
     """
-    candidates = HF_WEIGHTS if CONFIG in held else ()
-    if PARAMS in held:
+    candidates = HF_WEIGHTS if CONFIG in files_in_repo else ()
+    if PARAMS in files_in_repo:
         candidates = (*candidates, *MISTRAL_WEIGHTS)
-    first = next((file for file in candidates if file in held), None)
+    first = next((file for file in candidates if file in files_in_repo), None)
     if first is None:
         # Only GGUF files can be named as org/name/file.
-        ggufs = sorted(own for file in held if parse_hub_name(own := f"{name.repo}/{file}"))
+        ggufs = sorted(
+            hub_name for file in files_in_repo if parse_hub_name(hub_name := f"{name.repo}/{file}")
+        )
         hint = f"; for one of its GGUF files, use --model {ggufs[0]}" if ggufs else ""
         raise UsageError(
             f"{name}: the repository has no {CONFIG} with weights ({', '.join(HF_WEIGHTS)}), and "
             f"no {PARAMS} with {MISTRAL_WEIGHTS[0]}{hint}"
         )
-    tokenizers = [file for file in TOKENIZER_FILES if file in held]
-    return [*(file for file in METADATA_FILES if file in held), *tokenizers[:1]], first
+    tokenizers = [file for file in TOKENIZER_FILES if file in files_in_repo]
+    return [*(file for file in METADATA_FILES if file in files_in_repo), *tokenizers[:1]], first
 
 
 def _require_space(name: HubName, n_bytes: int) -> None:
     """Raises: UsageError if the disk of the cache has fewer than `n_bytes` free bytes."""
     cache = hub_folder(name.repo).parent
-    there = next(path for path in (cache, *cache.absolute().parents) if is_there(path))
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (cache, *cache.absolute().parents) if is_there(path))
+    free = shutil.disk_usage(existing).free
     if n_bytes > free:
         raise UsageError(
             f"{name}: needs {n_bytes / 1e9:.2f} GB more in {cache}, where {free / 1e9:.2f} GB are "

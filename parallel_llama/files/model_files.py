@@ -138,7 +138,7 @@ def model_names() -> list[str]:
 
 
 def missing_from_hub(name: str) -> HubName | None:
-    """The model on the hub that `find_model(name)` needs files of; None if no file is missing.
+    """The model on the hub whose files `find_model(name)` lacks; None if no file is missing.
 
     Also None for an existing path, and for a name that no model on the hub can have.
 
@@ -230,7 +230,7 @@ def require_whole_gguf(path: Path) -> None:
 
 
 def _in_folder(folder: Path) -> ModelFiles:
-    """The model of a folder: native, else HF, else Meta. Other programs also prefer HF to Meta."""
+    """The model in a folder: native, else HF, else Meta. Other programs also prefer HF to Meta."""
     names = names_in(folder)
     has_config, has_params = is_file(folder / CONFIG), is_file(folder / PARAMS)
     if is_file(folder / _NATIVE):
@@ -239,21 +239,21 @@ def _in_folder(folder: Path) -> ModelFiles:
         ggufs = [name for name in names if name.lower().endswith(".gguf")]
         hint = f"; give the file in it: {folder / ggufs[0]}" if ggufs else ""
         raise UsageError(f"{folder}: has neither {CONFIG} (HF) nor {PARAMS} (Meta){hint}")
-    held = next((name for name in HF_WEIGHTS if name in names), None) if has_config else None
-    mistral = next((name for name in MISTRAL_WEIGHTS if name in names), None)
+    hf_weights = next((name for name in HF_WEIGHTS if name in names), None) if has_config else None
+    mistral_weights = next((name for name in MISTRAL_WEIGHTS if name in names), None)
     has_pickled = any(_CONSOLIDATED.fullmatch(name) for name in names)
-    has_meta = has_params and (mistral is not None or has_pickled)
-    if held and has_meta:
+    has_meta = has_params and (mistral_weights is not None or has_pickled)
+    if hf_weights and has_meta:
         logger.warning(
             "%s holds an HF and a Meta checkpoint; the HF one is read. Remove %s to read Meta's",
             folder,
             CONFIG,
         )
-    if held:
-        weights, index = _files_held(folder, held)
+    if hf_weights:
+        weights, index = _weight_files(folder, hf_weights)
         return ModelFiles("hf", folder, folder / CONFIG, weights, index)
-    if has_meta and mistral:
-        weights, index = _files_held(folder, mistral)
+    if has_meta and mistral_weights:
+        weights, index = _weight_files(folder, mistral_weights)
         return ModelFiles("meta", folder, folder / PARAMS, weights, index)
     if has_meta:
         return _meta_folder(folder, names)
@@ -277,16 +277,16 @@ def _why_no_weights(names: list[str], has_config: bool) -> str:
     )
 
 
-def _files_held(folder: Path, held: str) -> tuple[tuple[Path, ...], Path | None]:
-    """The files of weights and their index; `held` is the only file, or the index."""
-    index = folder / held
+def _weight_files(folder: Path, first: str) -> tuple[tuple[Path, ...], Path | None]:
+    """The files of weights and their index, if any; `first` is the only file, or the index."""
+    index = folder / first
     if index.suffix != ".json":
         return (index,), None
     files = names_in_index(index)
     missing = [file for file in files if not is_file(folder / file)]
     if missing:
         raise UsageError(
-            f"{folder}: {len(missing)} of the {len(files)} files that {held} names are missing: "
+            f"{folder}: {len(missing)} of the {len(files)} files that {first} names are missing: "
             f"{listed(missing, 5)}; fetch them"
         )
     return tuple(folder / file for file in files), index
@@ -334,8 +334,8 @@ def lies_within(folder: Path, file: str) -> bool:
     homes = [home]
     if home.parent.name == "snapshots":
         homes.append(home.parent.parent / "blobs")
-    place = resolved(folder / file)
-    return any(place.is_relative_to(home) for home in homes)
+    target = resolved(folder / file)
+    return any(target.is_relative_to(home) for home in homes)
 
 
 def _meta_folder(folder: Path, names: list[str]) -> ModelFiles:
@@ -362,11 +362,11 @@ def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
             "belong to this model"
         )
     n_files = int(totals[0]) if totals else 1
-    held = {int(match[1]) for match in parts}
+    numbers = {int(match[1]) for match in parts}
     missing = [
         f"weights-{number:05}-of-{n_files:05}.safetensors"
         for number in range(1, min(n_files, MAX_NATIVE_FILES) + 1)
-        if number not in held
+        if number not in numbers
     ]
     if missing or len(parts) != n_files:
         raise UsageError(f"{folder}: its weights are incomplete, missing {listed(missing, 5)}")
@@ -375,10 +375,10 @@ def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
 
 
 def fingerprint(files: ModelFiles) -> dict[str, str]:
-    """A digest of each file by name; for weights, of the size, both ends and samples only.
+    """A digest of each file by name; for weights, of the size, the two ends and samples only.
 
-    Weights of two models of one shape have different samples. A flipped bit may be missed; the
-    hashes of the manifest find it.
+    Samples tell two models of one shape apart. A flipped bit may be missed; the hashes of the
+    manifest find it.
 
     Raises: CheckpointError if a file cannot be read.
     """
@@ -398,20 +398,20 @@ def fingerprint(files: ModelFiles) -> dict[str, str]:
 
 
 def sampled_digest(path: Path, n_samples: int) -> str:
-    """A digest of a file's size, and of its beginning, its end and at most `n_samples` pieces.
+    """A digest of a file's size, its beginning, its end and at most `n_samples` pieces.
 
-    With n_samples=0, of its size and its first 64 MiB.
+    With n_samples=0, a digest of its size and its first 64 MiB.
     """
     digest = hashlib.blake2b(digest_size=32)
     with open_file(path) as file, reading(path):
         size = file.seek(0, 2)
         digest.update(size.to_bytes(8, "little"))
-        places = [(0, _HEAD_BYTES if n_samples else _WHOLE_BYTES)]
+        spans = [(0, _HEAD_BYTES if n_samples else _WHOLE_BYTES)]
         if n_samples:
             stride = max(_STRIDE_BYTES, size // n_samples)
-            places += [(at, _SAMPLE_BYTES) for at in range(stride // 2, size, stride)]
-            places.append((max(0, size - _TAIL_BYTES), _TAIL_BYTES))
-        for at, n_bytes in places:
-            file.seek(at)
+            spans += [(start, _SAMPLE_BYTES) for start in range(stride // 2, size, stride)]
+            spans.append((max(0, size - _TAIL_BYTES), _TAIL_BYTES))
+        for start, n_bytes in spans:
+            file.seek(start)
             digest.update(file.read(n_bytes))
     return digest.hexdigest()

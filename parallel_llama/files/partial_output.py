@@ -1,6 +1,6 @@
 """Output that --resume continues: a lock for one writer, complete lines, and atomic replacement.
 
-However a writer ends, its earlier output stays valid.
+Output stays valid however its writer ends.
 """
 
 import fcntl
@@ -44,7 +44,7 @@ def whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first key whose values differ between two runs."""
+    """The first key whose values differ between two runs, or None."""
     return next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
 
 
@@ -53,13 +53,13 @@ def growing_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
-def replace_file(path: Path, growing: Path, data: bytes) -> None:
-    """Replace a file by renaming `growing`: after a crash it is complete or unchanged."""
-    with growing.open("wb") as file:
+def replace_file(path: Path, temporary: Path, data: bytes) -> None:
+    """Write `temporary` and rename it to `path`, which after a crash is complete or unchanged."""
+    with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    growing.replace(path)
+    temporary.replace(path)
 
 
 def sync(path: Path) -> None:

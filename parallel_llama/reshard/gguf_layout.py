@@ -77,9 +77,12 @@ class GGUFLayout(Layout):
             shape = (len(scaling.factors),)
             tensors[_ROPE_FACTORS] = GGUFTensor(_ROPE_FACTORS, GGMLQuantizationType.F32, shape)
         for param in parameters(args):
-            held = self.slices[param.name]
+            stored_slice = self.slices[param.name]
             kind = GGMLQuantizationType[types[param.name]]
-            tensors.setdefault(held.name, GGUFTensor(held.name, kind, gguf_shape(held.shape)))
+            tensors.setdefault(
+                stored_slice.name,
+                GGUFTensor(stored_slice.name, kind, gguf_shape(stored_slice.shape)),
+            )
         header = _header(fields, [*tensors.values()])
         offset = len(header)
         self.offsets: dict[str, int] = {}
@@ -167,11 +170,11 @@ def _temporary_folder() -> Iterator[Path]:
 
 def _header(fields: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:
     """All bytes before the data, which begins at a multiple of the alignment."""
-    own = dict(fields)
+    remaining_fields = dict(fields)
     with _temporary_folder() as folder:  # the package writes headers to files only
         path = folder / "header"
-        writer = gguf.GGUFWriter(path, own.pop("general.architecture"))
-        for key, value in own.items():
+        writer = gguf.GGUFWriter(path, remaining_fields.pop("general.architecture"))
+        for key, value in remaining_fields.items():
             writer.add_key_value(key, value, *_value_types(key, value))
         for tensor in tensors:
             size, dtype = tensor.n_bytes, np.dtype(np.float32)

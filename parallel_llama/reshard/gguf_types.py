@@ -126,7 +126,7 @@ def file_type(types: Iterable[str]) -> int | None:
     >>> file_type(["F32", "Q8_0", "Q4_0"])
     2
     """
-    left = {*types} - {"F32"}
-    if len(left) > 1:
-        left -= {_OUTER_TYPE}
-    return _FILE_TYPES.get(left.pop() if left else "F32") if len(left) < 2 else None
+    kinds = {*types} - {"F32"}
+    if len(kinds) > 1:
+        kinds -= {_OUTER_TYPE}
+    return _FILE_TYPES.get(kinds.pop() if kinds else "F32") if len(kinds) < 2 else None

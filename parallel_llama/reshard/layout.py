@@ -1,4 +1,4 @@
-"""The interface of written layouts; all offsets are known before any data is read."""
+"""The interface of layouts that are written. All offsets are known before any data is read."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from parallel_llama.reshard.target_folder import TargetKind
 
 @dataclass(frozen=True)
 class TargetFile:
-    """A weight file of final size; `pieces` are its bytes outside tensor data, with offsets."""
+    """A file of weights with its final size; `pieces` are all bytes but tensor data, by offset."""
 
     name: str
     n_bytes: int
@@ -51,7 +51,7 @@ class Layout(ABC):
         """
 
     def written_with(self, param: Param) -> str:
-        """The name of the weight with which the data of `param` is written; usually its own.
+        """The name of the weight whose parts contain the data of `param`; usually its own.
 
         A continued run reads `param` again unless that weight has been written.
         """

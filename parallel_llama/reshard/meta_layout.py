@@ -1,7 +1,7 @@
 """Writes a Meta folder: consolidated.NN.pth, one file per rank, for any number of ranks.
 
-If the number of files divides heads, channels and rows, tensors are cut as in Meta's program, which
-can then load the files. Otherwise tensors are cut as in the shard plan, and a KV head that two
+If the numbers of heads, channels and vocabulary rows are multiples of the number of files, Meta's
+program can load the files. Otherwise tensors are cut as in the shard plan, and a KV head that two
 files need is in both.
 """
 
@@ -47,9 +47,10 @@ CHECKSUM_BYTES = 4
 
 @dataclass(frozen=True)
 class Record:
-    """The offset of a tensor's data, and the two offsets of its CRC-32 (little-endian).
+    """The offset of a tensor's data, and the two offsets of the data's CRC-32 (little-endian).
 
-    `checksum` is right after the data, `listed_checksum` in the directory at the end of the file.
+    `checksum` is the offset right after the data, `listed_checksum` the one in the directory at the
+    end of the file.
     """
 
     offset: int
@@ -60,9 +61,11 @@ class Record:
 
 @dataclass(frozen=True)
 class PthLayout:
-    """A file of `n_bytes`, with `records` of the data by tensor name.
+    """The layout of a .pth file of `n_bytes`.
 
-    `pieces` are all bytes except the data and the checksums right after it, with offsets.
+    Args:
+        pieces: all bytes, by offset, except the data and the checksums right after it.
+        records: where the data is, by tensor name.
     """
 
     n_bytes: int
@@ -163,7 +166,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Filling:
+class RecordWriter:
     """A record that is being written: the bytes so far, and their CRC-32."""
 
     name: str
@@ -262,8 +265,8 @@ class MetaLayout(Layout):
 
     def _parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         """The parts of one tensor in every file."""
-        fillings = [
-            Filling(file.name, records[param.name])
+        writers = [
+            RecordWriter(file.name, records[param.name])
             for file, records in zip(self.files, self._records, strict=True)
         ]
         copies = self._variants.get(param.name, ())
@@ -271,11 +274,11 @@ class MetaLayout(Layout):
         for (piece,) in pieces:
             rows = range(start, start + piece.shape[0])
             start = rows.stop
-            for number, filling in enumerate(fillings):
-                own = piece
-                if len(copies) == len(fillings):
-                    own = copies[number][rows.start : rows.stop].to(piece.dtype)
-                yield from filling.parts(self._cut(param, own, rows, number))
+            for number, writer in enumerate(writers):
+                rows_of_file = piece
+                if len(copies) == len(writers):
+                    rows_of_file = copies[number][rows.start : rows.stop].to(piece.dtype)
+                yield from writer.parts(self._cut(param, rows_of_file, rows, number))
 
     def _cut(self, param: Param, piece: Tensor, rows: range, number: int) -> Tensor:
         """The part of rows of a tensor that a file holds, in the rotary order of the file."""
@@ -328,8 +331,8 @@ def _layouts(
     types = [dtypes.get(param.name, dtypes[EMBEDDINGS]) for param in stored]
     names = [param.name for param in stored]
     shapes = [tuple(sliced_shape(param, cuts[param.name]) for param in stored) for cuts in files]
-    made = {
-        each: pth_layout(dict(zip(names, zip(each, types, strict=True), strict=True)))
-        for each in dict.fromkeys(shapes)
+    layouts = {
+        of_file: pth_layout(dict(zip(names, zip(of_file, types, strict=True), strict=True)))
+        for of_file in dict.fromkeys(shapes)
     }
-    return [made[each] for each in shapes]
+    return [layouts[of_file] for of_file in shapes]

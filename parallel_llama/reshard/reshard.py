@@ -55,7 +55,7 @@ from parallel_llama.reshard.target_folder import (
     TargetKind,
     check_parts,
     check_target,
-    kept_quant,
+    default_target_quant,
     merged_quant,
     partial_bytes,
     target_formats,
@@ -70,7 +70,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Result:
-    """Files and bytes of the target, including small files, and the cost of the run."""
+    """The number of files and bytes of the target, and the time and memory that the run took."""
 
     files: int
     bytes: int
@@ -113,7 +113,9 @@ def reshard(
     check_parts(layout, args, n_parts)
     formats = target_formats(source, args, layout, quant, dtype, adapter)
     is_scaled = any(isinstance(form, ScaledFormat) for form in formats.values())
-    has_dtype = dtype is not None or (kept_quant(source, args) == "none" and not is_scaled)
+    has_dtype = dtype is not None or (
+        default_target_quant(source, args) == "none" and not is_scaled
+    )
     with closing(open_checkpoint(source, args, ReusedMemory().empty)) as base:
         base.check(args)
         dtypes = {p.name: base.read(p, range(0)).dtype for p in parameters(args)}
@@ -156,22 +158,22 @@ def _folder_job(
     defaults, variants = load_generation_defaults(source), norm_variants(source)
     base = checkpoint.base if isinstance(checkpoint, MergedCheckpoint) else checkpoint
     if isinstance(checkpoint, MergedCheckpoint):
-        variants = {n: each for n, each in variants.items() if not checkpoint.changes(n)}
-    beside = sidecar_files(source, layout, defaults)
-    written: Layout
+        variants = {n: copies for n, copies in variants.items() if not checkpoint.changes(n)}
+    sidecars = sidecar_files(source, layout, defaults)
+    target_layout: Layout
     if layout == "meta":
         dim = base.embeddings_dim() if isinstance(base, MetaFolder) else 0
-        written = MetaLayout(args, dtypes, n_parts, dim, variants)
+        target_layout = MetaLayout(args, dtypes, n_parts, dim, variants)
     else:
         if variants:
-            beside[NORM_VARIANTS] = as_bytes(variants)
+            sidecars[NORM_VARIANTS] = as_bytes(variants)
         if layout == "hf":
-            written = HFLayout(args, dtypes, n_parts, defaults)
+            target_layout = HFLayout(args, dtypes, n_parts, defaults)
         else:
-            written = NativeLayout(args, dtypes, n_parts, formats, inputs)
-    small = {**beside, **written.metadata()}
+            target_layout = NativeLayout(args, dtypes, n_parts, formats, inputs)
+    small = {**sidecars, **target_layout.metadata()}
     pieces = partial(canonical_pieces, checkpoint, dtypes=dtypes, formats=formats)
-    return ReshardJob(source, args, written, target, dtypes, formats, small, pieces)
+    return ReshardJob(source, args, target_layout, target, dtypes, formats, small, pieces)
 
 
 def _gguf_job(
@@ -191,23 +193,26 @@ def _gguf_job(
 
     names = {name: dtype_name(dtype) for name, dtype in dtypes.items()}
     types = copied_types(source, args) if copies else weight_types(args, names, formats, quant)
-    written = GGUFLayout(target.name, args, types, gguf_file_fields(source, args, types))
+    target_layout = GGUFLayout(target.name, args, types, gguf_file_fields(source, args, types))
     dtypes = {name: torch_dtype(STORED.get(kind, "float32")) for name, kind in types.items()}
     pieces: Callable[[Sequence[Param]], Pieces]
     if copies:
         pieces = partial(copied_pieces, checkpoint)
     else:
         pieces = partial(canonical_pieces, checkpoint, dtypes=dtypes, formats=formats)
-    return ReshardJob(source, args, written, target, dtypes, formats, {}, pieces)
+    return ReshardJob(source, args, target_layout, target, dtypes, formats, {}, pieces)
 
 
 @dataclass(frozen=True)
 class ReshardJob:
     """A conversion that passed all checks and can be started.
 
-    `dtypes` and `formats` (of quantised weights) describe the target, by Meta's names; `small` has
-    the files beside the weights, by name; `pieces` reads some weights. `adapter` is merged into the
-    weights.
+    Args:
+        dtypes: The dtypes of the target's weights, by Meta's names.
+        formats: The formats of the target's quantised weights, by Meta's names.
+        small: The files beside the weights, by name.
+        pieces: Reads some weights.
+        adapter: The adapter that `pieces` merges into the weights.
     """
 
     source: ModelFiles
@@ -243,7 +248,7 @@ class ReshardJob:
         Raises: UsageError as `PartialFolder`; DamagedWeights or WriteError if reading or writing
         fails, after which --resume continues.
         """
-        began, plan = time.monotonic(), self._plan()
+        start_s, plan = time.monotonic(), self._plan()
         try:
             with closing(PartialFolder(self.target, plan, resume)) as unfinished:
                 done = [Written.from_line(line) for line in unfinished.done]
@@ -252,7 +257,7 @@ class ReshardJob:
         except OSError as error:
             raise self._failure(error) from error
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Result(n_files, n_bytes, time.monotonic() - began, peak)
+        return Result(n_files, n_bytes, time.monotonic() - start_s, peak)
 
     @property
     def _weights(self) -> tuple[Path, ...]:
@@ -280,7 +285,7 @@ class ReshardJob:
     def _fill(
         self, unfinished: PartialFolder, done: list[Written], on_bytes: Callable[[int], None]
     ) -> tuple[int, int]:
-        """Write the remaining tensors; returns the number of files and their bytes."""
+        """Write the remaining tensors. Returns: the number of files and their bytes."""
         if done:
             self._require_files(unfinished)
         self.layout.create(unfinished.files)
@@ -288,10 +293,12 @@ class ReshardJob:
             for file in self.layout.files:
                 sync(unfinished.files / file.name)
             sync(unfinished.files)
-        names = {tensor.name for tensor in done}
-        left = [p for p in parameters(self.args) if self.layout.written_with(p) not in names]
+        done_names = {tensor.name for tensor in done}
+        remaining = [
+            p for p in parameters(self.args) if self.layout.written_with(p) not in done_names
+        ]
         with closing(TensorWriter(self.layout, unfinished, on_bytes)) as writer:
-            written = done + writer.write(self.pieces(left))
+            written = done + writer.write(self.pieces(remaining))
             self.layout.finish(unfinished.files)
             if self.layout.kind == "gguf":
                 (file,) = self.layout.files

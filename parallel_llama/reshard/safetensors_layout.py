@@ -61,8 +61,12 @@ class StoredTensor:
 class SafetensorsLayout(Layout):
     """The tensors of a model distributed over files of about equal size.
 
-    `dtypes` are by Meta's names of the weights. `stored` has the tensors of the files, `locations`
-    the file name and byte offset of each tensor; both are by the names in the files.
+    Args:
+        dtypes: the dtypes of the weights, by Meta's names.
+
+    Attributes:
+        stored: the tensors, by their names in the files.
+        locations: the file name and byte offset of each tensor, by its name in the files.
 
     Raises: UsageError if there are more files than tensors, or a stored tensor holds weights of
     several dtypes.
@@ -84,10 +88,12 @@ class SafetensorsLayout(Layout):
             )
         files: list[TargetFile] = []
         self.locations: dict[str, tuple[str, int]] = {}
-        for name, dealt in zip(names, _dealt([*self.stored.values()], len(names)), strict=True):
+        for name, tensors in zip(
+            names, _distributed([*self.stored.values()], len(names)), strict=True
+        ):
             # Wide dtypes come first, so that every tensor is aligned to its itemsize. Tensors of
             # single bytes precede those of two bytes, except for tensors of an odd size.
-            ordered = sorted(dealt, key=lambda t: -max(2 - t.n_bytes % 2, t.dtype.itemsize))
+            ordered = sorted(tensors, key=lambda t: -max(2 - t.n_bytes % 2, t.dtype.itemsize))
             header = _header(ordered)
             offset = len(header)
             for tensor in ordered:
@@ -117,8 +123,8 @@ class HFLayout(SafetensorsLayout):
         names = [f"model-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         names = names if n_parts > 1 else ["model.safetensors"]
         super().__init__(args, dtypes, names, stored_slices(args, "hf"))
-        # For weights of an expert in one matrix: the last weight of the matrix, and the values that
-        # wait for it.
+        # For weights of an expert that share a matrix: the last weight of each matrix, and the
+        # values of the weights before it.
         self._last = {
             _expert_rows(stored_slice): name
             for name, stored_slice in self.slices.items()
@@ -193,30 +199,30 @@ class NativeLayout(SafetensorsLayout):
         self._storage = NativeStorage(units, formats)
         names = [f"weights-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         slices: dict[str, StoredSlice] = {}
-        held: dict[str, torch.dtype] = {}
+        stored_dtypes: dict[str, torch.dtype] = {}
         for weight in parameters(args):
             for part in self._storage.parts_of(weight):
                 name = part.param.name
                 slices[name] = whole(name, part.shape)
-                held[name] = dtypes[name] if part.dtype is None else dtype_of(part.dtype)
-        super().__init__(args, held, names, slices)
+                stored_dtypes[name] = dtypes[name] if part.dtype is None else dtype_of(part.dtype)
+        super().__init__(args, stored_dtypes, names, slices)
 
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         first, *others = self._storage.parts_of(param)
-        left: list[Piece] = []  # scales, minima and so on, stored after all integers
+        others_by_piece: list[Piece] = []  # scales, minima and so on, stored after all integers
         form = self._storage.formats.get(param.name)
 
         def values() -> Iterator[Tensor]:
             for value, *rest in pieces:
-                left.append(tuple(rest))
+                others_by_piece.append(tuple(rest))
                 if first.is_packed and isinstance(form, QuantFormat):
                     yield packed(value, form)
                 else:
                     yield value
 
-        yield from self._placed(first, values())
-        for part, rest in zip(others, zip(*left, strict=True), strict=True):
-            yield from self._placed(part, rest)
+        yield from self._located(first, values())
+        for part, rest in zip(others, zip(*others_by_piece, strict=True), strict=True):
+            yield from self._located(part, rest)
 
     def metadata(self) -> dict[str, bytes]:
         storage = self._storage
@@ -231,7 +237,7 @@ class NativeLayout(SafetensorsLayout):
             for part in self._storage.parts_of(param)
         }
 
-    def _placed(self, part: Part, values: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+    def _located(self, part: Part, values: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
         """The values of one stored tensor, with their locations."""
         if is_unit_major(part.param):
             (matrix,) = values
@@ -265,7 +271,7 @@ def _stored(
     return stored
 
 
-def _dealt(tensors: Sequence[StoredTensor], n_files: int) -> list[Sequence[StoredTensor]]:
+def _distributed(tensors: Sequence[StoredTensor], n_files: int) -> list[Sequence[StoredTensor]]:
     """Cut the list of tensors into parts of about equal bytes, with at least one tensor each."""
     ends = list(accumulate(tensor.n_bytes for tensor in tensors))
     cuts = [0]
@@ -293,5 +299,5 @@ def _header(tensors: Sequence[StoredTensor]) -> bytes:
 
 
 def _file_dtype(dtype: torch.dtype) -> str:
-    of_a_byte = (name for name, each in BYTE_DTYPES.items() if each == dtype)
-    return next(of_a_byte, None) or STORED_NAMES[dtype_name(dtype)]
+    byte_names = (name for name, byte_dtype in BYTE_DTYPES.items() if byte_dtype == dtype)
+    return next(byte_names, None) or STORED_NAMES[dtype_name(dtype)]

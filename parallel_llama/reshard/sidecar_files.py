@@ -33,7 +33,7 @@ TEMPLATES = "additional_chat_templates"
 MAX_SIDECAR_BYTES = 256 << 20
 
 # Fields of a GGUF file that describe its tensors, and are not copied to another.
-_OWN_FIELDS = (
+_TENSOR_FIELDS = (
     "general.architecture",
     "general.alignment",
     "general.file_type",
@@ -79,7 +79,9 @@ def gguf_file_fields(
         copied = {
             key: value
             for key, value in fields.items()
-            if key.startswith(("general.", "tokenizer.")) and key not in _OWN_FIELDS and value != []
+            if key.startswith(("general.", "tokenizer."))
+            and key not in _TENSOR_FIELDS
+            and value != []
         }
         source_type = fields.get("general.file_type")
     else:
@@ -89,11 +91,11 @@ def gguf_file_fields(
             copied |= tokenizer_fields(source.path, args.vocab_size, defaults)
         else:
             logger.warning("written without a tokenizer: %s has none", source.path)
-    known = file_type(types.values())
-    own = {"general.file_type": source_type if known is None else known}
+    written_type = file_type(types.values())
+    description = {"general.file_type": source_type if written_type is None else written_type}
     if not {*types.values()} <= {*STORED}:
-        own["general.quantization_version"] = _QUANTIZATION_VERSION
-    stated = {key: value for key, value in own.items() if value is not None}
+        description["general.quantization_version"] = _QUANTIZATION_VERSION
+    stated = {key: value for key, value in description.items() if value is not None}
     return gguf_fields(args) | {"general.type": "model"} | stated | copied
 
 

@@ -1,9 +1,9 @@
-"""The target folder or file: checks before anything is read, and its temporary folder. No torch.
+"""Checks the target of a conversion, and manages its temporary folder. No torch.
 
-`.NAME.partial` holds the folder `files`, which is renamed to the target at the end; a journal of
-the tensors that are on the disk; and the lock of the writing process. For a GGUF target, the only
-file in `files` is renamed. However the process ends, the target is missing or complete, and another
-run can continue from the journal.
+The temporary folder `.NAME.partial` has the folder `files`, which is renamed to the target at the
+end; a journal of the tensors that are on the disk; and the lock of the writing process. For a GGUF
+target, the only file in `files` is renamed. However the process ends, the target is missing or
+complete, and another run can continue from the journal.
 """
 
 import json
@@ -87,7 +87,7 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
         )
 
 
-def kept_quant(source: ModelFiles, args: ModelArgs) -> str:
+def default_target_quant(source: ModelFiles, args: ModelArgs) -> str:
     """The default quantisation of a native target: 'stored' for a quantised folder, else 'none'.
 
     Matrices of a GGUF file are decoded by default, into folders of every layout.
@@ -131,14 +131,14 @@ def target_formats(
         written_form(written)
         if copies_tensors(source, quant, dtype):
             return {}
-    found, stored = kept_quant(source, args), stored_formats(source, args)
+    default_quant, stored = default_target_quant(source, args), stored_formats(source, args)
     scaled = scaled_formats(source, args) if kind == "native" else {}
     if quant is None:
-        quant = found if kind in ("native", "gguf") else "none"
+        quant = default_quant if kind in ("native", "gguf") else "none"
         if scaled:
             quant = "stored"
     if quant == "none":
-        if found != "none" and dtype is None:
+        if default_quant != "none" and dtype is None:
             raise UsageError(
                 f"{source.path}: its weights are quantised; choose the dtype of the decoded values "
                 "with --dtype" + (", or keep them with --format native" if adapter is None else "")
@@ -167,11 +167,11 @@ def target_formats(
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, QuantFormat):
             if kind == "gguf" and form not in TYPES_OF_FORMATS:
-                names = ", ".join(each.name for each in TYPES_OF_FORMATS)
-                asked = [name for name, each in QUANT_FORMATS.items() if each in TYPES_OF_FORMATS]
+                names = ", ".join(known.name for known in TYPES_OF_FORMATS)
+                usable = [name for name, known in QUANT_FORMATS.items() if known in TYPES_OF_FORMATS]
                 raise UsageError(
                     f"{param.name}: is in {form.name}, and written GGUF files support {names}; "
-                    f"use --quant {' or '.join(asked)}, or --quant none with a --dtype"
+                    f"use --quant {' or '.join(usable)}, or --quant none with a --dtype"
                 )
             formats[param.name] = form
     return formats
@@ -183,8 +183,8 @@ _MAX_LOCK_BYTES = 1000
 
 def partial_bytes(target: Path) -> int:
     """Disk space that an unfinished run has already allocated."""
-    held = (path.stat() for path in (partial_path(target) / _FILES).rglob("*") if is_file(path))
-    return sum(stat.st_blocks * 512 for stat in held)
+    statuses = (path.stat() for path in (partial_path(target) / _FILES).rglob("*") if is_file(path))
+    return sum(stat.st_blocks * 512 for stat in statuses)
 
 
 class PartialFolder:
@@ -199,9 +199,9 @@ class PartialFolder:
     def __init__(self, target: Path, plan: Mapping[str, Any], resume: bool) -> None:
         self.target, self.path = target, partial_path(target)
         self.files, self._journal = self.path / _FILES, self.path / _JOURNAL
-        self._lock = _locked(self.path, target)
+        self._lock = _lock_folder(self.path, target)
         try:
-            _sign(self._lock)
+            _write_holder(self._lock)
             self.done = self._begin(json.loads(json.dumps(plan)), resume)
         except BaseException:
             self.close()
@@ -262,7 +262,7 @@ class PartialFolder:
         return []
 
 
-def _locked(folder: Path, target: Path) -> int:
+def _lock_folder(folder: Path, target: Path) -> int:
     """A descriptor with the lock of the folder; the system releases it when the process ends."""
     while True:
         try:
@@ -288,7 +288,7 @@ def _locked(folder: Path, target: Path) -> int:
         os.close(lock)  # the folder of this lock was removed
 
 
-def _sign(lock: int) -> None:
+def _write_holder(lock: int) -> None:
     """Write the holder's name into the lock file, for the error of a second writer."""
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     text = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"

@@ -79,7 +79,7 @@ class DirectFile:
             os.close(self._direct)
 
     def _write_direct(self, blocks: memoryview, offset: int) -> int:
-        """Write whole blocks; returns the bytes written, fewer if O_DIRECT is not supported."""
+        """Write whole blocks. Returns: the bytes written, fewer if O_DIRECT is not supported."""
         done = 0
         try:
             while done < len(blocks) and self._direct >= 0:
@@ -121,10 +121,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Written:
-    """The manifest's data of a written tensor; a line of the journal.
+    """A line of the journal: a written tensor, as the manifest describes it.
 
-    `source` is the hash before a conversion of the dtype; `units` are hashes by stored tensor.
-    `n_bytes` counts the files' bytes, which may hold parts of a tensor more than once.
+    Args:
+        source: the hash before conversion to another dtype; None without conversion.
+        units: the hashes of the units of each stored tensor.
+        n_bytes: the written bytes; some parts of a tensor may be written more than once.
     """
 
     name: str
@@ -209,8 +211,9 @@ class UnitHashes:
 class TensorWriter:
     """Writes tensors one after another, with a pipeline of threads.
 
-    Reading, placing, hashing and writing have a thread each. Another thread flushes files to the
-    disk and then records their tensors in the journal. `on_bytes` is called with each part's size.
+    Reading, laying out, hashing and writing have a thread each. Another thread flushes files to the
+    disk and then records their tensors in the journal. `on_bytes` is called with the size of each
+    written part.
     """
 
     def __init__(
@@ -273,7 +276,10 @@ class TensorWriter:
                     n_bytes += len(part.data)
                     yield part
                 hashes = iter(units.hashes)
-                by_name = {name: list(islice(hashes, len(own))) for name, own in sizes.items()}
+                by_name = {
+                    name: list(islice(hashes, len(unit_sizes)))
+                    for name, unit_sizes in sizes.items()
+                }
                 yield Written(tensor.param.name, tensor.entry, tensor.source, by_name, n_bytes)
 
     def _write(self, part: Part) -> None:

@@ -176,7 +176,7 @@ def test_a_start_parses_the_header_once_and_leaves_it_as_it_was(smollm2, monkeyp
     parsed = []
     read = gguf_header._read
     monkeypatch.setattr(gguf_header, "_read", lambda *args: parsed.append(args) or read(*args))
-    gguf_header._kept.cache_clear()
+    gguf_header._cached_header.cache_clear()
     header = gguf_header.read_gguf_header(smollm2)
     fields, tensors = copy.deepcopy(header.fields), dict(header.tensors)
     files = find_model(str(smollm2))
