@@ -42,7 +42,13 @@ from parallel_llama.errors import DISAGREE, NumericalError, UsageError, listed
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
 from parallel_llama.request import FinishReason, Request, TokenLogprob
-from parallel_llama.sampling.draw import History, SampledToken, SamplingRow, both, mask_of
+from parallel_llama.sampling.draw import (
+    History,
+    SampledToken,
+    SamplingRow,
+    intersect_masks,
+    mask_of,
+)
 from parallel_llama.sampling.pending import PendingDraws, can_pend
 from parallel_llama.sampling.scoring import score_tokens
 from parallel_llama.structured.compiler import GrammarCompiler, Matcher
@@ -546,7 +552,7 @@ class Engine:
         draws = []
         for item in drawing:
             state = self._states[item.sequence]
-            mask = both(masks.get(item.sequence), state.allowed)
+            mask = intersect_masks(masks.get(item.sequence), state.allowed)
             draws.append(sampling_rows_of(item, state.history, mask))
         all_draws = [draw for draws_of_sequence in draws for draw in draws_of_sequence]
         if logits.drawn is not None and self._may_prepare_next(all_draws):

@@ -1,7 +1,7 @@
-"""The tokens to sample: their parameters, random keys, filters and masks, and the results.
+"""`SamplingRow`, a token to sample, and the logits processors that are applied before sampling.
 
-`adjust` applies biases, masks and penalties before sampling. Every rank knows the tokens of all
-sequences, so each rank changes its own shard of the vocabulary without communication.
+`adjust` applies biases, masks and penalties. Every rank knows the tokens of all sequences, so each
+rank adjusts the logits of its own shard of the vocabulary without communication.
 """
 
 import hashlib
@@ -27,34 +27,34 @@ class History:
     """
 
     def __init__(self, prompt: Iterable[int]) -> None:
-        self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
-        self._tokens = np.array(list(self._place), dtype=np.int64)
-        self._n_drawn: npt.NDArray[np.float64] = np.zeros(len(self._place))
+        self._index = {token: index for index, token in enumerate(dict.fromkeys(prompt))}
+        self._tokens = np.array(list(self._index), dtype=np.int64)
+        self._n_drawn: npt.NDArray[np.float64] = np.zeros(len(self._index))
 
     def append(self, token: int) -> None:
         """Count one more sampled token."""
-        place = self._place.setdefault(token, len(self._place))
-        if place == len(self._tokens):
-            longer = 2 * place + 16
-            self._tokens = np.resize(self._tokens, longer)
-            self._n_drawn = np.concatenate([self._n_drawn, np.zeros(longer - place)])
-        self._tokens[place] = token
-        self._n_drawn[place] += 1
+        index = self._index.setdefault(token, len(self._index))
+        if index == len(self._tokens):
+            capacity = 2 * index + 16
+            self._tokens = np.resize(self._tokens, capacity)
+            self._n_drawn = np.concatenate([self._n_drawn, np.zeros(capacity - index)])
+        self._tokens[index] = token
+        self._n_drawn[index] += 1
 
     def counts(self, drafts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """The distinct tokens and how often each was sampled, with the drafts counted as sampled.
 
         Returns: [n] int64 and [n] float64, valid until the next append.
         """
-        n = len(self._place)
+        n = len(self._index)
         tokens, n_drawn = self._tokens[:n], self._n_drawn[:n]
         if drafts:
-            new = [token for token in dict.fromkeys(drafts) if token not in self._place]
+            new = [token for token in dict.fromkeys(drafts) if token not in self._index]
             tokens = np.concatenate([tokens, np.array(new, dtype=np.int64)])
             n_drawn = np.concatenate([n_drawn, np.zeros(len(new))])
-            new_place = {token: n + number for number, token in enumerate(new)}
+            new_index = {token: n + number for number, token in enumerate(new)}
             for token in drafts:
-                n_drawn[self._place[token] if token in self._place else new_place[token]] += 1
+                n_drawn[self._index[token] if token in self._index else new_index[token]] += 1
         return torch.from_numpy(tokens), torch.from_numpy(n_drawn)
 
 
@@ -138,10 +138,10 @@ def filters_of(draws: Sequence[SamplingRow]) -> Filters:
     params = [draw.params for draw in draws]
     wide = torch.float64
     return Filters(
-        SamplingKeys(keys, torch.tensor([each.temperature for each in params], dtype=wide)),
-        top_k=torch.tensor([each.top_k for each in params], dtype=torch.int64),
-        top_p=torch.tensor([each.top_p for each in params], dtype=wide),
-        min_p=torch.tensor([each.min_p for each in params], dtype=wide),
+        SamplingKeys(keys, torch.tensor([p.temperature for p in params], dtype=wide)),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
+        top_p=torch.tensor([p.top_p for p in params], dtype=wide),
+        min_p=torch.tensor([p.min_p for p in params], dtype=wide),
     )
 
 
@@ -158,12 +158,12 @@ def mask_of(ids: Collection[int]) -> bytes:
     return bytes(bits)
 
 
-def both(mask: bytes | None, other: bytes | None) -> bytes | None:
+def intersect_masks(mask: bytes | None, other: bytes | None) -> bytes | None:
     """The intersection of two masks; None allows all tokens."""
     if mask is None or other is None:
         return mask or other
     n_bytes = min(len(mask), len(other))
-    left, right = (int.from_bytes(each[:n_bytes], "little") for each in (mask, other))
+    left, right = (int.from_bytes(bits[:n_bytes], "little") for bits in (mask, other))
     return (left & right).to_bytes(n_bytes, "little")
 
 
@@ -202,46 +202,46 @@ def adjust(logits: Tensor, vocab: range, draws: Sequence[SamplingRow]) -> Tensor
     # In float32, since 16 bits would round small biases away.
     adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     for row in rows:
-        own, draw = adjusted[row], draws[row]
-        _add_biases(own, vocab, draw)
-        _forbid(own, vocab, draw)
+        row_logits, draw = adjusted[row], draws[row]
+        _add_biases(row_logits, vocab, draw)
+        _forbid(row_logits, vocab, draw)
         if draw.params.has_penalties:
-            _penalize(own, vocab, draw)
+            _penalize(row_logits, vocab, draw)
     return adjusted
 
 
-def _add_biases(own: Tensor, vocab: range, draw: SamplingRow) -> None:
+def _add_biases(row: Tensor, vocab: range, draw: SamplingRow) -> None:
     biases = [(token, bias) for token, bias in draw.params.logit_bias if token in vocab]
     if biases:
-        places = torch.tensor([token - vocab.start for token, _ in biases], device=own.device)
-        values = torch.tensor([bias for _, bias in biases], dtype=own.dtype, device=own.device)
-        own[places] += values
+        columns = torch.tensor([token - vocab.start for token, _ in biases], device=row.device)
+        values = torch.tensor([bias for _, bias in biases], dtype=row.dtype, device=row.device)
+        row[columns] += values
 
 
-def _forbid(own: Tensor, vocab: range, draw: SamplingRow) -> None:
+def _forbid(row: Tensor, vocab: range, draw: SamplingRow) -> None:
     if draw.mask is not None:
-        own.masked_fill_(~_allowed(draw.mask, vocab).to(own.device), -torch.inf)
+        row.masked_fill_(~_allowed(draw.mask, vocab).to(row.device), -torch.inf)
     banned = [token - vocab.start for token in draw.banned if token in vocab]
     if banned:
-        own[torch.tensor(banned, device=own.device)] = -torch.inf
+        row[torch.tensor(banned, device=row.device)] = -torch.inf
 
 
 def _allowed(mask: bytes, vocab: range) -> Tensor:
     """The bits of this rank's tokens. Shapes: [V_local] bool."""
     first, stop = vocab.start // 8, -(-vocab.stop // 8)
-    own = mask[first:stop].ljust(stop - first, b"\0")
-    bits = np.unpackbits(np.frombuffer(own, dtype=np.uint8), bitorder="little")
+    bytes_ = mask[first:stop].ljust(stop - first, b"\0")
+    bits = np.unpackbits(np.frombuffer(bytes_, dtype=np.uint8), bitorder="little")
     return torch.from_numpy(bits[vocab.start - 8 * first : vocab.stop - 8 * first]).bool()
 
 
-def _penalize(own: Tensor, vocab: range, draw: SamplingRow) -> None:
+def _penalize(row: Tensor, vocab: range, draw: SamplingRow) -> None:
     assert draw.history is not None
     params = draw.params
-    tokens, n_drawn = (each.to(own.device) for each in draw.history.counts(draw.drafts))
-    is_own = (tokens >= vocab.start) & (tokens < vocab.stop)
-    places, n_drawn = tokens[is_own] - vocab.start, n_drawn[is_own]
-    values = own[places].double()
+    tokens, n_drawn = (counts.to(row.device) for counts in draw.history.counts(draw.drafts))
+    is_local = (tokens >= vocab.start) & (tokens < vocab.stop)
+    columns, n_drawn = tokens[is_local] - vocab.start, n_drawn[is_local]
+    values = row[columns].double()
     factor = params.repetition_penalty
     values = torch.where(values < 0, values * factor, values / factor)
     values -= params.presence_penalty * (n_drawn > 0).double() + params.frequency_penalty * n_drawn
-    own[places] = values.to(own.dtype)
+    row[columns] = values.to(row.dtype)

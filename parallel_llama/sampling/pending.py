@@ -1,4 +1,4 @@
-"""Tokens sampled on the device, so that the next step can start before the host reads them."""
+"""Samples tokens on the device, so that the next step can start before the host reads them."""
 
 from collections.abc import Sequence
 
@@ -42,24 +42,24 @@ class PendingDraws:
         assert draws and all(map(can_pend, draws))
         self._vocab, self._draws, self._comm = vocab, draws, comm
         gathered = comm.all_gather(drawn)  # [tp_size, n, 2] float64
-        scores, owners = gathered.unbind(2)
+        scores, rank_tokens = gathered.unbind(2)
         loses = scores != scores.amax(0)
-        tokens = owners.masked_fill(loses, _NO_TOKEN).amin(0)
+        tokens = rank_tokens.masked_fill(loses, _NO_TOKEN).amin(0)
         self._filtered = [row for row, draw in enumerate(draws) if draw.params.is_filtered]
         if self._filtered:
-            rows, filters = _sent(self._filtered, draws, logits.device)
+            rows, filters = _copy_filters(self._filtered, draws, logits.device)
             # A copy, since the next step may overwrite the logits.
             self._logits = logits.index_select(0, rows)
-            found = ops.candidates(
+            candidates = ops.candidates(
                 self._logits, filters.sampling_keys.temperatures, N_CANDIDATES, vocab.start
             )
-            picked = ops.draw_filtered(comm.all_gather(found), filters, vocab_size)
-            tokens = tokens.index_copy(0, rows, picked.double())
+            filtered_tokens = ops.draw_filtered(comm.all_gather(candidates), filters, vocab_size)
+            tokens = tokens.index_copy(0, rows, filtered_tokens.double())
         self.tokens = tokens.to(torch.int64)
-        known = torch.cat((gathered.flatten(), tokens))
-        is_cuda = known.device.type == "cuda"
-        self._here = torch.empty(known.shape, dtype=known.dtype, pin_memory=is_cuda)
-        self._here.copy_(known, non_blocking=True)
+        results = torch.cat((gathered.flatten(), tokens))
+        is_cuda = results.device.type == "cuda"
+        self._on_host = torch.empty(results.shape, dtype=results.dtype, pin_memory=is_cuda)
+        self._on_host.copy_(results, non_blocking=True)
         self._copied = torch.cuda.current_stream().record_event() if is_cuda else None
 
     def read(self) -> tuple[list[SampledToken], bool]:
@@ -74,16 +74,16 @@ class PendingDraws:
         if self._copied is not None:
             self._copied.synchronize()
         n = len(self._draws)
-        of_ranks = self._here[:-n].view(-1, n, 2).tolist()
-        tokens = best_tokens(of_ranks, self._draws)
+        best_of_ranks = self._on_host[:-n].view(-1, n, 2).tolist()
+        tokens = best_tokens(best_of_ranks, self._draws)
         for row in self._filtered:
-            tokens[row] = int(self._here[row - n])
+            tokens[row] = int(self._on_host[row - n])
         undecided = [row for row in self._filtered if tokens[row] < 0]
         if undecided:
-            own = self._logits[[self._filtered.index(row) for row in undecided]]
+            logits = self._logits[[self._filtered.index(row) for row in undecided]]
             draws = [self._draws[row] for row in undecided]
-            anew = sample(own, self._vocab, draws, self._comm)
-            for row, one in zip(undecided, anew, strict=True):
+            resampled = sample(logits, self._vocab, draws, self._comm)
+            for row, one in zip(undecided, resampled, strict=True):
                 tokens[row] = one.token
         return [SampledToken(token, None) for token in tokens], not undecided
 
@@ -94,16 +94,16 @@ def can_pend(draw: SamplingRow) -> bool:
     return not draw.is_adjusted and params.logprobs is None and params.top_k <= N_CANDIDATES
 
 
-def _sent(
+def _copy_filters(
     rows: Sequence[int], draws: Sequence[SamplingRow], device: torch.device
 ) -> tuple[Tensor, Filters]:
     """Copies the row numbers and filters of some rows to the device in one transfer."""
-    here = filters_of([draws[row] for row in rows])
-    columns = (torch.tensor(rows), here.sampling_keys.keys, here.top_k)
-    floats = (here.sampling_keys.temperatures, here.top_p, here.min_p)
-    words = torch.stack((*columns, *(each.view(torch.int64) for each in floats)))
+    filters = filters_of([draws[row] for row in rows])
+    columns = (torch.tensor(rows), filters.sampling_keys.keys, filters.top_k)
+    floats = (filters.sampling_keys.temperatures, filters.top_p, filters.min_p)
+    words = torch.stack((*columns, *(x.view(torch.int64) for x in floats)))
     if device.type == "cuda":
         words = words.pin_memory()
     numbers, keys, top_k, *rest = words.to(device, non_blocking=True)
-    temperatures, top_p, min_p = (each.view(torch.float64) for each in rest)
+    temperatures, top_p, min_p = (x.view(torch.float64) for x in rest)
     return numbers, Filters(SamplingKeys(keys, temperatures), top_k, top_p, min_p)

@@ -1,4 +1,4 @@
-"""Sampling one token per row from a vocabulary that is sharded over ranks.
+"""Samples one token per row from a vocabulary that is sharded over ranks.
 
 The shards are ascending ranges, some perhaps empty. Ranks rarely exchange whole rows of logits: in
 the head exchange each rank sends a few numbers per row, and all ranks compute the token from the
@@ -6,10 +6,11 @@ same gathered bytes.
 
 A token is the argmax of logits / temperature + Gumbel noise over the tokens that the filters keep.
 The noise depends on (seed, choice, position, token id) alone, so a token depends neither on the
-rest of the batch, nor on the shards, nor on the number of candidates. Log-probabilities and the
-mass of a nucleus are sums over tiles of the vocabulary, in order, whichever ranks hold the tiles.
-If a shard ends inside a tile, which cannot happen with exact sums, these sums depend on the shards
-by about 1e-14.
+rest of the batch, nor on the shards, nor on the number of candidates.
+
+Log-probabilities and the mass of a nucleus are sums over tiles of the vocabulary, in order,
+whichever ranks hold the tiles. Without exact sums a shard may end inside a tile; these sums then
+differ by about 1e-14 between numbers of ranks.
 """
 
 import math
@@ -92,10 +93,10 @@ def _tokens(
 
 def _largest(logits: Tensor, vocab: range) -> Tensor:
     """The largest logit of each row and its token. Shapes: [n, 2] float64 local."""
-    own = logits.new_full((len(logits), 2), -math.inf, dtype=torch.float64)
+    best = logits.new_full((len(logits), 2), -math.inf, dtype=torch.float64)
     if len(vocab):
-        own[:, :1], own[:, 1:] = Tiles.of(logits, vocab).top_k(1)
-    return own
+        best[:, :1], best[:, 1:] = Tiles.of(logits, vocab).top_k(1)
+    return best
 
 
 def best_tokens(
@@ -146,11 +147,11 @@ def _pick(
         picked[kinds.plain] = blocks[winner, torch.arange(len(kinds.plain)), _TOKEN].long()
     if kinds.filtered:
         mass = _mass(adjusted, vocab, draws, kinds.filtered, head, comm)
-        left = _pick_filtered(picked, head, kinds.filtered, draws, mass)
-        if left:
-            uncovered = [kinds.filtered[each] for each in left]
+        undecided = _pick_filtered(picked, head, kinds.filtered, draws, mass)
+        if undecided:
+            uncovered = [kinds.filtered[index] for index in undecided]
             full = scoring.gather_logits(adjusted[uncovered], head.vocabs, comm).cpu()
-            _pick_from_full(picked, full, uncovered, draws, mass[left])
+            _pick_from_full(picked, full, uncovered, draws, mass[undecided])
     return picked
 
 
@@ -171,16 +172,14 @@ def _mass(
     """
     params = [draws[row].params for row in rows]
     needed = [
-        at
-        for at, each in enumerate(params)
-        if each.top_p < 1 and not 0 < each.top_k < head.vocab_size
+        index for index, p in enumerate(params) if p.top_p < 1 and not 0 < p.top_k < head.vocab_size
     ]
     mass = torch.full((len(rows), 1), math.nan, dtype=torch.float64)
     if needed:
-        own = [rows[at] for at in needed]
-        temperatures = column([params[at].temperature for at in needed])[:, 0]
-        lse = scoring.log_sum_exp(logits[own], vocab, head.vocabs, comm, temperatures).cpu()
-        mass[needed, 0] = (lse - head.largest[own] / temperatures).exp()
+        needed_rows = [rows[index] for index in needed]
+        temperatures = column([params[index].temperature for index in needed])[:, 0]
+        lse = scoring.log_sum_exp(logits[needed_rows], vocab, head.vocabs, comm, temperatures).cpu()
+        mass[needed, 0] = (lse - head.largest[needed_rows] / temperatures).exp()
     return mass
 
 
@@ -238,11 +237,11 @@ def _pick_from_full(
     # Sorting a whole row takes much longer than finding its 1024 largest logits.
     for k in (MAX_CANDIDATES, 8 * MAX_CANDIDATES, vocab_size):
         values, tokens = tiles.top_k(min(k, vocab_size))
-        left = _pick_decided(picked, rows, filters, values.double(), tokens, mass, vocab_size)
-        if not left:
+        undecided = _pick_decided(picked, rows, filters, values.double(), tokens, mass, vocab_size)
+        if not undecided:
             return
-        rows = [rows[each] for each in left]
-        tiles, mass, filters = tiles.rows(left), mass[left], filters.rows(left)
+        rows = [rows[index] for index in undecided]
+        tiles, mass, filters = tiles.rows(undecided), mass[undecided], filters.rows(undecided)
 
 
 def _pick_decided(
@@ -259,8 +258,8 @@ def _pick_decided(
     Shapes: values and tokens [n, C] candidates; mass [n, 1]; n rows.
     """
     kept, decided = filters.keep_mask(values, mass, vocab_size)
-    place = filters.draw(values, tokens, kept)[:, None]
-    picked[torch.tensor(rows)[decided]] = tokens.gather(1, place)[decided, 0]
+    index = filters.draw(values, tokens, kept)[:, None]
+    picked[torch.tensor(rows)[decided]] = tokens.gather(1, index)[decided, 0]
     return (~decided).nonzero()[:, 0].tolist()
 
 
@@ -276,9 +275,9 @@ def _score_drawn(
     if not rows:
         return {}
     n_top = [draws[row].params.logprobs or 0 for row in rows]
-    own = logits if len(rows) == len(logits) else logits[rows]
+    row_logits = logits if len(rows) == len(logits) else logits[rows]
     targets = torch.tensor([tokens[row] for row in rows], device=logits.device)
-    scored = scoring.score_tokens(own, vocab, targets, n_top, comm)
+    scored = scoring.score_tokens(row_logits, vocab, targets, n_top, comm)
     return dict(zip(rows, scored, strict=True))
 
 
@@ -312,16 +311,16 @@ def _n_candidates(draw: SamplingRow) -> int:
 
 def _require_tokens(largest: Sequence[float], draws: Sequence[SamplingRow]) -> None:
     """Check that the largest logit of every row is finite."""
-    without: list[int] = []
+    rows_without: list[int] = []
     for row, value in enumerate(largest):
         if math.isfinite(value):
             continue
         if value == -math.inf and draws[row].is_adjusted:
-            without.append(row)
+            rows_without.append(row)
             continue
         raise NumericalError(
             f"{draws[row]}: the largest of its logits is {value}; the weights are damaged or "
             "overflow their dtype: verify the checkpoint, or use a wider dtype"
         )
-    if without:
-        raise NoTokenLeft(without, draws)
+    if rows_without:
+        raise NoTokenLeft(rows_without, draws)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens and of the most likely alternatives, from the logits of all ranks."""
+"""Computes log-probabilities of tokens and their alternatives from the logits of all ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -43,9 +43,7 @@ def score(logits: Tensor, vocab: range, targets: Tensor, comm: Communicator) -> 
 def score_tokens(
     logits: Tensor, vocab: range, targets: Tensor, n_top: Sequence[int], comm: Communicator
 ) -> list[TokenLogprob]:
-    """Natural-log probabilities of the targets and of their most likely alternatives, row by row.
-
-    `n_top` is the number of alternatives of each row.
+    """Natural-log probabilities of the targets and of the `n_top` best alternatives of each row.
 
     Shapes and Raises: as in `score`.
     Collective: two all_gathers.
@@ -114,8 +112,8 @@ def _exchange(logits: Tensor, vocab: range, targets: Tensor, k: int, comm: Commu
     block = new_block(len(targets), _N_FIXED, k, vocab, logits.device)
     for rows, x in chunks(logits) if k and len(vocab) else ():
         put_top_k(block, rows, _N_FIXED, *Tiles.of(x, vocab).top_k(k))
-    own = ((targets >= vocab.start) & (targets < vocab.stop)).nonzero()[:, 0]
-    block[own, _TARGET] = logits[own, targets[own] - vocab.start].double()
+    local_rows = ((targets >= vocab.start) & (targets < vocab.stop)).nonzero()[:, 0]
+    block[local_rows, _TARGET] = logits[local_rows, targets[local_rows] - vocab.start].double()
     blocks = comm.all_gather(block)
     _check_targets(targets, int(blocks[:, 0, N_LOCAL].sum()))
     return blocks
@@ -131,7 +129,7 @@ def _check_targets(targets: Tensor, vocab_size: int) -> None:
 
 def vocabs_of(blocks: Tensor) -> list[range]:
     """The shard of the vocabulary of each rank, from an exchange [tp_size, n, ..]."""
-    borders = accumulate((int(each) for each in blocks[:, 0, N_LOCAL]), initial=0)
+    borders = accumulate((int(size) for size in blocks[:, 0, N_LOCAL]), initial=0)
     return [range(start, stop) for start, stop in pairwise(borders)]
 
 
@@ -150,14 +148,14 @@ def log_sum_exp(
     Shapes: logits [n, V_local] local; temperatures [n]; returns [n] float64 replicated.
     Collective: one all_gather.
     """
-    spans, own = [_tiles_of(each) for each in vocabs], _tiles_of(vocab)
-    of_tiles = torch.empty((len(logits), len(own)), dtype=torch.float64, device=logits.device)
-    for rows, x in chunks(logits) if own else ():
+    tiles_of_ranks, own_tiles = [_tiles_of(shard) for shard in vocabs], _tiles_of(vocab)
+    tile_lse = torch.empty((len(logits), len(own_tiles)), dtype=torch.float64, device=logits.device)
+    for rows, x in chunks(logits) if own_tiles else ():
         tiles = Tiles.of(x, vocab).logits.double()
         if temperatures is not None:
             tiles = tiles / temperatures[rows, None, None].to(tiles.device)
-        of_tiles[rows] = tiles.logsumexp(-1)
-    return gather_logits(of_tiles, spans, comm).logsumexp(-1)
+        tile_lse[rows] = tiles.logsumexp(-1)
+    return gather_logits(tile_lse, tiles_of_ranks, comm).logsumexp(-1)
 
 
 def _tiles_of(vocab: range) -> range:

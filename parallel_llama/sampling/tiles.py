@@ -1,7 +1,7 @@
-"""A rank's logits in tiles of the vocabulary, searched without reading every token.
+"""Finds the best tokens of a rank's logits, in tiles of the vocabulary.
 
-One pass over all logits computes the largest logit of each tile; later passes read the few tiles
-that matter.
+One pass over all logits computes the largest logit of each tile; later passes read only the few
+tiles that may contain a result.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from parallel_llama.ops.gumbel import TILE, gumbel, tile_gumbel
 from parallel_llama.sampling.draw import SamplingRow, sampling_key
 
-# Tiles that sampling without filters reads first: their best score rules out most other tiles.
+# Tiles that sampling without filters reads first, because their best score rules out most others.
 _FIRST_TILES = 4
 
 # Added to the bounds on the noise: far above its rounding errors, and too small to make more tiles
@@ -62,13 +62,13 @@ class Tiles:
         """
         n_tiles = self.logits.shape[1]
         if k == 1:
-            values, places = self._largest()
+            values, columns = self._largest()
         elif 2 * k >= n_tiles * TILE:
-            values, places = self.flat().sort(dim=1, descending=True, stable=True)
-            values, places = values[:, :k], places[:, :k]
+            values, columns = self.flat().sort(dim=1, descending=True, stable=True)
+            values, columns = values[:, :k], columns[:, :k]
         else:
-            values, places = self._some_top_k(k)
-        return values, places + self.first * TILE
+            values, columns = self._top_k_of_tiles(k)
+        return values, columns + self.first * TILE
 
     def argmax_with_noise(self, draws: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
         """The best logit / temperature + noise of each row without filters, and its token.
@@ -90,9 +90,9 @@ class Tiles:
         rows, tiles = ((bounds >= floor) & (bounds > -torch.inf)).nonzero(as_tuple=True)
         scaled = self.logits[rows, tiles] / temperature[rows]  # [n_pairs, TILE]
         could_win = scaled + noise_bounds[rows, tiles, None] >= floor[rows]
-        pairs, places = could_win.nonzero(as_tuple=True)
-        rows, tokens = rows[pairs], (tiles[pairs] + self.first) * TILE + places
-        scores = scaled[pairs, places] + gumbel(keys[rows], tokens[:, None])[:, 0]
+        pairs, columns = could_win.nonzero(as_tuple=True)
+        rows, tokens = rows[pairs], (tiles[pairs] + self.first) * TILE + columns
+        scores = scaled[pairs, columns] + gumbel(keys[rows], tokens[:, None])[:, 0]
         best = scores.new_full((n,), -torch.inf).scatter_reduce_(0, rows, scores, "amax")
         rivals = torch.where(scores == best[rows], tokens, torch.iinfo(torch.int64).max)
         winners = torch.full_like(keys, torch.iinfo(torch.int64).max)
@@ -110,29 +110,29 @@ class Tiles:
 
     def _largest(self) -> tuple[Tensor, Tensor]:
         tiles = self.largest.max(1).indices[:, None]  # the first of equal ones
-        values, places = self._within(tiles).max(1, keepdim=True)
-        return values, tiles * TILE + places
+        values, columns = self._within(tiles).max(1, keepdim=True)
+        return values, tiles * TILE + columns
 
-    def _some_top_k(self, k: int) -> tuple[Tensor, Tensor]:
+    def _top_k_of_tiles(self, k: int) -> tuple[Tensor, Tensor]:
         logits = self.flat()
         n_tiles = self.logits.shape[1]
         if n_tiles > 2 * k:  # the k largest are all in the k tiles with the largest maxima
             tiles = self.largest.topk(k).indices
             values, order = self._within(tiles).topk(k)
-            places = _tokens_of(tiles).gather(1, order)
+            columns = _tokens_of(tiles).gather(1, order)
         else:
-            values, places = logits.topk(k)
-        places, order = places.sort(1)
+            values, columns = logits.topk(k)
+        columns, order = columns.sort(1)
         values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-        places = places.gather(1, order)
+        columns = columns.gather(1, order)
         # topk may return any of the values that tie for the last place; the first are needed.
         smallest = values[:, -1:]
         is_open = ((logits >= smallest).sum(1) > k) & (smallest[:, 0] > -torch.inf)
         for row in is_open.nonzero()[:, 0].tolist():
-            all_places = (logits[row] >= smallest[row]).nonzero()[:, 0]
-            _, order = logits[row, all_places].sort(dim=0, descending=True, stable=True)
-            places[row] = all_places[order[:k]]
-        return values, places
+            all_columns = (logits[row] >= smallest[row]).nonzero()[:, 0]
+            _, order = logits[row, all_columns].sort(dim=0, descending=True, stable=True)
+            columns[row] = all_columns[order[:k]]
+        return values, columns
 
 
 def column(values: Sequence[float]) -> Tensor:
