@@ -93,9 +93,9 @@ _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "
 class GrammarCompiler:
     """Makes matchers for one model, and caches the most recently used grammars. Thread-safe.
 
-    JSON is generated compact, without whitespace between its tokens, whatever the schema says:
-    at a high temperature, optional whitespace may never end. A regular expression or Lark
-    grammar matches the whole completion, in llguidance's syntax, without look-around or back
+    JSON is generated without whitespace between its tokens, whatever the schema says, because
+    optional whitespace may never end at a high temperature. A regular expression or Lark grammar
+    matches the whole completion; its syntax is llguidance's, without look-around and back
     references. JSON Schema keywords that llguidance does not support are refused, never ignored. A
     known fault of llguidance: between two bounds with the same integer part, an exclusive integer
     bound can itself be generated (7 for 7 < x < 7.5).
@@ -158,7 +158,7 @@ class GrammarCompiler:
                 return grammar_check.compile_grammar(grammar.kind, grammar.text, self._tokenizer)
             except ValueError as error:
                 problem = str(error)
-        plain = (ours for theirs, ours in _REASONS.items() if problem.startswith(theirs))
+        plain = (reason for start, reason in _REASONS.items() if problem.startswith(start))
         if grammar.kind == "regex":
             problem = _IN_LARK.sub("", problem)
         problem = _POSITION.sub(r"line \1, column \2: ", problem, count=1)
@@ -166,7 +166,7 @@ class GrammarCompiler:
         raise UsageError(f"the {_NAMES[grammar.kind]} cannot be used: {reason}")
 
     def _check(self, grammar: Grammar) -> str:
-        """Compiles a grammar in the separate process; returns why it failed, or ""."""
+        """Compiles a grammar in the separate process. Returns: why that failed, or ""."""
         fields = {"kind": grammar.kind, "text": grammar.text}
         request = JobRequest(grammar_check.CPU_LIMIT_S, 0.0, fields)
         for _ in range(2):
@@ -184,7 +184,7 @@ class GrammarCompiler:
     def _keep(self, grammar: Grammar, start: LLMatcher) -> None:
         self._compiled[grammar] = start
         self._compiled.move_to_end(grammar)
-        n_chars = sum(len(each.text) for each in self._compiled)
+        n_chars = sum(len(cached.text) for cached in self._compiled)
         while len(self._compiled) > MAX_CACHED_GRAMMARS or n_chars > MAX_CACHED_CHARS:
             oldest, _ = self._compiled.popitem(last=False)
             n_chars -= len(oldest.text)

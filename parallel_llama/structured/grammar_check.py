@@ -1,8 +1,8 @@
 """Compiles grammars: first in a separate process, as a job of `sandbox_main`, then in this one.
 
 llguidance does not bound every cost of a grammar: the intersection of twenty patterns takes
-minutes, and only killing the process stops that, so grammars are compiled in a process of their
-own. This module imports nothing of the package, so that the process starts in 0.1 s.
+minutes, which only killing the process can stop. So every grammar is first compiled in a process
+that may be killed. This module imports nothing of the package, so that the process starts in 0.1 s.
 """
 
 from collections.abc import Mapping

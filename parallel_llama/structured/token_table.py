@@ -1,4 +1,4 @@
-"""A tokenizer's vocabulary for llguidance: the bytes of each token inside a text."""
+"""Converts a tokenizer's vocabulary for llguidance: the bytes of each token inside a text."""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -13,8 +13,8 @@ from parallel_llama.tokenizer import Tokenizer
 
 Bits = NDArray[np.uint8]  # [ceil(vocab_size / 8)], bit t % 8 of byte t // 8 for token t
 
-# A byte that texts do not contain and tokenizers do not merge with others. Text after it is encoded
-# as in the middle of a text, without the space that SentencePiece puts in front.
+# A byte that texts do not contain and tokenizers do not merge with others. What follows it is
+# encoded as in the middle of a text, without the space that SentencePiece puts before a text.
 _MARK = b"\x02"
 
 
@@ -31,12 +31,14 @@ class TokenTable:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         vocabulary = tokenizer.vocabulary
-        silent = eos_ids.union(vocabulary.special_ids.values())
+        textless_ids = eos_ids.union(vocabulary.special_ids.values())
         self._tokenizer = tokenizer
         self.end_id = vocab_size
         self.eos_ids = eos_ids
         self.tokens = [
-            b"" if id in silent or b"\xff" in piece else piece  # 0xff is llguidance's own marker
+            b""
+            if id in textless_ids or b"\xff" in piece
+            else piece  # 0xff is llguidance's own marker
             for id, piece in enumerate(vocabulary.pieces[:vocab_size])
         ]
         self.tokens += [b""] * (vocab_size - len(self.tokens))

@@ -13,7 +13,7 @@ class AnswerReader(Protocol):
     """Splits one answer that arrives in pieces, with its special tokens as text."""
 
     def push(self, piece: str) -> list[ChannelText]:
-        """Adds a piece, and returns the text that is now certain."""
+        """Adds a piece. Returns: the text that no later piece can change."""
 
     def finish(self) -> list[ChannelText]:
         """The text that was held back, at the end of the answer."""
@@ -55,9 +55,9 @@ class AnswerSplitter:
         self._reader, self._joiner = reader, MessageJoiner()
 
     def push(self, piece: str, *, is_last: bool) -> list[tuple[str, bool]]:
-        """Adds a piece, and returns texts that are now certain, and whether each is reasoning."""
+        """Adds a piece. Returns: texts that no later piece can change, and which are reasoning."""
         texts = [*self._reader.push(piece), *(self._reader.finish() if is_last else ())]
-        return [(self._joiner.shown(each), each.is_reasoning) for each in texts]
+        return [(self._joiner.shown(text), text.is_reasoning) for text in texts]
 
 
 def split_answer(reader: AnswerReader, text: str) -> tuple[str, str]:

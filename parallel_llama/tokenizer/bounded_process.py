@@ -77,7 +77,7 @@ class BoundedProcess:
             return self._exchange(request)
 
     def open(self, request: JobRequest) -> dict[str, Any]:
-        """Starts a process and sends it this request, as to every process that replaces it."""
+        """Starts a process, and sends this request to it and to every process that replaces it."""
         with self._lock:
             self._opening = None
             self._start()
@@ -164,11 +164,11 @@ class _Child:
         deadline = time.monotonic() + limit_s
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        left, reply = memoryview(message), bytearray()
-        bound = MAX_REPLY_BYTES + MAX_REPLY_PER_BYTE * len(message)
+        unsent, reply = memoryview(message), bytearray()
+        max_reply_bytes = MAX_REPLY_BYTES + MAX_REPLY_PER_BYTE * len(message)
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
-            if left:
+            if unsent:
                 selector.register(stdin, selectors.EVENT_WRITE)
             while not reply.endswith(b"\n"):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
@@ -178,10 +178,10 @@ class _Child:
                     if key.fileobj is stdout:
                         reply += _read(stdout.fileno())
                         continue
-                    left = left[_write(stdin.fileno(), left) :]
-                    if not left:
+                    unsent = unsent[_write(stdin.fileno(), unsent) :]
+                    if not unsent:
                         selector.unregister(stdin)
-                if len(reply) > bound:
+                if len(reply) > max_reply_bytes:
                     raise OverflowError
         value: dict[str, Any] = json.loads(reply)
         self.is_idle = True
@@ -207,7 +207,7 @@ def _write(descriptor: int, data: memoryview) -> int:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Kills a running process; returns its exit code."""
+    """Kills a running process. Returns: its exit code."""
     process.kill()
     code = process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -39,7 +39,7 @@ class ChannelText(NamedTuple):
     Args:
         number: the number of the message in the answer.
         channel: analysis, commentary, final or CALLS.
-        recipient: who the message is to, such as functions.get_rain; empty for the user.
+        recipient: the recipient, such as functions.get_rain; empty for the user.
     """
 
     number: int
@@ -66,50 +66,50 @@ class ChannelReader:
         self._number, self._channel, self._recipient = 0, "final", ""
         self._header: str | None = ""  # None inside a text
         self._is_at_start = True
-        self._held = ""  # may be the start of a mark
+        self._held = ""  # the end of the text so far, if it may be the start of a mark
 
     def push(self, piece: str) -> list[ChannelText]:
-        """Adds a piece, and returns the text that is now certain."""
-        found: list[ChannelText] = []
+        """Adds a piece. Returns: the text that no later piece can change."""
+        texts: list[ChannelText] = []
         text = self._held + piece
         start = 0
         for match in _MARK.finditer(text):
-            self._add(text[start : match.start()], found)
-            self._read_mark(match[0], found)
+            self._add(text[start : match.start()], texts)
+            self._read_mark(match[0], texts)
             start = match.end()
         text = text[start:]
-        self._held = text[len(text) - n_held(text, _MARKS) :]
-        self._add(text[: len(text) - len(self._held)], found)
-        return found
+        self._held = text[len(text) - n_partial_mark(text, _MARKS) :]
+        self._add(text[: len(text) - len(self._held)], texts)
+        return texts
 
     def finish(self) -> list[ChannelText]:
         """The text that was held back, at the end of the answer."""
-        found: list[ChannelText] = []
-        self._add(self._held, found)
+        texts: list[ChannelText] = []
+        self._add(self._held, texts)
         self._held = ""
         if self._is_at_start and self._header:
-            self._add_text(self._header, found)
+            self._add_text(self._header, texts)
             self._header = ""
-        return found
+        return texts
 
-    def _add(self, text: str, found: list[ChannelText]) -> None:
+    def _add(self, text: str, texts: list[ChannelText]) -> None:
         if self._header is None:
-            self._add_text(text, found)
+            self._add_text(text, texts)
             return
         self._header += text
         begun = self._header.lstrip()
         if self._is_at_start and begun and not begun.startswith("to="[: len(begun)]):
             text, self._header = self._header, None
-            self._add_text(text, found)
+            self._add_text(text, texts)
 
-    def _add_text(self, text: str, found: list[ChannelText]) -> None:
+    def _add_text(self, text: str, texts: list[ChannelText]) -> None:
         if text:
-            found.append(ChannelText(self._number, self._channel, self._recipient, text))
+            texts.append(ChannelText(self._number, self._channel, self._recipient, text))
 
-    def _read_mark(self, mark: str, found: list[ChannelText]) -> None:
+    def _read_mark(self, mark: str, texts: list[ChannelText]) -> None:
         self._is_at_start = False
         if self._header is None and mark not in _MESSAGE_ENDS:
-            self._add_text(mark, found)  # only the end of a message ends its text
+            self._add_text(mark, texts)  # only the end of a message ends its text
         elif mark == "<|message|>" and self._header is not None:
             channel, recipient = _CHANNEL.search(self._header), _RECIPIENT.search(self._header)
             self._channel = "final" if channel is None else channel[1]
@@ -121,8 +121,8 @@ class ChannelReader:
             self._header += mark
 
 
-def n_held(text: str, marks: Sequence[str]) -> int:
-    """The length of the longest end of a text that is the beginning of a mark."""
+def n_partial_mark(text: str, marks: Sequence[str]) -> int:
+    """The length of the longest end of a text that may be the start of a mark."""
     most = max(map(len, marks)) - 1
     lengths = range(min(most, len(text)), 0, -1)
     return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in marks)), 0)

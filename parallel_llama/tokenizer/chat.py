@@ -1,4 +1,4 @@
-"""Conversations, and the interface of chat templates."""
+"""`Chat`, a conversation that is checked when created, and the interface of chat templates."""
 
 import math
 import re
@@ -128,15 +128,15 @@ def require_plain(chat: Chat) -> None:
 
     Raises: UsageError for tools, documents, template_vars and tool_calls.
     """
-    given = [name for name in _FOR_TEMPLATES if getattr(chat, name)]
-    given += [
+    used = [name for name in _FOR_TEMPLATES if getattr(chat, name)]
+    used += [
         f"messages[{number}] has tool_calls, which"
         for number, message in enumerate(chat.messages)
         if message.get("tool_calls")
     ]
-    if given:
+    if used:
         raise UsageError(
-            f"{given[0]} need a chat template, and the model's folder has none; use its Hugging "
+            f"{used[0]} need a chat template, and the model's folder has none; use its Hugging "
             "Face folder"
         )
 

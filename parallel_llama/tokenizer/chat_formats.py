@@ -139,31 +139,31 @@ class MistralChat:
         if self._version == 1:
             self._refuse_tags([text for _, text in turns])
         ids = [self._special("<s>")]
-        for role, text in self._placed(turns):
+        for role, text in self._in_prompt_order(turns):
             ids += self._turn(role, text)
         return ids
 
-    def _placed(self, turns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The turns in the order of the prompt, with consecutive ones of a role joined."""
+    def _in_prompt_order(self, turns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The turns in the order of the prompt; consecutive turns of a role are joined."""
         system: list[str] = []
-        placed: list[tuple[str, str]] = []
-        for role, neighbours in groupby(turns, key=lambda turn: turn[0]):
-            texts = [text for _, text in neighbours]
+        ordered: list[tuple[str, str]] = []
+        for role, same_role in groupby(turns, key=lambda turn: turn[0]):
+            texts = [text for _, text in same_role]
             if role != "system":
-                placed.append((role, _joined(texts)))
+                ordered.append((role, _joined(texts)))
             elif self._version >= 7:
-                placed += ((role, text) for text in texts)
+                ordered += ((role, text) for text in texts)
             else:
                 system += texts
         if self._version >= 7:
-            return placed
-        if not placed or placed[0][0] != "user":
-            placed.insert(0, ("user", ""))
-        questions = [index for index, (role, _) in enumerate(placed) if role == "user"]
-        place = questions[0 if self._version == 1 else -1]
+            return ordered
+        if not ordered or ordered[0][0] != "user":
+            ordered.insert(0, ("user", ""))
+        questions = [index for index, (role, _) in enumerate(ordered) if role == "user"]
+        target = questions[0 if self._version == 1 else -1]
         if prompt := _joined(system):
-            placed[place] = ("user", f"{prompt}{_JOINT}{placed[place][1]}")
-        return placed
+            ordered[target] = ("user", f"{prompt}{_JOINT}{ordered[target][1]}")
+        return ordered
 
     def _turn(self, role: str, text: str) -> list[int]:
         if role == "system":

@@ -198,8 +198,8 @@ def _proto(vocabulary: GGUFVocabulary) -> Any:
     proto = spm.SPM_PROTO.ModelProto()
     for id, (token, score, kind) in enumerate(zip(tokens, scores, types, strict=True)):
         # SentencePiece requires exactly one unknown piece, which some converters do not mark.
-        marked = spm.UNKNOWN if id == unk_id else spm.UNUSED if kind == spm.UNKNOWN else kind
-        proto.pieces.add(piece=token, score=score, type=marked)
+        piece_type = spm.UNKNOWN if id == unk_id else spm.UNUSED if kind == spm.UNKNOWN else kind
+        proto.pieces.add(piece=token, score=score, type=piece_type)
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     trainer.model_type = spm.SPM_PROTO.TrainerSpec.BPE
     trainer.byte_fallback = spm.BYTE in types
@@ -232,8 +232,8 @@ def export_gguf_tokenizer(path: Path) -> dict[str, bytes]:
     if (template := fields.get("tokenizer.chat_template")) is not None:
         tool_use = fields.get("tokenizer.chat_template.tool_use")
         named = {"default": template, "tool_use": tool_use}
-        both = [{"name": name, "template": text} for name, text in named.items()]
-        config["chat_template"] = template if tool_use is None else both
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        config["chat_template"] = template if tool_use is None else templates
     if isinstance(tokenizer, SentencePieceTokenizer):
         config |= _sentencepiece_config(vocabulary, tokenizer)
         files = {"tokenizer.model": tokenizer.to_model()}

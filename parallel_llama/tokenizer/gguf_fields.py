@@ -52,8 +52,8 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
     """The fields under tokenizer of a folder with a tokenizer.
 
     Args:
-        vocab_size: that of the model; the tokens are padded to it.
-        defaults: has the ids that end a text.
+        vocab_size: the model's vocabulary size, to which the tokens are padded.
+        defaults: the sampling defaults, with the ids that end a text.
 
     Raises: UsageError for a tokenizer that no GGUF file can state, or that the fields change;
     CheckpointError if its files are damaged.
@@ -78,11 +78,11 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
         fields["scores"] += [_PADDING_SCORE] * n_missing
     fields |= _special_ids(tokenizer, config, tokens, defaults)
     fields["add_bos_token"] = bool(tokenizer.encode(""))
-    own = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
-    _require_same(folder, tokenizer, build_gguf_tokenizer(own, str(folder)))
+    gguf_fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    _require_same(folder, tokenizer, build_gguf_tokenizer(gguf_fields, str(folder)))
     templates, _ = folder_templates(folder)
     keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
-    return own | {key: templates[name] for name, key in keys.items() if name in templates}
+    return gguf_fields | {key: templates[name] for name, key in keys.items() if name in templates}
 
 
 def _byte_level_fields(folder: Path) -> dict[str, Any] | None:
@@ -103,15 +103,15 @@ def _byte_level_fields(folder: Path) -> dict[str, Any] | None:
         ids[added["content"]] = added["id"]
         kinds[added["id"]] = spm.CONTROL if added["special"] else spm.USER_DEFINED
     texts = {id: text for text, id in ids.items()}
-    every = range(max(texts, default=-1) + 1)
+    all_ids = range(max(texts, default=-1) + 1)
     merges = [
         merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()
     ]
     return {
         "model": "gpt2",
         "pre": _rule_name(path, contents),
-        "tokens": [texts.get(id, f"[PAD{id}]") for id in every],
-        "token_type": [kinds.get(id, spm.NORMAL if id in texts else spm.UNUSED) for id in every],
+        "tokens": [texts.get(id, f"[PAD{id}]") for id in all_ids],
+        "token_type": [kinds.get(id, spm.NORMAL if id in texts else spm.UNUSED) for id in all_ids],
         "merges": merges,
     }
 
@@ -158,10 +158,10 @@ def _patterns(pre_tokenizer: Any) -> tuple[str, ...] | None:
 def _spm_fields(folder: Path, config: TokenizerConfig) -> dict[str, Any] | None:
     """The fields of a tokenizer.model; None if it is not SentencePiece BPE."""
     path = folder / "tokenizer.model"
-    own = load_tokenizer(path) if is_file(path) else None
-    if not isinstance(own, SentencePieceTokenizer):
+    tokenizer = load_tokenizer(path) if is_file(path) else None
+    if not isinstance(tokenizer, SentencePieceTokenizer):
         return None
-    proto = parse_spm(own.to_model(), str(path))
+    proto = parse_spm(tokenizer.to_model(), str(path))
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     if trainer.model_type != spm.SPM_PROTO.TrainerSpec.BPE:
         return None
@@ -195,10 +195,10 @@ def _special_ids(
     defaults: GenerationDefaults,
 ) -> dict[str, int]:
     """The ids of special tokens, by their keys under tokenizer.ggml."""
-    found = {"bos": tokenizer.bos_id if defaults.bos_id is None else defaults.bos_id}
+    ids = {"bos": tokenizer.bos_id if defaults.bos_id is None else defaults.bos_id}
     for key, name in (("unknown", "unk_token"), ("padding", "pad_token")):
         text = config.names.get(name)
-        found[key] = tokens.index(text) if text in tokens else None
+        ids[key] = tokens.index(text) if text in tokens else None
     ends = [*(defaults.eos_ids or sorted(tokenizer.eos_ids))]
     ends.sort(key=lambda id: id not in tokenizer.eos_ids)  # the end of a turn first
     if len(ends) > len(_END_KEYS):
@@ -206,11 +206,9 @@ def _special_ids(
             "a GGUF file states %d ids that end a text, and this model has %d: %s are left out",
             len(_END_KEYS), len(ends), ends[len(_END_KEYS) :],
         )  # fmt: skip
-    found |= dict(zip(_END_KEYS, ends, strict=False))
+    ids |= dict(zip(_END_KEYS, ends, strict=False))
     return {
-        f"{key}_token_id": id
-        for key, id in found.items()
-        if id is not None and 0 <= id < len(tokens)
+        f"{key}_token_id": id for key, id in ids.items() if id is not None and 0 <= id < len(tokens)
     }
 
 

@@ -1,4 +1,4 @@
-"""Chat formats given by a model's jinja template, which is untrusted code."""
+"""Encodes chats with a model's jinja template, which is untrusted code."""
 
 import json
 import re
@@ -140,12 +140,15 @@ class JinjaChat:
         """
         require_roles(chat.messages, self._roles)
         template = self._tool_use if chat.tools else self._template
-        chat = replace(chat, messages=[self._message(each, template) for each in chat.messages])
+        chat = replace(
+            chat, messages=[self._message(message, template) for message in chat.messages]
+        )
         if cut:
             chat = replace(
                 chat,
                 messages=[
-                    {**self._plain(each, cut), "role": each["role"]} for each in chat.messages
+                    {**self._plain(message, cut), "role": message["role"]}
+                    for message in chat.messages
                 ],
                 tools=self._plain(chat.tools, cut),
                 documents=self._plain(chat.documents, cut),
@@ -160,7 +163,7 @@ class JinjaChat:
         taken = {*json.dumps(fields, ensure_ascii=False), *self.template_text}
         taken.update(*self._markup)
         # Arguments of calls are JSON inside JSON, which may contain escaped characters.
-        cut = next((each for each in _NONCHARACTERS if each not in taken), None)
+        cut = next((char for char in _NONCHARACTERS if char not in taken), None)
         if cut is None:
             raise UsageError(
                 "the messages contain every noncharacter of Unicode; remove at least one"
@@ -185,16 +188,16 @@ class JinjaChat:
         return value
 
     def _plain_text(self, text: str, cut: str) -> str:
-        while found := self._marks.search(text):
-            if len(found[0]) == 1:
+        while mark := self._marks.search(text):
+            if len(mark[0]) == 1:
                 raise UsageError(
-                    f"parse_special=false: {quoted(found[0])} is a special token of one character, "
+                    f"parse_special=false: {quoted(mark[0])} is a special token of one character, "
                     "which cannot be text; remove it"
                 )
-            text = self._marks.sub(lambda each: f"{each[0][0]}{cut}{each[0][1:]}", text)
+            text = self._marks.sub(lambda match: f"{match[0][0]}{cut}{match[0][1:]}", text)
         # The beginning of markup at the end of a text could be completed by the template.
-        if begun := self._beginnings.search(text):
-            text = f"{text[: begun.end(1)]}{cut}{text[begun.end(1) :]}"
+        if beginning := self._beginnings.search(text):
+            text = f"{text[: beginning.end(1)]}{cut}{text[beginning.end(1) :]}"
         return text
 
     def _up_to(self, text: str, answer: str) -> str:
@@ -219,22 +222,22 @@ class JinjaChat:
         return self._renderer.render(template, context, self._source)
 
     def _message(self, message: Message, template: str) -> Message:
-        given = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((given[key] for key in _REASONING if key in given), None)
+        fields = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((fields[key] for key in _REASONING if key in fields), None)
         if reasoning is not None:
-            given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
-            if given.get("tool_calls") and given.get("content") and has_channels(template):
+            fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+            if fields.get("tool_calls") and fields.get("content") and has_channels(template):
                 # gpt-oss's template writes one message before a call, and refuses two texts.
-                given |= {"thinking": f"{reasoning}\n\n{text_of(given)}", "content": ""}
-        if "tool_calls" in given:
-            given["tool_calls"] = [_with_object(call) for call in given["tool_calls"]]
-        if not isinstance(given.get("content", ""), str):
-            key = (template, given["role"])
+                fields |= {"thinking": f"{reasoning}\n\n{text_of(fields)}", "content": ""}
+        if "tool_calls" in fields:
+            fields["tool_calls"] = [_with_object(call) for call in fields["tool_calls"]]
+        if not isinstance(fields.get("content", ""), str):
+            key = (template, fields["role"])
             if key not in self._takes_parts:
                 self._takes_parts[key] = self._try_parts(*key)
             if not self._takes_parts[key]:
-                given["content"] = text_of(given)
-        return given
+                fields["content"] = text_of(fields)
+        return fields
 
     def _try_parts(self, template: str, role: str) -> bool:
         """Whether the template writes the text of all parts of a message, and only their text."""
@@ -251,8 +254,8 @@ class JinjaChat:
     @cached_property
     def _beginnings(self) -> re.Pattern[str]:
         """Matches a beginning of markup at the end of a text, ignoring spaces."""
-        begun = {text[:n] for text in self._markup for n in range(1, len(text))}
-        longest_first = sorted(begun, key=len, reverse=True)
+        beginnings = {text[:n] for text in self._markup for n in range(1, len(text))}
+        longest_first = sorted(beginnings, key=len, reverse=True)
         return re.compile(rf"({'|'.join(map(re.escape, longest_first)) or '(?!)'})\s*\Z")
 
     def _begins_with_bos(self, text: str) -> bool:

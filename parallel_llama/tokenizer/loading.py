@@ -1,4 +1,4 @@
-"""Loading of a model's tokenizer and chat template."""
+"""Loads a model's tokenizer and chat template."""
 
 import re
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ MAX_MODEL_BYTES = 16 << 20  # of a tokenizer.model; the largest in use have abou
 MAX_TEMPLATE_BYTES = 1 << 20
 
 # Tokenizer classes that need code besides tokenizer.model.
-_CODE = ("ChatGLMTokenizer", "ChatGLM4Tokenizer")
+_CODE_TOKENIZERS = ("ChatGLMTokenizer", "ChatGLM4Tokenizer")
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -71,7 +71,7 @@ def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def _require_no_code(config: Path) -> None:
-    if (name := _object_in(config).get("tokenizer_class")) in _CODE:
+    if (name := _object_in(config).get("tokenizer_class")) in _CODE_TOKENIZERS:
         raise UsageError(
             f"{config}: {name} is code in the model's folder, which is never run; give token ids, "
             "or add a tokenizer.json"

@@ -1,4 +1,4 @@
-"""Rendering of chat templates, as a job for `sandbox_main`, which adds its own limits."""
+"""Renders chat templates, as a job of `sandbox_main`, which adds its own limits."""
 
 import json
 from collections.abc import Mapping
@@ -116,10 +116,10 @@ def _compiled(template: str) -> jinja2.Template:
 
 def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
     pieces: list[str] = []
-    room = MAX_OUTPUT_CHARS
+    n_left = MAX_OUTPUT_CHARS
     for piece in template.generate(context):
-        room -= len(piece)
-        if room < 0:
+        n_left -= len(piece)
+        if n_left < 0:
             raise BeyondLimit(f"it writes more than {MAX_OUTPUT_CHARS} characters")
         pieces.append(piece)
     return "".join(pieces)

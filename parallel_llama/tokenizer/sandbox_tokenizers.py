@@ -1,6 +1,7 @@
-"""The `tokenizers` library: called directly for tokenizers we build, in `sandbox_main` for files.
+"""Runs the `tokenizers` library: as a job of `sandbox_main` for files, else in this process.
 
-This module imports nothing of the package, so that the sandbox can load it.
+Tokenizers that we build ourselves need no sandbox. This module imports nothing of the package, so
+that the sandbox can load it.
 """
 
 import json

@@ -13,7 +13,7 @@ Source: the chat templates of c4ai-command-r7b-12-2024 and c4ai-command-a-03-202
 
 import re
 
-from parallel_llama.tokenizer.channels import CALLS, ChannelText, n_held
+from parallel_llama.tokenizer.channels import CALLS, ChannelText, n_partial_mark
 
 # The channel of each section, by the word in its marks.
 _CHANNELS = {"THINKING": "analysis", "ACTION": CALLS, "RESPONSE": "final", "TEXT": "final"}
@@ -37,32 +37,32 @@ class SectionReader:
         self._number, self._channel = 0, ""  # "" outside sections
         self._is_text = False  # whether text outside sections has begun
         self._gap = ""  # spaces outside sections, which may precede a mark
-        self._held = ""  # may be the start of a mark
+        self._held = ""  # the end of the text so far, if it may be the start of a mark
         if _MARK.fullmatch(prompt):
             self._read_mark(prompt)
 
     def push(self, piece: str) -> list[ChannelText]:
-        """Adds a piece, and returns the text that is now certain."""
-        found: list[ChannelText] = []
+        """Adds a piece. Returns: the text that no later piece can change."""
+        texts: list[ChannelText] = []
         text, start = self._held + piece, 0
         for match in _MARK.finditer(text):
-            self._add(text[start : match.start()], found)
+            self._add(text[start : match.start()], texts)
             self._read_mark(match[0])
             start = match.end()
-        self._held = text[len(text) - n_held(text[start:], _MARKS) :]
-        self._add(text[start : len(text) - len(self._held)], found)
-        return found
+        self._held = text[len(text) - n_partial_mark(text[start:], _MARKS) :]
+        self._add(text[start : len(text) - len(self._held)], texts)
+        return texts
 
     def finish(self) -> list[ChannelText]:
         """The text that was held back, at the end of the answer."""
-        found: list[ChannelText] = []
-        self._add(self._held, found)
+        texts: list[ChannelText] = []
+        self._add(self._held, texts)
         self._held = ""
         if self._gap and not self._number:  # an answer of spaces
-            found.append(ChannelText(0, "final", "", self._gap))
-        return found
+            texts.append(ChannelText(0, "final", "", self._gap))
+        return texts
 
-    def _add(self, text: str, found: list[ChannelText]) -> None:
+    def _add(self, text: str, texts: list[ChannelText]) -> None:
         if not self._channel and not self._is_text:
             self._gap += text
             self._is_text = bool(self._gap.strip())
@@ -70,7 +70,7 @@ class SectionReader:
             if self._is_text:
                 text, self._gap = self._gap.lstrip() if self._number else self._gap, ""
         if text:
-            found.append(ChannelText(self._number, self._channel or "final", "", text))
+            texts.append(ChannelText(self._number, self._channel or "final", "", text))
 
     def _read_mark(self, mark: str) -> None:
         side, word = mark.strip("<|>").split("_")

@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers: Llama 1 and 2, Mistral, and the type `llama` of GGUF files."""
+"""SentencePiece tokenizers: those of Llama 1 and 2 and Mistral, and type `llama` of GGUF files."""
 
 import re
 from collections.abc import Sequence
@@ -72,13 +72,13 @@ class SentencePieceTokenizer(Tokenizer):
         added: Sequence[AddedToken] = (),
     ) -> None:
         _require_supported(proto, source)
-        self._spm = self._behind = _processor(proto, source)
+        self._spm = self._spm_inside = _processor(proto, source)
         normalizer = proto.normalizer_spec
         if normalizer.add_dummy_prefix and not normalizer.remove_extra_whitespaces:
             bare = SPM_PROTO.ModelProto()
             bare.CopyFrom(proto)
             bare.normalizer_spec.add_dummy_prefix = False
-            self._behind = _processor(bare, source)
+            self._spm_inside = _processor(bare, source)
         vocabulary = _vocabulary(proto, added, source)
         prefix = [bos_id] if adds_bos and bos_id is not None else []
         super().__init__(vocabulary, bos_id, eos_ids, prefix)
@@ -91,7 +91,7 @@ class SentencePieceTokenizer(Tokenizer):
             if isinstance(part, int):
                 ids.append(part)
             else:
-                spm = self._behind if ids and part.startswith(" ") else self._spm
+                spm = self._spm_inside if ids and part.startswith(" ") else self._spm
                 ids += spm.EncodeAsIds(part)
         return ids
 
@@ -99,7 +99,7 @@ class SentencePieceTokenizer(Tokenizer):
         first, *others = self._specials.split(text)
         if isinstance(first, int):
             return self._encoded(text, special=True)
-        ids: list[int] = self._behind.EncodeAsIds(first)
+        ids: list[int] = self._spm_inside.EncodeAsIds(first)
         return ids + self._encoded(text[len(first) :], special=True) if others else ids
 
     def to_model(self) -> bytes:

@@ -131,7 +131,7 @@ _T = TypeVar("_T")
 
 
 class Tekken(NamedTuple):
-    """The contents of a tekken.json; `version` is that of Mistral's chat format."""
+    """The contents of a tekken.json; `version` is the version of Mistral's chat format."""
 
     tokens: list[bytes]
     specials: list[str]
@@ -230,7 +230,7 @@ def _damaged(source: str, why: str) -> CheckpointError:
 
 
 class TekkenTokenizer(Tokenizer):
-    """The tokenizer of a tekken.json; `version` is that of Mistral's chat format.
+    """The tokenizer of a tekken.json; `version` is the version of Mistral's chat format.
 
     Runs of more than MAX_SPACES spaces are split.
 

@@ -17,9 +17,9 @@ class Vocabulary:
     """The bytes of each token id; decoding needs nothing else.
 
     In all types of tokenizers a token has the same bytes at every position, except for one leading
-    space at the start of a text. So decoding joins bytes and decodes UTF-8 once, and streaming is
-    exact at constant cost per token. Invalid UTF-8 becomes U+FFFD by Unicode's rule (one per
-    maximal valid prefix), where the libraries differ from each other.
+    space at the start of a text. So decoding concatenates bytes and decodes UTF-8 once, and
+    streaming is exact at constant cost per token. Invalid UTF-8 becomes U+FFFD by Unicode's rule,
+    one per maximal valid prefix; the libraries differ here.
 
     Args:
         pieces: bytes of each token.

@@ -1,7 +1,7 @@
 """Tokenizers of the `tokenizers` library: HF's tokenizer.json, and BPE rebuilt from GGUF files.
 
-A tokenizer.json is untrusted: one of 5 kB can take gigabytes or hours, or make the library panic.
-So the library uses it in a separate process, which returns plain data only.
+A tokenizer.json is untrusted: a file of 5 kB can take gigabytes or hours, or make the library
+panic. So the library runs in a separate process, which returns only plain data.
 """
 
 import json
@@ -148,14 +148,14 @@ def _unusable(source: str, reason: str) -> CheckpointError:
 
 
 def _to_json(tokenizer: tokenizers.Tokenizer, prefix: Sequence[int]) -> str:
-    whole = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    copy = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     if prefix:
-        tokens = [(whole.id_to_token(id), id) for id in prefix]
+        tokens = [(copy.id_to_token(id), id) for id in prefix]
         texts = [text for text, _ in tokens]
-        whole.post_processor = processors.TemplateProcessing(
+        copy.post_processor = processors.TemplateProcessing(
             single=[*texts, "$A"], pair=[*texts, "$A", *texts, "$B"], special_tokens=tokens
         )
-    return str(whole.to_str(pretty=True))
+    return str(copy.to_str(pretty=True))
 
 
 class TokenizersTokenizer(Tokenizer):
@@ -234,17 +234,17 @@ def _vocabulary(contents: Contents, source: str) -> Vocabulary:
     return Vocabulary(pieces, special_ids, openings, units)
 
 
-def _decoder(described: Any, source: str) -> tuple[_Spelling, _Spelling]:
+def _decoder(description: Any, source: str) -> tuple[_Spelling, _Spelling]:
     """Functions for the bytes of a token inside a text, and of a token at its start.
 
     Supports decoders of a few steps that work token by token and make no token longer: byte-level
     BPE, and all of SentencePiece's kind.
     """
-    if described and described["type"] == "ByteLevel":
+    if description and description["type"] == "ByteLevel":
         return spelled_bytes, spelled_bytes
     replaced: list[tuple[str, str, str]] = []  # old, new inside a text, new at its start
     has_bytes = strips = False
-    steps = list(islice(_steps(described), MAX_DECODER_STEPS + 1))
+    steps = list(islice(_steps(description), MAX_DECODER_STEPS + 1))
     if len(steps) > MAX_DECODER_STEPS:
         raise CheckpointError(f"{source}: the decoder has more than {MAX_DECODER_STEPS} steps")
     for step in steps:
