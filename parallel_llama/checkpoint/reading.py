@@ -46,7 +46,10 @@ class HeldWeights(Protocol):
         """The rows (or columns) of a weight that can be taken; `param` as for `Shard.rows_of`."""
 
     def take(self, param: Param, rows: range) -> Tensor | PackedRows:
-        """Some of these rows, in the format of the model; they may share the weight's memory."""
+        """Returns rows of a weight that are held, in the model's format.
+
+        The result may share the memory of the weight.
+        """
 
 
 def open_checkpoint(files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> Checkpoint:

@@ -94,8 +94,8 @@ class QueryRange(NamedTuple):
         positions: The queries' positions in the sequence.
         first_key: The position of the first key in `blocks`: a multiple of the block size, not
             above the first key that is attended to.
-        blocks: The block table from `first_key` to the last key that is attended to; -1 - r if the
-            keys of a block are on another rank r.
+        blocks: The ids of the blocks from `first_key` to the last key that is attended to; -1 - r
+            for a block that another rank r holds.
         is_decoded: Whether each query is computed alone, bitwise as in decoding.
     """
 

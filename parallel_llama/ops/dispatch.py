@@ -11,7 +11,7 @@ class Dispatch:
     """The rows of the input x and of the output y that each of n weights multiplies.
 
     Weight e computes row targets[i] of y from row sources[i] of x, for i from starts[e] up to
-    starts[e + 1]. Targets from starts[n] on are rows of y that no weight computes.
+    starts[e + 1]. No weight computes the rows targets[starts[n]:] of y.
 
     Args:
         sources: [P] int64.

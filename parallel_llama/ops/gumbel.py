@@ -1,10 +1,10 @@
 """Gumbel noise for sampling: a function of a key and a token id alone.
 
-A token is sampled as the argmax of logits / temperature + Gumbel noise. Gumbel noise is -log of an
-exponential arrival time. The first arrival in a tile of 128 tokens is 1 / 128 of an exponential
-time, at a uniformly random token; since exponential times have no memory, each other token arrives
-an exponential time later. So the tile's first arrival bounds the noise of all its tokens, and
-sampling can skip tiles that cannot win.
+A token is sampled as the argmax of logits / temperature + Gumbel noise. The noise of a token is
+-log of its arrival time, which is exponentially distributed. The first of the 128 tokens of a tile
+is drawn uniformly, and arrives after an exponential time / 128. Since exponential times have no
+memory, each other token of the tile arrives an exponential time after the first one. So the first
+arrival bounds the noise of all tokens of the tile, and sampling can skip tiles that cannot win.
 
 Source: Maddison, Tarlow and Minka, A* sampling, arXiv 1411.0030, section 3 (top-down construction).
 """
