@@ -72,10 +72,10 @@ class Int8Matrix:
     def tensors(self) -> WantedTensors:
         """The dtypes and possible shapes of its tensors, by the suffixes of their names."""
         shape = self.stored_slice.shape
-        wanted: WantedTensors = {"weight": (("I8",), [shape]), "SCB": (("F32",), [shape[:1]])}
+        expected: WantedTensors = {"weight": (("I8",), [shape]), "SCB": (("F32",), [shape[:1]])}
         if self.has_format:
-            wanted["weight_format"] = ("U8",), [()]
-        return wanted
+            expected["weight_format"] = ("U8",), [()]
+        return expected
 
     def check(self, read: ReadBytes) -> None:
         """Raises: CheckpointError if rows are stored in another order."""
@@ -122,15 +122,15 @@ class FourBitMatrix:
         n_values, nested = math.prod(self.stored_slice.shape), self.state.nested_block
         n_blocks = -(-n_values // self.state.block)
         n_items = -(-n_values // (2 * _STORAGE.get(self.dtype, 1)))
-        wanted: WantedTensors = {
+        expected: WantedTensors = {
             "weight": (_STORAGE, [(n_items, 1)]),
             "weight.absmax": (("U8" if nested else "F32",), [(n_blocks,)]),
             "weight.quant_map": (("F32",), [(16,)]),
         }
         if nested:
-            wanted["weight.nested_absmax"] = ("F32",), [(-(-n_blocks // nested),)]
-            wanted["weight.nested_quant_map"] = ("F32",), [(256,)]
-        return wanted
+            expected["weight.nested_absmax"] = ("F32",), [(-(-n_blocks // nested),)]
+            expected["weight.nested_quant_map"] = ("F32",), [(256,)]
+        return expected
 
     @property
     def quant_state(self) -> str:

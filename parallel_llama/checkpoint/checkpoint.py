@@ -180,11 +180,11 @@ class RandomCheckpoint(Checkpoint):
         for number in range(rows.start // CHUNK, -(-rows.stop // CHUNK)):
             start = number * CHUNK
             chunk = range(start, min(start + CHUNK, param.shape[dim]))
-            wanted = range(max(rows.start, chunk.start), min(rows.stop, chunk.stop))
-            if wanted:
+            overlap = range(max(rows.start, chunk.start), min(rows.stop, chunk.stop))
+            if overlap:
                 drawn = self._drawn(param, number, chunk)
-                target = out.narrow(dim, wanted.start - rows.start, len(wanted))
-                target.copy_(drawn.narrow(dim, wanted.start - chunk.start, len(wanted)))
+                target = out.narrow(dim, overlap.start - rows.start, len(overlap))
+                target.copy_(drawn.narrow(dim, overlap.start - chunk.start, len(overlap)))
         return out
 
     def _drawn(self, param: Param, number: int, chunk: range) -> Tensor:

@@ -70,8 +70,8 @@ class GGUFFile(TensorFiles):
         runs = stored_slice.runs(rows)
         return torch.cat([file.matrix(tensor.offset, row_bytes, run, whole) for run in runs])
 
-    def _fits(self, found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        return found in (shape, gguf_shape(shape))
+    def _fits(self, file_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        return file_shape in (shape, gguf_shape(shape))
 
     def _stored(self, param: Param, rows: range) -> Tensor:
         file, tensor = self._held(param)

@@ -159,14 +159,14 @@ class HFFolder(TensorFiles):
     @cached_property
     def _scaled_tensors(self) -> WantedTensors:
         """The dtypes and possible shapes of the tensors of matrices with scales, by name."""
-        wanted: WantedTensors = {}
+        expected: WantedTensors = {}
         for matrix in (*self._scaled.values(), *self._bits.values(), *self._mxfp4.values()):
-            wanted |= {matrix.base + suffix: kind for suffix, kind in matrix.tensors.items()}
+            expected |= {matrix.base + suffix: kind for suffix, kind in matrix.tensors.items()}
         for scaled in self._scaled.values():
             for suffix, kind in scaled.optional_tensors.items():
                 if scaled.base + suffix in self._tensors:
-                    wanted[scaled.base + suffix] = kind
-        return wanted
+                    expected[scaled.base + suffix] = kind
+        return expected
 
     def _require_dtypes(self) -> None:
         """Check the dtypes of the tensors of matrices with scales."""
@@ -274,11 +274,11 @@ class HFFolder(TensorFiles):
         """Refuse packed integers if the shape in weight_shape is not the model's."""
         if not matrix.scheme.is_packed:
             return
-        stated = self._numbers(matrix, "weight_shape", 2, range(1), range(2))[0].tolist()
-        if stated != [*matrix.stored_slice.shape]:
+        file_shape = self._numbers(matrix, "weight_shape", 2, range(1), range(2))[0].tolist()
+        if file_shape != [*matrix.stored_slice.shape]:
             name = matrix.base + "weight_shape"
             raise CheckpointError(
-                f"{self._tensors[name][0]}: {name!r:.200} is {stated}, expected "
+                f"{self._tensors[name][0]}: {name!r:.200} is {file_shape}, expected "
                 f"{[*matrix.stored_slice.shape]}; use the config.json that belongs to the weights"
             )
 

@@ -114,7 +114,7 @@ class MetaFolder(Checkpoint):
         split = self._split(param)
         assert split is not None, "the checkpoint passed its check"
         # Files hold parts along `split.dim`, and everything along other dimensions.
-        wanted = rows if split.dim == param.dim else range(param.shape[split.dim])
+        split_range = rows if split.dim == param.dim else range(param.shape[split.dim])
 
         def piece(file: int, part: range) -> Tensor:
             tensor = self._states[file][param.name]
@@ -122,14 +122,14 @@ class MetaFolder(Checkpoint):
                 tensor = tensor.narrow(param.dim, rows.start, len(rows))
             return tensor.narrow(split.dim, part.start - split.ranges[file].start, len(part))
 
-        next_row = wanted.start
+        next_row = split_range.start
         pieces = []
         for file, in_file in enumerate(split.ranges):
-            shared = range(max(in_file.start, wanted.start), min(in_file.stop, next_row))
+            shared = range(max(in_file.start, split_range.start), min(in_file.stop, next_row))
             if shared:
                 first = next(n for n, earlier in enumerate(split.ranges) if shared.start in earlier)
                 self._compare(param, first, piece(first, shared), file, piece(file, shared))
-            added = range(max(in_file.start, next_row), min(in_file.stop, wanted.stop))
+            added = range(max(in_file.start, next_row), min(in_file.stop, split_range.stop))
             if added:
                 pieces.append(piece(file, added))
                 next_row = added.stop
@@ -272,10 +272,10 @@ def as_bytes(variants: Mapping[str, Sequence[Tensor]]) -> bytes:
 def differing_norms(files: ModelFiles) -> dict[str, list[Tensor]]:
     """The copies of each norm, one per file, if their bytes differ; other norms are left out."""
     states = [open_torch_file(path) for path in files.weights]
-    held = sorted(set.intersection(*map(set, states)))
+    common = sorted(set.intersection(*map(set, states)))
     norms = {
         name: [state[name].clone() for state in states]
-        for name in held
+        for name in common
         if name.endswith("norm.weight") and ".attention." not in name  # may be sharded
     }
     return {

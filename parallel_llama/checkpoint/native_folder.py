@@ -283,8 +283,8 @@ class NativeFolder(TensorFiles):
 
         def read(offset: int, units: range, n_bytes: int) -> Tensor:
             """Reads these rows of consecutive units; a row of a unit has `n_bytes`."""
-            wanted = range(rows.start * n_bytes, rows.stop * n_bytes)
-            return file.matrix(offset, n_rows * n_bytes, units, wanted).view(-1).view(dtype)
+            byte_range = range(rows.start * n_bytes, rows.stop * n_bytes)
+            return file.matrix(offset, n_rows * n_bytes, units, byte_range).view(-1).view(dtype)
 
         whole = read(tensor.offset, range(n_units), part.unit * dtype.itemsize)
         offset = tensor.offset + n_units * part.unit * n_rows * dtype.itemsize

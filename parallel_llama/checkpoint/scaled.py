@@ -261,17 +261,17 @@ class ScaledMatrix:
         scales: list[tuple[int, ...]] = [grid]
         scales += [grid[:1]] if grid[1] == 1 else []
         scales += [()] if grid == (1, 1) else []
-        wanted: WantedTensors = {scheme.scale: (SCALE_DTYPES, scales)}
+        expected: WantedTensors = {scheme.scale: (SCALE_DTYPES, scales)}
         if scheme.is_packed:
             per_word = 32 // scheme.n_bits
-            wanted["weight_packed"] = ("I32",), [(shape[0], -(-shape[1] // per_word))]
-            wanted["weight_shape"] = ("I64", "I32"), [(2,)]
+            expected["weight_packed"] = ("I32",), [(shape[0], -(-shape[1] // per_word))]
+            expected["weight_shape"] = ("I64", "I32"), [(2,)]
             scales, numbers = [(-(-shape[0] // per_word), grid[1])], ("I32",)
         else:
-            wanted["weight"] = numbers, [shape]
+            expected["weight"] = numbers, [shape]
         if scheme.has_zeros:
-            wanted["weight_zero_point"] = numbers, scales
-        return wanted
+            expected["weight_zero_point"] = numbers, scales
+        return expected
 
     @property
     def optional_tensors(self) -> WantedTensors:

@@ -59,24 +59,24 @@ class TensorFiles(Checkpoint):
         self._files = {path: ByteRanges(path, empty) for path in files.weights}
 
     def check(self, args: ModelArgs) -> None:
-        found = {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
-        wanted = {
+        file_shapes = {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
+        expected = {
             stored_slice.name: stored_slice.shape for stored_slice in self._slices_of(args).values()
         }
-        extra = [name for name in found if name not in wanted]
+        extra = [name for name in file_shapes if name not in expected]
         if self.layout is not None:
             extra = [name for name in extra if not family_of(args).skips(name, self.layout, args)]
         misshapen = [
-            f"{name} is {list(found[name])}, expected {list(shape)}"
-            for name, shape in wanted.items()
-            if name in found and not self._fits(found[name], shape)
+            f"{name} is {list(file_shapes[name])}, expected {list(shape)}"
+            for name, shape in expected.items()
+            if name in file_shapes and not self._fits(file_shapes[name], shape)
         ]
-        missing = [name for name in wanted if name not in found]
+        missing = [name for name in expected if name not in file_shapes]
         refuse_difference(
             self.path,
             {"missing": missing, "extra": list(map(repr, extra)), "misshapen": misshapen},
         )
-        for name in wanted if self.readable else ():
+        for name in expected if self.readable else ():
             path, tensor = self._tensors[name]
             if tensor.dtype not in self._dtypes(name):
                 raise CheckpointError(
@@ -101,9 +101,9 @@ class TensorFiles(Checkpoint):
         assert self.layout is not None, "a reader without a layout overrides this method"
         return stored_slices(args, self.layout)
 
-    def _fits(self, found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    def _fits(self, file_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether a tensor in a file has the shape of a stored tensor."""
-        return found == shape
+        return file_shape == shape
 
     def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (subclasses use it)
         """The readable dtypes of a stored tensor."""

@@ -169,12 +169,12 @@ def _bytes_of(tensor: FileTensor) -> range:
 
 def _agreed_name(name: str, layout: Layout) -> str:
     """Meta's name of a tensor if all families agree on it, else the name itself."""
-    found = set()
+    meta_names = set()
     for family in FAMILIES.values():
         full_name = hf_full_name(name, family.names) if layout == "hf" else name
         with suppress(KeyError):
-            found.add(renamed(full_name, layout, "meta", family.names))
-    return found.pop() if len(found) == 1 else name
+            meta_names.add(renamed(full_name, layout, "meta", family.names))
+    return meta_names.pop() if len(meta_names) == 1 else name
 
 
 METADATA = (

@@ -74,9 +74,9 @@ class QuantState:
     offset: float
 
 
-def bitsandbytes_of(stated: Fields) -> BitsAndBytes:
+def bitsandbytes_of(config: Fields) -> BitsAndBytes:
     """The quantisation that a quantization_config states. Raises: UsageError for a wrong type."""
-    return BitsAndBytes(("activations",) if stated.flag("load_in_8bit", False) else ())
+    return BitsAndBytes(("activations",) if config.flag("load_in_8bit", False) else ())
 
 
 def bitsandbytes_types(args: ModelArgs, tensors: Mapping[str, FileTensor]) -> dict[str, str]:
@@ -136,24 +136,24 @@ def read_quant_state(
         raise CheckpointError(f"{where}: {error}; {_AGAIN}") from error
 
 
-def _quant_state(stated: Fields, code: str, shape: tuple[int, ...]) -> QuantState:
-    stated.require_known(_STATE_KEYS)
-    if (named := stated.string("quant_type")) != code:
+def _quant_state(fields: Fields, code: str, shape: tuple[int, ...]) -> QuantState:
+    fields.require_known(_STATE_KEYS)
+    if (named := fields.string("quant_type")) != code:
         raise UsageError(f"quant_type={named[:80]!r}, expected {code!r}")
-    if (found := stated.integers("shape")) != shape:
-        raise UsageError(f"shape={[*found[:8]]}, expected {[*shape]}, by config.json")
-    is_nested = stated.has("nested_blocksize")
-    if is_nested and (nested_dtype := stated.string("nested_dtype", "float32")) != "float32":
+    if (file_shape := fields.integers("shape")) != shape:
+        raise UsageError(f"shape={[*file_shape[:8]]}, expected {[*shape]}, by config.json")
+    is_nested = fields.has("nested_blocksize")
+    if is_nested and (nested_dtype := fields.string("nested_dtype", "float32")) != "float32":
         raise UsageError(f"nested_dtype={nested_dtype[:80]!r} is not supported; float32 is")
     return QuantState(
         code,
-        _block_size(stated, "blocksize"),
-        _block_size(stated, "nested_blocksize") if is_nested else None,
-        stated.number("nested_offset") if is_nested else 0.0,
+        _block_size(fields, "blocksize"),
+        _block_size(fields, "nested_blocksize") if is_nested else None,
+        fields.number("nested_offset") if is_nested else 0.0,
     )
 
 
-def _block_size(stated: Fields, key: str) -> int:
-    if (size := stated.integer(key)) not in _BLOCK_SIZES:
+def _block_size(fields: Fields, key: str) -> int:
+    if (size := fields.integer(key)) not in _BLOCK_SIZES:
         raise UsageError(f"{key}={size} is not supported; {', '.join(map(str, _BLOCK_SIZES))} are")
     return size

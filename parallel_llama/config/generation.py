@@ -59,9 +59,9 @@ def gguf_defaults(files: ModelFiles) -> GenerationDefaults:
     """
     fields = Fields(read_gguf_header(files.config).fields)
     with naming(files.config):
-        stated = _from_gguf(fields)
-    sampling: dict[str, Any] = {**files.sampling, **stated.sampling}
-    return replace(stated, **sampling)
+        defaults = _from_gguf(fields)
+    sampling: dict[str, Any] = {**files.sampling, **defaults.sampling}
+    return replace(defaults, **sampling)
 
 
 def folder_defaults(files: ModelFiles) -> GenerationDefaults:
@@ -70,18 +70,18 @@ def folder_defaults(files: ModelFiles) -> GenerationDefaults:
     Raises: as `gguf_defaults`.
     """
     path = files.path / "generation_config.json"
-    stated = GenerationDefaults()
+    defaults = GenerationDefaults()
     if is_file(path):
         fields = Fields(read_json_object(path))
         with naming(path):
-            stated = _sampling_from_hf(fields)
+            defaults = _sampling_from_hf(fields)
     fields = Fields(read_json_object(files.config))
     with naming(files.config):
         from_config = _ids_from_hf(fields)
     return replace(
-        stated,
-        eos_ids=stated.eos_ids or from_config.eos_ids,
-        bos_id=from_config.bos_id if stated.bos_id is None else stated.bos_id,
+        defaults,
+        eos_ids=defaults.eos_ids or from_config.eos_ids,
+        bos_id=from_config.bos_id if defaults.bos_id is None else defaults.bos_id,
     )
 
 

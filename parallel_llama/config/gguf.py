@@ -55,7 +55,7 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
     arch_fields.require_known({prefix + key for key in _KEYS | form.reads | {eps_key}})
     max_seq_len = arch_fields.integer(f"{arch}.context_length")
     tokens, tensors = header.fields.get("tokenizer.ggml.tokens"), header.tensors
-    stated = {
+    arguments = {
         **_sizes(arch_fields, arch, rotates_part=form.rotates_part),
         "vocab_size": fields.integer(
             f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else None
@@ -72,9 +72,9 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
         "n_active_experts": arch_fields.integer(f"{arch}.expert_used_count") if n_experts else 0,
         **form.features(arch_fields, tensors),
     }
-    if "ffn_dim" not in stated:
-        stated["ffn_dim"] = arch_fields.integer(f"{arch}.feed_forward_length")
-    return ModelArgs(dtype=_gguf_dtype(header), family=family.name, **stated)
+    if "ffn_dim" not in arguments:
+        arguments["ffn_dim"] = arch_fields.integer(f"{arch}.feed_forward_length")
+    return ModelArgs(dtype=_gguf_dtype(header), family=family.name, **arguments)
 
 
 def _family(arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
@@ -137,11 +137,12 @@ def _gguf_rope(
         )
     scales = kind != "none" and factor not in (0.0, 1.0)
     for key in (_RELATIVE_FACTOR, _ABSOLUTE_FACTOR):
-        if (stated := arch_fields.number(f"{arch}.{key}", 1.0)) != 1 and not (
+        if (attn_factor := arch_fields.number(f"{arch}.{key}", 1.0)) != 1 and not (
             scales and kind == "yarn"
         ):
             raise UsageError(
-                f"a rotary attn_factor of {stated} is supported only with yarn or longrope scaling"
+                f"a rotary attn_factor of {attn_factor} is supported only with yarn or longrope "
+                "scaling"
             )
     if "rope_freqs.weight" in header.tensors:
         if scales:

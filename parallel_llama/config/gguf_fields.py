@@ -40,7 +40,7 @@ def gguf_fields(args: ModelArgs) -> dict[str, Any]:
     form = written_form(args)
     assert form.writes is not None
     kind = "" if form.has_layer_norm else "rms_"
-    stated = {
+    fields_of_arch = {
         "vocab_size": args.vocab_size,
         "context_length": args.max_seq_len,
         "embedding_length": args.dim,
@@ -56,11 +56,14 @@ def gguf_fields(args: ModelArgs) -> dict[str, Any]:
         **_scaling_fields(written_scaling(args)),
     }
     if args.n_experts:
-        stated |= {"expert_count": args.n_experts, "expert_used_count": args.n_active_experts}
-    stated |= form.writes(args)
+        fields_of_arch |= {
+            "expert_count": args.n_experts,
+            "expert_used_count": args.n_active_experts,
+        }
+    fields_of_arch |= form.writes(args)
     arch = form.architecture
     return {"general.architecture": arch} | {
-        f"{arch}.{key}": value for key, value in stated.items()
+        f"{arch}.{key}": value for key, value in fields_of_arch.items()
     }
 
 
@@ -81,15 +84,17 @@ def require_equal(args: ModelArgs, read: ModelArgs) -> None:
 
     Raises: UsageError that names the arguments that a file of this architecture cannot state.
     """
-    written, found = (
+    written, read_back = (
         {field.name: _comparable(getattr(model, field.name)) for field in fields(model)}
         for model in (replace(args, rope_scaling=written_scaling(args)), read)
     )
-    lost = [name for name in written if name not in _NOT_STATED and written[name] != found[name]]
+    lost = [
+        name for name in written if name not in _NOT_STATED and written[name] != read_back[name]
+    ]
     if lost:
-        stated = ", ".join(f"{name}={getattr(args, name)!s:.80}" for name in lost)
+        shown_args = ", ".join(f"{name}={getattr(args, name)!s:.80}" for name in lost)
         raise UsageError(
-            f"{stated}: a GGUF file of the architecture {written_form(args).architecture!r} "
+            f"{shown_args}: a GGUF file of the architecture {written_form(args).architecture!r} "
             "cannot state this; use --format hf or native"
         )
 
@@ -97,19 +102,19 @@ def require_equal(args: ModelArgs, read: ModelArgs) -> None:
 def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling is None or scaling.kind not in ("linear", "yarn"):
         return {}
-    stated: dict[str, Any] = {
+    rope_fields: dict[str, Any] = {
         "rope.scaling.type": scaling.kind,
         "rope.scaling.factor": float(scaling.factor),
     }
     if scaling.kind == "yarn":
-        stated |= {
+        rope_fields |= {
             "rope.scaling.original_context_length": scaling.original_max_seq_len,
             "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
             "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
         }
         if scaling.attention_factor is not None:
-            stated["rope.scaling.yarn_attn_factor"] = float(scaling.attention_factor)
-    return stated
+            rope_fields["rope.scaling.yarn_attn_factor"] = float(scaling.attention_factor)
+    return rope_fields
 
 
 def _comparable(value: Any) -> Any:

@@ -85,23 +85,23 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     check_keys(fields, family.reads.union(family.keys.values()))
     if fields.has("auto_map"):
         logger.warning("config.json names Python code (auto_map), which is never run")
-    stated = _sizes(fields, family)
-    stated |= _hf_rope(fields, family, stated["max_seq_len"])
-    stated |= family.features(fields)
-    if "activation" not in stated:
-        stated["activation"] = _activation(fields, family.key("activation"))
-    longest = longest_sequence(stated["max_seq_len"], stated["rope_scaling"])
-    stated |= _windows(fields, family, stated["n_layers"], longest)
-    if "sliding_window" not in stated:
+    arguments = _sizes(fields, family)
+    arguments |= _hf_rope(fields, family, arguments["max_seq_len"])
+    arguments |= family.features(fields)
+    if "activation" not in arguments:
+        arguments["activation"] = _activation(fields, family.key("activation"))
+    longest = longest_sequence(arguments["max_seq_len"], arguments["rope_scaling"])
+    arguments |= _windows(fields, family, arguments["n_layers"], longest)
+    if "sliding_window" not in arguments:
         # No layer uses these.
-        stated.pop("local_rope_theta", None)
-        stated.pop("window_chunks", None)
+        arguments.pop("local_rope_theta", None)
+        arguments.pop("window_chunks", None)
     return ModelArgs(
         dtype=fields.string(
             "dtype", fields.string("torch_dtype", family.defaults.get("dtype", "float32"))
         ),
         family=family.name,
-        **stated,
+        **arguments,
     )
 
 
@@ -346,13 +346,13 @@ def _rope_by_layer(fields: Fields, family: Family) -> Fields:
             f"rope_scaling of {family.name!r} has the key 'type', which transformers ignores in "
             "this family; call it 'rope_type'"
         )
-    stated = Fields({**rope.mapping(_FULL), **scaling.values})
-    if not stated.values.get("truncate", True):
+    merged = Fields({**rope.mapping(_FULL), **scaling.values})
+    if not merged.values.get("truncate", True):
         raise UsageError(
-            f"truncate={shown(stated.values['truncate'])} is not supported in {family.name!r}, "
+            f"truncate={shown(merged.values['truncate'])} is not supported in {family.name!r}, "
             "where transformers ignores it; remove it"
         )
-    return stated
+    return merged
 
 
 def _scaling(kind: str, rope: Fields, max_seq_len: int, trained: int) -> RopeScaling | None:

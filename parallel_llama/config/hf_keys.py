@@ -95,8 +95,8 @@ def check_keys(fields: Fields, reads: Collection[str]) -> None:
     """
     if len(fields.values) > MAX_KEYS:
         raise UsageError(f"has {len(fields.values)} keys, at most {MAX_KEYS} are read")
-    stated = [key for key in fields.values if fields.has(key) and not key.startswith("_")]
-    for key in stated:
+    keys = [key for key in fields.values if fields.has(key) and not key.startswith("_")]
+    for key in keys:
         if key not in reads and key in OFF and fields.values[key] not in OFF[key]:
             raise UsageError(
                 f"{key}={shown(fields.values[key])} is not supported; if the weights were trained "
@@ -105,7 +105,7 @@ def check_keys(fields: Fields, reads: Collection[str]) -> None:
     read = READ.union(reads)
     known = read | OFF.keys() | IGNORED
     ignored = []
-    for key in stated:
+    for key in keys:
         if key in known:
             continue
         near = nearest(key, known, _NEARLY)

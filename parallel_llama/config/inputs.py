@@ -72,14 +72,15 @@ class InputScheme:
         return replace(self.form, scale=scale, zero=int(zero))
 
 
-def input_scheme(stated: Fields) -> InputScheme | None:
+def input_scheme(activations: Fields) -> InputScheme | None:
     """The scheme of input_activations of compressed-tensors; None if it is not supported."""
-    kind, has_zeros = stated.string("type", "int").lower(), not stated.flag("symmetric", True)
-    size, dynamic = stated.integer("group_size", 0), stated.values.get("dynamic") or False
-    strategy = stated.string("strategy", "group" if size > 0 else "tensor")
+    kind = activations.string("type", "int").lower()
+    has_zeros = not activations.flag("symmetric", True)
+    size, dynamic = activations.integer("group_size", 0), activations.values.get("dynamic") or False
+    strategy = activations.string("strategy", "group" if size > 0 else "tensor")
     if kind not in ("int", "float") or (kind == "float" and has_zeros):
         return None
-    if stated.integer("num_bits", 8) != 8 or stated.has("scale_dtype"):
+    if activations.integer("num_bits", 8) != 8 or activations.has("scale_dtype"):
         return None
     form = InputFormat("e4m3" if kind == "float" else "int8", has_zeros=has_zeros)
     if dynamic is False and strategy == "tensor":
@@ -91,24 +92,24 @@ def input_scheme(stated: Fields) -> InputScheme | None:
     return None
 
 
-def fp8_inputs(stated: Fields, width: int) -> InputScheme | None:
+def fp8_inputs(config: Fields, width: int) -> InputScheme | None:
     """The scheme of quant_method fp8; None if it is not supported.
 
     `width` is the number of columns of a block of weights, 0 for all.
     """
-    scheme = stated.string("activation_scheme", "dynamic").lower()
-    if scheme not in ("dynamic", "static") or stated.string("scale_fmt", "float") != "float":
+    scheme = config.string("activation_scheme", "dynamic").lower()
+    if scheme not in ("dynamic", "static") or config.string("scale_fmt", "float") != "float":
         return None
     if scheme == "static":
         return InputScheme(InputFormat("e4m3"), is_stored=True)
     return InputScheme(InputFormat("e4m3", width))
 
 
-def fbgemm_inputs(stated: Fields) -> InputScheme:
+def fbgemm_inputs(config: Fields) -> InputScheme:
     """The scheme of quant_method fbgemm_fp8."""
-    if (most := stated.number("activation_scale_ub", 1200.0)) <= 0:
-        raise UsageError(f"activation_scale_ub={most:g} must be positive")
-    return InputScheme(InputFormat("e4m3", most=most))
+    if (upper_bound := config.number("activation_scale_ub", 1200.0)) <= 0:
+        raise UsageError(f"activation_scale_ub={upper_bound:g} must be positive")
+    return InputScheme(InputFormat("e4m3", most=upper_bound))
 
 
 def why_differing_inputs(args: ModelArgs, inputs: Mapping[str, InputFormat]) -> str | None:

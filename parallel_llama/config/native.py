@@ -58,8 +58,8 @@ def native_config(
     """
     features = features_of(args)
     common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file
-    stated = asdict(args)
-    arguments = {name: stated[name] for name in stated if name in common or name in features}
+    values = asdict(args)
+    arguments = {name: values[name] for name in values if name in common or name in features}
     names, scaled = {}, {}
     for weight, form in (formats or {}).items():
         if isinstance(form, QuantFormat):
@@ -89,11 +89,11 @@ def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
     native_version(values)
     top = Fields(values)
     top.require_known(_KEYS)
-    stated = top.mapping("args")
-    Fields(stated).require_known(_ARGS)
-    Fields(Fields(stated).mapping("rope_scaling")).require_known(_SCALING)
+    arguments = top.mapping("args")
+    Fields(arguments).require_known(_ARGS)
+    Fields(Fields(arguments).mapping("rope_scaling")).require_known(_SCALING)
     try:
-        args: ModelArgs = msgspec.convert(stated, ModelArgs)
+        args: ModelArgs = msgspec.convert(arguments, ModelArgs)
     except msgspec.ValidationError as error:
         raise UsageError(f"args: {error}") from error
     if args.family not in FAMILIES:

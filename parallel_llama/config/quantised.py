@@ -197,24 +197,24 @@ def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, Quan
 
     Raises: UsageError for an unknown format, and for a name that is not a matrix of the model.
     """
-    stated = Fields(values).mapping("quantised")
+    names_of_formats = Fields(values).mapping("quantised")
     matrices = {
         param.name
         for param in parameters(args)
         if param.kind != "vector" and param.shape[1] % QUANT_GROUP_SIZE == 0
     }
-    if strange := [repr(name[:80]) for name in stated if name not in matrices]:
+    if strange := [repr(name[:80]) for name in names_of_formats if name not in matrices]:
         raise UsageError(
             f"quantised: {listed(strange)}: not a matrix of the model with a multiple of "
             f"{QUANT_GROUP_SIZE} inputs"
         )
-    unknown = {str(form)[:80] for form in stated.values() if form not in [*NATIVE_QUANTS]}
+    unknown = {str(form)[:80] for form in names_of_formats.values() if form not in [*NATIVE_QUANTS]}
     if unknown:
         raise UsageError(
             f"quantised: the format {listed(sorted(unknown))} is not supported; "
             f"{', '.join(NATIVE_QUANTS)} are"
         )
-    return {name: NATIVE_QUANTS[form] for name, form in stated.items()}
+    return {name: NATIVE_QUANTS[form] for name, form in names_of_formats.items()}
 
 
 def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
@@ -389,9 +389,9 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | 
                 f"has {key}, where {program} describes quantised weights; only "
                 f"quantization_config is read; {_SUPPORTED}; {_INSTEAD}"
             )
-    stated = Fields(Fields(values).mapping("quantization_config"))
-    method = stated.string("quant_method", "unknown")
-    if not stated.values or method == "gguf":
+    config = Fields(Fields(values).mapping("quantization_config"))
+    method = config.string("quant_method", "unknown")
+    if not config.values or method == "gguf":
         return None
     if method not in _METHODS:
         raise UsageError(
@@ -400,8 +400,8 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | 
         )
     try:
         if method == "bitsandbytes":
-            return bitsandbytes_of(stated)
-        return _packing(method, stated) if method in _ZERO_OFFSETS else schemes_of(method, stated)
+            return bitsandbytes_of(config)
+        return _packing(method, config) if method in _ZERO_OFFSETS else schemes_of(method, config)
     except UsageError as error:
         raise UsageError(f"quantization_config of {method!r}: {error}; {_INSTEAD}") from error
 
@@ -434,13 +434,13 @@ def packed_weights(args: ModelArgs, tensors: Collection[str], packing: Packing) 
     return packed
 
 
-def _packing(method: str, stated: Fields) -> Packing:
-    if (n_bits := stated.integer("bits")) not in _BITS[method]:
+def _packing(method: str, config: Fields) -> Packing:
+    if (n_bits := config.integer("bits")) not in _BITS[method]:
         supported = ", ".join(map(str, _BITS[method]))
         raise UsageError(
             f"bits={n_bits} is not supported; {supported} {'are' if ',' in supported else 'is'}"
         )
-    size, any_order = stated.integer("group_size", 128), stated.flag("desc_act", False)
+    size, any_order = config.integer("group_size", 128), config.flag("desc_act", False)
     is_stored = n_bits == 4 and size in HF_QUANTS and not any_order
     if method == "awq" and not is_stored:
         what = "desc_act=true" if any_order else f"group_size={size}"
@@ -448,10 +448,10 @@ def _packing(method: str, stated: Fields) -> Packing:
         raise UsageError(f"{what} is not supported; consecutive groups of {sizes} are")
     if size < 1 and size != -1:
         raise UsageError(f"group_size={size}: use at least 1, or -1 for all inputs")
-    if not stated.flag("zero_point", True):
+    if not config.flag("zero_point", True):
         raise UsageError("zero_point=false is not supported; groups must have zero points")
     zero_offsets = _ZERO_OFFSETS[method]
-    form = _form(method, stated) or next(iter(zero_offsets))
+    form = _form(method, config) or next(iter(zero_offsets))
     if form not in zero_offsets:
         raise UsageError(
             f"the format {form[:80]!r} is not supported; supported: {', '.join(zero_offsets)}"
@@ -460,12 +460,12 @@ def _packing(method: str, stated: Fields) -> Packing:
     return Packing(method, run_form, zero_offsets[form], n_bits, max(size, 0), any_order)
 
 
-def _form(method: str, stated: Fields) -> str:
+def _form(method: str, config: Fields) -> str:
     """The packing format that quantization_config names, or an empty string."""
-    named = {stated.string(key).lower() for key in _FORMAT_KEYS[method] if stated.has(key)}
-    if stated.flag("is_marlin_format", False):
+    named = {config.string(key).lower() for key in _FORMAT_KEYS[method] if config.has(key)}
+    if config.flag("is_marlin_format", False):
         named.add("marlin")
-    if stated.string("backend", "") == "llm-awq":  # a program with a format of its own
+    if config.string("backend", "") == "llm-awq":  # a program with a format of its own
         named.add("llm-awq")
     if len(named) > 1:
         raise UsageError(f"names the formats {listed(map(repr, sorted(named)))}; name one")

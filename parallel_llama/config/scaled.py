@@ -135,12 +135,12 @@ class Schemes:
         return next(iter((*by_name, *by_pattern, *by_class)), None)
 
 
-def schemes_of(method: str, stated: Fields) -> Schemes:
+def schemes_of(method: str, config: Fields) -> Schemes:
     """The schemes that a quantization_config states for one of METHODS.
 
     Raises: UsageError if they are not supported.
     """
-    return METHODS[method](stated)
+    return METHODS[method](config)
 
 
 def scaled_weights(
@@ -242,13 +242,13 @@ def _has_own_blocks(param: Param, stored_slice: StoredSlice, args: ModelArgs, he
     return is_in_order and is_one_run and stored_slice.first % height == 0
 
 
-def _compressed_tensors(stated: Fields) -> Schemes:
-    stated.refuse({"transform_config": "rotations of weights are not supported"})
-    sparsity = Fields(stated.mapping("sparsity_config")).string("format", "dense")
+def _compressed_tensors(config: Fields) -> Schemes:
+    config.refuse({"transform_config": "rotations of weights are not supported"})
+    sparsity = Fields(config.mapping("sparsity_config")).string("format", "dense")
     if sparsity != "dense":
         raise UsageError(f"sparsity_config has the format {sparsity[:80]!r}; dense is supported")
-    default_format, groups, not_applied = stated.string("format"), [], set()
-    for name, values in stated.mapping("config_groups").items():
+    default_format, groups, not_applied = config.string("format"), [], set()
+    for name, values in config.mapping("config_groups").items():
         if not isinstance(values, dict):
             raise UsageError(f"config_groups: {shown(name)} must be an object with targets")
         group = Fields(values)
@@ -266,9 +266,9 @@ def _compressed_tensors(stated: Fields) -> Schemes:
         groups += [(_target(target), scheme) for target in group.strings("targets")]
     if not groups:
         raise UsageError("config_groups has no group with weights; at least one is needed")
-    if stated.has("kv_cache_scheme"):
+    if config.has("kv_cache_scheme"):
         not_applied.add("the KV cache")
-    ignored = tuple(map(_target, stated.strings("ignore")))
+    ignored = tuple(map(_target, config.strings("ignore")))
     return Schemes("compressed-tensors", tuple(groups), ignored, tuple(sorted(not_applied)))
 
 
@@ -312,10 +312,11 @@ def _any_order(weights: Fields) -> bool:
 
 def _fp4_scheme(form: str, weights: Fields, has_zeros: bool) -> Scheme:
     strategy, size = _FP4[form]
-    stated, n_inputs = weights.string("strategy", strategy), weights.integer("group_size", size)
-    if has_zeros or (stated, n_inputs) != (strategy, size):
+    file_strategy = weights.string("strategy", strategy)
+    n_inputs = weights.integer("group_size", size)
+    if has_zeros or (file_strategy, n_inputs) != (strategy, size):
         raise UsageError(
-            f"{form} with strategy={stated[:80]!r}, group_size={n_inputs} and symmetric="
+            f"{form} with strategy={file_strategy[:80]!r}, group_size={n_inputs} and symmetric="
             f"{str(not has_zeros).lower()} is not supported; {strategy!r}, {size} and true are"
         )
     return Scheme(True, 4, (1, size))
@@ -347,17 +348,17 @@ def _sides(key: str, value: Any) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def _fp8(stated: Fields) -> Schemes:
-    if (experts := stated.string("expert_dtype", "fp8")) != "fp8":
+def _fp8(config: Fields) -> Schemes:
+    if (experts := config.string("expert_dtype", "fp8")) != "fp8":
         raise UsageError(f"expert_dtype={experts[:80]!r} is not supported; fp8 is")
-    size = stated.values.get("weight_block_size", [128, 128])
+    size = config.values.get("weight_block_size", [128, 128])
     block = (0, 0) if size is None else _sides("weight_block_size", size)
-    inputs = fp8_inputs(stated, block[1])
+    inputs = fp8_inputs(config, block[1])
     return _all_matrices("fp8", Scheme(True, 8, block, scale="weight_scale_inv", inputs=inputs))
 
 
-def _fbgemm_fp8(stated: Fields) -> Schemes:
-    return _all_matrices("fbgemm_fp8", Scheme(True, 8, (1, 0), inputs=fbgemm_inputs(stated)))
+def _fbgemm_fp8(config: Fields) -> Schemes:
+    return _all_matrices("fbgemm_fp8", Scheme(True, 8, (1, 0), inputs=fbgemm_inputs(config)))
 
 
 def _mxfp4(_: Fields) -> Schemes:

@@ -63,7 +63,9 @@ class KVLayout:
         for chunk in chunks:
             row, positions = len(slots), chunk.positions
             query_range = self._range(number, row, chunk, positions)
-            slots += slots_of(query_range.blocks, size, relative_to(query_range.first_key, positions))
+            slots += slots_of(
+                query_range.blocks, size, relative_to(query_range.first_key, positions)
+            )
             if has_chunks and window is not None:
                 ranges += [
                     self._range(number, row + part.start - positions.start, chunk, part)

@@ -429,19 +429,19 @@ def longest_sequence(max_seq_len: int, scaling: RopeScaling | None) -> int:
     return round(min(max_seq_len * scaling.factor, MAX_SIZES["max_seq_len"]))
 
 
-def context_length(args: ModelArgs, wanted: int | None = None) -> int:
+def context_length(args: ModelArgs, max_seq_len: int | None = None) -> int:
     """The longest sequence that may run: `wanted`, or the model's own context.
 
     Raises: UsageError for more than the model's own context.
     """
     limit = longest_sequence(args.max_seq_len, args.rope_scaling)
-    if wanted is None:
+    if max_seq_len is None:
         return limit
-    if not 1 <= wanted <= limit:
+    if not 1 <= max_seq_len <= limit:
         raise UsageError(
-            f"max_seq_len={wanted}: this model's context is {limit} tokens; use 1 to {limit}"
+            f"max_seq_len={max_seq_len}: this model's context is {limit} tokens; use 1 to {limit}"
         )
-    return wanted
+    return max_seq_len
 
 
 def for_context(args: ModelArgs, max_seq_len: int) -> ModelArgs:

@@ -88,14 +88,14 @@ def find_snapshot(name: HubName) -> Path | None:
     has_ref = is_there(ref)
     if not has_ref and (name.revision != MAIN or is_there(folder / "refs")):
         return None
-    wanted = [_commit_in(ref)] if has_ref else revisions
-    if len(wanted) != 1 or wanted[0] not in revisions:
-        selection = f"names {wanted[0][:80]!r}" if has_ref else "is missing"
+    commits = [_commit_in(ref)] if has_ref else revisions
+    if len(commits) != 1 or commits[0] not in revisions:
+        selection = f"names {commits[0][:80]!r}" if has_ref else "is missing"
         raise UsageError(
             f"{folder}: has {len(revisions)} snapshots, and refs/{name.revision}, which selects "
             f"one, {selection}; add --download, or run: {name.command}"
         )
-    return snapshots / wanted[0]
+    return snapshots / commits[0]
 
 
 def _commit_in(ref: Path) -> str:

@@ -267,13 +267,14 @@ def _why_no_weights(names: list[str], has_config: bool) -> str:
             f"has {listed(others, 5)}, but no index and none of {', '.join(HF_WEIGHTS)}; fetch "
             "the missing file"
         )
-    wanted = (
+    expected = (
         f"{HF_WEIGHTS[0]} or {HF_WEIGHTS[1]}"
         if has_config
         else f"consolidated.00.pth or {MISTRAL_WEIGHTS[0]}"
     )
     return (
-        f"has no weights ({wanted}); fetch them, or use --random-weights with a configs/models name"
+        f"has no weights ({expected}); fetch them, or use --random-weights with a configs/models "
+        "name"
     )
 
 

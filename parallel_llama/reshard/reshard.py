@@ -232,12 +232,12 @@ class ReshardJob:
     def require_space(self) -> None:
         """Raises: UsageError if there is not enough disk space."""
         small = sum(len(data) for data in self.small.values())
-        wanted = self.n_bytes + small + SPARE_BYTES - partial_bytes(self.target)
+        needed = self.n_bytes + small + SPARE_BYTES - partial_bytes(self.target)
         free = shutil.disk_usage(self.target.parent).free
-        if wanted > free:
+        if needed > free:
             raise UsageError(
-                f"{self.target}: needs {wanted} bytes and {free} are free there; free "
-                f"{wanted - free} more, or write to another disk"
+                f"{self.target}: needs {needed} bytes and {free} are free there; free "
+                f"{needed - free} more, or write to another disk"
             )
 
     def write(

@@ -95,8 +95,8 @@ def gguf_file_fields(
     description = {"general.file_type": source_type if written_type is None else written_type}
     if not {*types.values()} <= {*STORED}:
         description["general.quantization_version"] = _QUANTIZATION_VERSION
-    stated = {key: value for key, value in description.items() if value is not None}
-    return gguf_fields(args) | {"general.type": "model"} | stated | copied
+    file_fields = {key: value for key, value in description.items() if value is not None}
+    return gguf_fields(args) | {"general.type": "model"} | file_fields | copied
 
 
 def _sampling_fields(defaults: GenerationDefaults) -> dict[str, Any]:

@@ -168,10 +168,12 @@ def target_formats(
         if isinstance(form, QuantFormat):
             if kind == "gguf" and form not in TYPES_OF_FORMATS:
                 names = ", ".join(known.name for known in TYPES_OF_FORMATS)
-                usable = [name for name, known in QUANT_FORMATS.items() if known in TYPES_OF_FORMATS]
+                quants = [
+                    name for name, known in QUANT_FORMATS.items() if known in TYPES_OF_FORMATS
+                ]
                 raise UsageError(
                     f"{param.name}: is in {form.name}, and written GGUF files support {names}; "
-                    f"use --quant {' or '.join(usable)}, or --quant none with a --dtype"
+                    f"use --quant {' or '.join(quants)}, or --quant none with a --dtype"
                 )
             formats[param.name] = form
     return formats

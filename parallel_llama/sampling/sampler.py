@@ -257,10 +257,10 @@ def _pick_decided(
 
     Shapes: values and tokens [n, C] candidates; mass [n, 1]; n rows.
     """
-    kept, decided = filters.keep_mask(values, mass, vocab_size)
-    index = filters.draw(values, tokens, kept)[:, None]
-    picked[torch.tensor(rows)[decided]] = tokens.gather(1, index)[decided, 0]
-    return (~decided).nonzero()[:, 0].tolist()
+    is_kept, is_decided = filters.keep_mask(values, mass, vocab_size)
+    index = filters.draw(values, tokens, is_kept)[:, None]
+    picked[torch.tensor(rows)[is_decided]] = tokens.gather(1, index)[is_decided, 0]
+    return (~is_decided).nonzero()[:, 0].tolist()
 
 
 def _score_drawn(

@@ -177,9 +177,9 @@ def _require_labels(item: Mapping[str, Any], where: str) -> None:
     for key in _LABELS:
         value = item.get(key)
         if value is not None and not (isinstance(value, str) and _LABEL.fullmatch(value)):
-            found = quoted(value) if isinstance(value, str) else _kind(value)
+            shown = quoted(value) if isinstance(value, str) else _kind(value)
             raise UsageError(
-                f"{where}.{key} is {found}; give at most {MAX_LABEL_CHARS} letters, digits and "
+                f"{where}.{key} is {shown}; give at most {MAX_LABEL_CHARS} letters, digits and "
                 "_.:/@+=~-"
             )
 
