@@ -219,8 +219,8 @@ class CPUOps(TorchOps):
         kernel = make_sigmoid_route(self._dtype)
         return kernel(scores, bias, n_active, groups, scale, normed=normed, run=self._run)
 
-    def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
-        return make_expert_dispatch()(experts, own, self._run)
+    def expert_dispatch(self, experts: Tensor, local_experts: range) -> tuple[Dispatch, Dispatch]:
+        return make_expert_dispatch()(experts, local_experts, self._run)
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
         stored = weights[0].dtype

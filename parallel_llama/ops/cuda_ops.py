@@ -79,10 +79,10 @@ class CUDAOps(TorchOps):
         # One kernel for any number of rows: a token's experts must not depend on the batch.
         return linear(x, gate, None)
 
-    def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
+    def expert_dispatch(self, experts: Tensor, local_experts: range) -> tuple[Dispatch, Dispatch]:
         if experts.numel() > MAX_PAIRS:
-            return super().expert_dispatch(experts, own)
-        return expert_dispatch(experts, own)
+            return super().expert_dispatch(experts, local_experts)
+        return expert_dispatch(experts, local_experts)
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
         """As in `TorchOps`. For few rows it needs no host sync and equals `linear` bit for bit."""

@@ -69,12 +69,12 @@ class Filters:
         )
         return kept, decided[:, 0]
 
-    def draw(self, logits: Tensor, tokens: Tensor, kept: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, tokens: Tensor, is_kept: Tensor) -> Tensor:
         """The index of each row's drawn token among its candidates. Shapes: all [n, C] -> [n]."""
         scores = logits / self.sampling_keys.temperatures[:, None] + gumbel(
             self.sampling_keys.keys, tokens
         )
-        return scores.masked_fill(~kept, -torch.inf).argmax(1)
+        return scores.masked_fill(~is_kept, -torch.inf).argmax(1)
 
     def rows(self, rows: list[int]) -> "Filters":
         sampling_keys = SamplingKeys(

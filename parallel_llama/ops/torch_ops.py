@@ -206,20 +206,20 @@ class TorchOps:
             routing_weights = routing_weights / (routing_weights.sum(-1, keepdim=True) + 1e-20)
         return routing_weights * scale, experts
 
-    def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
+    def expert_dispatch(self, experts: Tensor, local_experts: range) -> tuple[Dispatch, Dispatch]:
         """Two dispatches: from tokens to rows sorted by expert, and from these to pairs.
 
-        A pair is a token and one of its experts; the pairs of a token are contiguous. `own` are the
-        numbers of this rank's experts; pairs of other ranks' experts are last.
+        A pair is a token and one of its experts; the pairs of a token are contiguous. This rank has
+        the experts with the numbers `local_experts`; pairs of all other experts are last.
 
         Shapes: experts [T, n_active]; the results' sources and targets [T * n_active].
         """
-        index = experts.flatten() - own.start
-        index = index.where((index >= 0) & (index < len(own)), len(own))  # others' experts last
+        index = experts.flatten() - local_experts.start
+        index = index.where((index >= 0) & (index < len(local_experts)), len(local_experts))
         (index, pairs), device = index.sort(stable=True), index.device
         order = torch.arange(len(pairs), device=device)
         # Not bincount, which synchronises with the device.
-        starts = torch.searchsorted(index, torch.arange(len(own) + 1, device=device))
+        starts = torch.searchsorted(index, torch.arange(len(local_experts) + 1, device=device))
         to_experts = Dispatch(pairs // experts.shape[1], order, starts, len(experts))
         return to_experts, Dispatch(order, pairs, starts, len(experts))
 
@@ -316,9 +316,9 @@ class TorchOps:
         values, tokens = merge_top_k(of_ranks, 1)
         values, tokens = values[:, :vocab_size], tokens[:, :vocab_size]
         mass = mass_of(of_ranks[:, :, 0], of_ranks[:, :, 1], filters.sampling_keys.temperatures)
-        kept, decided = filters.keep_mask(values, mass, vocab_size)
-        drawn = tokens.gather(1, filters.draw(values, tokens, kept)[:, None])[:, 0]
-        return drawn.where(decided, -1)
+        is_kept, is_decided = filters.keep_mask(values, mass, vocab_size)
+        drawn = tokens.gather(1, filters.draw(values, tokens, is_kept)[:, None])[:, 0]
+        return drawn.where(is_decided, -1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x / rms(x) * (weight + offset), with the mean of squares in at least float32.

@@ -150,16 +150,17 @@ class ExpertDispatchKernel:
         self._program = CompiledKernel(_DispatchArguments[float], _expert_dispatch)
 
     def __call__(
-        self, experts: Tensor, own: range, run: Launcher = at_once
+        self, experts: Tensor, local_experts: range, run: Launcher = at_once
     ) -> tuple[Dispatch, Dispatch]:
         n_active = experts.shape[1]
         assert experts.is_contiguous() and experts.dtype == torch.int64
         tokens, order, pairs = experts.new_empty(3, experts.numel())
-        starts, following = experts.new_empty(2, len(own) + 1)
+        starts, following = experts.new_empty(2, len(local_experts) + 1)
         arguments = _DispatchArguments(
             experts=experts.data_ptr(), tokens=tokens.data_ptr(), order=order.data_ptr(),
             pairs=pairs.data_ptr(), starts=starts.data_ptr(), following=following.data_ptr(),
-            n_pairs=experts.numel(), n_active=n_active, first=own.start, n=len(own),
+            n_pairs=experts.numel(), n_active=n_active, first=local_experts.start,
+            n=len(local_experts),
         )  # fmt: skip
         run(self._program, 1, arguments)
         max_rows = len(experts)

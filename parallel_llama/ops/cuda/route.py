@@ -36,16 +36,16 @@ def route(
     return routing_weights, experts
 
 
-def expert_dispatch(experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
+def expert_dispatch(experts: Tensor, local_experts: range) -> tuple[Dispatch, Dispatch]:
     """`TorchOps.expert_dispatch` for up to MAX_PAIRS pairs. Shapes: experts [T, n_active]."""
     n, n_active = experts.numel(), experts.shape[1]
     assert experts.is_contiguous() and n <= MAX_PAIRS
     tokens, order, pairs = experts.new_empty(3, n)
-    starts = experts.new_empty(len(own) + 1)
+    starts = experts.new_empty(len(local_experts) + 1)
     grid = (triton.cdiv(n + len(starts), _TILE),)
     launch(
-        _routes, grid, experts, tokens, order, pairs, starts, n, n_active, own.start, len(own),
-        TILE=_TILE,
+        _routes, grid, experts, tokens, order, pairs, starts, n, n_active, local_experts.start,
+        len(local_experts), TILE=_TILE,
     )  # fmt: skip
     max_rows = len(experts)
     return Dispatch(tokens, order, starts, max_rows), Dispatch(order, pairs, starts, max_rows)
