@@ -44,14 +44,14 @@ class KVEstimate:
     needed: int
 
     @classmethod
-    def of(cls, asked: PlanRequest, shard: Shard, draft_kv: Sequence[int]) -> "KVEstimate":
+    def of(cls, request: PlanRequest, shard: Shard, draft_kv: Sequence[int]) -> "KVEstimate":
         """`draft_kv`: bytes of a token of the draft model in each KV group."""
-        of_model = kv_bytes_per_token(asked.args, shard, asked.kv)
+        of_model = kv_bytes_per_token(request.args, shard, request.kv)
         per_kv_group = tuple(map(add, of_model, draft_kv))
-        needed = sum(map(mul, per_kv_group, asked.pools(asked.n_tokens)))
-        per_sequence = sum(map(mul, per_kv_group, asked.tokens_each))
+        needed = sum(map(mul, per_kv_group, request.pools(request.n_tokens)))
+        per_sequence = sum(map(mul, per_kv_group, request.tokens_each))
         seen = [
-            min(asked.max_seq_len, each.window or sys.maxsize) for each in kv_groups(asked.args)
+            min(request.max_seq_len, each.window or sys.maxsize) for each in kv_groups(request.args)
         ]
         return cls(per_kv_group, per_sequence, sum(map(mul, of_model, seen)), needed)
 
@@ -110,7 +110,7 @@ class RankEstimate:
 class Estimate:
     """The memory that all ranks of a plan need and have."""
 
-    asked: PlanRequest
+    request: PlanRequest
     plan: ShardPlan
     ranks: tuple[RankEstimate, ...]
 
@@ -122,19 +122,19 @@ class Estimate:
     @property
     def one_rank_weights(self) -> int:
         """Bytes of the model's weights, without replicas."""
-        alone = replace(self.asked, tp_size=1, pp=1, memory=None, adapters=(), draft=None)
+        alone = replace(self.request, tp_size=1, pp=1, memory=None, adapters=(), draft=None)
         return estimate(alone).weights
 
     @property
     def n_kv_heads(self) -> int:
         """KV heads of a layer on all ranks, including replicas; the mean over the layers."""
         held = sum(shard.n_local_kv_heads * len(shard.layers) for shard in self.plan.shards)
-        return round(held / self.asked.args.n_layers) // self.plan.kv_parts
+        return round(held / self.request.args.n_layers) // self.plan.kv_parts
 
     @property
     def kv_overhead(self) -> float:
         """Additional copies of KV heads, as a fraction of the KV heads."""
-        return self.n_kv_heads / self.asked.args.n_kv_heads - 1
+        return self.n_kv_heads / self.request.args.n_kv_heads - 1
 
     @property
     def room_for_tokens(self) -> int | None:
@@ -144,12 +144,12 @@ class Estimate:
             for rank in self.ranks
             if rank.memory is not None
         }
-        return min((most_blocks(self.asked.pools, *each) for each in rooms), default=None)
+        return min((most_blocks(self.request.pools, *each) for each in rooms), default=None)
 
     @property
     def fits(self) -> bool | None:
         room = self.room_for_tokens
-        return None if room is None else room >= self.asked.n_tokens
+        return None if room is None else room >= self.request.n_tokens
 
     @property
     def cache_bytes(self) -> int:
@@ -157,7 +157,7 @@ class Estimate:
         return max(map(self._cache_bytes, self.ranks))
 
     def _cache_bytes(self, rank: RankEstimate) -> int:
-        return self.asked.cache_bytes(rank.kv.per_kv_group, rank.shard.block_size(BLOCK_TOKENS))
+        return self.request.cache_bytes(rank.kv.per_kv_group, rank.shard.block_size(BLOCK_TOKENS))
 
     @property
     def default_rooms(self) -> list[int] | None:
@@ -166,7 +166,7 @@ class Estimate:
         None if they depend on memory that is not known. Ranks on the CPU share the host's memory.
         """
         memory = [rank.memory for rank in self.ranks if rank.memory is not None]
-        if self.asked.device == "cpu":
+        if self.request.device == "cpu":
             taken = sum(rank.all_weights + rank.working for rank in self.ranks)
             free = sum(memory) - taken if memory else sys.maxsize
             return [default_cache_bytes("cpu", free, 0, len(self.ranks))] * len(self.ranks)
@@ -180,7 +180,7 @@ class Estimate:
     @property
     def unrecorded(self) -> str | None:
         """Why decode steps run operator by operator; None if they are recorded."""
-        return why_unrecorded(self.asked.args, self.plan.kv_parts, self.asked.device)
+        return why_unrecorded(self.request.args, self.plan.kv_parts, self.request.device)
 
     @property
     def needs_cache_flag(self) -> bool:
@@ -223,14 +223,14 @@ class Comparison:
         refused: numbers of ranks without a plan, and why.
     """
 
-    asked: PlanRequest
+    request: PlanRequest
     memory: int | None
     allowed: tuple[Estimate, ...]
     refused: dict[int, str]
 
     @property
     def smallest_that_fits(self) -> int | None:
-        return next((found.plan.tp_size for found in self.allowed if found.fits), None)
+        return next((planned.plan.tp_size for planned in self.allowed if planned.fits), None)
 
     @property
     def fits(self) -> bool | None:
@@ -238,77 +238,79 @@ class Comparison:
         return None if self.memory is None else self.smallest_that_fits is not None
 
 
-def estimate(asked: PlanRequest) -> Estimate:
+def estimate(request: PlanRequest) -> Estimate:
     """The requested plan, and the memory that it needs.
 
     Raises: UsageError if the model does not support the formats, there is no plan for `tp_size`
     ranks, or `memory` has another length.
     """
-    tp_size, precision, memory = asked.tp_size, asked.precision, asked.memory
+    tp_size, precision, memory = request.tp_size, request.precision, request.memory
     each = (memory,) * tp_size if isinstance(memory, int) else memory
     quant_group_size = precision.quant_group_size
-    exact = asked.is_exact
-    speeds = asked.speeds if asked.speeds is not None and len(asked.speeds) == tp_size else None
+    exact = request.is_exact
+    speeds = (
+        request.speeds if request.speeds is not None and len(request.speeds) == tp_size else None
+    )
     shares = choose_shares(
-        asked.args,
+        request.args,
         tp_size,
         each,
         speeds,
         precision,
-        asked.kv,
-        asked.kv_split,
+        request.kv,
+        request.kv_split,
         exact=exact,
-        device=asked.device,
-        max_seq_len=asked.max_seq_len,
-        step_tokens=asked.step_tokens,
-        pp=asked.pp,
+        device=request.device,
+        max_seq_len=request.max_seq_len,
+        step_tokens=request.step_tokens,
+        pp=request.pp,
     )
     plan = make_plan(
-        asked.args,
+        request.args,
         tp_size,
         shares,
         quant_group_size=quant_group_size,
-        kv_split=asked.kv_split,
+        kv_split=request.kv_split,
         exact=exact,
-        pp=asked.pp,
+        pp=request.pp,
     )
-    values = values_of_stages(asked.args, precision, plan)
-    drafts = _draft_bytes(asked)
+    values = values_of_stages(request.args, precision, plan)
+    drafts = _draft_bytes(request)
     kv: dict[tuple[int, range, tuple[int, ...]], KVEstimate] = {}  # ranks often have equal caches
 
     def rank(shard: Shard) -> RankEstimate:
         draft_weights, draft_kv = drafts[shard.rank]
         key = shard.n_local_kv_heads, shard.layers, draft_kv
         if key not in kv:
-            kv[key] = KVEstimate.of(asked, shard, draft_kv)
+            kv[key] = KVEstimate.of(request, shard, draft_kv)
         own, held = values[shard.stage], kv[key]
         weights = weight_bytes(shard, own)
         return RankEstimate(
             shard,
             weights,
-            sum(adapter_bytes(adapter, shard, precision) for adapter in asked.adapters),
+            sum(adapter_bytes(adapter, shard, precision) for adapter in request.adapters),
             draft_weights,
-            weights - bytes_passed_over(asked.args, asked.batch, precision, shard, own),
-            asked.batch * held.per_step,
-            *values_multiplied(asked.args, shard, own),
+            weights - bytes_passed_over(request.args, request.batch, precision, shard, own),
+            request.batch * held.per_step,
+            *values_multiplied(request.args, shard, own),
             held,
-            asked.working(shard),
+            request.working(shard),
             _of_rank(memory, shard.rank),
-            _of_rank(asked.bandwidth, shard.rank),
+            _of_rank(request.bandwidth, shard.rank),
         )
 
-    return Estimate(asked, plan, tuple(map(rank, plan.shards)))
+    return Estimate(request, plan, tuple(map(rank, plan.shards)))
 
 
-def _draft_bytes(asked: PlanRequest) -> list[tuple[int, tuple[int, ...]]]:
+def _draft_bytes(request: PlanRequest) -> list[tuple[int, tuple[int, ...]]]:
     """Bytes of the draft model on each rank: its weights, and a token in each KV group.
 
     Raises: UsageError if the draft model cannot run on the ranks of the request.
     """
-    n_kv_groups = len(kv_groups(asked.args))
-    if (draft := asked.draft_on_ranks) is None:
-        return [(0, (0,) * n_kv_groups)] * asked.tp_size
-    tables = shared_tables(asked.args, draft.args)
+    n_kv_groups = len(kv_groups(request.args))
+    if (draft := request.draft_on_ranks) is None:
+        return [(0, (0,) * n_kv_groups)] * request.tp_size
+    tables = shared_tables(request.args, draft.args)
     try:
         ranks = estimate(draft).ranks
     except UsageError as error:
@@ -329,33 +331,33 @@ def _of_rank(given: int | tuple[int | None, ...] | None, rank: int) -> int | Non
     return given
 
 
-def compare(asked: PlanRequest, sizes: range) -> Comparison:
+def compare(request: PlanRequest, sizes: range) -> Comparison:
     """The plans for a range of numbers of ranks, which all have the same memory.
 
     Raises: UsageError if the model does not support the formats.
     """
     allowed: list[Estimate] = []
     refused: dict[int, str] = {}
-    assert not isinstance(asked.memory, tuple)
-    asked.precision  # noqa: B018, raises an error that does not depend on the ranks
+    assert not isinstance(request.memory, tuple)
+    request.precision  # noqa: B018, raises an error that does not depend on the ranks
     for tp_size in sizes:
         try:
-            allowed.append(estimate(replace(asked, tp_size=tp_size)))
+            allowed.append(estimate(replace(request, tp_size=tp_size)))
         except UsageError as error:
             refused[tp_size] = str(error)
-    return Comparison(asked, asked.memory, tuple(allowed), refused)
+    return Comparison(request, request.memory, tuple(allowed), refused)
 
 
-def fewest_that_fit(asked: PlanRequest) -> tuple[Estimate, Estimate | None]:
+def fewest_that_fit(request: PlanRequest) -> tuple[Estimate, Estimate | None]:
     """The plan with the fewest ranks that fits, or the plan with the most ranks if none fits.
 
     Returns: that plan, and the plan with one rank fewer, which does not fit. A pipeline has at
         least as many ranks as stages.
     """
-    fewer, found = None, estimate(replace(asked, tp_size=asked.pp))
+    fewer, planned = None, estimate(replace(request, tp_size=request.pp))
     # Not a bisection: with one more rank, a rank may hold one more KV head.
-    for tp_size in range(asked.pp + 1, asked.most_ranks + 1):
-        if found.fits:
+    for tp_size in range(request.pp + 1, request.most_ranks + 1):
+        if planned.fits:
             break
-        fewer, found = found, estimate(replace(asked, tp_size=tp_size))
-    return found, fewer
+        fewer, planned = planned, estimate(replace(request, tp_size=tp_size))
+    return planned, fewer

@@ -31,17 +31,17 @@ class FormatRow:
     """A format of the weights and a format of the KV cache.
 
     Args:
-        found: the plan with these formats: the fewest ranks that fit, or the given number.
+        planned: the plan with these formats: the fewest ranks that fit, or the given number.
         largest: the limits of that plan.
     """
 
-    found: Estimate
+    planned: Estimate
     largest: Largest
 
     @property
     def weights(self) -> tuple[str, ...]:
         """The format of the weights, and formats of the same size."""
-        precision = self.found.asked.precision
+        precision = self.planned.request.precision
         name = (
             "stored" if precision.quant == "stored" else in_dtype(precision.dtype, precision.quant)
         )
@@ -50,15 +50,17 @@ class FormatRow:
     @property
     def caches(self) -> tuple[str, ...]:
         """The format of the KV cache, and formats of the same size."""
-        name = self.found.asked.kv.dtype
+        name = self.planned.request.kv.dtype
         return (name, *_SAME_BYTES.get(name, ()))
 
     @property
     def flags(self) -> str:
         """The flags that select the most precise formats of this row."""
-        asked = self.found.asked
-        given = {"dtype": asked.dtype} if asked.quant == "none" else {"quant": asked.quant}
-        given |= {} if asked.kv_cache_dtype == "auto" else {"kv-cache-dtype": asked.kv_cache_dtype}
+        request = self.planned.request
+        given = {"dtype": request.dtype} if request.quant == "none" else {"quant": request.quant}
+        given |= (
+            {} if request.kv_cache_dtype == "auto" else {"kv-cache-dtype": request.kv_cache_dtype}
+        )
         return " ".join(f"--{name} {value}" for name, value in given.items())
 
 
@@ -71,7 +73,7 @@ class FormatTable:
         refused: formats of weights that the model does not support, and why.
     """
 
-    asked: PlanRequest
+    request: PlanRequest
     finds_fewest: bool
     rows: tuple[FormatRow, ...]
     refused: dict[str, str]
@@ -79,7 +81,7 @@ class FormatTable:
     @property
     def fits(self) -> bool:
         """Whether any format fits."""
-        return any(row.found.fits for row in self.rows)
+        return any(row.planned.fits for row in self.rows)
 
 
 def format_table(request: PlanRequest, *, finds_fewest: bool) -> FormatTable:
@@ -107,10 +109,10 @@ def format_table(request: PlanRequest, *, finds_fewest: bool) -> FormatTable:
 
 
 def _row(request: PlanRequest, *, finds_fewest: bool) -> FormatRow:
-    found = fewest_that_fit(request)[0] if finds_fewest else estimate(request)
-    largest = find_largest(found.asked)
+    planned = fewest_that_fit(request)[0] if finds_fewest else estimate(request)
+    largest = find_largest(planned.request)
     assert largest is not None, "the caller knows the memory"
-    return FormatRow(found, largest)
+    return FormatRow(planned, largest)
 
 
 def format_objects(formats: FormatTable) -> list[dict[str, Any]]:
@@ -119,11 +121,11 @@ def format_objects(formats: FormatTable) -> list[dict[str, Any]]:
         {
             "weights": weights,
             "kv_cache_dtype": cache,
-            "tp_size": row.found.plan.tp_size,
-            "fits": row.found.fits,
-            "weight_bytes": row.found.weights,
-            "needed_bytes": row.found.tightest.needed,
-            "memory_bytes": row.found.tightest.memory,
+            "tp_size": row.planned.plan.tp_size,
+            "fits": row.planned.fits,
+            "weight_bytes": row.planned.weights,
+            "needed_bytes": row.planned.tightest.needed,
+            "memory_bytes": row.planned.tightest.memory,
             "largest_context": row.largest.context,
             "largest_batch": row.largest.batch,
         }
@@ -139,12 +141,12 @@ def format_lines(formats: FormatTable) -> list[str]:
 
 
 def _cells(row: FormatRow) -> Sequence[str]:
-    fits = bool(row.found.fits)
+    fits = bool(row.planned.fits)
     return [
         ", ".join(row.weights),
         ", ".join(row.caches),
-        str(row.found.plan.tp_size),
-        size(row.found.tightest.needed),
+        str(row.planned.plan.tp_size),
+        size(row.planned.tightest.needed),
         f"{row.largest.context:,}",
         f"{row.largest.batch:,}",
         painted("yes", GREEN, sys.stdout) if fits else painted("no", RED, sys.stdout),

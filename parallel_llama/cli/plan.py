@@ -147,26 +147,26 @@ def prepare(flags: Flags) -> Job:
     no number it is the smallest that fits, and with neither flag it is 1.
     """
     ranks = _described_ranks(flags)
-    asked = _request(flags, ranks)
+    request = _request(flags, ranks)
     first, *last = ranks.n_ranks
     if isinstance(listed := flags[BANDWIDTH], list):
         _check_listed(len(listed), None if last or ranks.finds_fewest else first)
     if flags[FIT]:
-        _check_fit(flags, asked)
-        formats = format_table(asked, finds_fewest=ranks.finds_fewest)
+        _check_fit(flags, request)
+        formats = format_table(request, finds_fewest=ranks.finds_fewest)
         return Job(lambda: _show_formats(flags, formats))
     if last:
-        _check_range(flags, asked, first, last[0])
-        comparison = compare(asked, range(first, last[0] + 1))
+        _check_range(flags, request, first, last[0])
+        comparison = compare(request, range(first, last[0] + 1))
         _check_price(flags, comparison.allowed)
         return Job(lambda: _show_range(flags, comparison))
     if ranks.finds_fewest:
-        found, fewer = fewest_that_fit(asked)
-        _check_price(flags, [found])
-        return Job(lambda: _show_fewest(flags, found, fewer))
-    one = estimate(asked)
-    _check_price(flags, [one])
-    return Job(lambda: _show_one(flags, one))
+        planned, fewer = fewest_that_fit(request)
+        _check_price(flags, [planned])
+        return Job(lambda: _show_fewest(flags, planned, fewer))
+    planned = estimate(request)
+    _check_price(flags, [planned])
+    return Job(lambda: _show_one(flags, planned))
 
 
 def _described_ranks(flags: Flags) -> _Ranks:
@@ -189,7 +189,7 @@ def _request(flags: Flags, ranks: _Ranks) -> PlanRequest:
     if hosts is None and gpus is None:
         device = model.device_kind(flags[model.DEVICE], tp_size)
     require_pipeline(flags[model.PP], device, flags[model.KV_SPLIT])
-    asked = replace(
+    request = replace(
         plan_request(flags, files, args, device, tp_size),
         exact=_exact(flags, hosts, flags[model.PP]),
         batch=flags[BATCH],
@@ -197,13 +197,13 @@ def _request(flags: Flags, ranks: _Ranks) -> PlanRequest:
         bandwidth=_bandwidth(flags, gpus),
         hardware=_hardware(flags, gpus),
     )
-    if decoded := why_decoded(files, args, asked.dtype, flags[model.QUANT]):
+    if decoded := why_decoded(files, args, request.dtype, flags[model.QUANT]):
         warn(decoded)
     if ranks.calibration is not None:
-        asked = _calibrated(asked, ranks.calibration, _named(flags))
+        request = _calibrated(request, ranks.calibration, _named(flags))
     if hosts is not None:
-        asked = replace(asked, hardware=hosts.with_links(asked.hardware), hosts=hosts)
-    return asked
+        request = replace(request, hardware=hosts.with_links(request.hardware), hosts=hosts)
+    return request
 
 
 def _exact(flags: Flags, hosts: Hosts | None, pp: int) -> bool | None:
@@ -235,37 +235,37 @@ def _check_listed(n_bandwidths: int, n_ranks: int | None) -> None:
         )
 
 
-def _check_price(flags: Flags, planned: Sequence[Estimate]) -> None:
+def _check_price(flags: Flags, estimates: Sequence[Estimate]) -> None:
     """Raises: UsageError if --price is given and the speed of a plan is not predicted."""
     if (price := flags[PRICE]) is None:
         return
-    for found in planned:
-        if reason := why_unpredicted(found):
+    for planned in estimates:
+        if reason := why_unpredicted(planned):
             raise UsageError(
                 f"--price {price:g} needs a predicted speed, which a plan for "
-                f"{counted(found.plan.tp_size, 'rank')} lacks: {reason}; or drop --price"
+                f"{counted(planned.plan.tp_size, 'rank')} lacks: {reason}; or drop --price"
             )
 
 
-def _check_range(flags: Flags, asked: PlanRequest, first: int, last: int) -> None:
+def _check_range(flags: Flags, request: PlanRequest, first: int, last: int) -> None:
     """Raises: UsageError if other flags contradict the range of --nproc."""
     if flags[SVG] is not None:
         raise UsageError("--svg draws one plan, but --nproc is a range; give --nproc N")
-    if isinstance(asked.memory, tuple):
+    if isinstance(request.memory, tuple):
         raise UsageError(
-            f"{'--gpus' if flags[GPUS] else '--memory'} lists {len(asked.memory)} ranks, but "
+            f"{'--gpus' if flags[GPUS] else '--memory'} lists {len(request.memory)} ranks, but "
             "--nproc is a range; give --nproc N, or one size for all ranks"
         )
-    if first < asked.pp:
+    if first < request.pp:
         raise UsageError(
-            f"--nproc {first}-{last} and --pp {asked.pp}: a stage needs at least one rank; "
-            f"use --nproc {asked.pp}-{max(last, asked.pp + 1)}"
+            f"--nproc {first}-{last} and --pp {request.pp}: a stage needs at least one rank; "
+            f"use --nproc {request.pp}-{max(last, request.pp + 1)}"
         )
 
 
-def _check_fit(flags: Flags, asked: PlanRequest) -> None:
+def _check_fit(flags: Flags, request: PlanRequest) -> None:
     """Raises: UsageError if --fit has no memory to compare with, or other flags contradict it."""
-    if asked.memory is None:
+    if request.memory is None:
         raise UsageError(
             "--fit needs the memory of the ranks: add --gpus 2x24 or --memory 16,16, or one size "
             "to find the fewest ranks"
@@ -354,9 +354,9 @@ def _named(flags: Flags) -> str:
     return f"--calibration {','.join(paths or [])}"
 
 
-def _ranks_of(flags: Flags, found: Calibration) -> list[int]:
+def _ranks_of(flags: Flags, calibration: Calibration) -> list[int]:
     """The number of ranks in several files. Raises: UsageError if --nproc is another number."""
-    n_ranks = [len(found.ranks)]
+    n_ranks = [len(calibration.ranks)]
     if flags[NPROC] not in (None, n_ranks):
         raise UsageError(
             f"{_named(flags)} has {n_ranks[0]} ranks; omit --nproc, or give --nproc {n_ranks[0]}"
@@ -364,69 +364,70 @@ def _ranks_of(flags: Flags, found: Calibration) -> list[int]:
     return n_ranks
 
 
-def _calibrated(asked: PlanRequest, found: Calibration, named: str) -> PlanRequest:
+def _calibrated(request: PlanRequest, calibration: Calibration, named: str) -> PlanRequest:
     """A request with measured rates. Raises: UsageError if device or formats differ."""
-    own = asked.precision
-    if asked.device != "cpu":
+    precision = request.precision
+    if request.device != "cpu":
         raise UsageError(f"{named} has rates of CPU ranks; drop --gpus, or add --device cpu")
-    if (found.dtype, found.quant) != (own.dtype, own.quant):
+    if (calibration.dtype, calibration.quant) != (precision.dtype, precision.quant):
         raise UsageError(
-            f"{named} is for --dtype {found.dtype} --quant {found.quant}, and the plan has --dtype "
-            f"{own.dtype} --quant {own.quant}; use the same formats, or calibrate again"
+            f"{named} is for --dtype {calibration.dtype} --quant {calibration.quant}, and the plan "
+            f"has --dtype {precision.dtype} --quant {precision.quant}; use the same formats, or "
+            "calibrate again"
         )
-    return replace(asked, hardware=found.hardware(), speeds=found.speeds)
+    return replace(request, hardware=calibration.hardware(), speeds=calibration.speeds)
 
 
-def _show_one(flags: Flags, found: Estimate) -> int:
-    _draw(flags, found)
-    largest, other = find_largest(found.asked), _other_stages(flags, found)
+def _show_one(flags: Flags, planned: Estimate) -> int:
+    _draw(flags, planned)
+    largest, other = find_largest(planned.request), _other_stages(flags, planned)
     answer = {
-        **plan_object(found, flags[PRICE]),
+        **plan_object(planned, flags[PRICE]),
         **limits_object(largest),
-        "other_stages": other and {"pp": other.asked.pp, **prediction_object(other, None)},
+        "other_stages": other and {"pp": other.request.pp, **prediction_object(other, None)},
     }
     page = [
-        *plan_lines(found, flags[PRICE]),
+        *plan_lines(planned, flags[PRICE]),
         *other_stages_lines(other),
-        *largest_lines(found.asked, largest),
+        *largest_lines(planned.request, largest),
     ]
-    return _show(flags, found.asked, answer, page, _remedies(found))
+    return _show(flags, planned.request, answer, page, _remedies(planned))
 
 
-def _other_stages(flags: Flags, found: Estimate) -> Estimate | None:
-    """The plan with a stage for each host, or without stages if `found` has several.
+def _other_stages(flags: Flags, planned: Estimate) -> Estimate | None:
+    """The plan with a stage for each host, or without stages if `planned` has several.
 
     None on one host, on GPUs, and if the ranks of a stage would be on several hosts.
     """
-    hosts = found.asked.hosts
-    if hosts is None or not hosts.links or found.asked.device != "cpu":
+    hosts = planned.request.hosts
+    if hosts is None or not hosts.links or planned.request.device != "cpu":
         return None
-    pp = 1 if found.asked.pp > 1 else len(hosts.hosts)
+    pp = 1 if planned.request.pp > 1 else len(hosts.hosts)
     try:
-        other = estimate(replace(found.asked, pp=pp, exact=_exact(flags, hosts, pp)))
+        other = estimate(replace(planned.request, pp=pp, exact=_exact(flags, hosts, pp)))
     except UsageError:
         return None
     stages = tuple(stage.ranks for stage in other.plan.stages)
     return other if pp == 1 or stages == hosts.ranks else None
 
 
-def _show_fewest(flags: Flags, found: Estimate, fewer: Estimate | None) -> int:
+def _show_fewest(flags: Flags, planned: Estimate, fewer: Estimate | None) -> int:
     """Shows the plan with the fewest ranks that fit, or with the maximum number of ranks."""
-    _draw(flags, found)
-    largest = find_largest(found.asked)
+    _draw(flags, planned)
+    largest = find_largest(planned.request)
     answer = {
-        **plan_object(found, flags[PRICE]),
+        **plan_object(planned, flags[PRICE]),
         **limits_object(largest),
         "other_stages": None,  # --hosts gives the number of ranks
-        "smallest_that_fits": found.plan.tp_size if found.fits else None,
+        "smallest_that_fits": planned.plan.tp_size if planned.fits else None,
         "next_smaller": fewer and plan_object(fewer, flags[PRICE]),
     }
     page = [
-        *plan_lines(found, flags[PRICE]),
-        *largest_lines(found.asked, largest),
-        *fewest_lines(found, fewer),
+        *plan_lines(planned, flags[PRICE]),
+        *largest_lines(planned.request, largest),
+        *fewest_lines(planned, fewer),
     ]
-    return _show(flags, found.asked, answer, page, _remedies(found))
+    return _show(flags, planned.request, answer, page, _remedies(planned))
 
 
 def _show_formats(flags: Flags, formats: FormatTable) -> int:
@@ -434,34 +435,34 @@ def _show_formats(flags: Flags, formats: FormatTable) -> int:
         answer = {"fits": formats.fits, "formats": format_objects(formats)}
         print(json.dumps({"model": flags[model.MODEL], **answer}))
     else:
-        print("\n".join([*title_lines(flags, formats.asked), *format_table_lines(formats)]))
+        print("\n".join([*title_lines(flags, formats.request), *format_table_lines(formats)]))
     return 0 if formats.fits else 1
 
 
-def _draw(flags: Flags, found: Estimate) -> None:
+def _draw(flags: Flags, planned: Estimate) -> None:
     """Writes the file of --svg, if there is one."""
     if (path := flags[SVG]) is None:
         return
-    asked, n_ranks = found.asked, found.plan.tp_size
-    sequences = f"{counted(asked.batch, 'sequence')} of {asked.max_seq_len:,} tokens"
+    request, n_ranks = planned.request, planned.plan.tp_size
+    precision = request.precision
+    sequences = f"{counted(request.batch, 'sequence')} of {request.max_seq_len:,} tokens"
     title = [
         f"{flags[model.MODEL]} on {counted(n_ranks, 'rank')}",
-        f"{model.in_dtypes(asked.precision.dtype, asked.precision.quant, asked.kv.dtype)}, for "
-        f"{sequences}",
+        f"{model.in_dtypes(precision.dtype, precision.quant, request.kv.dtype)}, for {sequences}",
     ]
     names: dict[str, Axis] = {"heads": "heads", "KV heads": "kv_heads", "channels": "ffn"}
-    names |= {f"{name} channels": axis for name, axis in more_channels(asked.args).items()}
+    names |= {f"{name} channels": axis for name, axis in more_channels(request.args).items()}
     names["vocabulary"] = "vocab"
-    if asked.is_exact and n_ranks > 1:
+    if request.is_exact and n_ranks > 1:
         names["outputs"] = "outputs"
-    shards = found.plan.shards
+    shards = planned.plan.shards
     axes = {name: [shard.extent(axis) for shard in shards] for name, axis in names.items()}
-    if asked.pp > 1:
+    if request.pp > 1:
         axes["layers"] = [shard.layers for shard in shards]
-    if found.plan.placement:
+    if planned.plan.placement:
         axes["experts"] = [shard.experts for shard in shards]
     try:
-        replace_file(path, growing_file(path), picture(found, title, axes))
+        replace_file(path, growing_file(path), picture(planned, title, axes))
     except OSError as error:
         raise WriteError(f"--svg {path}: {error.strerror or error}; give another file") from error
 
@@ -469,7 +470,7 @@ def _draw(flags: Flags, found: Estimate) -> None:
 def _show_range(flags: Flags, comparison: Comparison) -> int:
     remedies: list[Remedy] = []
     if comparison.fits is False and comparison.allowed:
-        largest = comparison.allowed[-1].asked
+        largest = comparison.allowed[-1].request
         if isinstance(flags[GPUS], list) and comparison.memory:  # more ranks need more GPUs
             largest = replace(largest, memory=(comparison.memory,) * largest.tp_size)
         remedies = find_remedies(largest)
@@ -479,16 +480,16 @@ def _show_range(flags: Flags, comparison: Comparison) -> int:
         "fits": comparison.fits,
         "smallest_that_fits": comparison.smallest_that_fits,
     }
-    return _show(flags, comparison.asked, answer, range_lines(comparison, flags[PRICE]), remedies)
+    return _show(flags, comparison.request, answer, range_lines(comparison, flags[PRICE]), remedies)
 
 
-def _remedies(found: Estimate) -> list[Remedy]:
-    return find_remedies(found.asked) if found.fits is False else []
+def _remedies(planned: Estimate) -> list[Remedy]:
+    return find_remedies(planned.request) if planned.fits is False else []
 
 
 def _show(
     flags: Flags,
-    asked: PlanRequest,
+    request: PlanRequest,
     answer: dict[str, Any],
     page: Sequence[str],
     remedies: Sequence[Remedy],
@@ -498,7 +499,9 @@ def _show(
         print(json.dumps({"model": flags[model.MODEL], **answer, "remedies": changes}))
     else:
         print(
-            "\n".join([*title_lines(flags, asked), *page, *advice_lines(answer["fits"], remedies)])
+            "\n".join(
+                [*title_lines(flags, request), *page, *advice_lines(answer["fits"], remedies)]
+            )
         )
     return 1 if answer["fits"] is False else 0
 

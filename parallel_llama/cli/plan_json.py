@@ -9,17 +9,17 @@ from parallel_llama.cli.prediction import StepTime, predict, rank_steps, why_unp
 from parallel_llama.cli.remedies import Remedy
 
 
-def plan_object(found: Estimate, price: float | None) -> dict[str, Any]:
+def plan_object(planned: Estimate, price: float | None) -> dict[str, Any]:
     """A plan as a JSON object; ranges are half-open [start, stop]."""
-    steps = rank_steps(found)
-    seconds = [None] * len(found.ranks) if steps is None else steps.seconds
+    steps = rank_steps(planned)
+    seconds = [None] * len(planned.ranks) if steps is None else steps.seconds
     return {
-        "tp_size": found.plan.tp_size,
-        "pp": len(found.plan.stages),
+        "tp_size": planned.plan.tp_size,
+        "pp": len(planned.plan.stages),
         "ranks": [
             {
                 "rank": rank.shard.rank,
-                "stage": found.plan.stages.index(rank.shard.stage),
+                "stage": planned.plan.stages.index(rank.shard.stage),
                 "layers": _pair(rank.shard.layers),
                 "heads": _pair(rank.shard.heads),
                 "kv_heads": _pair(rank.shard.kv_heads),
@@ -40,33 +40,33 @@ def plan_object(found: Estimate, price: float | None) -> dict[str, Any]:
                 "bandwidth_bytes_per_s": rank.bandwidth,
                 "step_s": own_s,
             }
-            for rank, own_s in zip(found.ranks, seconds, strict=True)
+            for rank, own_s in zip(planned.ranks, seconds, strict=True)
         ],
-        "hosts": found.asked.hosts and _host_objects(found.asked.hosts),
+        "hosts": planned.request.hosts and _host_objects(planned.request.hosts),
         "slowest_rank": steps and steps.slowest,
         "balanced_step_s": steps and steps.balanced_s,
         "loss": steps and steps.loss,
-        "exact": found.asked.is_exact,
-        "imbalance": found.plan.balance,
-        "fits": found.fits,
-        "cut": found.plan.cut,
-        "placement": found.plan.placement and found.plan.placement.kind,
-        "device": found.asked.device,
-        "dtype": found.asked.precision.dtype,
-        "quant": found.asked.precision.quant,
-        "kv_cache_dtype": found.asked.kv.dtype,
-        "kv_cache_bytes": found.cache_bytes,
-        "kv_tokens": found.asked.n_tokens,
-        "room_for_kv_tokens": found.room_for_tokens,
-        "weight_bytes": found.weights,
-        "one_rank_weight_bytes": found.one_rank_weights,
-        "batch": found.asked.batch,
-        "decode_limit_tokens_per_s": found.tokens_per_s(is_full=True),
-        "decode_limit_tokens_per_s_empty": found.tokens_per_s(is_full=False),
-        **prediction_object(found, price),
-        "sliding_window": found.asked.args.sliding_window,
-        "unrecorded_decode": found.unrecorded,
-        "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
+        "exact": planned.request.is_exact,
+        "imbalance": planned.plan.balance,
+        "fits": planned.fits,
+        "cut": planned.plan.cut,
+        "placement": planned.plan.placement and planned.plan.placement.kind,
+        "device": planned.request.device,
+        "dtype": planned.request.precision.dtype,
+        "quant": planned.request.precision.quant,
+        "kv_cache_dtype": planned.request.kv.dtype,
+        "kv_cache_bytes": planned.cache_bytes,
+        "kv_tokens": planned.request.n_tokens,
+        "room_for_kv_tokens": planned.room_for_tokens,
+        "weight_bytes": planned.weights,
+        "one_rank_weight_bytes": planned.one_rank_weights,
+        "batch": planned.request.batch,
+        "decode_limit_tokens_per_s": planned.tokens_per_s(is_full=True),
+        "decode_limit_tokens_per_s_empty": planned.tokens_per_s(is_full=False),
+        **prediction_object(planned, price),
+        "sliding_window": planned.request.args.sliding_window,
+        "unrecorded_decode": planned.unrecorded,
+        "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in planned.ranks),
     }
 
 
@@ -76,11 +76,11 @@ def _host_objects(hosts: Hosts) -> list[dict[str, Any]]:
     ]
 
 
-def prediction_object(found: Estimate, price: float | None) -> dict[str, Any]:
+def prediction_object(planned: Estimate, price: float | None) -> dict[str, Any]:
     """The predicted speed as JSON keys; `price` is that of a rank per hour."""
-    predicted = predict(found)
+    predicted = predict(planned)
     if predicted is None:
-        return {"predicted": None, "unpredicted": why_unpredicted(found)}
+        return {"predicted": None, "unpredicted": why_unpredicted(planned)}
     steps = {"decode": predicted.full, "decode_empty": predicted.empty}
     if predicted.prefill is not None:
         steps["prefill"] = predicted.prefill
@@ -90,7 +90,7 @@ def prediction_object(found: Estimate, price: float | None) -> dict[str, Any]:
         "steps": {name: _step_object(step) for name, step in steps.items()},
     }
     if price is not None:
-        answer["price_per_million_tokens"] = predicted.cost(price * found.plan.tp_size)
+        answer["price_per_million_tokens"] = predicted.cost(price * planned.plan.tp_size)
     return {"predicted": answer, "unpredicted": None}
 
 
@@ -118,10 +118,10 @@ def remedy_object(remedy: Remedy) -> dict[str, Any]:
     return {
         "change": remedy.words,
         **{name: value for name, value in remedy.change.items() if name != "memory"},
-        "tp_size": remedy.found.plan.tp_size,
-        "needed_bytes": remedy.found.tightest.needed,
-        "room_for_kv_tokens": remedy.found.room_for_tokens,
-        "kv_tokens": remedy.found.asked.n_tokens,
+        "tp_size": remedy.planned.plan.tp_size,
+        "needed_bytes": remedy.planned.tightest.needed,
+        "room_for_kv_tokens": remedy.planned.room_for_tokens,
+        "kv_tokens": remedy.planned.request.n_tokens,
     }
 
 

@@ -35,19 +35,19 @@ _SPEED = "predicted for each sequence, at the full context"
 _BOUND = "most that the memory bandwidth allows for each sequence, at the full context"
 
 
-def title_lines(flags: Flags, asked: PlanRequest) -> list[str]:
-    args = asked.args
+def title_lines(flags: Flags, request: PlanRequest) -> list[str]:
+    args = request.args
     shape = (
         f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
         f"{args.n_kv_heads} KV heads, {_channels(args)}, vocabulary of {args.vocab_size}, "
-        f"{model.in_dtypes(asked.precision.dtype, asked.precision.quant, asked.kv.dtype)}"
+        f"{model.in_dtypes(request.precision.dtype, request.precision.quant, request.kv.dtype)}"
     )
-    where = "for CUDA GPUs" if asked.device == "cuda" else "for the CPU"
-    if isinstance(asked.memory, tuple):
-        where += f": {_sizes(asked.memory)}"
-    elif asked.memory:
-        where += f", {size(asked.memory)} each"
-    if asked.device == "cpu" and asked.memory and flags[model.DEVICE] == "auto":
+    where = "for CUDA GPUs" if request.device == "cuda" else "for the CPU"
+    if isinstance(request.memory, tuple):
+        where += f": {_sizes(request.memory)}"
+    elif request.memory:
+        where += f", {size(request.memory)} each"
+    if request.device == "cpu" and request.memory and flags[model.DEVICE] == "auto":
         where += " (--gpus plans for GPUs)"
     lines = textwrap.wrap(shape, _WIDTH, break_long_words=False)
     return [
@@ -73,26 +73,28 @@ def _channels(args: ModelArgs) -> str:
     return channels
 
 
-def plan_lines(found: Estimate, price: float | None) -> list[str]:
+def plan_lines(planned: Estimate, price: float | None) -> list[str]:
     """One plan as text: what each rank holds and needs, and a summary."""
-    plan, asked = found.plan, found.asked
-    sequences = f"{asked.max_seq_len:,} tokens" + (f" x {asked.batch}" if asked.batch > 1 else "")
-    held = ["rank", *(["layers"] if asked.pp > 1 else []), "heads", "KV heads"]
+    plan, request = planned.plan, planned.request
+    sequences = f"{request.max_seq_len:,} tokens" + (
+        f" x {request.batch}" if request.batch > 1 else ""
+    )
+    held = ["rank", *(["layers"] if request.pp > 1 else []), "heads", "KV heads"]
     held += ["experts"] if plan.placement else []
-    held += ["channels", *more_channels(asked.args), "vocabulary", "KV/token"]
+    held += ["channels", *more_channels(request.args), "vocabulary", "KV/token"]
     needs = ["rank", "weights", "KV cache", "rest", "needs"]
-    needs += [] if found.fits is None else ["has"]
+    needs += [] if planned.fits is None else ["has"]
     fills, _ = bar_fills(sys.stdout)
     needs += [f"{fills[0]}weights {fills[1]}KV {fills[2]}rest"]
-    scale = max(max(rank.memory or 0, rank.needed) for rank in found.ranks)
-    kv_per_token = sum(rank.kv_per_token for rank in found.ranks)
-    steps, model_bytes = rank_steps(found), found.one_rank_weights
+    scale = max(max(rank.memory or 0, rank.needed) for rank in planned.ranks)
+    kv_per_token = sum(rank.kv_per_token for rank in planned.ranks)
+    steps, model_bytes = rank_steps(planned), planned.one_rank_weights
     return [
-        *table(held, [_held_row(rank, asked.args) for rank in found.ranks], sys.stdout),
+        *table(held, [_held_row(rank, request.args) for rank in planned.ranks], sys.stdout),
         "",
-        *table(needs, [_needs_row(rank, scale) for rank in found.ranks], sys.stdout),
+        *table(needs, [_needs_row(rank, scale) for rank in planned.ranks], sys.stdout),
         "",
-        *_steps_table(found, steps),
+        *_steps_table(planned, steps),
         *_line(
             "balance",
             f"{plan.balance:.3f} (maximum work of a rank / its fair share), cut between "
@@ -100,49 +102,49 @@ def plan_lines(found: Estimate, price: float | None) -> list[str]:
         ),
         *_line(
             "weights",
-            f"{size(found.weights)} on all ranks, {found.weights / model_bytes:.3f} x the "
+            f"{size(planned.weights)} on all ranks, {planned.weights / model_bytes:.3f} x the "
             f"model's {size(model_bytes)}",
         ),
-        *_adapters(found),
-        *_draft(found),
+        *_adapters(planned),
+        *_draft(planned),
         *_line(
             "KV cache",
-            f"for {sequences}, {size(kv_per_token)} per token on all ranks, {_copies(found)}",
+            f"for {sequences}, {size(kv_per_token)} per token on all ranks, {_copies(planned)}",
         ),
-        *_line("rest", _rest(found)),
+        *_line("rest", _rest(planned)),
         *_stages(plan),
-        *_window(found),
+        *_window(planned),
         *_experts(plan),
-        *_decode(found),
-        *_links(found),
+        *_decode(planned),
+        *_links(planned),
         *_slowest(steps),
-        *_speed(found),
-        *_cost(found, price),
-        *_verdict(found),
-        *_cache_flag(found),
+        *_speed(planned),
+        *_cost(planned, price),
+        *_verdict(planned),
+        *_cache_flag(planned),
     ]
 
 
-def _adapters(found: Estimate) -> list[str]:
+def _adapters(planned: Estimate) -> list[str]:
     """The weights of adapters; empty without --adapter."""
-    if not (adapters := found.asked.adapters):
+    if not (adapters := planned.request.adapters):
         return []
     ranks = {pair.rank for adapter in adapters for pair in adapter.pairs.values()}
     return _line(
         "adapters",
-        f"{size(sum(rank.adapters for rank in found.ranks))} on all ranks, "
+        f"{size(sum(rank.adapters for rank in planned.ranks))} on all ranks, "
         f"{counted(len(adapters), 'adapter')} of rank {', '.join(map(str, sorted(ranks)))}; "
         "speeds are without adapters",
     )
 
 
-def _draft(found: Estimate) -> list[str]:
+def _draft(planned: Estimate) -> list[str]:
     """The weights of the draft model; empty without --draft-model."""
-    if (draft := found.asked.draft) is None:
+    if (draft := planned.request.draft) is None:
         return []
     return _line(
         "draft",
-        f"{size(sum(rank.draft_weights for rank in found.ranks))} of weights on all ranks, in "
+        f"{size(sum(rank.draft_weights for rank in planned.ranks))} of weights on all ranks, in "
         f"{model.in_dtype(draft.precision.dtype, draft.precision.quant)}; its KV cache counts "
         "as KV cache; speeds are without drafts",
     )
@@ -178,7 +180,7 @@ def _needs_row(rank: RankEstimate, scale: int) -> list[str]:
     return [*cells, size(rank.memory), painted(drawn, color, sys.stdout)]
 
 
-def _steps_table(found: Estimate, steps: RankSteps | None) -> list[str]:
+def _steps_table(planned: Estimate, steps: RankSteps | None) -> list[str]:
     """What each rank reads in a decode step, and for how long; empty for equally fast ranks.
 
     The times exclude exchanges, in which all ranks wait for each other.
@@ -193,7 +195,7 @@ def _steps_table(found: Estimate, steps: RankSteps | None) -> list[str]:
             f"{rate / GB:,.1f} GB/s",
             f"{seconds * 1e3:,.2f} ms",
         ]
-        for rank, rate, seconds in zip(found.ranks, steps.rates, steps.seconds, strict=True)
+        for rank, rate, seconds in zip(planned.ranks, steps.rates, steps.seconds, strict=True)
     ]
     return [*table(header, rows, sys.stdout), ""]
 
@@ -210,15 +212,15 @@ def _slowest(steps: RankSteps | None) -> list[str]:
     )
 
 
-def _links(found: Estimate) -> list[str]:
+def _links(planned: Estimate) -> list[str]:
     """The hosts, and the time of the exchanges between them; empty without --hosts."""
-    if (hosts := found.asked.hosts) is None:
+    if (hosts := planned.request.hosts) is None:
         return []
     text = ", ".join(
         f"{hosts.name(number)}: {'rank' if len(own) == 1 else 'ranks'} {_span(own)}"
         for number, own in enumerate(hosts.ranks)
     )
-    if hosts.links and (predicted := predict(found)) is not None:
+    if hosts.links and (predicted := predict(planned)) is not None:
         text += f"; exchanges take {predicted.full.link_s * 1e3:,.2f} ms of a step"
     return _line("hosts", text)
 
@@ -245,32 +247,32 @@ def _numbered(what: str, numbers: range) -> str:
     return f"{what}{'s' * (len(numbers) > 1)} {_span(numbers)}"
 
 
-def _decode(found: Estimate) -> list[str]:
+def _decode(planned: Estimate) -> list[str]:
     """Why decode steps run operator by operator; empty if they do not."""
-    reason = found.unrecorded
+    reason = planned.unrecorded
     return [] if reason is None else _line("decode", reason)
 
 
-def _speed(found: Estimate) -> list[str]:
+def _speed(planned: Estimate) -> list[str]:
     """The predicted speed, else the most that memory allows; empty if no rate is known."""
-    asked, slowest = found.asked, found.slowest
-    each = f" for each of {asked.batch} sequences" if asked.batch > 1 else ""
-    if (predicted := predict(found)) is not None:
-        return _predicted_speed(found, predicted, each)
-    full, empty = found.tokens_per_s(is_full=True), found.tokens_per_s(is_full=False)
+    request, slowest = planned.request, planned.slowest
+    each = f" for each of {request.batch} sequences" if request.batch > 1 else ""
+    if (predicted := predict(planned)) is not None:
+        return _predicted_speed(planned, predicted, each)
+    full, empty = planned.tokens_per_s(is_full=True), planned.tokens_per_s(is_full=False)
     if full is None or empty is None or slowest.bandwidth is None:
         return []
-    in_turn = "the stages run one after another, and " if asked.pp > 1 else ""
+    in_turn = "the stages run one after another, and " if request.pp > 1 else ""
     return _line(
         "speed",
         f"memory bandwidth limits decoding to {_rate(empty)} tokens/s{each}, and to {_rate(full)} "
-        f"after {asked.max_seq_len:,} tokens: {in_turn}a step of rank {slowest.shard.rank} then "
+        f"after {request.max_seq_len:,} tokens: {in_turn}a step of rank {slowest.shard.rank} then "
         f"reads {size(slowest.read_weights)} of weights and {size(slowest.read_kv)} of KV cache, "
         f"at {slowest.bandwidth / GB:,.0f} GB/s",
     )
 
 
-def _predicted_speed(found: Estimate, predicted: Prediction, each: str) -> list[str]:
+def _predicted_speed(planned: Estimate, predicted: Prediction, each: str) -> list[str]:
     """The predicted speed, what limits it, and where its figures are from."""
     full, empty = predicted.full, predicted.empty
     limits = f", limited by {full.limit}"
@@ -278,65 +280,65 @@ def _predicted_speed(found: Estimate, predicted: Prediction, each: str) -> list[
         limits = f"; {empty.limit} limits the former, {full.limit} the latter"
     text = (
         f"about {_rate(1 / empty.total_s)} new tokens/s{each}, and {_rate(1 / full.total_s)} after "
-        f"{found.asked.max_seq_len:,} tokens{limits}"
+        f"{planned.request.max_seq_len:,} tokens{limits}"
     )
     if predicted.prefill is not None and predicted.prefill_tokens_per_s is not None:
         text += (
             f"; prompts at about {_rate(predicted.prefill_tokens_per_s)} tokens/s, limited by "
             f"{predicted.prefill.limit}"
         )
-    return _line("speed", f"{text} (an estimate {_basis(found)})")
+    return _line("speed", f"{text} (an estimate {_basis(planned)})")
 
 
-def _basis(found: Estimate) -> str:
-    if found.asked.device == "cpu":
+def _basis(planned: Estimate) -> str:
+    if planned.request.device == "cpu":
         return "from the calibration"
-    slowest = found.slowest
+    slowest = planned.slowest
     at = "" if slowest.bandwidth is None else f", at {slowest.bandwidth / GB:,.0f} GB/s"
     return f"from data sheets and one measured H100{at}"
 
 
-def _cost(found: Estimate, price: float | None) -> list[str]:
+def _cost(planned: Estimate, price: float | None) -> list[str]:
     """The price of a million new tokens; empty without --price."""
-    predicted = predict(found)
+    predicted = predict(planned)
     if price is None or predicted is None:
         return []
-    asked, n_ranks = found.asked, found.plan.tp_size
+    request, n_ranks = planned.request, planned.plan.tp_size
     cost = predicted.cost(price * n_ranks)
     return _line(
         "cost",
-        f"{cost:,.3g} for a million new tokens of {asked.batch} sequences at "
-        f"{asked.max_seq_len:,} tokens: {n_ranks} x {price:g} per hour at "
+        f"{cost:,.3g} for a million new tokens of {request.batch} sequences at "
+        f"{request.max_seq_len:,} tokens: {n_ranks} x {price:g} per hour at "
         f"{_rate(predicted.tokens_per_s)} tokens/s",
     )
 
 
-def _copies(found: Estimate) -> str:
+def _copies(planned: Estimate) -> str:
     """How often KV heads are replicated, and what --kv-split sequence would save."""
-    own, n_ranks = found.asked.args.n_kv_heads, found.plan.tp_size
-    if found.plan.kv_parts > 1:
+    own, n_ranks = planned.request.args.n_kv_heads, planned.plan.tp_size
+    if planned.plan.kv_parts > 1:
         return f"each KV head stored once, its tokens sharded over {n_ranks} ranks"
-    if found.n_kv_heads == own:
+    if planned.n_kv_heads == own:
         return "each KV head stored once"
-    copies = f"{found.n_kv_heads} KV heads stored instead of {own} ({found.kv_overhead:+.0%})"
-    if found.asked.pp > 1 or found.asked.draft is not None:
+    copies = f"{planned.n_kv_heads} KV heads stored instead of {own} ({planned.kv_overhead:+.0%})"
+    if planned.request.pp > 1 or planned.request.draft is not None:
         return copies
-    spread = estimate(replace(found.asked, kv_split="sequence"))
-    if found.room_for_tokens is not None and spread.room_for_tokens is not None:
-        if spread.room_for_tokens <= found.room_for_tokens:
+    spread = estimate(replace(planned.request, kv_split="sequence"))
+    if planned.room_for_tokens is not None and spread.room_for_tokens is not None:
+        if spread.room_for_tokens <= planned.room_for_tokens:
             return copies
         return f"{copies}; --kv-split sequence makes room for {spread.room_for_tokens:,} tokens"
-    before, after = found.tightest.needed, spread.tightest.needed
+    before, after = planned.tightest.needed, spread.tightest.needed
     if after >= before:
         return copies
     return f"{copies}; with --kv-split sequence a rank needs at most {size(after)}"
 
 
-def _rest(found: Estimate) -> str:
+def _rest(planned: Estimate) -> str:
     """What a rank needs in addition to weights and KV cache."""
-    n_tokens = found.asked.step_tokens
-    if found.asked.device == "cuda":
-        is_quantised = found.asked.precision.quant_group_size > 1
+    n_tokens = planned.request.step_tokens
+    if planned.request.device == "cuda":
+        is_quantised = planned.request.precision.quant_group_size > 1
         converted = "quantised matrices that long steps convert, " if is_quantised else ""
         return (
             f"rotary tables, activations and scores of a step of {n_tokens} tokens, {converted}and "
@@ -348,25 +350,25 @@ def _rest(found: Estimate) -> str:
     )
 
 
-def _window(found: Estimate) -> list[str]:
+def _window(planned: Estimate) -> list[str]:
     """The KV cache of a model with a sliding window; empty for other models."""
-    args = found.asked.args
+    args = planned.request.args
     if args.sliding_window is None:
         return []
     n_layers = args.n_layers - len(args.full_layers)
-    most = size(sum(rank.kv.per_sequence for rank in found.ranks))
+    most = size(sum(rank.kv.per_sequence for rank in planned.ranks))
     return _line(
         "window",
         f"of {args.sliding_window:,} tokens in {n_layers} of {args.n_layers} layers: "
-        f"{most} on all ranks for a sequence of {found.asked.max_seq_len:,} tokens",
+        f"{most} on all ranks for a sequence of {planned.request.max_seq_len:,} tokens",
     )
 
 
 def format_table_lines(formats: FormatTable) -> list[str]:
     """A row for each pair of formats, what its columns mean, and the first that fits."""
-    asked = formats.asked
+    request = formats.request
     model_context = formats.rows[0].largest.model_context
-    chosen = next((row for row in formats.rows if row.found.fits), None)
+    chosen = next((row for row in formats.rows if row.planned.fits), None)
     if chosen is None:
         most = "; the maximum number of ranks is not enough" if formats.finds_fewest else ""
         verdict = f"no format fits{most}"
@@ -374,16 +376,16 @@ def format_table_lines(formats: FormatTable) -> list[str]:
         verdict = f"{chosen.flags} is the most precise that fits"
     if chosen is not None and formats.finds_fewest:
         verdict = "each row has the fewest ranks that are enough for its formats"
-    sequences = f"{counted(asked.batch, 'sequence')} of {asked.max_seq_len:,} tokens"
+    sequences = f"{counted(request.batch, 'sequence')} of {request.max_seq_len:,} tokens"
     return [
         *format_lines(formats),
         "",
         *_line("needs", f"of the fullest rank, for {sequences}"),
         *_line(
             "context",
-            f"the longest at batch {asked.batch}; the model's own is {model_context:,} tokens",
+            f"the longest at batch {request.batch}; the model's own is {model_context:,} tokens",
         ),
-        *_line("batch", f"the largest at a context of {asked.max_seq_len:,} tokens"),
+        *_line("batch", f"the largest at a context of {request.max_seq_len:,} tokens"),
         *(
             line
             for name, reason in formats.refused.items()
@@ -393,36 +395,36 @@ def format_table_lines(formats: FormatTable) -> list[str]:
     ]
 
 
-def largest_lines(asked: PlanRequest, largest: Largest | None) -> list[str]:
+def largest_lines(request: PlanRequest, largest: Largest | None) -> list[str]:
     """The largest context and batch; empty if memory is not known, or no sequence fits."""
     if largest is None or not largest.context:
         return []
     whole = " (the model's own)" if largest.context == largest.model_context else ""
     return _line(
         "largest",
-        f"context of {largest.context:,} tokens{whole} at batch {asked.batch}; batch of "
-        f"{largest.batch:,} at {asked.max_seq_len:,} tokens",
+        f"context of {largest.context:,} tokens{whole} at batch {request.batch}; batch of "
+        f"{largest.batch:,} at {request.max_seq_len:,} tokens",
     )
 
 
-def _verdict(found: Estimate) -> list[str]:
-    if found.fits is None:
+def _verdict(planned: Estimate) -> list[str]:
+    if planned.fits is None:
         return []
-    if not found.fits:
-        return _fits(False, _shortfall(found))
-    room = f"room for {found.room_for_tokens:,} tokens of KV cache"
-    if found.asked.args.sliding_window is not None:
-        n_sequences = (found.room_for_tokens or 0) // found.asked.tokens_each[0]
-        room += f", {n_sequences:,} sequences of {found.asked.max_seq_len:,} tokens"
+    if not planned.fits:
+        return _fits(False, _shortfall(planned))
+    room = f"room for {planned.room_for_tokens:,} tokens of KV cache"
+    if planned.request.args.sliding_window is not None:
+        n_sequences = (planned.room_for_tokens or 0) // planned.request.tokens_each[0]
+        room += f", {n_sequences:,} sequences of {planned.request.max_seq_len:,} tokens"
     return _fits(True, room)
 
 
-def _cache_flag(found: Estimate) -> list[str]:
+def _cache_flag(planned: Estimate) -> list[str]:
     """The --kv-cache-bytes that the plan needs; empty if the default is enough."""
-    if found.fits is False or not found.needs_cache_flag:
+    if planned.fits is False or not planned.needs_cache_flag:
         return []
-    n_mib = -(-found.cache_bytes >> 20)
-    default = min(found.default_rooms or [0])
+    n_mib = -(-planned.cache_bytes >> 20)
+    default = min(planned.default_rooms or [0])
     return _line(
         "start", f"with --kv-cache-bytes {n_mib}M; the default for a rank is {size(default)}"
     )
@@ -434,13 +436,13 @@ def _fits(fits: bool, text: str) -> list[str]:
     return [first.replace(word, painted(word, color, sys.stdout), 1), *others]
 
 
-def _shortfall(found: Estimate) -> str:
+def _shortfall(planned: Estimate) -> str:
     """Which rank has too little memory, and how much is left for the KV cache."""
-    rank = found.tightest
-    room = found.room_for_tokens or 0
+    rank = planned.tightest
+    room = planned.room_for_tokens or 0
     left = "the weights leave no room for KV cache"
     if room:
-        left = f"room for {room:,} of {found.asked.n_tokens:,} tokens of KV cache"
+        left = f"room for {room:,} of {planned.request.n_tokens:,} tokens of KV cache"
     has = size(rank.memory or 0)
     return f"rank {rank.shard.rank} needs {size(rank.needed)} and has {has}; {left}"
 
@@ -453,26 +455,26 @@ def advice_lines(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
         text = "give each rank more memory: no other format, rank count or token count fits"
         return _line("remedy", text)
     width = max(len(remedy.words) for remedy in remedies)
-    rows = [(remedy.words, _numbers(remedy.found)) for remedy in remedies]
+    rows = [(remedy.words, _numbers(remedy.planned)) for remedy in remedies]
     lines = [f"  {words:<{width}}  {numbers}" for words, numbers in rows]
     if max(map(len, lines)) > _WIDTH:
         lines = [line for words, numbers in rows for line in (f"  {words}", f"      {numbers}")]
     return ["", "each of these changes makes it fit, the least lossy first:", *lines]
 
 
-def _numbers(found: Estimate) -> str:
-    tightest = found.tightest
+def _numbers(planned: Estimate) -> str:
+    tightest = planned.tightest
     return (
         f"needs {size(tightest.needed)} of {size(tightest.memory or 0)}, "
-        f"room for {found.room_for_tokens:,} tokens"
+        f"room for {planned.room_for_tokens:,} tokens"
     )
 
 
-def fewest_lines(found: Estimate, fewer: Estimate | None) -> list[str]:
+def fewest_lines(planned: Estimate, fewer: Estimate | None) -> list[str]:
     """The fewest ranks that are enough, and why one rank fewer is not enough."""
-    precision = found.asked.precision
-    tp_size, dtype = found.plan.tp_size, model.in_dtype(precision.dtype, precision.quant)
-    if not found.fits:
+    precision = planned.request.precision
+    tp_size, dtype = planned.plan.tp_size, model.in_dtype(precision.dtype, precision.quant)
+    if not planned.fits:
         text = f"no number of ranks is enough; the maximum is {tp_size}"
     elif fewer is None:
         text = f"1 rank is enough in {dtype}"
@@ -489,10 +491,10 @@ def other_stages_lines(other: Estimate | None) -> list[str]:
     """The predicted speed of the plan with other stages; empty if it is not predicted."""
     if other is None or (predicted := predict(other)) is None:
         return []
-    pp = other.asked.pp
+    pp = other.request.pp
     text = f"with --pp {pp}" if pp > 1 else "without --pp"
     text += f", about {_rate(1 / predicted.full.total_s)} new tokens/s after "
-    text += f"{other.asked.max_seq_len:,} tokens"
+    text += f"{other.request.max_seq_len:,} tokens"
     if predicted.prefill_tokens_per_s is not None:
         text += f", and prompts at about {_rate(predicted.prefill_tokens_per_s)} tokens/s"
     return _line("otherwise", text)
@@ -500,14 +502,14 @@ def other_stages_lines(other: Estimate | None) -> list[str]:
 
 def range_lines(comparison: Comparison, price: float | None) -> list[str]:
     """A range of numbers of ranks as text: one row each, and a summary."""
-    is_predicted = all(predict(found) is not None for found in comparison.allowed)
-    has_speed = is_predicted or comparison.asked.bandwidth is not None
+    is_predicted = all(predict(planned) is not None for planned in comparison.allowed)
+    has_speed = is_predicted or comparison.request.bandwidth is not None
     header = ["ranks", "balance", "tokens/s" if has_speed else "cut between"]
     header += ["weights", "KV/token", "extra KV" if price is None else "cost/1M"]
     header += ["works"] if comparison.memory is None else ["KV tokens", "fits"]
     rows = [
-        _size_row(found, price, is_predicted=is_predicted, has_speed=has_speed)
-        for found in comparison.allowed
+        _size_row(planned, price, is_predicted=is_predicted, has_speed=has_speed)
+        for planned in comparison.allowed
     ]
     refused = []
     if comparison.refused:
@@ -530,27 +532,27 @@ def range_lines(comparison: Comparison, price: float | None) -> list[str]:
 
 
 def _size_row(
-    found: Estimate, price: float | None, *, is_predicted: bool, has_speed: bool
+    planned: Estimate, price: float | None, *, is_predicted: bool, has_speed: bool
 ) -> list[str]:
-    predicted = predict(found) if is_predicted else None
-    tokens_per_s = found.tokens_per_s(is_full=True)
+    predicted = predict(planned) if is_predicted else None
+    tokens_per_s = planned.tokens_per_s(is_full=True)
     if predicted is not None:
         tokens_per_s = 1 / predicted.full.total_s
     speed = "-" if tokens_per_s is None else _rate(tokens_per_s)
-    extra = f"{found.kv_overhead:.0%}"
+    extra = f"{planned.kv_overhead:.0%}"
     if price is not None and predicted is not None:
-        extra = f"{predicted.cost(price * found.plan.tp_size):,.3g}"
+        extra = f"{predicted.cost(price * planned.plan.tp_size):,.3g}"
     cells = [
-        str(found.plan.tp_size),
-        f"{found.plan.balance:.3f}",
-        speed if has_speed else _CUTS[found.plan.cut],
-        size(max(rank.all_weights for rank in found.ranks)),
-        size(max(rank.kv_per_token for rank in found.ranks)),
+        str(planned.plan.tp_size),
+        f"{planned.plan.balance:.3f}",
+        speed if has_speed else _CUTS[planned.plan.cut],
+        size(max(rank.all_weights for rank in planned.ranks)),
+        size(max(rank.kv_per_token for rank in planned.ranks)),
         extra,
     ]
-    if found.fits is None:
+    if planned.fits is None:
         return [*cells, "yes"]
-    return [*cells, f"{found.room_for_tokens:,}", _yes_or_no(found.fits)]
+    return [*cells, f"{planned.room_for_tokens:,}", _yes_or_no(planned.fits)]
 
 
 def _conclusion(comparison: Comparison) -> list[str]:
@@ -566,7 +568,7 @@ def _conclusion(comparison: Comparison) -> list[str]:
             largest = comparison.allowed[-1]
             answer += f"; with {largest.plan.tp_size}, {_shortfall(largest)}"
     room = f"room with {size(comparison.memory)} per rank"
-    needed = f"{comparison.asked.n_tokens:,} are needed"
+    needed = f"{comparison.request.n_tokens:,} are needed"
     return [*_line("KV tokens", f"{room}; {needed}"), *_line("fewest", answer)]
 
 

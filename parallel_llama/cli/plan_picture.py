@@ -35,15 +35,15 @@ text, .rank { fill: #f0f6fc } .dim { fill: #9198a1 }
 """.strip()
 
 
-def picture(found: Estimate, title: Sequence[str], axes: Mapping[str, Sequence[range]]) -> bytes:
+def picture(planned: Estimate, title: Sequence[str], axes: Mapping[str, Sequence[range]]) -> bytes:
     """A plan as an SVG file.
 
     Args:
-        found: the plan and the memory that it needs.
+        planned: the plan and the memory that it needs.
         title: lines of text above the tables.
         axes: by name, what each rank holds of an axis; ranges may overlap.
     """
-    lane = 14 if len(found.ranks) <= 16 else 6  # the height of a row
+    lane = 14 if len(planned.ranks) <= 16 else 6  # the height of a row
     parts: list[str] = []
     y = 12
     for number, line in enumerate(title):
@@ -54,10 +54,10 @@ def picture(found: Estimate, title: Sequence[str], axes: Mapping[str, Sequence[r
         parts += _axis(name, ranges, y, lane)
         y += lane * len(ranges)
     y += 2 * _LINE
-    parts += _legend(y, has_limit=found.fits is not None)
+    parts += _legend(y, has_limit=planned.fits is not None)
     y += _LINE // 2
-    parts += _memory(found.ranks, y, lane)
-    height = y + lane * len(found.ranks) + _LINE
+    parts += _memory(planned.ranks, y, lane)
+    height = y + lane * len(planned.ranks) + _LINE
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title[0])}">'

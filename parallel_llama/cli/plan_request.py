@@ -1,4 +1,4 @@
-"""What `plan` is asked for: a model, its formats and its ranks. No torch."""
+"""What `plan` is request for: a model, its formats and its ranks. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -143,18 +143,18 @@ def plan_request(
 
     Raises: UsageError for an adapter or a draft model that cannot run with the model.
     """
-    asked = _model_request(flags, files, args, device, flags[model.QUANT])
-    asked = replace(
-        asked,
+    request = _model_request(flags, files, args, device, flags[model.QUANT])
+    request = replace(
+        request,
         kv_split=flags[model.KV_SPLIT],
         tp_size=tp_size,
         pp=flags[model.PP],
         adapters=tuple(load_served_adapters(model.adapters_of(flags), args).values()),
     )
-    found = model.draft_model(flags, args, asked.max_seq_len, device)
-    if found is None:
-        return asked
-    return replace(asked, draft=_model_request(flags, *found, device, flags[model.DRAFT_QUANT]))
+    planned = model.draft_model(flags, args, request.max_seq_len, device)
+    if planned is None:
+        return request
+    return replace(request, draft=_model_request(flags, *planned, device, flags[model.DRAFT_QUANT]))
 
 
 def _model_request(

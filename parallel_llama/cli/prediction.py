@@ -132,11 +132,11 @@ def rank_steps(planned: Estimate) -> RankSteps | None:
 
     None for a pipeline, and if the hardware or the work of a rank is not known.
     """
-    hardware = planned.asked.hardware
-    if hardware is None or planned.asked.pp > 1 or _why_unknown_work(planned) is not None:
+    hardware = planned.request.hardware
+    if hardware is None or planned.request.pp > 1 or _why_unknown_work(planned) is not None:
         return None
     rates = [hardware.rates(rank.shard.rank, planned.plan.tp_size) for rank in planned.ranks]
-    step = _Step(planned.asked.batch, is_full=True)
+    step = _Step(planned.request.batch, is_full=True)
     seconds = tuple(
         sum(_rank_s(rank, rank_rates, step))
         for rank, rank_rates in zip(planned.ranks, rates, strict=True)
@@ -148,13 +148,17 @@ def rank_steps(planned: Estimate) -> RankSteps | None:
 
 def predict(planned: Estimate) -> Prediction | None:
     """The predicted steps of a plan; None where `why_unpredicted` has a reason."""
-    hardware = planned.asked.hardware
+    hardware = planned.request.hardware
     if hardware is None or why_unpredicted(planned) is not None:
         return None
-    n_ranks, batch, n_tokens = planned.plan.tp_size, planned.asked.batch, planned.asked.step_tokens
+    n_ranks, batch, n_tokens = (
+        planned.plan.tp_size,
+        planned.request.batch,
+        planned.request.step_tokens,
+    )
     rates = [hardware.rates(rank.shard.rank, n_ranks) for rank in planned.ranks]
-    launch_s = hardware.step_s + planned.asked.args.n_layers * hardware.layer_s
-    times = _all_ranks_s if planned.asked.pp == 1 else _pipeline_s
+    launch_s = hardware.step_s + planned.request.args.n_layers * hardware.layer_s
+    times = _all_ranks_s if planned.request.pp == 1 else _pipeline_s
 
     def predicted(step: _Step) -> StepTime:
         return StepTime(*times(planned, hardware, rates, step), launch_s)
@@ -171,9 +175,9 @@ def predict(planned: Estimate) -> Prediction | None:
 
 def why_unpredicted(planned: Estimate) -> str | None:
     """Why the speed of a plan is not predicted; None if it is."""
-    hardware = planned.asked.hardware
+    hardware = planned.request.hardware
     if hardware is None:
-        if planned.asked.device == "cpu":
+        if planned.request.device == "cpu":
             return "bench --calibrate FILE measures a machine; pass FILE to --calibration"
         return "name the GPUs, as in --gpus 4xH100; a T4 has no bfloat16"
     if planned.plan.tp_size > 1 and (hardware.exchange_s is None or hardware.link is None):
@@ -181,23 +185,23 @@ def why_unpredicted(planned: Estimate) -> str | None:
             return "the exchanges between the hosts of several files have not been measured"
         return "one rank exchanges nothing; calibrate with --nproc 2 or more"
     largest = max(len(stage.ranks) for stage in planned.plan.stages)
-    if planned.asked.pp > 1 and largest > 1 and hardware.local_exchange_s is None:
+    if planned.request.pp > 1 and largest > 1 and hardware.local_exchange_s is None:
         return "one rank exchanges nothing; calibrate each host with --nproc 2 or more"
     return _why_unknown_work(planned)
 
 
 def _why_unknown_work(planned: Estimate) -> str | None:
     """Why the work of a rank cannot be predicted from its rates; None if it can."""
-    asked, precision = planned.asked, planned.asked.precision
+    request, precision = planned.request, planned.request.precision
     if reason := planned.unrecorded:
         return reason
-    if asked.device == "cuda":
+    if request.device == "cuda":
         if precision.quant in ("fp8", "stored"):
             return f"decode steps in {precision.quant} have not been measured in a whole model"
-        if precision.quant != "none" and asked.batch > 1:
+        if precision.quant != "none" and request.batch > 1:
             return (
                 f"the kernel for {precision.quant} multiplies row by row, so its speed with "
-                f"{asked.batch} sequences does not follow from bytes"
+                f"{request.batch} sequences does not follow from bytes"
             )
         if ITEM_BYTES[precision.computed] != 2:
             return f"on GPUs only 16-bit dtypes have been measured, not {precision.computed}"
@@ -235,17 +239,17 @@ def _layer_exchanges(
 
 
 def _link_s(planned: Estimate, hardware: Hardware, n_rows: int) -> float:
-    item_bytes = ITEM_BYTES[planned.asked.precision.computed]
+    item_bytes = ITEM_BYTES[planned.request.precision.computed]
     n_exchanges, n_bytes = exchanges(
-        planned.asked.args, planned.plan.tp_size, item_bytes, is_exact=planned.asked.is_exact
+        planned.request.args, planned.plan.tp_size, item_bytes, is_exact=planned.request.is_exact
     )
     if not n_exchanges:
         return 0.0
     assert hardware.exchange_s is not None and hardware.link is not None
-    n_ranks, args = planned.plan.tp_size, planned.asked.args
+    n_ranks, args = planned.plan.tp_size, planned.request.args
     if hardware.messages and n_rows * args.dim * item_bytes <= _MAX_DIRECT_BYTES:
         # A message holds one rank's part of a gather, or the whole tensor of an all-reduce.
-        ring_fraction = 1 if planned.asked.is_exact else 2 / n_ranks
+        ring_fraction = 1 if planned.request.is_exact else 2 / n_ranks
         n_bytes *= hardware.messages / (n_ranks - 1) / ring_fraction
     return n_exchanges * hardware.exchange_s + n_rows * n_bytes / hardware.link
 
@@ -303,7 +307,7 @@ def _handover_s(planned: Estimate, hardware: Hardware, n_rows: int, n_pieces: in
     """Seconds of the exchanges of all ranks: of the embedding, after the stages, after the head."""
     assert hardware.exchange_s is not None and hardware.link is not None
     n_stages, n_ranks = len(planned.plan.stages), planned.plan.tp_size
-    x_bytes = n_rows * planned.asked.args.dim * ITEM_BYTES[planned.asked.precision.computed]
+    x_bytes = n_rows * planned.request.args.dim * ITEM_BYTES[planned.request.precision.computed]
     # After each stage, x is sent to every rank of another host; the embedding uses a ring.
     n_sent = n_ranks * (n_stages - 1) if hardware.messages else n_stages
     n_copies = n_sent + 2 * (n_ranks - 1) / n_ranks
@@ -317,10 +321,10 @@ def _stage_link_s(planned: Estimate, hardware: Hardware, stage: Stage, n_rows: f
         return 0.0
     assert hardware.local_exchange_s is not None and hardware.local_link is not None
     n_exchanges, n_bytes = _layer_exchanges(
-        planned.asked.args,
+        planned.request.args,
         len(stage.ranks),
-        ITEM_BYTES[planned.asked.precision.computed],
-        is_exact=planned.asked.is_exact,
+        ITEM_BYTES[planned.request.precision.computed],
+        is_exact=planned.request.is_exact,
     )
     layer_s = n_exchanges * hardware.local_exchange_s + n_rows * n_bytes / hardware.local_link
     return len(stage.layers) * layer_s

@@ -23,7 +23,7 @@ class Remedy:
     """A change of a request, and the resulting plan, which fits."""
 
     change: Change
-    found: Estimate
+    planned: Estimate
 
     @property
     def words(self) -> str:
@@ -58,7 +58,7 @@ def find_remedies(request: PlanRequest) -> list[Remedy]:
     narrowest_change = _merge(changes[-1] for changes in kinds if changes)
     narrow_request = replace(request, **narrowest_change)
     return [
-        Remedy(_merge((remedy.change, narrowest_change)), remedy.found)
+        Remedy(_merge((remedy.change, narrowest_change)), remedy.planned)
         for remedy in (*_fewest_more(narrow_request), *_fewer_tokens(narrow_request))
     ]
 
@@ -74,10 +74,10 @@ def _ranks_of(memory: Sequence[int]) -> str:
 def _plan_if_fits(request: PlanRequest, change: Change) -> Estimate | None:
     """The plan of a changed request if it fits."""
     try:
-        found = estimate(replace(request, **change))
+        planned = estimate(replace(request, **change))
     except UsageError:  # this model does not support the change
         return None
-    return found if found.fits else None
+    return planned if planned.fits else None
 
 
 def _merge(changes: Iterable[Change]) -> Change:
@@ -86,7 +86,7 @@ def _merge(changes: Iterable[Change]) -> Change:
 
 def _fitting(request: PlanRequest, changes: Sequence[Change]) -> list[Remedy]:
     plans = ((change, _plan_if_fits(request, change)) for change in changes)
-    return [Remedy(change, found) for change, found in plans if found is not None]
+    return [Remedy(change, planned) for change, planned in plans if planned is not None]
 
 
 def lossless_changes(request: PlanRequest) -> list[Change]:
@@ -138,11 +138,11 @@ def _more_ranks(request: PlanRequest, lossless: Sequence[Change]) -> list[Remedy
     """
     combinations_of_changes = chain.from_iterable(combinations(lossless, n) for n in range(3))
     remedies = [
-        Remedy(_merge((more.change, *changes)), more.found)
+        Remedy(_merge((more.change, *changes)), more.planned)
         for changes in combinations_of_changes
         for more in _fewest_more(replace(request, **_merge(changes)))
     ]
-    return sorted(remedies, key=lambda remedy: remedy.found.plan.tp_size)[:1]
+    return sorted(remedies, key=lambda remedy: remedy.planned.plan.tp_size)[:1]
 
 
 def _fewest_more(request: PlanRequest) -> list[Remedy]:
@@ -155,8 +155,8 @@ def _fewest_more(request: PlanRequest) -> list[Remedy]:
             added = (max(request.memory),) * (tp_size - len(request.memory))
             change["memory"] = (*request.memory, *added)
         memory = change.get("memory", (request.memory,) * tp_size)
-        if sum(memory) >= min_bytes and (found := _plan_if_fits(request, change)) is not None:
-            return [Remedy(change, found)]
+        if sum(memory) >= min_bytes and (planned := _plan_if_fits(request, change)) is not None:
+            return [Remedy(change, planned)]
     return []
 
 
@@ -180,8 +180,8 @@ def _fitting_combination(request: PlanRequest) -> list[Remedy]:
     )
     for parts in product(*([{}, *changes] for changes in kinds)):
         change = _merge(parts)
-        if (found := _plan_if_fits(request, change)) is not None:
-            return [Remedy(change, found)]
+        if (planned := _plan_if_fits(request, change)) is not None:
+            return [Remedy(change, planned)]
     return []
 
 

@@ -430,7 +430,7 @@ def longest_sequence(max_seq_len: int, scaling: RopeScaling | None) -> int:
 
 
 def context_length(args: ModelArgs, max_seq_len: int | None = None) -> int:
-    """The longest sequence that may run: `wanted`, or the model's own context.
+    """The longest sequence that may run: `max_seq_len`, or the model's own context.
 
     Raises: UsageError for more than the model's own context.
     """

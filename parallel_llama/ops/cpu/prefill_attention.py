@@ -7,9 +7,9 @@ the softmax have to add up lanes:
     scores[keys, columns]  = k[keys] @ q[:, columns]
     weights[keys, columns] = exp(scores[keys, columns] - the column's largest score in the tile)
     tile_sums[:, columns]  = v[keys].T @ weights[keys, columns]
-    sums[:, columns]       = sums[:, columns] * before + tile_sums[:, columns] * factor
+    sums[:, columns]       = sums[:, columns] * before + tile_sums[:, columns] * factors
 
-Keys are processed tile by tile. `before` and `factor` rescale the sums of the earlier tiles and of
+Keys are processed tile by tile. `before` and `factors` rescale the sums of the earlier tiles and of
 this tile to the largest score so far. Tiles are counted from the start of the sequence, and a tile
 that a query does not see leaves its column unchanged. So a result depends only on the query, its
 keys and its values: not on the chunk's other queries, where the chunk begins, or the thread.
