@@ -146,10 +146,12 @@ def bytes_passed_over(
 ) -> int:
     """Bytes of weights that one decode step does not need to read.
 
-    These are an untied embedding, which is only looked up, and the experts that a batch of `batch`
-    sequences does not select, on average over a uniform choice. With a `shard` the count is for its
-    rank, otherwise for all ranks together. `values` is the result of `values_by_form` for this
-    model, if the caller has it.
+    A step reads only a few rows of an untied embedding, and only the experts that the tokens of
+    `batch` sequences select; the tokens are taken to select experts uniformly.
+
+    Args:
+        shard: count for the rank of this shard; by default for all ranks together.
+        values: the result of `values_by_form`, if the caller has it.
     """
     n_rows = args.vocab_size if shard is None else len(shard.vocab)
     embedding = 0 if args.tied_embeddings else n_rows * args.dim

@@ -4,11 +4,10 @@
         [--draft-model smollm2] [--draft-quant int4]
 
 It prints five lines. The first has the time to the first token with the prompt's beginning in the
-prefix cache, and without. The next two have the speed with drafts divided by the speed without, on
-texts that repeat their prompt and on texts that do not, with the number of equal greedy tokens. By
-default drafts are found by prompt lookup. The
-last two have the mean time of each part of a step, with one request and with 16. The other figures
-are medians over interleaved rounds.
+prefix cache, and without. The next two have the speed with drafts divided by the speed without, and
+the number of equal greedy tokens: for text that repeats its prompt, and for other text. By default
+drafts are found by prompt lookup. The last two lines have the mean time of each part of a step,
+with one request and with 16. All other figures are medians over interleaved rounds.
 """
 
 import argparse

@@ -143,8 +143,9 @@ class _Ranks:
 def prepare(flags: Flags) -> Job:
     """Checks the request, and returns the job that prints a plan, or a table for a range of ranks.
 
-    The number of ranks is --nproc, else the number that --memory or --gpus lists. With one size and
-    no number it is the smallest that fits, and with neither flag it is 1.
+    The number of ranks is that of --nproc, else the number of ranks that --memory or --gpus lists.
+    If these flags give one size without a number of ranks, it is the fewest ranks that fit; without
+    any of the flags it is 1.
     """
     ranks = _described_ranks(flags)
     request = _request(flags, ranks)

@@ -1,7 +1,7 @@
 """Compares the exchanges of a forward pass on several ranks with the same pass on one rank.
 
-With exact sums every column of an exchanged tensor is computed completely by one rank, so a column
-that differs names the rank that computed it, and the exchange names the product and the layer.
+With exact sums each column of an exchanged tensor is computed by one rank alone. So a column that
+differs identifies the rank, and the number of the exchange identifies the product and the layer.
 """
 
 from collections.abc import Mapping, Sequence
