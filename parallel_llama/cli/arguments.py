@@ -296,6 +296,25 @@ def _right_column(flag: Flag[Any]) -> str:
     return flag.help + (f" ({'; '.join(notes)})" if notes else "")
 
 
+def in_flags(message: str, verb: Verb) -> str:
+    """A message of the library, with flags of the command instead of names of settings.
+
+    "max_seq_len=9: drop attention_sinks" becomes "--max-seq-len 9: drop --attention-sinks". Names
+    without an underscore are also words of the language, so they need a value: "device='cuda'".
+    """
+    flags = {flag.name.replace("-", "_"): flag.name for flag in verb.flags}
+
+    def translate(match: re.Match[str]) -> str:
+        name, has_value, value = flags.get(match[1]), match[2] is not None, match[4]
+        if name is None or not (has_value or "_" in match[1]):
+            return match[0]
+        return f"--{name} {value}" if has_value else f"--{name}"
+
+    return re.sub(
+        r"(?<![\w/.'\"-])([a-z_]+)(=('?)([^'\s:;,]*)\3)?(?![\w/'\"-])", translate, message
+    )
+
+
 def warn(message: str) -> None:
     """Prints a line to stderr."""
     print(f"parallel-llama: {message}", file=sys.stderr, flush=True)

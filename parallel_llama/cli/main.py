@@ -10,7 +10,7 @@ from importlib import import_module
 import fire
 
 from parallel_llama.cli import arguments
-from parallel_llama.cli.arguments import HelpRequested, Job, Verb, parse_flags
+from parallel_llama.cli.arguments import HelpRequested, Job, Verb, in_flags, parse_flags
 from parallel_llama.cli.model import LOG_DIR, SECRET_FILE
 from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.fields import did_you_mean
@@ -61,11 +61,13 @@ def _run(argv: list[str]) -> int:
     verb = load_verb(argv[0])
     try:
         job = _prepare(verb, argv[1:])
+        gc.enable()
+        return execute(job, argv)
     except HelpRequested:
         print(arguments.help_text(verb))
         return DONE
-    gc.enable()
-    return execute(job, argv)
+    except UsageError as error:
+        raise UsageError(in_flags(str(error), verb)) from error
 
 
 def _prepare(verb: Verb, argv: Sequence[str]) -> Job:

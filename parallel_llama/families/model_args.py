@@ -468,8 +468,8 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
     scaling = args.rope_scaling
     if args.full_layers:
         raise UsageError(
-            f"attention_sinks={n_sinks}: some layers attend to all keys, whose number is not "
-            "bounded; use a model in which all layers or no layer has a window"
+            f"attention_sinks={n_sinks}: some layers attend to all keys, so the KV cache "
+            "would grow without limit; use a model in which all layers or no layer has a window"
         )
     if scaling is not None and scaling.kind == "dynamic":
         raise UsageError(

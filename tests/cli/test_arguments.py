@@ -32,6 +32,7 @@ from parallel_llama.cli.arguments import (
     Job,
     Verb,
     help_text,
+    in_flags,
     parse_flags,
     terminal_width,
 )
@@ -831,3 +832,27 @@ def test_the_first_ctrl_c_is_a_question_and_the_second_an_end():
 def test_perplexity_of_a_uniform_guess_is_the_number_of_choices():
     assert perplexity([math.log(1 / 7)] * 5) == pytest.approx(7)
     assert perplexity([]) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("max_seq_len=9: use 1 to 8", "--max-seq-len 9: use 1 to 8"),
+        ("device='cuda', but no GPU; drop it", "--device cuda, but no GPU; drop it"),
+        ("too small; raise kv_cache_bytes, or", "too small; raise --kv-cache-bytes, or"),
+        ("no device, --device cuda; pp", "no device, --device cuda; pp"),
+        (
+            "/a/max_seq_len=3/x: 'kv_split' max_seq_lens",
+            "/a/max_seq_len=3/x: 'kv_split' max_seq_lens",
+        ),
+        ("config.max_seq_len is n_heads=3", "config.max_seq_len is n_heads=3"),
+    ],
+)
+def test_messages_of_the_library_name_flags(message, shown):
+    assert in_flags(message, GENERATE) == shown
+
+
+def test_a_wrong_setting_is_reported_as_a_flag(capsys):
+    assert command_line.main(["generate", "--prompt=x", "--max-seq-len=9000"]) == 2
+    said = "parallel-llama: --max-seq-len 9000: this model's context is 8192 tokens"
+    assert capsys.readouterr().err.startswith(said)

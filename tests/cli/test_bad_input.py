@@ -82,7 +82,7 @@ def test_a_flag_that_the_model_does_not_allow_is_named(model, refused, flags, sa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is of a host without a GPU")
 def test_cuda_without_a_gpu_is_wrong_use(model, refused):
-    says = ["device=cuda: torch sees no CUDA device here"]
+    says = ["--device cuda: torch sees no CUDA device here"]
     refused("generate", "--model", str(model), "--prompt", "Hi", "--device", "cuda", says=says)
 
 
