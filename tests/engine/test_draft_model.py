@@ -107,8 +107,8 @@ def test_wrong_numbers_of_a_draft_model_draft_nothing(has_nan):
             replace(ARGS, vocab_size=300),
             "its vocabulary has 300 tokens and that of the model",
         ),
-        (ARGS, HYBRID, "attend to the last 5 tokens and none of the model's do"),
-        (replace(HYBRID, full_layers=()), ARGS, "attend to all tokens and none of the model's do"),
+        (ARGS, HYBRID, "attend to the last 5 tokens, and no layer of the model does"),
+        (replace(HYBRID, full_layers=()), ARGS, "attend to all tokens, and no layer"),
     ],
 )
 def test_a_draft_model_that_does_not_fit_is_refused(args, draft, error):
