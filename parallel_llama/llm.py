@@ -292,6 +292,8 @@ class LLM:
         sequences: Sequence[Sequence[int]],
         stride: int | None = None,
         on_tokens: Callable[[int], None] = lambda _: None,
+        *,
+        adapter: str | None = None,
     ) -> list[list[float]]:
         """Natural-log probabilities of every token after the first, given the tokens before it.
 
@@ -304,10 +306,13 @@ class LLM:
             stride: tokens between the starts of two windows, 1 to one less than the context. By
                 default half the context. A small stride gives tokens more context and takes longer.
             on_tokens: called after each window with the number of newly scored tokens.
+            adapter: the name of an adapter; None for the model without an adapter.
 
-        Raises: UsageError for a sequence that cannot be scored or does not fit into the KV cache.
+        Raises: UsageError for a sequence that cannot be scored or does not fit into the KV cache,
+            and for an adapter that is not loaded.
         """
         self._require_open()
+        self.engine.require_adapter(adapter)
         max_tokens = self.input_processor.longest
         stride = max(max_tokens // 2, 1) if stride is None else stride
         if not 1 <= stride < max(max_tokens, 2):
@@ -328,16 +333,25 @@ class LLM:
                         )
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error
-        return [self._score(tokens, max_tokens, stride, on_tokens) for tokens in sequences]
+        return [
+            self._score(
+                tokens, rank_rpc.windows(len(tokens), max_tokens, stride), on_tokens, adapter
+            )
+            for tokens in sequences
+        ]
 
     def _score(
-        self, tokens: Sequence[int], max_tokens: int, stride: int, on_tokens: Callable[[int], None]
+        self,
+        tokens: Sequence[int],
+        windows: Iterator[range],
+        on_tokens: Callable[[int], None],
+        adapter: str | None,
     ) -> list[float]:
         logprobs: list[float] = []
         n_done = 0
-        for window in rank_rpc.windows(len(tokens), max_tokens, stride):
+        for window in windows:
             part = tokens[window.start : window.stop]
-            score = partial(rank_rpc.score_sequence, self.engine, part)
+            score = partial(rank_rpc.score_sequence, self.engine, part, adapter)
             with self._delayed_ctrl_c():
                 scored = self.ranks.retry_after_loss(score)
             logprobs += scored[len(logprobs) - window.start :]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
-from parallel_llama.cli.model import LOADING, MODEL, RANKS, check_model
+from parallel_llama.cli.model import ADAPTER, LOADING, MODEL, RANKS, check_model, only_adapter
 from parallel_llama.cli.parsers import input_file, token_count
 from parallel_llama.cli.prompts import check_tokens
 from parallel_llama.cli.session import lead, leads
@@ -39,7 +39,7 @@ def prepare(flags: Flags) -> Job:
     if (flags[TEXT_FILE] is None) == (flags[TOKENS_FILE] is None):
         raise UsageError("give either --text-file FILE or --tokens-file FILE")
     inputs, n_ranks = check_model(flags)
-    stride, context = flags[STRIDE], inputs.longest
+    stride, context, adapter = flags[STRIDE], inputs.longest, only_adapter(flags)
     if stride is not None and stride >= context:
         raise UsageError(
             f"--stride {stride} must be less than the context of {context}; give at most "
@@ -48,7 +48,9 @@ def prepare(flags: Flags) -> Job:
 
     def run() -> int:
         sequences = _read_sequences(flags, inputs) if leads() else []
-        work = partial(_score, sequences=sequences, stride=stride, as_json=flags[JSON])
+        work = partial(
+            _score, sequences=sequences, stride=stride, adapter=adapter, as_json=flags[JSON]
+        )
         return lead(flags, inputs, work)
 
     return Job(run, n_ranks)
@@ -62,7 +64,12 @@ def perplexity(logprobs: Sequence[float]) -> float | None:
 
 
 def _score(
-    llm: "LLM", *, sequences: Sequence[Sequence[int]], stride: int | None, as_json: bool
+    llm: "LLM",
+    *,
+    sequences: Sequence[Sequence[int]],
+    stride: int | None,
+    adapter: str | None,
+    as_json: bool,
 ) -> int:
     context = llm.input_processor.longest
     longest = max(map(len, sequences), default=0)
@@ -82,7 +89,8 @@ def _score(
         activity.what = f"scoring: {n_done:,} of {n_all:,} tokens"
 
     with Activity(f"scoring {n_all:,} tokens", sys.stderr) as activity:
-        scored = list(zip(sequences, llm.score(sequences, stride, show), strict=True))
+        scores = llm.score(sequences, stride, show, adapter=adapter)
+        scored = list(zip(sequences, scores, strict=True))
     if as_json:
         for tokens, logprobs in scored:
             line = {
@@ -153,7 +161,7 @@ VERB = Verb(
     "score",
     "Prints the log-probabilities and perplexity of a text.",
     "--text-file FILE | --tokens-file FILE [flags]",
-    (TEXT_FILE, TOKENS_FILE, STRIDE, MODEL, JSON, *RANKS, *LOADING),
+    (TEXT_FILE, TOKENS_FILE, STRIDE, MODEL, ADAPTER, JSON, *RANKS, *LOADING),
     "parallel-llama score --text-file README.md",
     prepare,
 )

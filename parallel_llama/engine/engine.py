@@ -148,13 +148,17 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises: UsageError for an unknown adapter, or a request that the KV cache cannot hold."""
+        self.require_adapter(request.adapter)
+        self.scheduler.check_fits(request)
+
+    def require_adapter(self, name: str | None) -> None:
+        """Raises: UsageError if the adapter of this name is not loaded."""
         loaded = self.runner.adapters
-        if request.adapter is not None and request.adapter not in loaded:
+        if name is not None and name not in loaded:
             raise UsageError(
-                f"the adapter {request.adapter!r:.200} is not loaded; "
+                f"the adapter {name!r:.200} is not loaded; "
                 f"{f'use {listed(sorted(loaded))}' if loaded else 'load the model with adapters'}"
             )
-        self.scheduler.check_fits(request)
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Queue a request, which starts at one of the next steps. Returns: its ticket.

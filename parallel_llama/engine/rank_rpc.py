@@ -44,20 +44,22 @@ def serve_rank(engine: Engine) -> None:
             elif call == _RATES:
                 measure_rates(engine)
             elif call == _SCORE:
-                _score(engine, msgspec.msgpack.decode(body, type=list[int]))
+                _score(engine, *msgspec.msgpack.decode(body, type=tuple[list[int], str | None]))
             elif call == _LOAD:
                 _load_adapter(engine, *msgspec.msgpack.decode(body, type=tuple[str, str]))
             elif call == _UNLOAD:
                 engine.runner.unload_adapter(body.decode())
 
 
-def score_sequence(engine: Engine, tokens: Sequence[int]) -> list[float]:
+def score_sequence(
+    engine: Engine, tokens: Sequence[int], adapter: str | None = None
+) -> list[float]:
     """Natural-log probabilities of every token after the first, given the tokens before it.
 
-    The KV cache must have room for the tokens.
+    The KV cache must have room for the tokens, and the adapter must be loaded.
     """
-    engine.send_rpc(_SCORE + msgspec.msgpack.encode(tokens))
-    return _score(engine, tokens)
+    engine.send_rpc(_SCORE + msgspec.msgpack.encode((tokens, adapter)))
+    return _score(engine, tokens, adapter)
 
 
 def windows(n_tokens: int, max_tokens: int, stride: int) -> Iterator[range]:
@@ -140,7 +142,7 @@ def _load_adapter(engine: Engine, name: str, folder: str) -> str:
     return why_refused or f"{folder} cannot be read, or has other files, on rank {ranks}"
 
 
-def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
+def _score(engine: Engine, tokens: Sequence[int], adapter: str | None) -> list[float]:
     """Score a sequence in chunks, on every rank.
 
     The chunks and the order of their rows are the same as for a single request with
@@ -155,7 +157,7 @@ def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
             stop = min(start + engine.step_tokens, len(tokens))
             for kv_group, table in zip(kv_groups, tables, strict=True):
                 kv_group.extend(table, start, stop, len(tokens))
-            chunk = Chunk(tokens[start:stop], start, tables, len(tokens))
+            chunk = Chunk(tokens[start:stop], start, tables, len(tokens), adapter)
             # A request would also compute the row that it samples from.
             sampled_row = [n_scored - start] if stop == len(tokens) else []
             hidden = runner.forward([chunk], [*sampled_row, *range(min(stop, n_scored) - start)])

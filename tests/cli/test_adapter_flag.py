@@ -62,3 +62,13 @@ def test_an_answer_of_a_chat_runs_with_the_adapter(model, folders, monkeypatch, 
     with LLM(str(model), adapters={"y": folders[1]}, kv_cache_bytes=4 << 20) as llm:
         (wanted,) = llm.chat(chat, SamplingParams(max_tokens=6), adapter="y")
     assert answers[0] != answers[1] and wanted.text.strip() in answers[1]
+
+
+def test_a_text_is_scored_with_the_adapter_on_any_number_of_ranks(model, folders, tmp_path, capfd):
+    text = tmp_path / "text"
+    text.write_text("Once upon a time there was a king.")
+    lines = []
+    for flags in ([], [f"--adapter=x={folders[0]}"], [f"--adapter=x={folders[0]}", "--nproc=2"]):
+        assert main(["score", f"--model={model}", f"--text-file={text}", "--json", *flags]) == 0
+        lines.append(json.loads(capfd.readouterr().out)["logprobs"])
+    assert lines[0] != lines[1] == lines[2]

@@ -153,6 +153,19 @@ def test_every_way_to_generate_takes_an_adapter(llm):
     assert replies[0] != replies[1]
 
 
+def test_a_text_is_scored_with_an_adapter(llm):
+    """With the bits of a request that has prompt_logprobs."""
+    tokens, params = prompts()[20], SamplingParams(max_tokens=1, prompt_logprobs=0)
+    scores = []
+    for name in (None, "adapter3", "adapter6"):
+        (completion,) = llm.generate(tokens, params, adapter=name)
+        scores.append([entry.logprob for entry in completion.prompt_logprobs[1:]])
+        assert llm.score([tokens], adapter=name) == [scores[-1]]
+    assert scores[0] != scores[1] != scores[2]
+    with pytest.raises(UsageError, match="'adapter9' is not loaded"):
+        llm.score([tokens], adapter="adapter9")
+
+
 async def test_async_llm_takes_an_adapter(llm):
     expected = llm.generate("Once", PARAMS, adapter="adapter3")[0].text
     engine = AsyncLLM(llm)
