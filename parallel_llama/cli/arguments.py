@@ -297,12 +297,15 @@ def _right_column(flag: Flag[Any]) -> str:
 
 
 def in_flags(message: str, verb: Verb) -> str:
-    """A message of the library, with flags of the command instead of names of settings.
+    """A message of the library about a setting, with flags instead of the names of settings.
 
-    "max_seq_len=9: drop attention_sinks" becomes "--max-seq-len 9: drop --attention-sinks". Names
-    without an underscore are also words of the language, so they need a value: "device='cuda'".
+    "max_seq_len=9: drop attention_sinks" becomes "--max-seq-len 9: drop --attention-sinks". A
+    message that does not begin with a setting is unchanged, because it may quote the keys of a JSON
+    file. Names without an underscore are also words, so they need a value: "device='cuda'".
     """
     flags = {flag.name.replace("-", "_"): flag.name for flag in verb.flags}
+    if message.partition("=")[0] not in flags:
+        return message
 
     def translate(match: re.Match[str]) -> str:
         name, has_value, value = flags.get(match[1]), match[2] is not None, match[4]
@@ -310,9 +313,7 @@ def in_flags(message: str, verb: Verb) -> str:
             return match[0]
         return f"--{name} {value}" if has_value else f"--{name}"
 
-    return re.sub(
-        r"(?<![\w/.'\"-])([a-z_]+)(=('?)([^'\s:;,]*)\3)?(?![\w/'\"-])", translate, message
-    )
+    return re.sub(r"\b([a-z_]+)(=('?)([^'\s:;,]*)\3)?", translate, message)
 
 
 def warn(message: str) -> None:

@@ -50,7 +50,7 @@ RATE_RESOLUTION_S = 0.05
 
 
 class Rate:
-    """Mean events per second over a window of at most MINUTE_S."""
+    """Mean events per second over a window of at most LONG_WINDOW_S."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
@@ -68,7 +68,10 @@ class Rate:
             self._counts.popleft()
 
     def per_s(self, window_s: float = SHORT_WINDOW_S) -> float:
-        """Mean rate over the last `window_s` seconds, or since the start, but at least NOW_S."""
+        """Mean rate over the last `window_s` seconds, or since the start if that is more recent.
+
+        The time since the start counts as at least SHORT_WINDOW_S.
+        """
         now_s = time.monotonic()
         total = 0
         for entry_s, n in reversed(self._counts):

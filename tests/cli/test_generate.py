@@ -56,7 +56,7 @@ WRONG: list[tuple[tuple[str, ...], Sequence[str]]] = [
     (("--n", "0"), ["--n '0'", "from 1 to 128"]),
     (("--n", "129"), ["--n '129'", "from 1 to 128"]),
     (("--min-tokens", "-1"), ["--min-tokens '-1'", "from 0"]),
-    (("--min-tokens", "9", "--max-tokens", "8"), ["min_tokens=9", "max_tokens=8"]),
+    (("--min-tokens", "9", "--max-tokens", "8"), ["--min-tokens 9", "--max-tokens 8"]),
     (("--repetition-penalty", "0"), ["--repetition-penalty '0'", "from 0.01 to 100"]),
     (("--presence-penalty", "2.5"), ["--presence-penalty '2.5'", "from -2 to 2"]),
     (("--frequency-penalty", "-3"), ["--frequency-penalty '-3'", "from -2 to 2"]),

@@ -7,7 +7,7 @@ import pytest
 
 from parallel_llama.request import SamplingParams
 from parallel_llama.serve import metrics
-from parallel_llama.serve.metrics import MINUTE_S, Rate
+from parallel_llama.serve.metrics import LONG_WINDOW_S, Rate
 from parallel_llama.serve.status import status_of
 from parallel_llama.serve.wire import Loaded, RankFacts, framed, from_engine
 
@@ -35,15 +35,15 @@ def test_the_speed_of_now_and_of_the_last_minute_are_told_apart(monkeypatch):
     counted = Rate()
     now_s += 1
     counted.add(50)
-    assert counted.per_s() == counted.per_s(MINUTE_S) == 10
+    assert counted.per_s() == counted.per_s(LONG_WINDOW_S) == 10
     now_s += 19
-    assert (counted.per_s(), counted.per_s(MINUTE_S)) == (0, 50 / 20)
+    assert (counted.per_s(), counted.per_s(LONG_WINDOW_S)) == (0, 50 / 20)
     now_s += 30
     for _ in range(100):
         counted.add(1)
     assert len(counted._counts) == 2
-    assert (counted.per_s(), counted.per_s(MINUTE_S)) == (20, 150 / 50)
+    assert (counted.per_s(), counted.per_s(LONG_WINDOW_S)) == (20, 150 / 50)
     now_s += 40
-    assert (counted.per_s(), counted.per_s(MINUTE_S)) == (0, 100 / 60)
+    assert (counted.per_s(), counted.per_s(LONG_WINDOW_S)) == (0, 100 / 60)
     counted.add(6)
     assert len(counted._counts) == 2
