@@ -87,7 +87,8 @@ class LLM:
         model: as `LLMConfig.model`, or a whole LLMConfig.
         tensor_parallel_size: vLLM's name for `tp_size`.
         input_processor: the model's InputProcessor, if the caller has one.
-        facts: other values that must be equal on all ranks, by name.
+        facts: other values, by name, that must be equal on all ranks; not compared with
+            ranks that this process starts.
         on_bytes: called with the number of bytes of weights just read.
         on_wait: called with the ranks that have not joined yet.
         on_graph: called before each CUDA graph is recorded, with its number of rows.

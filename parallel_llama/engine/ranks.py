@@ -166,8 +166,10 @@ class Ranks:
         Collective: all ranks call it.
         """
         setup = self.setup
+        if facts is None or self._local_ranks is not None:  # ranks started here run no command
+            facts = {}
         with self.with_reports():
-            self._join({**(facts or {}), **self._facts}, on_wait)
+            self._join({**facts, **self._facts}, on_wait)
             if setup.config.pp > 1:
                 stages = [stage.ranks for stage in setup.plan.stages]
                 self._stage_comm = stage_group(self.comm, stages, self._timeouts)

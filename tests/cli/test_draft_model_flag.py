@@ -33,6 +33,19 @@ def test_a_draft_model_gives_the_same_text_and_its_drafts_are_counted(model, cap
     assert " draft tokens accepted" in found[1].err
 
 
+@pytest.mark.parametrize("has_draft_model", [False, True])
+def test_elastic_ranks_generate_the_same_text(model, capfd, has_draft_model):
+    """The ranks differed: only rank 0 knew the command that ran."""
+    argv = ["generate", f"--model={model}", KV_CACHE, "--prompt=Once", "--max-tokens=24"]
+    argv += ["--min-tokens=24", "--temperature=0.7", "--seed=5"]
+    flags = [f"--draft-model={model}"] * has_draft_model
+    texts = []
+    for elastic in ([], ["--nproc=2", "--elastic", *flags]):
+        assert main([*argv, *elastic]) == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
 def test_an_answer_of_a_chat_is_the_same_with_a_draft_model(model, monkeypatch, capsys):
     answers = []
     for flags in ([], [f"--draft-model={model}"]):
