@@ -1,4 +1,4 @@
-"""AsyncLLM: an LLM for many coroutines, whose engine runs on its own thread.
+"""AsyncLLM: an LLM for many coroutines. Its engine runs on a thread of its own.
 
 Only rank 0 uses it; the other ranks run `rank_rpc.serve_rank`.
 """

@@ -40,7 +40,7 @@ QUANTISED_AT_ONCE = 1 << 17
 
 
 class HeldWeights(Protocol):
-    """Another shard of the same weights in memory, whose rows are copied instead of read."""
+    """Another shard of the same weights in memory: its rows are copied, not read from the files."""
 
     def rows_of(self, param: Param) -> range:
         """The rows (or columns) of a weight that can be taken; `param` as for `Shard.rows_of`."""

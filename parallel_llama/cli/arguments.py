@@ -99,7 +99,7 @@ class Verb:
         flags: in the order of the help.
         prepare: checks the flags and returns the job.
         positionals: required positional arguments.
-        placed: a flag whose name may be omitted if it is the last positional argument.
+        placed: a flag that may also be given without its name, as the last positional argument.
     """
 
     name: str

@@ -7,7 +7,7 @@ from operator import add, mul
 
 from parallel_llama.cli.model import BLOCK_SIZE
 from parallel_llama.cli.plan_request import PlanRequest
-from parallel_llama.engine.drafts import shared_tables
+from parallel_llama.engine.drafts import draft_kv_bytes, shared_tables
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import kv_groups
 from parallel_llama.memory import (
@@ -307,21 +307,16 @@ def _draft_bytes(request: PlanRequest) -> list[tuple[int, tuple[int, ...]]]:
 
     Raises: UsageError if the draft model cannot run on the ranks of the request.
     """
-    n_kv_groups = len(kv_groups(request.args))
     if (draft := request.draft_on_ranks) is None:
-        return [(0, (0,) * n_kv_groups)] * request.tp_size
+        return [(0, (0,) * len(kv_groups(request.args)))] * request.tp_size
     tables = shared_tables(request.args, draft.args)
     try:
         ranks = estimate(draft).ranks
     except UsageError as error:
         raise UsageError(f"draft model: {error}") from error
-    n_bytes = []
-    for rank in ranks:
-        per_token = [0] * n_kv_groups
-        for table, of_draft in zip(tables, rank.kv.per_kv_group, strict=True):
-            per_token[table] += of_draft
-        n_bytes.append((rank.weights, tuple(per_token)))
-    return n_bytes
+    return [
+        (rank.weights, draft_kv_bytes(request.args, tables, rank.kv.per_kv_group)) for rank in ranks
+    ]
 
 
 def _of_rank(given: int | tuple[int | None, ...] | None, rank: int) -> int | None:

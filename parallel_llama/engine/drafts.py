@@ -54,6 +54,21 @@ def shared_tables(args: ModelArgs, draft: ModelArgs) -> tuple[int, ...]:
     return tuple(tables)
 
 
+def draft_kv_bytes(
+    args: ModelArgs, tables: Sequence[int], per_token: Sequence[int]
+) -> tuple[int, ...]:
+    """Bytes of a draft model's KV cache for one token, by KV group of the model.
+
+    Args:
+        tables: as `shared_tables`.
+        per_token: bytes for one token in each KV group of the draft model.
+    """
+    n_bytes = [0] * len(kv_groups(args))
+    for table, n_group_bytes in zip(tables, per_token, strict=True):
+        n_bytes[table] += n_group_bytes
+    return tuple(n_bytes)
+
+
 class DraftBudget:
     """Chooses the number of drafts with the most expected tokens per cost.
 

@@ -474,7 +474,7 @@ class Engine:
         return struct.pack("<qq", length, adapter) + salt
 
     def _draft(self, sequence: Sequence, max_drafts: int) -> abc.Sequence[int]:
-        """Draft tokens; none with a grammar, whose mask depends on the token before."""
+        """Draft tokens; not with a grammar, because its mask depends on the token before."""
         if sequence.request.params.grammar is not None:
             return ()
         max_drafts = min(max_drafts, self._max_drafts_now())

@@ -165,7 +165,7 @@ class InputProcessor:
 
     @property
     def longest(self) -> int:
-        """The maximum length of a sequence whose request sets max_tokens."""
+        """The maximum length of a sequence if its request sets max_tokens."""
         return MAX_SIZES["max_seq_len"] if self.args.attention_sinks else self.max_seq_len
 
     @cached_property

@@ -16,7 +16,7 @@ from parallel_llama.ops.attention import first_key, relative_to, slots_of
 
 @dataclass(frozen=True)
 class CachePart:
-    """The blocks that this rank keeps: those whose number modulo `n_parts` is `number`."""
+    """The blocks that this rank keeps: every `n_parts`-th block, from block `number` on."""
 
     number: int
     n_parts: int

@@ -23,7 +23,7 @@ from parallel_llama.config.layouts import (
     why_own_kv_scales,
 )
 from parallel_llama.dtypes import DenseFormat, kv_format, make_precision
-from parallel_llama.engine.drafts import shared_tables
+from parallel_llama.engine.drafts import draft_kv_bytes, shared_tables
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import CacheSize, MemoryLimit
@@ -37,7 +37,7 @@ from parallel_llama.engine.llm_config import (
 from parallel_llama.engine.model_download import require_downloaded
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
-from parallel_llama.families.model_args import ModelArgs, kv_groups
+from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.memory import (
     GIB,
@@ -58,7 +58,7 @@ from parallel_llama.parallel.device_choice import (
 )
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_one_host, is_started_as_rank, world
-from parallel_llama.plan import Shard, make_plan, resolve_exact, stage_sizes, why_unrecorded
+from parallel_llama.plan import make_plan, resolve_exact, stage_sizes, why_unrecorded
 from parallel_llama.shares import choose_shares
 
 logger = logging.getLogger(__name__)
@@ -186,11 +186,18 @@ class ModelSetup:
             + sum(adapter_bytes(each, shard, self.precision) for each in self.adapters.values())
             for shard in self.plan.shards
         )
-        draft_bytes: list[list[int]] = []
+        draft_bytes: list[tuple[int, ...]] = []
         if self.draft is not None:
             self.draft.shard_over(n_shards)
             self.weight_bytes = tuple(map(add, self.weight_bytes, self.draft.weight_bytes))
-            draft_bytes = [self._draft_bytes(self.draft, shard) for shard in self.draft.plan.shards]
+            draft_bytes = [
+                draft_kv_bytes(
+                    self.args,
+                    self.draft_tables,
+                    kv_bytes_per_token(self.draft.args, shard, self.draft.kv_format),
+                )
+                for shard in self.draft.plan.shards
+            ]
         step_tokens = STEP_TOKENS[self.kind]
         # A GPU reserves memory for the largest batch; the CPU allocates what the batch needs.
         n_drawn = MAX_RUNNING if self.kind == "cuda" else 1
@@ -236,14 +243,6 @@ class ModelSetup:
         except UsageError as error:
             raise UsageError(f"draft model {config.draft_model!r}: {error}") from error
         return draft
-
-    def _draft_bytes(self, draft: "ModelSetup", shard: Shard) -> list[int]:
-        """Bytes of the draft model's KV cache per token, for each KV group of this model."""
-        n_bytes = [0] * len(kv_groups(self.args))
-        draft_bytes = kv_bytes_per_token(draft.args, shard, draft.kv_format)
-        for number, n_group_bytes in zip(self.draft_tables, draft_bytes, strict=True):
-            n_bytes[number] += n_group_bytes
-        return n_bytes
 
     def _is_decoded(self, matrix: str) -> bool:
         return isinstance(self.precision.form_of("matrix", matrix), DenseFormat)

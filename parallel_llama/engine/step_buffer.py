@@ -84,7 +84,7 @@ class StepSize:
     Args:
         n_rows: output rows; None for all tokens, in order.
         n_decoded: tokens that are separate queries.
-        n_chunks: chunks whose tokens are tiles of queries.
+        n_chunks: chunks with tiles of queries.
         n_blocks: blocks, each counted once for each chunk and KV group that sees it.
         max_queries: maximum queries of one chunk.
     """

@@ -138,7 +138,7 @@ def model_names() -> list[str]:
 
 
 def missing_from_hub(name: str) -> HubName | None:
-    """The model on the hub whose files `find_model(name)` lacks; None if no file is missing.
+    """The model on the hub with files that `find_model(name)` lacks; None if none is missing.
 
     Also None for an existing path, and for a name that no model on the hub can have.
 

@@ -44,7 +44,7 @@ def whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first key whose values differ between two runs, or None."""
+    """The first key with different values in two runs, or None."""
     return next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
 
 

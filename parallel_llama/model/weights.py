@@ -143,7 +143,7 @@ class WeightLoader:
         setattr(*self._holder(name), self._weights[name])
 
     def _finalise(self, name: str) -> None:
-        """Fuse the weights of a part whose weights are all loaded, and move them to huge pages."""
+        """Fuse the weights of a completely loaded part, and move them to huge pages."""
         part = part_at(self._model, name)
         if isinstance(part, TransformerBlock | Expert):
             part.fuse()

@@ -1,8 +1,8 @@
 """The queries of a batch as the CPU's attention kernels read them.
 
-`DecodeBatch` has single queries, whose keys are cut into parts for the threads; `QueryChunk` has
-queries that are computed together. A recorded decode step reads its queries from a `DecodeRoom`,
-whose addresses are fixed.
+`DecodeBatch` has single queries, and cuts their keys into parts for the threads; `QueryChunk` has
+queries that are computed together. A recorded decode step reads its queries from the fixed
+addresses of a `DecodeRoom`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -45,7 +45,7 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 
-# The most rows per chunk, whose packed inputs fit a cache. With few panels, chunks are smaller, so
+# The most rows per chunk: their packed inputs fit a cache. With few panels, chunks are smaller, so
 # that there are about _PANELS_PER_THREAD work items (a chunk and a panel) per thread.
 _MAX_CHUNK = 512
 _PANELS_PER_THREAD = 4

@@ -347,7 +347,7 @@ class CodeCache:
             XDG_CACHE_HOME.
         is_used: whether kernels are read from and written to the folder.
         n_files: the number of kernels in the folder.
-        damaged: the names of the files whose kernels will be compiled again.
+        damaged: the names of damaged files; their kernels will be compiled again.
     """
 
     folder: Path | None

@@ -1,4 +1,4 @@
-"""Loads from the panels of quantised matrices, whose layout `ops.quant` describes."""
+"""Loads from the panels of quantised matrices; `ops.quant` describes their layout."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Products of rows with a quantised matrix in panels, whose layout `ops.quant` describes.
+"""Products of rows with a quantised matrix in panels; `ops.quant` describes their layout.
 
 For integer formats, the inputs are rounded to int8. The products of a group are summed exactly, as
 integers, and the groups in order, in float32. For fp8 the inputs are not rounded, and products are
