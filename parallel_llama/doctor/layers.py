@@ -220,7 +220,7 @@ def _compute(
     tokens = [0] * len(x)
     chunk = Chunk(tokens, 0, [[0]] * len(runner.kv_groups), len(tokens))
     with torch.inference_mode():
-        model.layers[layer](x.clone(), runner.batch([chunk]), runner.caches)
+        model.layers[layer](x.clone(), None, runner.batch([chunk]), runner.caches)
 
 
 def _embedded(setup: ModelSetup) -> Tensor:

@@ -24,7 +24,8 @@ from parallel_llama.model.layers import (
     concat_outputs,
 )
 from parallel_llama.model.sharded_attention import attend_in_order, attend_to_all_parts
-from parallel_llama.ops import CPUOps
+from parallel_llama.ops import CPUOps, HeadNorms
+from parallel_llama.ops.part_sums import Product
 from parallel_llama.plan import Shard, counted_kv_heads
 
 _HeadNorm = RMSNorm | HeadLayerNorm
@@ -80,32 +81,36 @@ class Attention:
 
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
-    ) -> Tensor:
+    ) -> Product:
         adapters = batch.adapters if rows is None else batch.adapters_of_rows
-        return self.wo(self.heads(x, batch, caches, rows), adapters)
+        return self.wo.product(self.heads(x, batch, caches, rows), adapters)
 
     def heads(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
     ) -> Tensor:
         """The output of the heads, before wo. Shapes: [T, dim] replicated -> [T, H * D] local."""
         group, cache = batch.kv_groups[self.kv_group], caches[self.kv_group]
-        qkv = self.wqkv(x, batch.adapters).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
+        # [T, H + 2 K, D] local
+        qkv = self.wqkv.product(x, batch.adapters).view(len(x), -1, self.head_dim)
         n_rotated = self.n_local_heads + self.n_local_kv_heads
-        if self.q_norm is not None and self.k_norm is not None:
+        norms = self._head_norms()
+        if norms is None and self.q_norm is not None and self.k_norm is not None:
+            qkv = self.ops.whole(qkv)
             q = qkv[:, : self.n_local_heads]  # [T, H, D] local
             k = qkv[:, self.n_local_heads : n_rotated]  # [T, K, D] local
-            if self.is_normed_across_heads:
-                self._norm_across_heads(q, self.q_norm, k, self.k_norm)
-            else:
+            if isinstance(self.q_norm, HeadLayerNorm) and isinstance(self.k_norm, HeadLayerNorm):
                 self.q_norm.in_place(q)
                 self.k_norm.in_place(k)
+            else:
+                self._norm_across_heads(q, self.q_norm, k, self.k_norm)
         if self.unit_eps is not None:
             # Before rotation, which does not change the norm.
+            qkv = self.ops.whole(qkv)
             self.ops.unit_norm_(qkv[:, :n_rotated], self.unit_eps)
         k, v = cache.layer(self.layer)  # each [K, n_slots, W] local
         rotations = group.rotations if self.is_rotated else None
-        self.ops.rotate_and_store(qkv, rotations, group.slots, k, v)
-        q = qkv[:, : self.n_local_heads]  # [T, H, D] local
+        # [T, H, D] local
+        q = self.ops.rotate_and_store(qkv, rotations, group.slots, k, v, norms)
         if self.scales_queries:
             assert batch.query_scales is not None
             self.ops.scale_rows_(q, batch.query_scales)
@@ -128,6 +133,13 @@ class Attention:
                 self.ops.sink_attention(q, rotated, k, v, tile.plan, cache.heads, o)
         o = o.flatten(1)  # [T, H * D] local
         return o if rows is None else o[rows]
+
+    def _head_norms(self) -> HeadNorms | None:
+        """The RMSNorms of single heads, if the model has them."""
+        q, k = self.q_norm, self.k_norm
+        if self.is_normed_across_heads or not (isinstance(q, RMSNorm) and isinstance(k, RMSNorm)):
+            return None
+        return HeadNorms(q.weight.values, k.weight.values, q.eps, q.offset)
 
     def _norm_across_heads(
         self, q: Tensor, q_norm: _HeadNorm, k: Tensor, k_norm: _HeadNorm

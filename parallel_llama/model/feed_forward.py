@@ -13,6 +13,7 @@ from parallel_llama.model.layers import (
     concat_outputs,
 )
 from parallel_llama.model.low_rank import Adapters
+from parallel_llama.ops.part_sums import Product
 from parallel_llama.plan import Shard
 
 
@@ -39,9 +40,9 @@ class FeedForward:
     def fuse(self) -> None:
         self.w13 = self.w1 if self.w3 is None else concat_outputs(self.w1, self.w3)
 
-    def __call__(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
-        return self.w2(self.channels(x, adapters), adapters)
+    def __call__(self, x: Tensor, adapters: Adapters = ()) -> Product:
+        return self.w2.product(self.channels(x, adapters), adapters)
 
     def channels(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         """The input of w2. Shapes: [T, dim] replicated -> [T, channels] local."""
-        return self.activation(self.w13(x, adapters))
+        return self.activation(self.w13.product(x, adapters))

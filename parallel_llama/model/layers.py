@@ -22,6 +22,7 @@ from parallel_llama.families.weights import Axis
 from parallel_llama.model.low_rank import Adapters, LowRanks, add_low_rank_
 from parallel_llama.ops import TorchOps, formats
 from parallel_llama.ops.formats import DenseWeight, MixedWeight, Weight
+from parallel_llama.ops.part_sums import PartSums, Product
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Shard
 
@@ -73,6 +74,10 @@ class ColumnParallelLinear:
         y = self.weight.apply(x, self.ops, self.bias)
         add_low_rank_(y, x, self.low_ranks, adapters, self.ops)
         return y
+
+    def product(self, x: Tensor, adapters: Adapters = ()) -> Product:
+        """As a call, for an operator that takes a `PartSums`."""
+        return self(x, adapters) if adapters else self.weight.product(x, self.ops, self.bias)
 
 
 def concat_outputs(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
@@ -169,6 +174,13 @@ class RowParallelLinear:
     def __call__(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         return row_parallel_sum((self, x), adapters=adapters)
 
+    def product(self, x: Tensor, adapters: Adapters = ()) -> Product:
+        """As a call, for an operator that takes a `PartSums`; one rank has nothing to exchange."""
+        if self.comm.size > 1 or self.bias is not None or adapters:
+            return self(x, adapters)
+        y = self.weight.product(self.cut.whole_inputs(x, self.ops, self.comm), self.ops)
+        return y if isinstance(y, PartSums) else self.cut.complete(y, self.ops, self.comm)
+
     def apply(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         """The product before `RowCut.complete`.
 
@@ -231,13 +243,16 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight.values, self.eps, self.offset)
 
-    def add_and_norm(self, x: Tensor, y: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, y: "Addend") -> Tensor:
         """Adds y to x in place and returns norm(x)."""
-        return self.ops.add_rms_norm(x, y, self.weight.values, self.eps, self.offset)
-
-    def in_place(self, x: Tensor) -> None:
-        """Normalises each head of x in place. Shapes: x [T, H, dim]."""
-        self.ops.rms_norm_(x, self.weight.values, self.eps, self.offset)
+        post_weight = None
+        if y.norm is not None:
+            assert isinstance(y.norm, RMSNorm)
+            assert (y.norm.eps, y.norm.offset) == (self.eps, self.offset)
+            post_weight = y.norm.weight.values
+        return self.ops.add_rms_norm(
+            x, y.product, self.weight.values, self.eps, self.offset, post_weight
+        )
 
 
 class LayerNorm:
@@ -257,9 +272,9 @@ class LayerNorm:
         bias = None if self.bias is None else self.bias.values
         return self.ops.layer_norm(x, self.weight.values, bias, self.eps, self.offset)
 
-    def add_and_norm(self, x: Tensor, y: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, y: "Addend") -> Tensor:
         """Adds y to x in place and returns norm(x)."""
-        return self(self.ops.add_(x, y))
+        return self(y.add_to(x, self.ops))
 
 
 class HeadLayerNorm:
@@ -277,7 +292,28 @@ class HeadLayerNorm:
         self.ops.layer_norm_heads_(x, self.weight.values, self.eps)
 
 
-def norm_of(args: ModelArgs, backend: Backend) -> RMSNorm | LayerNorm:
+Norm = RMSNorm | LayerNorm
+
+
+@dataclass(frozen=True)
+class Addend:
+    """An output that is added to the residual stream.
+
+    Args:
+        product: The output, [T, dim] replicated.
+        norm: The norm that is applied to the output first; None without one.
+    """
+
+    product: Product
+    norm: Norm | None = None
+
+    def add_to(self, x: Tensor, ops: TorchOps) -> Tensor:
+        """Adds the output to x in place and returns x."""
+        y = ops.whole(self.product)
+        return ops.add_(x, y if self.norm is None else self.norm(y))
+
+
+def norm_of(args: ModelArgs, backend: Backend) -> Norm:
     """A new norm of the residual stream, of the model's kind.
 
     The stream is stored divided by `residual_scale` (see `transformer.Transformer`). The norm is
@@ -289,7 +325,7 @@ def norm_of(args: ModelArgs, backend: Backend) -> RMSNorm | LayerNorm:
     return RMSNorm(args.dim, eps, backend, args.norm_offset)
 
 
-def activation_of(args: ModelArgs, ops: TorchOps) -> Callable[[Tensor], Tensor]:
+def activation_of(args: ModelArgs, ops: TorchOps) -> Callable[[Product], Tensor]:
     """The function from the outputs of w1 (and of w3, with a gate) to the inputs of w2.
 
     Shapes: [T, 2 * channels] local, or [T, channels] without a gate -> [T, channels] local.

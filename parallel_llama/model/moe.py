@@ -127,7 +127,7 @@ class MixtureOfExperts:
         to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
         h = grouped_linear(inputs, self.w13, to_experts, self.ops)  # by expert, local
         if self.w13_bias is not None:
-            h = self.ops.add_expert_bias_(h, self.w13_bias, to_experts)
+            h = self.ops.add_expert_bias_(self.ops.whole(h), self.w13_bias, to_experts)
         h = self.activation(h)  # [T * n_active, channels] local, by expert
         # As before, or with exact sums [T * n_active, all channels] replicated.
         h = self.cut.whole_inputs(h, self.ops, self.comm)

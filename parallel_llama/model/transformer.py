@@ -27,8 +27,10 @@ from parallel_llama.model.batch import Batch
 from parallel_llama.model.feed_forward import FeedForward
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (
+    Addend,
     Backend,
     ColumnParallelLinear,
+    Norm,
     VocabParallelEmbedding,
     norm_of,
     row_parallel_sum,
@@ -65,25 +67,34 @@ class TransformerBlock:
         self.feed_forward.fuse()
 
     def __call__(
-        self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
-    ) -> Tensor:
-        """The residual stream after the block; may overwrite x.
+        self,
+        x: Tensor,
+        y: Addend | None,
+        batch: Batch,
+        caches: Sequence[KVCache],
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Addend]:
+        """Runs the block on the residual stream x + y; may overwrite x.
 
-        Shapes: x [T, dim] replicated -> [T, dim] replicated, or with `rows` these rows only,
+        y is the output of the previous block, which the first norm adds; None for the first block.
+
+        Returns: the residual stream after the block, as an x and a y.
+        Shapes: x, y [T, dim] replicated -> [T, dim] replicated, or with `rows` these rows only,
         [n, dim].
         Collective: as `Attention` and the feed-forward.
         """
-        normed = x if self.attention_norm is None else self.attention_norm(x)
+        normed = self._add_and_norm(x, y, self.attention_norm)
         o = self.attention(normed, batch, caches, rows)  # [T, dim] or [n, dim] replicated
-        if self.post_attention_norm is not None:
-            o = self.post_attention_norm(o)
-        residual = x if rows is None else x[rows]
+        x = x if rows is None else x[rows]
         adapters = batch.adapters if rows is None else batch.adapters_of_rows
-        if self.ffn_norm is None:
-            y = self.feed_forward(self.ops.add_(o, residual), adapters)
-        else:
-            y = self.feed_forward(self.ffn_norm.add_and_norm(o, residual), adapters)
-        return self.ops.add_(o, y if self.post_ffn_norm is None else self.post_ffn_norm(y))
+        normed = self._add_and_norm(x, Addend(o, self.post_attention_norm), self.ffn_norm)
+        return x, Addend(self.feed_forward(normed, adapters), self.post_ffn_norm)
+
+    def _add_and_norm(self, x: Tensor, y: Addend | None, norm: Norm | None) -> Tensor:
+        """Adds y to x in place and returns norm(x), or x without a norm."""
+        if y is None:
+            return x if norm is None else norm(x)
+        return y.add_to(x, self.ops) if norm is None else norm.add_and_norm(x, y)
 
 
 class ParallelBlock(TransformerBlock):
@@ -94,10 +105,15 @@ class ParallelBlock(TransformerBlock):
     """
 
     def __call__(
-        self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
-    ) -> Tensor:
-        assert isinstance(self.feed_forward, FeedForward) and self.attention_norm is not None
-        normed = self.attention_norm(x)
+        self,
+        x: Tensor,
+        y: Addend | None,
+        batch: Batch,
+        caches: Sequence[KVCache],
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Addend]:
+        assert isinstance(self.feed_forward, FeedForward)
+        normed = self._add_and_norm(x, y, self.attention_norm)
         o = self.attention.heads(normed, batch, caches, rows)  # [T, H * D] local
         adapters = batch.adapters
         if rows is not None:
@@ -105,8 +121,8 @@ class ParallelBlock(TransformerBlock):
         if self.ffn_norm is not None:
             normed = self.ffn_norm(x)
         h = self.feed_forward.channels(normed, adapters)  # [T, channels] local
-        y = row_parallel_sum((self.attention.wo, o), (self.feed_forward.w2, h), adapters=adapters)
-        return self.ops.add_(x, y)
+        terms = (self.attention.wo, o), (self.feed_forward.w2, h)
+        return x, Addend(row_parallel_sum(*terms, adapters=adapters))
 
 
 class Transformer:
@@ -209,9 +225,11 @@ class Transformer:
     ) -> Tensor:
         """Runs the blocks of this rank's stage; with `rows` the last block for these rows only."""
         *blocks, last = self.layers.values()
+        y = None
         for block in blocks:
-            x = block(x, batch, caches)
-        return last(x, batch, caches, rows)
+            x, y = block(x, y, batch, caches)
+        x, y = last(x, y, batch, caches, rows)
+        return y.add_to(x, self.ops)
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits of this rank's vocabulary rows, in at least float32.

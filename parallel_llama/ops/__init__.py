@@ -12,6 +12,7 @@ from parallel_llama.dtypes import QuantFormat
 from parallel_llama.ops.attention import (
     PLAIN,
     HeadMap,
+    HeadNorms,
     PagedPlan,
     PagedQueries,
     Plan,
@@ -38,6 +39,7 @@ __all__ = [
     "DecodeRoom",
     "Dispatch",
     "HeadMap",
+    "HeadNorms",
     "NotRecorded",
     "PagedPlan",
     "PagedQueries",

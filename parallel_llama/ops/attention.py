@@ -59,6 +59,21 @@ PLAIN = Scores()  # as in Llama
 
 
 @dataclass(frozen=True)
+class HeadNorms:
+    """The RMSNorms of queries and keys, head by head: x / rms(x) * (weight + offset).
+
+    Args:
+        q: The weight of each query head, [D].
+        k: The weight of each key head, [D].
+    """
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True)
 class HeadMap:
     """Which query heads of a rank share which of its KV heads.
 

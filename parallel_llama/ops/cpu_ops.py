@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import InputFormat, QuantFormat
-from parallel_llama.ops.attention import PLAIN, HeadMap, Plan, Queries, Scores, SinkPlan
+from parallel_llama.ops.attention import (
+    PLAIN,
+    HeadMap,
+    HeadNorms,
+    Plan,
+    Queries,
+    Scores,
+    SinkPlan,
+)
 from parallel_llama.ops.cpu.attention_plan import CPUPlan, CPUSinkPlan, PartTile
 from parallel_llama.ops.cpu.decode_attention import (
     PARTIAL_FIELDS,
@@ -48,6 +56,7 @@ from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, Recording, make_ex
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_expert_dispatch, make_route, make_sigmoid_route
 from parallel_llama.ops.dispatch import Dispatch
+from parallel_llama.ops.part_sums import Product
 from parallel_llama.ops.quant import PanelShape
 from parallel_llama.ops.torch_ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator
@@ -234,8 +243,8 @@ class CPUOps(TorchOps):
         make_expert_bias(self._dtype)(y, bias, dispatch.starts, self._run)
         return y
 
-    def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
-        return make_weighted_sum(self._dtype)(parts, routing_weights, self._run)
+    def weighted_sum(self, parts: Product, routing_weights: Tensor) -> Tensor:
+        return make_weighted_sum(self._dtype)(self.whole(parts), routing_weights, self._run)
 
     def add_gated_(self, y: Tensor, x: Tensor, scores: Tensor) -> Tensor:
         make_add_gated(self._dtype)(y, x, scores, self._run)
@@ -300,27 +309,36 @@ class CPUOps(TorchOps):
             gather(x, whole, starts, exchange, self._recording)
         return whole
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        return make_activation(self._dtype, "silu")(x, self._run)
+    def silu_and_mul(self, x: Product) -> Tensor:
+        return make_activation(self._dtype, "silu")(self.whole(x), self._run)
 
-    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
-        return make_clamped_swiglu(self._dtype)(x, alpha, limit, self._run)
+    def clamped_swiglu(self, x: Product, alpha: float, limit: float) -> Tensor:
+        return make_clamped_swiglu(self._dtype)(self.whole(x), alpha, limit, self._run)
 
-    def gelu_and_mul(self, x: Tensor, *, is_tanh: bool) -> Tensor:
-        return make_activation(self._dtype, "gelu_tanh" if is_tanh else "gelu")(x, self._run)
-
-    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+    def gelu_and_mul(self, x: Product, *, is_tanh: bool) -> Tensor:
         kind: Activation = "gelu_tanh" if is_tanh else "gelu"
-        return make_activation(self._dtype, kind, gated=False)(x, self._run)
+        return make_activation(self._dtype, kind)(self.whole(x), self._run)
 
-    def relu2(self, x: Tensor) -> Tensor:
-        return make_activation(self._dtype, "relu2", gated=False)(x, self._run)
+    def gelu(self, x: Product, *, is_tanh: bool) -> Tensor:
+        kind: Activation = "gelu_tanh" if is_tanh else "gelu"
+        return make_activation(self._dtype, kind, gated=False)(self.whole(x), self._run)
+
+    def relu2(self, x: Product) -> Tensor:
+        return make_activation(self._dtype, "relu2", gated=False)(self.whole(x), self._run)
 
     def rotate_and_store(
-        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
-    ) -> None:
-        rotary = self._rotary(k.dtype, rotates=rotations is not None)
+        self,
+        qkv: Product,
+        rotations: Tensor | None,
+        slots: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        qkv, rotary = self.whole(qkv), self._rotary(k.dtype, rotates=rotations is not None)
+        self._norm_qk(qkv, len(k), norms)
         rotary(qkv, rotations, slots, k, v, self._run)
+        return qkv[:, : qkv.shape[1] - 2 * len(k)]
 
     def plan(self, queries: Queries, device: torch.device) -> Plan:
         assert device.type == "cpu"

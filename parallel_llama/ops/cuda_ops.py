@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.ops.attention import PLAIN, HeadMap, PagedPlan, Plan, Scores
+from parallel_llama.ops.attention import PLAIN, HeadMap, HeadNorms, PagedPlan, Plan, Scores
 from parallel_llama.ops.cuda.chunk_attention import chunk_attention
 from parallel_llama.ops.cuda.decode_attention import decode_attention
 from parallel_llama.ops.cuda.elementwise import (
@@ -22,9 +22,11 @@ from parallel_llama.ops.cuda.elementwise import (
 from parallel_llama.ops.cuda.linear import (
     Addresses,
     linear,
-    routed_linear,
+    product,
+    routed_product,
     takes,
     takes_routed,
+    whole,
 )
 from parallel_llama.ops.cuda.quant_linear import PANEL_ROWS, quant_gemm
 from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
@@ -33,6 +35,7 @@ from parallel_llama.ops.cuda.sampling import candidates, draw, draw_filtered, ta
 from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.gumbel import SamplingKeys
+from parallel_llama.ops.part_sums import Product
 from parallel_llama.ops.quant import PanelShape
 from parallel_llama.ops.torch_ops import TorchOps
 
@@ -63,6 +66,12 @@ class CUDAOps(TorchOps):
         """
         return linear(x, weight, bias) if takes(x, weight) else super().linear(x, weight, bias)
 
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
+        return product(x, weight, bias) if takes(x, weight) else super().linear(x, weight, bias)
+
+    def whole(self, product: Product) -> Tensor:
+        return whole(product)
+
     def quant_gemm(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
         """As in `TorchOps`. For up to 16 rows, a row's bits do not depend on the batch.
 
@@ -73,11 +82,11 @@ class CUDAOps(TorchOps):
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, bias: Tensor | None = None, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
-        return route(self.router_scores(x, gate), n_active, bias, normed=normed)
+        # One kernel for any number of rows: a token's experts must not depend on the batch.
+        return route(product(x, gate, None), n_active, bias, normed=normed)
 
     def router_scores(self, x: Tensor, gate: Tensor) -> Tensor:
-        # One kernel for any number of rows: a token's experts must not depend on the batch.
-        return linear(x, gate, None)
+        return linear(x, gate, None)  # for any number of rows, as `route`
 
     def expert_dispatch(self, experts: Tensor, local_experts: range) -> tuple[Dispatch, Dispatch]:
         if experts.numel() > MAX_PAIRS:
@@ -86,19 +95,22 @@ class CUDAOps(TorchOps):
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
         """As in `TorchOps`. For few rows it needs no host sync and equals `linear` bit for bit."""
+        return whole(self.routed_product(x, weights, dispatch))
+
+    def routed_product(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Product:
         if not takes_routed(x, weights, dispatch):
             return super().routed_linear(x, weights, dispatch)
         addresses = tuple(weight.data_ptr() for weight in weights)
         # Never new during the capture of a CUDA graph: the step has run once before.
         if addresses not in self._addresses:
             self._addresses[addresses] = Addresses.of(addresses, weights[0].device)
-        return routed_linear(x, weights, self._addresses[addresses], dispatch)
+        return routed_product(x, weights, self._addresses[addresses], dispatch)
 
     def add_expert_bias_(self, y: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
         add_expert_bias(y, bias, dispatch.starts)
         return y
 
-    def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
+    def weighted_sum(self, parts: Product, routing_weights: Tensor) -> Tensor:
         return weighted_sum(parts, routing_weights)
 
     def add_gated_(self, y: Tensor, x: Tensor, scores: Tensor) -> Tensor:
@@ -130,26 +142,37 @@ class CUDAOps(TorchOps):
         rms_norm(x, weight, eps, offset, x)
 
     def add_rms_norm(
-        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+        self,
+        x: Tensor,
+        y: Product,
+        weight: Tensor,
+        eps: float,
+        offset: float = 0.0,
+        post_weight: Tensor | None = None,
     ) -> Tensor:
-        return add_rms_norm(x, y, weight, eps, offset)
+        return add_rms_norm(x, y, weight, eps, offset, post_weight)
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
+    def silu_and_mul(self, x: Product) -> Tensor:
         return silu_and_mul(x)
 
-    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+    def clamped_swiglu(self, x: Product, alpha: float, limit: float) -> Tensor:
         return clamped_swiglu(x, alpha, limit)
 
-    def gelu_and_mul(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+    def gelu_and_mul(self, x: Product, *, is_tanh: bool) -> Tensor:
         return gelu_and_mul(x, is_tanh=is_tanh)
 
     def rotate_and_store(
-        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
-    ) -> None:
+        self,
+        qkv: Product,
+        rotations: Tensor | None,
+        slots: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
         if can_store(qkv.shape[2], k.dtype):
-            rotate_and_store(qkv, rotations, slots, k, v)
-        else:
-            super().rotate_and_store(qkv, rotations, slots, k, v)
+            return rotate_and_store(qkv, rotations, slots, k, v, norms)
+        return super().rotate_and_store(qkv, rotations, slots, k, v, norms)
 
     def attention(
         self,

@@ -19,6 +19,7 @@ from parallel_llama.dtypes import (
     QuantFormat,
 )
 from parallel_llama.ops.dispatch import Dispatch
+from parallel_llama.ops.part_sums import Product
 from parallel_llama.ops.quant import PackedRows, QuantMatrix, QuantRows
 from parallel_llama.ops.torch_ops import TorchOps
 
@@ -97,8 +98,12 @@ class DenseWeight:
 
     def apply(self, x: Tensor, ops: TorchOps, bias: "DenseWeight | None" = None) -> Tensor:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
+        return ops.whole(self.product(x, ops, bias))
+
+    def product(self, x: Tensor, ops: TorchOps, bias: "DenseWeight | None" = None) -> Product:
+        """As `apply`, for an operator that takes a `PartSums`."""
         x = x if self.inputs is None else ops.round_inputs(x, self.inputs)
-        return ops.linear(x, self.values, None if bias is None else bias.values)
+        return ops.product(x, self.values, None if bias is None else bias.values)
 
     def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
         """out = X A. Shapes: [T, in], [T, out]; out may be a slice of columns."""
@@ -207,6 +212,8 @@ class QuantWeight:
         self.apply_to(x, ops, y)
         return y if bias is None else ops.add_(y, bias.values)
 
+    product = apply
+
     def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
         """out = X A. Shapes: [T, in], [T, out]; out may be a slice of columns."""
         ops.quant_gemm(x, self.values, self.panels, out)
@@ -254,6 +261,8 @@ class MixedWeight:
         self.apply_to(x, ops, y)
         return y if bias is None else ops.add_(y, bias.values)
 
+    product = apply
+
     def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
         """out = X A. Shapes: [T, in], [T, out]; out may be a slice of columns."""
         for part, columns in zip(self._parts, self._columns, strict=True):
@@ -276,14 +285,14 @@ def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWei
 
 def grouped_linear(
     x: Tensor, weights: Sequence[Weight | MixedWeight], dispatch: Dispatch, ops: TorchOps
-) -> Tensor:
+) -> Product:
     """Multiplies rows of x by the weights that `dispatch` gives them; zeros for other rows."""
     dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
     inputs = {weight.inputs for weight in dense}
     if len(dense) == len(weights) and len(inputs) < 2:
         form = next(iter(inputs), None)
         x = x if form is None else ops.round_inputs(x, form)
-        return ops.routed_linear(x, [weight.values for weight in dense], dispatch)
+        return ops.routed_product(x, [weight.values for weight in dense], dispatch)
     products = [partial(weight.apply, ops=ops) for weight in weights]
     return dispatch.through(x, products, weights[0].n_outputs)
 

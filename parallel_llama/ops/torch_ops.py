@@ -14,6 +14,7 @@ from parallel_llama.ops.attention import (
     MAX_QUERIES,
     PLAIN,
     HeadMap,
+    HeadNorms,
     PagedPlan,
     PagedQueries,
     Plan,
@@ -30,6 +31,7 @@ from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.ops.gumbel import SamplingKeys, gumbel
 from parallel_llama.ops.inputs import round_inputs
+from parallel_llama.ops.part_sums import Product
 from parallel_llama.ops.quant import PanelShape, quant_gemm
 from parallel_llama.parallel.collectives import Communicator
 
@@ -84,6 +86,15 @@ class TorchOps:
         """
         return F.linear(x, weight.to(x.dtype), bias)
 
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
+        """`linear` for an operator that takes a `PartSums`; `whole` makes it a tensor."""
+        return self.linear(x, weight, bias)
+
+    def whole(self, product: Product) -> Tensor:
+        """The result of `product` as a tensor, with the bits of `linear`."""
+        assert isinstance(product, Tensor)
+        return product
+
     def round_inputs(self, x: Tensor, form: InputFormat) -> Tensor:
         """`ops.inputs.round_inputs`, each row independent of the others.
 
@@ -129,6 +140,10 @@ class TorchOps:
         """
         products = [partial(self.linear, weight=weight) for weight in weights]
         return dispatch.through(x, products, len(weights[0]))
+
+    def routed_product(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Product:
+        """`routed_linear` for an operator that takes a `PartSums`."""
+        return self.routed_linear(x, weights, dispatch)
 
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, bias: Tensor | None = None, *, normed: bool
@@ -238,12 +253,12 @@ class TorchOps:
         row_biases = F.embedding(experts.masked_fill(is_elsewhere, 0), bias)
         return y.add_(row_biases.masked_fill_(is_elsewhere[:, None], 0))
 
-    def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
+    def weighted_sum(self, parts: Product, routing_weights: Tensor) -> Tensor:
         """The weighted sum of each token's n parts, summed in the dtype of the weights.
 
         Shapes: parts [T * n, dim], routing_weights [T, n] -> [T, dim] partial, dtype of the parts.
         """
-        by_token = parts.view(*routing_weights.shape, -1)
+        by_token = self.whole(parts).view(*routing_weights.shape, -1)
         # In order, because the bits of torch.sum may depend on the number of rows.
         total = by_token[:, 0] * routing_weights[:, :1]
         for number in range(1, routing_weights.shape[1]):
@@ -382,9 +397,23 @@ class TorchOps:
         return x.add_(y)
 
     def add_rms_norm(
-        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+        self,
+        x: Tensor,
+        y: Product,
+        weight: Tensor,
+        eps: float,
+        offset: float = 0.0,
+        post_weight: Tensor | None = None,
     ) -> Tensor:
-        """Adds y to x in place and returns `rms_norm` of x. Shapes: all [T, dim]."""
+        """Adds y to x in place and returns `rms_norm` of x.
+
+        With `post_weight`, `rms_norm` of y with this weight is added instead of y.
+
+        Shapes: x, y and the result [T, dim].
+        """
+        y = self.whole(y)
+        if post_weight is not None:
+            y = self.rms_norm(y, post_weight, eps, offset)
         return self.rms_norm(self.add_(x, y), weight, eps, offset)
 
     def all_reduce(self, x: Tensor, comm: Communicator) -> Tensor:
@@ -419,16 +448,16 @@ class TorchOps:
         normed = F.layer_norm(wide, x.shape[-1:], eps=eps)
         x.copy_(normed.mul_(weight.view(x.shape[1:])))
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
+    def silu_and_mul(self, x: Product) -> Tensor:
         """silu(gate) * up, the two halves of each row; may overwrite x.
 
         Shapes: [T, 2 * channels] -> [T, channels].
         Source: SwiGLU, arXiv 2002.05202.
         """
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = self.whole(x).chunk(2, dim=-1)
         return F.silu(gate, inplace=True).mul_(up)
 
-    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+    def clamped_swiglu(self, x: Product, alpha: float, limit: float) -> Tensor:
         """gate * sigmoid(alpha gate) * (up + 1), the two halves of each row, with bounds.
 
         The gate is at most `limit`, and up is from -limit to limit.
@@ -436,50 +465,68 @@ class TorchOps:
         Shapes: [T, 2 * channels] -> [T, channels].
         Source: GptOssExperts of transformers 5.24.
         """
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = self.whole(x).chunk(2, dim=-1)
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
-    def gelu_and_mul(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+    def gelu_and_mul(self, x: Product, *, is_tanh: bool) -> Tensor:
         """gelu(gate) * up, the two halves of each row; `is_tanh` for the tanh approximation.
 
         Shapes: [T, 2 * channels] -> [T, channels].
         Source: GEGLU, arXiv 2002.05202.
         """
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = self.whole(x).chunk(2, dim=-1)
         return self.gelu(gate, is_tanh=is_tanh).mul_(up)
 
-    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+    def gelu(self, x: Product, *, is_tanh: bool) -> Tensor:
         """x * Phi(x), exact or with the tanh approximation of Phi, as a new tensor.
 
         Source: arXiv 1606.08415.
         """
-        return F.gelu(x, approximate="tanh" if is_tanh else "none")
+        return F.gelu(self.whole(x), approximate="tanh" if is_tanh else "none")
 
-    def relu2(self, x: Tensor) -> Tensor:
+    def relu2(self, x: Product) -> Tensor:
         """max(x, 0)^2, as a new tensor.
 
         Source: Primer, arXiv 2109.08668.
         """
-        return F.relu(x).square_()
+        return F.relu(self.whole(x)).square_()
 
     def rotate_and_store(
-        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
-    ) -> None:
-        """Rotates queries in place and stores rotated keys and values in their slots of the cache.
+        self,
+        qkv: Product,
+        rotations: Tensor | None,
+        slots: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """Rotates queries and keys, and stores the keys and values in their slots of the cache.
 
-        Without `rotations` it stores keys and values as they are. The keys in qkv are undefined
-        afterwards.
+        With `norms` queries and keys are normalised first; without `rotations` they are not
+        rotated. May overwrite qkv.
+
+        Returns: the queries, [T, H, D].
 
         Shapes: qkv [T, H + 2 K, D], heads in interleaved order; rotations [T, 1, D / 2] complex;
         slots [T]; k, v [K, n_slots, W], rows as in `kv_rows`.
         """
-        n_kv_heads = len(k)
+        qkv, n_kv_heads = self.whole(qkv), len(k)
+        self._norm_qk(qkv, n_kv_heads, norms)
         rotated = qkv[:, : qkv.shape[1] - n_kv_heads]
         if rotations is not None:
             rotate_(rotated, rotations)
         kv_rows.store(rotated[:, -n_kv_heads:], slots, k)
         kv_rows.store(qkv[:, -n_kv_heads:], slots, v)
+        return rotated[:, :-n_kv_heads]
+
+    def _norm_qk(self, qkv: Tensor, n_kv_heads: int, norms: HeadNorms | None) -> None:
+        """Normalises the queries and keys of qkv in place."""
+        if norms is None:
+            return
+        first_k, first_v = (qkv.shape[1] - n * n_kv_heads for n in (2, 1))
+        for x, weight in ((qkv[:, :first_k], norms.q), (qkv[:, first_k:first_v], norms.k)):
+            self.rms_norm_(x, weight, norms.eps, norms.offset)
 
     def plan(self, queries: Queries, device: torch.device) -> Plan:
         """The plan of these queries, made once for all layers of a KV group.

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from parallel_llama.model.layers import (
+    Addend,
     Backend,
     ColumnParallelLinear,
     LayerNorm,
@@ -40,5 +41,8 @@ def test_the_norm_of_a_sum_keeps_the_sum(kind):
     norm.weight.load(torch.randn(6, dtype=dtype))
     x, y = torch.randn(2, 3, 6, dtype=dtype)
     total = x + y
-    assert torch.equal(norm.add_and_norm(x, y), norm(total))
+    assert torch.equal(norm.add_and_norm(x, Addend(y)), norm(total))
     assert torch.equal(x, total)
+    normed = x + norm(y)
+    assert torch.equal(norm.add_and_norm(x, Addend(y, norm)), norm(normed))
+    assert torch.equal(x, normed)

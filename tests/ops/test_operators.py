@@ -14,6 +14,7 @@ from torch import Tensor
 from parallel_llama.ops import (
     Dispatch,
     HeadMap,
+    HeadNorms,
     Queries,
     QueryRange,
     SamplingKeys,
@@ -295,6 +296,11 @@ def test_a_sum_is_kept_and_normed(backend, n_rows, offset):
     normed = ops.add_rms_norm(x, y, weight, 1e-5, offset)
     assert torch.equal(x, expected) and torch.equal(y, old_y)
     assert torch.equal(normed, ops.rms_norm(expected, weight, 1e-5, offset))
+    post_weight = torch.randn(96, device=device).to(dtype)
+    expected = x + ops.rms_norm(y, post_weight, 1e-5, offset)
+    normed = ops.add_rms_norm(x, y, weight, 1e-5, offset, post_weight)
+    assert torch.equal(x, expected) and torch.equal(y, old_y)
+    assert torch.equal(normed, ops.rms_norm(expected, weight, 1e-5, offset))
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in multiply")
@@ -374,6 +380,32 @@ def test_rotate_and_store_without_rotations(backend, cache):
         step = 3e-2 if stored == torch.bfloat16 else 0  # which Triton's interpreter truncates
         kept = cached[:, slots].transpose(0, 1)
         torch.testing.assert_close(kept.to(dtype), heads, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_queries_and_keys_are_normed_before_they_are_rotated(backend, rotates, offset):
+    ops, dtype, device = backend
+    n, n_heads = 4, N_KV_HEADS * HEADS_PER_KV
+    qkv = torch.randn(n, n_heads + 2 * N_KV_HEADS, HEAD_DIM, device=device).to(dtype)
+    angles = torch.randn(n, 1, HEAD_DIM // 2, dtype=torch.float64, device=device)
+    wide = torch.promote_types(dtype, torch.float32)
+    rotations = torch.polar(torch.ones_like(angles), angles).to(wide.to_complex())
+    turns, slots = rotations if rotates else None, torch.tensor([5, 60, 0, 31], device=device)
+    norms = HeadNorms(*torch.randn(2, HEAD_DIM, device=device).to(dtype), 0.1, offset)
+    first_k, first_v = n_heads, n_heads + N_KV_HEADS
+    rms = (qkv.double().square().mean(-1, keepdim=True) + norms.eps).sqrt()
+    normed = qkv.double() / rms
+    normed[:, :first_k] *= norms.q.double() + offset
+    normed[:, first_k:first_v] *= norms.k.double() + offset
+    normed[:, first_v:] = qkv[:, first_v:].double()
+    expected = torch.zeros(2, N_KV_HEADS, N_SLOTS, HEAD_DIM, dtype=torch.float64, device=device)
+    turns_of = None if turns is None else turns.to(torch.complex128)
+    expected_q = TorchOps().rotate_and_store(normed, turns_of, slots, *expected)
+    caches = torch.zeros_like(expected, dtype=dtype)
+    check(ops.rotate_and_store(qkv, turns, slots, *caches, norms), expected_q)
+    step = max(TOLERANCE[dtype], 3e-2 if dtype == torch.bfloat16 else 0)
+    torch.testing.assert_close(caches.double(), expected, rtol=step, atol=step)
 
 
 @pytest.mark.parametrize("n_heads", [0, 3])

@@ -32,12 +32,14 @@ from torch.overrides import TorchFunctionMode
 
 from parallel_llama.ops import (
     HeadMap,
+    HeadNorms,
     PagedPlan,
     Plan,
     SamplingKeys,
     TorchOps,
 )
 from parallel_llama.ops.filters import Filters
+from parallel_llama.ops.part_sums import Product
 
 CUDA = torch.device("cuda", 0)
 _FRESH = 0x5A  # the bytes of new memory: no valid token, slot or position
@@ -538,14 +540,23 @@ class LateOps(TorchOps):
         y = self._gpu.contiguous(x.shape, x.dtype)
         return self._into(y, self._ops.rms_norm, x, weight, eps, offset)
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
+    def silu_and_mul(self, x: Product) -> Tensor:
+        x = self.whole(x)
         y = self._gpu.contiguous((len(x), x.shape[1] // 2), x.dtype)
         return self._into(y, self._ops.silu_and_mul, x)
 
     def rotate_and_store(
-        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
-    ) -> None:
-        self._gpu.kernel(self._ops.rotate_and_store, qkv, rotations, slots, k, v)
+        self,
+        qkv: Product,
+        rotations: Tensor | None,
+        slots: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        qkv = self.whole(qkv)
+        self._gpu.kernel(self._ops.rotate_and_store, qkv, rotations, slots, k, v, norms)
+        return qkv[:, : qkv.shape[1] - 2 * len(k)]
 
     def attention(
         self,

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_llama.ops.cuda.launch import await_inputs, launch, tile, warps
+from parallel_llama.ops.cuda.linear import load_row, source_of
+from parallel_llama.ops.part_sums import Product
 
 _SIZE = 1024  # columns per program
 
@@ -25,13 +27,15 @@ def lookup(tokens: Tensor, weight: Tensor, first: int, dtype: torch.dtype) -> Te
     return rows
 
 
-def weighted_sum(parts: Tensor, routing_weights: Tensor) -> Tensor:
+def weighted_sum(parts: Product, routing_weights: Tensor) -> Tensor:
     """`TorchOps.weighted_sum`, in the same order. Shapes: [T * n, dim], [T, n] -> [T, dim]."""
-    (n, n_parts), dim = routing_weights.shape, parts.shape[1]
-    assert parts.is_contiguous() and routing_weights.is_contiguous() and len(parts) == n * n_parts
-    y = parts.new_empty(n, dim)
+    (n, n_weights), (n_rows, dim) = routing_weights.shape, parts.shape
+    values, bias, stride, n_parts = source_of(parts)
+    assert values.is_contiguous() and routing_weights.is_contiguous() and n_rows == n * n_weights
+    y = values.new_empty(n, dim, dtype=parts.dtype)
     grid = (triton.cdiv(dim, _SIZE), n)
-    launch(_weighted, grid, parts, routing_weights, y, dim, N_PARTS=n_parts, SIZE=_SIZE)
+    constants = {"N_WEIGHTS": n_weights, "N_PARTS": n_parts, "SIZE": _SIZE}
+    launch(_weighted, grid, values, bias, routing_weights, y, n_rows, stride, **constants)
     return y
 
 
@@ -43,17 +47,17 @@ def add_gated(y: Tensor, x: Tensor, scores: Tensor) -> None:
     launch(_add_gated, (triton.cdiv(dim, _SIZE), n), y, x, scores, dim, SIZE=_SIZE)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+def silu_and_mul(x: Product) -> Tensor:
     """silu(gate) * up, the two halves of each row. Shapes: [T, 2 * channels] -> [T, channels]."""
     return _gated(x, "silu")
 
 
-def gelu_and_mul(x: Tensor, *, is_tanh: bool) -> Tensor:
+def gelu_and_mul(x: Product, *, is_tanh: bool) -> Tensor:
     """gelu(gate) * up, the two halves of each row. Shapes: [T, 2 * channels] -> [T, channels]."""
     return _gated(x, "gelu_tanh" if is_tanh else "gelu")
 
 
-def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+def clamped_swiglu(x: Product, alpha: float, limit: float) -> Tensor:
     """`TorchOps.clamped_swiglu`. Shapes: [T, 2 * channels] -> [T, channels]."""
     return _gated(x, "clamped_swiglu", alpha, limit)
 
@@ -71,12 +75,14 @@ def add_expert_bias(y: Tensor, bias: Tensor, starts: Tensor) -> None:
     launch(_add_expert_bias, grid, y, bias, starts, n_columns, n_experts, **experts)
 
 
-def _gated(x: Tensor, kind: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
-    assert x.stride(1) == 1
-    n, channels = len(x), x.shape[1] // 2
-    y = x.new_empty(n, channels)
+def _gated(x: Product, kind: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
+    (values, bias, stride, n_parts), (n, n_columns) = source_of(x), x.shape
+    channels = n_columns // 2
+    assert values.stride(-1) == 1
+    y = values.new_empty(n, channels, dtype=x.dtype)
     grid = (triton.cdiv(channels, _SIZE), n)
-    launch(_gate, grid, x, y, x.stride(0), channels, alpha, limit, KIND=kind, SIZE=_SIZE)
+    numbers = (n, stride, channels, alpha, limit)
+    launch(_gate, grid, values, bias, y, *numbers, KIND=kind, N_PARTS=n_parts, SIZE=_SIZE)
     return y
 
 
@@ -98,15 +104,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, y: Tensor) ->
     launch(_norm, (n * m,), x, y, weight, *numbers, OFFSET=offset, **size)
 
 
-def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """Adds y to x in place. Returns: `rms_norm` of x. Shapes: x, y [n, dim]; weight [dim]."""
-    n, dim = x.shape
-    assert x.stride(1) == y.stride(1) == 1 and x.shape == y.shape
-    assert weight.is_contiguous() and weight.shape == (dim,)
+def add_rms_norm(
+    x: Tensor, y: Product, weight: Tensor, eps: float, offset: float, post_weight: Tensor | None
+) -> Tensor:
+    """`TorchOps.add_rms_norm`. Shapes: x, y [n, dim]; weight and post_weight [dim]."""
+    (values, bias, stride, n_parts), (n, dim) = source_of(y), x.shape
+    assert x.stride(1) == values.stride(-1) == 1 and x.shape == y.shape and x.dtype == y.dtype
+    for each in (weight, weight if post_weight is None else post_weight):
+        assert each.is_contiguous() and each.shape == (dim,)
     normed = x.new_empty(n, dim)
-    numbers = (x.stride(0), y.stride(0), dim, eps)
-    size = {"SIZE": tile(dim), "num_warps": warps(dim)}
-    launch(_add_norm, (n,), x, y, weight, normed, *numbers, OFFSET=offset, **size)
+    numbers = (n, x.stride(0), stride, dim, eps)
+    constants = {"OFFSET": offset, "N_PARTS": n_parts, "SIZE": tile(dim), "num_warps": warps(dim)}
+    launch(_add_norm, (n,), x, values, bias, post_weight, weight, normed, *numbers, **constants)
     return normed
 
 
@@ -121,17 +130,22 @@ def _lookup(tokens, weight, rows, first, n_rows, stride, dim, SIZE: tl.constexpr
     tl.store(rows + place * dim + columns, row.to(rows.dtype.element_ty), columns < dim)
 
 
-@triton.jit
-def _weighted(parts, routing_weights, y, dim, N_PARTS: tl.constexpr, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["n"])
+def _weighted(
+    parts, bias, routing_weights, y, n, dim,
+    N_WEIGHTS: tl.constexpr, N_PARTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     await_inputs()
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_there = columns < dim
+    dtype: tl.constexpr = y.dtype.element_ty
     total = tl.zeros((SIZE,), tl.float32)
-    for part in tl.static_range(N_PARTS):
-        at = row * N_PARTS + part
-        own = tl.load(parts + at * dim + columns, columns < dim, 0).to(tl.float32)
-        total += own * tl.load(routing_weights + at)
-    tl.store(y + row * dim + columns, total.to(y.dtype.element_ty), columns < dim)
+    for number in tl.static_range(N_WEIGHTS):
+        at = row * N_WEIGHTS + number
+        part = load_row(parts, bias, at, n, dim, columns, is_there, N_PARTS, dtype)
+        total += part * tl.load(routing_weights + at)
+    tl.store(y + row * dim + columns, total.to(dtype), is_there)
 
 
 @triton.jit
@@ -163,15 +177,18 @@ def _add_expert_bias(
     tl.store(y + row * n_columns + columns, total.to(y.dtype.element_ty), is_there)
 
 
-@triton.jit
-def _gate(x, y, x_stride, channels, alpha, limit, KIND: tl.constexpr, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["n"])
+def _gate(
+    x, bias, y, n, x_stride, channels, alpha, limit,
+    KIND: tl.constexpr, N_PARTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     await_inputs()
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     is_there = columns < channels
-    own = x + row * x_stride + columns
-    gate = tl.load(own, is_there, 0).to(tl.float32)
-    up = tl.load(own + channels, is_there, 0).to(tl.float32)
+    dtype: tl.constexpr = y.dtype.element_ty
+    gate = load_row(x, bias, row, n, x_stride, columns, is_there, N_PARTS, dtype)
+    up = load_row(x, bias, row, n, x_stride, columns + channels, is_there, N_PARTS, dtype)
     if KIND == "silu":
         active = gate / (1 + tl.exp(-gate))
     elif KIND == "clamped_swiglu":
@@ -184,8 +201,8 @@ def _gate(x, y, x_stride, channels, alpha, limit, KIND: tl.constexpr, SIZE: tl.c
     else:  # (1 + tanh(z)) / 2 is 1 / (1 + exp(-2 z))
         active = gate / (1 + tl.exp((gate + gate * gate * gate * 0.044715) * _SLOPE))
     # Rounded to the dtype before the product, as in torch.
-    product = active.to(y.dtype.element_ty).to(tl.float32) * up
-    tl.store(y + row * channels + columns, product.to(y.dtype.element_ty), is_there)
+    product = active.to(dtype).to(tl.float32) * up
+    tl.store(y + row * channels + columns, product.to(dtype), is_there)
 
 
 @triton.jit
@@ -196,32 +213,39 @@ def _norm(x, y, weight, m, x_stride, y_stride, dim, eps, OFFSET: tl.constexpr, S
     columns = tl.arange(0, SIZE)
     is_there = columns < dim
     own = tl.load(x + group * x_stride + within + columns, is_there, 0).to(tl.float32)
-    normed = _normalised(own, weight + columns, is_there, dim, eps, OFFSET, y.dtype.element_ty)
+    normed = normalised(own, weight + columns, is_there, dim, eps, OFFSET, y.dtype.element_ty)
     tl.store(y + group * y_stride + within + columns, normed, is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _add_norm(
-    x, y, weight, normed, x_stride, y_stride, dim, eps, OFFSET: tl.constexpr, SIZE: tl.constexpr
-):
+    x, y, bias, post_weight, weight, normed, n, x_stride, y_stride, dim, eps,
+    OFFSET: tl.constexpr, N_PARTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     await_inputs()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
     is_there = columns < dim
     own_x = x + row * x_stride + columns
-    total = tl.load(own_x, is_there, 0).to(tl.float32)
-    total += tl.load(y + row * y_stride + columns, is_there, 0).to(tl.float32)
-    rounded = total.to(x.dtype.element_ty)
+    dtype: tl.constexpr = x.dtype.element_ty
+    added = load_row(y, bias, row, n, y_stride, columns, is_there, N_PARTS, dtype)
+    if post_weight is not None:
+        added = normalised(added, post_weight + columns, is_there, dim, eps, OFFSET, dtype)
+    total = tl.load(own_x, is_there, 0).to(tl.float32) + added
+    rounded = total.to(dtype)
     tl.store(own_x, rounded, is_there)
     own = rounded.to(tl.float32)
-    result = _normalised(own, weight + columns, is_there, dim, eps, OFFSET, normed.dtype.element_ty)
+    result = normalised(own, weight + columns, is_there, dim, eps, OFFSET, dtype)
     tl.store(normed + row * dim + columns, result, is_there)
 
 
 @triton.jit
-def _normalised(row, weight, is_there, dim, eps, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """A row, padded with zeros, divided by its rms and multiplied by its weight."""
-    mean = tl.sum(row * row, 0) / dim + eps
+def normalised(row, weight, is_there, dim, eps, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """A row divided by its rms and multiplied by its weight, rounded to DTYPE, in float32.
+
+    The row is in float32 and padded with zeros.
+    """
+    mean = tl.sum(row * row) / dim + eps
     # mean * 0 is NaN for an infinite mean, which would make the row zeros.
     normed = row * (tl.rsqrt(mean) + mean * 0)
     factor = tl.load(weight, is_there, 0).to(tl.float32)
@@ -229,4 +253,4 @@ def _normalised(row, weight, is_there, dim, eps, OFFSET: tl.constexpr, DTYPE: tl
         normed = normed.to(DTYPE).to(tl.float32)  # rounded, as in torch
     else:
         factor += OFFSET
-    return (normed * factor).to(DTYPE)
+    return (normed * factor).to(DTYPE).to(tl.float32)

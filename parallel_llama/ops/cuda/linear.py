@@ -1,8 +1,9 @@
 """Products of a few rows with one weight, or each row with one of several weights.
 
 A program computes some outputs of MAX_ROWS rows, over all inputs or a part; a second launch adds
-the sums over parts. The tile always has MAX_ROWS rows, and the split depends only on the weight's
-shape, so a row's reduction order depends neither on the batch nor on its route.
+the sums over parts, unless the operator that reads the product adds them (`ops.part_sums`). The
+tile always has MAX_ROWS rows, and the split depends only on the weight's shape, so a row's
+reduction order depends neither on the batch nor on its route.
 
 A routed program finds its weight and rows in `starts` on the device, so that the host need not
 synchronise: the grid has enough programs for any dispatch of this many rows, and programs without
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from parallel_llama.ops.cuda.launch import await_inputs, launch, tile
 from parallel_llama.ops.dispatch import Dispatch
+from parallel_llama.ops.part_sums import PartSums, Product
 
 MAX_ROWS = 16
 
@@ -30,7 +32,7 @@ _MAX_PARTS = 8
 _MIN_INPUTS = 512  # per part
 _SHAPE = {"ROWS": MAX_ROWS, "OUTPUTS": _OUTPUTS, "num_warps": 4, "num_stages": 4}  # per program
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 # Rows per step, at least as many as in the largest CUDA graph. More would read a weight too often.
 MAX_ROUTED_ROWS = 256
@@ -40,7 +42,7 @@ _ALIGNMENT = 16  # bytes per load
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` supports these dtypes and this number of rows."""
-    return len(x) <= MAX_ROWS and x.dtype in _TYPES and weight.dtype in _TYPES
+    return len(x) <= MAX_ROWS and x.dtype in TYPES and weight.dtype in TYPES
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,21 +50,45 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Shapes: [T, in], [out, in] -> [T, out].
     """
+    return whole(product(x, weight, bias))
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Product:
+    """As `linear`, but sums over parts of the inputs are not added."""
     assert x.stride(1) == weight.stride(1) == 1
     (n, n_inputs), n_outputs = x.shape, len(weight)
     cut = Cut.of(n_outputs, n_inputs, weight.element_size())
-    y = x.new_empty(n, n_outputs)
-    is_whole = cut.n_parts == 1
-    sums = y if is_whole else x.new_empty(cut.n_parts, n, n_outputs, dtype=torch.float32)
+    sums = _empty_sums(x, cut.n_parts, n, n_outputs)
     launch(
         _product, (cut.n_blocks, cut.n_parts, triton.cdiv(n, MAX_ROWS)),
-        x, weight, sums, bias if is_whole else None,
+        x, weight, sums, bias if cut.n_parts == 1 else None,
         n, n_inputs, n_outputs, x.stride(0), weight.stride(0), cut.part,
         SIZE=cut.size, **_SHAPE,
     )  # fmt: skip
-    if not is_whole:
-        add_parts(sums, bias, y)
+    return sums if cut.n_parts == 1 else PartSums(sums, bias, x.dtype)
+
+
+def _empty_sums(x: Tensor, n_parts: int, n: int, n_outputs: int) -> Tensor:
+    """Memory for sums over parts, or for the product in x's dtype if there is one part."""
+    if n_parts == 1:
+        return x.new_empty(n, n_outputs)
+    return x.new_empty(n_parts, n, n_outputs, dtype=torch.float32)
+
+
+def whole(product: Product) -> Tensor:
+    """A product as a tensor: adds its sums over parts, if any."""
+    if isinstance(product, Tensor):
+        return product
+    y = torch.empty(product.shape, dtype=product.dtype, device=product.sums.device)
+    add_parts(product.sums.flatten(2), product.bias, y.flatten(1))
     return y
+
+
+def source_of(product: Product) -> tuple[Tensor, Tensor | None, int, int]:
+    """The values, the bias, the stride of a row, and N_PARTS of `load_row`."""
+    if isinstance(product, Tensor):
+        return product, None, product.stride(0), 0
+    return product.sums, product.bias, product.sums.stride(1), len(product.sums)
 
 
 @dataclass(frozen=True)
@@ -123,16 +149,16 @@ class Addresses:
 
 
 def takes_routed(x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> bool:
-    """Whether `routed_linear` supports these dtypes and this number of rows."""
+    """Whether `routed_product` supports these dtypes and this number of rows."""
     stored = {weight.dtype for weight in weights}
-    is_computed = x.dtype in _TYPES and len(stored) == 1 and stored <= {*_TYPES}
+    is_computed = x.dtype in TYPES and len(stored) == 1 and stored <= {*TYPES}
     return is_computed and dispatch.max_rows <= MAX_ROUTED_ROWS
 
 
-def routed_linear(
+def routed_product(
     x: Tensor, weights: Sequence[Tensor], addresses: Addresses, dispatch: Dispatch
-) -> Tensor:
-    """`TorchOps.routed_linear`, summed in float32.
+) -> Product:
+    """`TorchOps.routed_product`, summed in float32.
 
     Shapes: x [n, in], each weight [out, in] contiguous, at its address -> [P, out].
     """
@@ -141,19 +167,15 @@ def routed_linear(
     (n_outputs, n_inputs), dtype = weights[0].shape, weights[0].dtype
     n, n_weights = len(dispatch.targets), len(weights)
     cut = Cut.of(n_outputs, n_inputs, dtype.itemsize)
-    y = x.new_empty(n, n_outputs)
-    is_whole = cut.n_parts == 1
-    sums = y if is_whole else x.new_empty(cut.n_parts, n, n_outputs, dtype=torch.float32)
+    sums = _empty_sums(x, cut.n_parts, n, n_outputs)
     launch(
         _routed, (most_tiles(n, n_weights), cut.n_blocks, cut.n_parts),
         x, addresses.table, sums, dispatch.sources, dispatch.targets, dispatch.starts,
         n, n_weights, n_inputs, n_outputs, x.stride(0), cut.part,
-        STORED=_TYPES[dtype], ALIGNMENT=addresses.alignment, WEIGHTS=tile(n_weights + 1),
+        STORED=TYPES[dtype], ALIGNMENT=addresses.alignment, WEIGHTS=tile(n_weights + 1),
         SIZE=cut.size, **_SHAPE,
     )  # fmt: skip
-    if not is_whole:
-        add_parts(sums, None, y)
-    return y
+    return sums if cut.n_parts == 1 else PartSums(sums, None, x.dtype)
 
 
 def most_tiles(n: int, n_weights: int) -> int:
@@ -206,15 +228,33 @@ def dots(
 @triton.jit(do_not_specialize=["n"])
 def _sum(sums, bias, y, n, n_outputs, y_stride, N_PARTS: tl.constexpr, SIZE: tl.constexpr):
     await_inputs()
-    row = tl.program_id(1)
+    row = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     is_output = outputs < n_outputs
-    total = tl.zeros((SIZE,), tl.float32)
-    for part in tl.static_range(N_PARTS):
-        total += tl.load(sums + (part * n + row).to(tl.int64) * n_outputs + outputs, is_output, 0)
-    if bias is not None:
-        total += tl.load(bias + outputs, is_output, 0).to(tl.float32)
-    tl.store(y + row.to(tl.int64) * y_stride + outputs, total.to(y.dtype.element_ty), is_output)
+    dtype: tl.constexpr = y.dtype.element_ty
+    total = load_row(sums, bias, row, n, n_outputs, outputs, is_output, N_PARTS, dtype)
+    tl.store(y + row * y_stride + outputs, total.to(dtype), is_output)
+
+
+@triton.jit
+def load_row(
+    values, bias, row, n, stride, columns, is_there, N_PARTS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Some columns of a row of a product, rounded to DTYPE, in float32.
+
+    Args:
+        values: The product if N_PARTS is 0, else its sums over parts.
+        n: The number of rows.
+    """
+    if N_PARTS == 0:
+        total = tl.load(values + row * stride + columns, is_there, 0)
+    else:
+        total = tl.zeros(columns.shape, tl.float32)
+        for part in tl.static_range(N_PARTS):
+            total += tl.load(values + (part * n + row) * stride + columns, is_there, 0)
+        if bias is not None:
+            total += tl.load(bias + columns, is_there, 0).to(tl.float32)
+    return total.to(DTYPE).to(tl.float32)
 
 
 # No recompilation for another number of rows or alignment of their tensors.

@@ -1,7 +1,8 @@
 """Rotary embeddings and the storing of keys and values in the cache, in one launch.
 
-A program has one head of one token: it rotates a query in place, or stores a rotated key or a value
-in its slot, packed as in `ops.kv_rows`.
+A program has one head of one token: it normalises and rotates a query, or stores a normalised and
+rotated key or a value in its slot, packed as in `ops.kv_rows`. Queries stay in place, unless qkv is
+a `PartSums`.
 """
 
 import torch
@@ -11,8 +12,12 @@ from torch import Tensor
 
 from parallel_llama.dtypes import KV_SCALE_BYTES
 from parallel_llama.ops import kv_rows
+from parallel_llama.ops.attention import HeadNorms
 from parallel_llama.ops.cuda.e4m3 import to_e4m3
+from parallel_llama.ops.cuda.elementwise import normalised
 from parallel_llama.ops.cuda.launch import await_inputs, launch, tile
+from parallel_llama.ops.cuda.linear import load_row, source_of
+from parallel_llama.ops.part_sums import Product
 
 
 def can_store(head_dim: int, cache_dtype: torch.dtype) -> bool:
@@ -21,24 +26,37 @@ def can_store(head_dim: int, cache_dtype: torch.dtype) -> bool:
 
 
 def rotate_and_store(
-    qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
-) -> None:
+    qkv: Product,
+    rotations: Tensor | None,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
     """`TorchOps.rotate_and_store`, rotations in complex64. Source: RoFormer, arXiv 2104.09864."""
-    n, n_heads, head_dim = qkv.shape
+    (values, bias, stride, n_parts), (n, n_heads, head_dim) = source_of(qkv), qkv.shape
     n_kv_heads = len(k)
+    n_queries = n_heads - 2 * n_kv_heads
+    if isinstance(qkv, Tensor):
+        q = qkv[:, :n_queries]
+    else:
+        q = values.new_empty(n, n_queries, head_dim, dtype=qkv.dtype)
     rotates = rotations is not None
-    real = qkv if rotations is None else torch.view_as_real(rotations)  # read only if it rotates
-    assert qkv.stride(2) == 1 and slots.is_contiguous()
+    real = q if rotations is None else torch.view_as_real(rotations)  # read only if it rotates
+    assert values.stride(-1) == 1 and slots.is_contiguous()
     assert not rotates or real.stride(-2) == 2
     assert k.stride() == v.stride() and k.stride(2) == 1 and can_store(head_dim, k.dtype)
     largest = kv_rows.LARGEST.get(k.dtype, 0.0)
     (k, k_scales), (v, v_scales) = _parts_of(k), _parts_of(v)
-    strides = (*qkv.stride()[:2], real.stride(0), *k.stride()[:2])
+    weights = (None, None) if norms is None else (norms.q, norms.k)
+    eps, offset = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
+    strides = (stride, values.stride(-2), *q.stride()[:2], real.stride(0), *k.stride()[:2])
     launch(
-        _rotate_and_store, (n_heads, n), qkv, real, slots, k, v, k_scales, v_scales,
-        n_heads - 2 * n_kv_heads, n_kv_heads, head_dim, *strides,
-        ROTATES=rotates, LARGEST=largest, SIZE=tile(head_dim // 2), num_warps=1,
+        _rotate_and_store, (n_heads, n), values, bias, *weights, q, real, slots, k, v,
+        k_scales, v_scales, n, n_queries, n_kv_heads, head_dim, eps, *strides, OFFSET=offset,
+        ROTATES=rotates, LARGEST=largest, N_PARTS=n_parts, SIZE=tile(head_dim // 2), num_warps=1,
     )  # fmt: skip
+    return q
 
 
 def _parts_of(cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,26 +66,34 @@ def _parts_of(cache: Tensor) -> tuple[Tensor, Tensor]:
     return cache.view(torch.uint8), cache.view(torch.float32)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "rotations"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["slots", "rotations"])
 def _rotate_and_store(
-    qkv, rotations, slots, k, v, k_scales, v_scales,
-    n_queries, n_kv_heads, head_dim,
-    token_stride, head_stride, rotation_stride, kv_stride, slot_stride,
-    ROTATES: tl.constexpr, LARGEST: tl.constexpr, SIZE: tl.constexpr,
+    qkv, bias, q_weight, k_weight, q, rotations, slots, k, v, k_scales, v_scales,
+    n, n_queries, n_kv_heads, head_dim, eps,
+    token_stride, head_stride, q_stride, q_head_stride, rotation_stride, kv_stride, slot_stride,
+    OFFSET: tl.constexpr, ROTATES: tl.constexpr, LARGEST: tl.constexpr, N_PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     await_inputs()
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pairs = tl.arange(0, SIZE)
     numbers = pairs[:, None] * 2 + tl.arange(0, 2)[None, :]  # [pairs, 2]
     is_there = numbers < head_dim
-    own = qkv + token * token_stride + head * head_stride + numbers
-    x = tl.load(own, is_there, 0)
+    dtype: tl.constexpr = q.dtype.element_ty
+    columns = head * head_stride + numbers
+    x = load_row(qkv, bias, token, n, token_stride, columns, is_there, N_PARTS, dtype)
+    if q_weight is not None:
+        if head < n_queries:
+            x = normalised(x, q_weight + numbers, is_there, head_dim, eps, OFFSET, dtype)
+        elif head < n_queries + n_kv_heads:
+            x = normalised(x, k_weight + numbers, is_there, head_dim, eps, OFFSET, dtype)
     if ROTATES and head < n_queries + n_kv_heads:
         rotation = tl.load(rotations + token * rotation_stride + numbers, is_there, 0)
-        x = _rotated(x.to(tl.float32), rotation).to(qkv.dtype.element_ty)
+        x = _rotated(x, rotation)
+    x = x.to(dtype)
     if head < n_queries:
-        if ROTATES:
-            tl.store(own, x, is_there)
+        if ROTATES or N_PARTS or q_weight is not None:
+            tl.store(q + token * q_stride + head * q_head_stride + numbers, x, is_there)
     else:
         slot = tl.load(slots + token)
         at = slot * slot_stride

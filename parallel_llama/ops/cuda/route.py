@@ -6,8 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_llama.ops.cuda.launch import await_inputs, launch, tile, warps
+from parallel_llama.ops.cuda.linear import TYPES, load_row, source_of
 from parallel_llama.ops.cuda.sort_key import sort_key
 from parallel_llama.ops.dispatch import Dispatch
+from parallel_llama.ops.part_sums import Product
 
 MAX_PAIRS = 4096  # limited, since each pair is compared with all others
 
@@ -15,7 +17,7 @@ _TILE = 64  # pairs per program, and per iteration
 
 
 def route(
-    scores: Tensor, n_active: int, bias: Tensor | None = None, *, normed: bool
+    scores: Product, n_active: int, bias: Tensor | None = None, *, normed: bool
 ) -> tuple[Tensor, Tensor]:
     """`TorchOps.route` from the router's scores; the routing weights are in float32.
 
@@ -23,15 +25,14 @@ def route(
         [T, n_active].
     """
     assert bias is None or bias.is_contiguous()
-    n, n_experts = scores.shape
-    assert scores.stride(1) == 1 and n_active <= n_experts
-    routing_weights = scores.new_empty(n, n_active, dtype=torch.float32)
-    experts = scores.new_empty(n, n_active, dtype=torch.int64)
+    (values, sum_bias, stride, n_parts), (n, n_experts) = source_of(scores), scores.shape
+    assert values.stride(-1) == 1 and n_active <= n_experts
+    routing_weights = values.new_empty(n, n_active, dtype=torch.float32)
+    experts = values.new_empty(n, n_active, dtype=torch.int64)
     launch(
-        _route, (n,), scores, scores if bias is None else bias, routing_weights, experts,
-        scores.stride(0), n_experts,
-        N_ACTIVE=n_active, NORMED=normed, HAS_BIAS=bias is not None, EXPERTS=tile(n_experts),
-        PLACES=tile(n_active), num_warps=warps(n_experts),
+        _route, (n,), values, sum_bias, bias, routing_weights, experts, n, stride, n_experts,
+        DTYPE=TYPES[scores.dtype], N_PARTS=n_parts, N_ACTIVE=n_active, NORMED=normed,
+        EXPERTS=tile(n_experts), PLACES=tile(n_active), num_warps=warps(n_experts),
     )  # fmt: skip
     return routing_weights, experts
 
@@ -51,18 +52,19 @@ def expert_dispatch(experts: Tensor, local_experts: range) -> tuple[Dispatch, Di
     return Dispatch(tokens, order, starts, max_rows), Dispatch(order, pairs, starts, max_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _route(
-    scores, bias, routing_weights, experts, stride, n_experts,
-    N_ACTIVE: tl.constexpr, NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, EXPERTS: tl.constexpr,
-    PLACES: tl.constexpr,
+    scores, sum_bias, bias, routing_weights, experts, n, stride, n_experts,
+    DTYPE: tl.constexpr, N_PARTS: tl.constexpr, N_ACTIVE: tl.constexpr, NORMED: tl.constexpr,
+    EXPERTS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     await_inputs()
     row = tl.program_id(0).to(tl.int64)
     numbers, places = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
-    own = tl.load(scores + row * stride + numbers, numbers < n_experts, -float("inf"))
-    own = own.to(tl.float32)
-    if HAS_BIAS:
+    is_expert = numbers < n_experts
+    own = load_row(scores, sum_bias, row, n, stride, numbers, is_expert, N_PARTS, DTYPE)
+    own = tl.where(is_expert, own, -float("inf"))
+    if bias is not None:
         own += tl.load(bias + numbers, numbers < n_experts, 0)
     weights = tl.exp(own - tl.max(own, 0))
     weights = tl.div_rn(weights, tl.zeros_like(weights) + tl.sum(weights, 0))

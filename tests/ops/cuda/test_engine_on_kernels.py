@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from meta_models import meta_runner
 from mixes import ARGS, HYBRID, OF_FAMILIES, make_engine
 from recorded import Recorded
 from thread_ranks import ThreadComm, run_on_threads
@@ -24,9 +25,6 @@ from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.model.layers import Backend
-from parallel_llama.model.moe import MixtureOfExperts
-from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.parallel.collectives import Communicator, Solo
@@ -77,23 +75,6 @@ class Literals(TorchFunctionMode):
         return result
 
 
-def meta_runner(args: ModelArgs, ops: type[CUDAOps] = CUDAOps) -> ModelRunner:
-    """A runner with a model on the meta device."""
-    plan, scores = (
-        make_plan(args, 1),
-        Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits),
-    )
-    model = Transformer(args, plan.shards[0], Backend(Solo(), ops(scores), torch.bfloat16))
-    for block in model.layers.values():
-        if isinstance(block.feed_forward, MixtureOfExperts):
-            for expert in block.feed_forward.experts.values():
-                expert.fuse()
-        block.fuse()
-    runner = ModelRunner(args, plan, Solo(), model)
-    runner.reserve([64] * len(runner.kv_groups), 16)
-    return runner
-
-
 @pytest.mark.parametrize(
     "args", [ARGS, HYBRID, MIXTURE, BIASED], ids=["full", "windows", "experts", "biases"]
 )
@@ -104,7 +85,7 @@ def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args, top_k)
     A greedy row, and two with noise; filters are one copy more. The first step, which runs before
     one is recorded, may copy more.
     """
-    runner = meta_runner(args)
+    runner = meta_runner(args, CUDAOps)
     tables = [list(range(n, n + 20)) for n in range(3)]
     chunks = [
         Chunk((7,), 30 + n, [table] * len(runner.kv_groups), 9) for n, table in enumerate(tables)
@@ -126,7 +107,7 @@ def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args, top_k)
 class Ungrouped(CUDAOps):
     """One product per expert, as for quantised experts: the host reads each expert's row count."""
 
-    routed_linear = TorchOps.routed_linear
+    routed_linear, routed_product = TorchOps.routed_linear, TorchOps.routed_product
 
 
 def record_on_meta(args: ModelArgs, ops: type[CUDAOps]) -> list[int]:

@@ -16,7 +16,7 @@ def cut_into(monkeypatch, n_parts):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("n_parts", "has_bias"), [(1, True), (3, False)])
+@pytest.mark.parametrize(("n_parts", "has_bias"), [(1, True), (3, False), (3, True)])
 @pytest.mark.parametrize(
     "shape", [(1, 300, 70), (3, 129, 1), (16, 37, 65), (0, 37, 5), (3, 0, 5), (2, 5, 0)], ids=str
 )
