@@ -54,7 +54,7 @@ prepare_environment() {
     rm -rf -- "$folder"
     "$python" -m venv "$folder" >/dev/null 2>&1 ||
         stop "$python cannot make a virtual environment." \
-            "On Debian and Ubuntu its module is a package of its own: apt-get install python3-venv"
+            "On Debian and Ubuntu the module venv is a separate package: apt-get install python3-venv"
     echo '*' >"$folder/.gitignore"
 
     # No index is named here, so pip uses the index that this machine is configured with. Without an

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a command on several hosts over ssh: on each host torchrun, with as many ranks as the number
+# Runs a command on several hosts over ssh: torchrun on each host, with as many ranks as the number
 # after the host's name. ssh must log in without a password, and torchrun must be on the PATH of such
 # a login, or in the folder after --bin. The model has the same path on every host. The secret of the
 # run is sent through ssh into a file that is removed at the end. Ctrl-C or SIGTERM ends the ranks.
@@ -47,7 +47,7 @@ if [ -n "$is_print" ]; then
     exit
 fi
 
-close() { # the input of a host's session, at whose end the ranks of that host end
+close() { # closes the input of a host's session, which ends the ranks of that host
     local input=${inputs[$1]:-}
     [ -z "$input" ] || exec {input}>&-
     inputs[$1]=''

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Needs only Python 3.10. Makes a virtual environment in .venv, installs the package and a small chat
-# model, and prints the plan of the model on two ranks and one answer that both compute. Each rank
-# uses an NVIDIA GPU if there are two; otherwise both ranks run on the CPU.
+# Needs only Python 3.10 or newer. Makes a virtual environment in .venv, installs the package and a
+# small chat model, and prints the plan of the model on two ranks and one answer that both compute.
+# Each rank uses an NVIDIA GPU if there are two; otherwise both ranks run on the CPU.
 #
 #   bash launch/quickstart.sh [PROMPT...]
 set -euo pipefail

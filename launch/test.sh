@@ -3,7 +3,7 @@
 #
 #   bash launch/test.sh                     everything
 #   bash launch/test.sh --fast              without the tests marked slow
-#   bash launch/test.sh PYTEST_ARGUMENTS    only pytest, with these
+#   bash launch/test.sh PYTEST_ARGUMENTS    only pytest, with these arguments
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh

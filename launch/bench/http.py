@@ -2,8 +2,9 @@
 
     python -m launch.bench.http [--nproc 2] [--streams 16] [--tokens 128]
 
-A server and an engine in this process are loaded and alternate. It prints the tokens/s of each
-round and the median ratio. The client only counts bytes, but it shares the machine with the server.
+Loads a server, and an engine in this process, and measures them alternately. Prints the tokens/s of
+each round and the median ratio. The client only counts bytes, but it shares the machine with the
+server.
 """
 
 import argparse

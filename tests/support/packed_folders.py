@@ -29,7 +29,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class Matrix:
     """Integers [out, in], and zeros and scales [out, groups], the last in float16.
 
-    `groups` are those of the inputs, if they are not consecutive.
+    `groups` has the group of each input; None if the inputs of a group are consecutive.
     """
 
     integers: np.ndarray

@@ -181,7 +181,7 @@ class Pools:
 
 
 def call_late_after(comm: Communicator, limit_s: float) -> None:
-    """Limits from now on how long this rank waits for another.
+    """Limits how long this rank waits for another one, from now on.
 
     Pools have long limits, so that a busy machine makes no rank late. A test of lateness sets a
     short limit only while a rank is really late.

@@ -11,7 +11,7 @@ from uvicorn.server import ServerState
 
 from parallel_llama.serve.protocol import protocol_factory
 
-_N_TURNS = 10  # of the event loop, in which whatever can happen has happened
+_N_ITERATIONS = 10  # of the event loop; after these, nothing more can happen
 
 
 @dataclass
@@ -88,7 +88,7 @@ def read_by_server(
                 await asyncio.sleep(0)
             protocol.data_received(packet)
             await asyncio.sleep(0)
-        for _ in range(_N_TURNS):
+        for _ in range(_N_ITERATIONS):
             while state.tasks and protocol.cycle.response_complete:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)

@@ -42,7 +42,7 @@ class Meeting:
 class ThreadComm(Solo):
     """One thread's handle on the group; it counts its collectives.
 
-    Other methods do what they do for a single rank.
+    All other methods work as for a single rank.
     """
 
     def __init__(self, rank: int, meeting: "Meeting") -> None:

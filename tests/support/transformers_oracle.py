@@ -25,7 +25,7 @@ def load_transformers(folder: Path) -> PreTrainedModel:
     """
     config = AutoConfig.from_pretrained(folder)
     if any(getattr(config, key, 0) for key in ("num_local_experts", "num_experts")):
-        # It keeps experts in another form than in files.
+        # transformers keeps experts in another form than the files.
         return _from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
     weights = load_file(folder / "model.safetensors")

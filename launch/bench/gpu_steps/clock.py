@@ -93,7 +93,7 @@ def eager_seconds(call: Call, setting: Setting) -> Seconds:
 
 
 def host_seconds(call: Call, setting: Setting) -> Seconds:
-    """Seconds that the host needs to launch a call. The device is idle before, not after it."""
+    """Seconds that the host needs to launch a call on an idle device, without waiting for it."""
     if setting.is_rehearsal:
         return Seconds.of([_on_host(call)])
     call()
