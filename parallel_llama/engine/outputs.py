@@ -1,7 +1,7 @@
 """Turns drawn tokens into text and completions, and checks stop conditions.
 
-Only rank 0 has text, grammars and stop
-conditions; the other ranks keep tokens and log-probabilities.
+Only rank 0 has text, grammars and stop conditions; the other ranks keep tokens and
+log-probabilities.
 """
 
 import logging

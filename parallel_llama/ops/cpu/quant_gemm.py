@@ -1,7 +1,8 @@
 """Products of rows with a quantised matrix in panels; `ops.quant` describes their layout.
 
-For integer formats, the inputs are rounded to int8. The products of a group are summed exactly, as
-integers, and the groups in order, in float32. For fp8 the inputs are not rounded, and products are
+For integer formats, such as int4, the inputs are rounded to int8. The products of a group are
+summed exactly, as integers; `add_byte_dots` has the instructions of each kind of CPU. The sums of
+the groups are added in order, in float32. For fp8 the inputs are not rounded, and products are
 summed in the order of the inputs. So a row's result has the same bits for any number of rows and
 threads, and one kernel serves any number of rows.
 """
