@@ -9,6 +9,7 @@ from launch.bench.gpu_steps.__main__ import parts_of
 PARTS = {
     "kernels": (
         "products",
+        "sums over parts",
         "attention",
         "prompts",
         "routed products",

@@ -27,6 +27,7 @@ from launch.bench.gpu_steps.clock import device_seconds, in_us, measured
 from parallel_llama.ops import SamplingKeys, TorchOps, kv_rows
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.filters import Filters
+from parallel_llama.ops.part_sums import Product
 
 # The matrices of a layer of Llama 3 8B: (inputs, outputs).
 _MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
@@ -59,6 +60,44 @@ def _product(
     weights += [weights[0].clone() for _ in range(n - 2)]
     seconds = device_seconds([lambda w=w: ops.linear(x, w) for w in weights], setting)
     yield moved(name, weights[0].nbytes + x.nbytes + y.nbytes, seconds, setting)
+
+
+def part_sums(setting: Setting) -> Rows:
+    """One row of Llama 3 8B: a product, and an operator that adds the product's sums over parts.
+
+    The figure of "added first" has one launch more.
+    """
+    dim, n_gates = (48, 40) if setting.is_rehearsal else (4096, 3584)
+    for dtype in dtypes(setting):
+        stream = normal((1, dim), dtype, setting)
+        for name, n_outputs, read in (
+            (
+                "wo and norm",
+                dim,
+                lambda ops, y, s=stream: ops.add_rms_norm(s.clone(), y, s[0], 1e-5),
+            ),
+            ("w1, w3 and gate of 1 of 8 ranks", n_gates, lambda ops, y: ops.silu_and_mul(y)),
+        ):
+            label, weight = f"{name}, {dtype_name(dtype)}", normal((n_outputs, dim), dtype, setting)
+            yield from attempt(
+                label, lambda a=(label, stream, weight, read): _part_sums(*a, setting)
+            )
+
+
+def _part_sums(
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    read: Callable[[TorchOps, Product], Tensor],
+    setting: Setting,
+) -> Rows:
+    ops, torchs = CUDAOps(), TorchOps()
+    y = read(ops, ops.product(x, weight))
+    alike(y, read(ops, ops.linear(x, weight)))
+    hold(y, read(torchs, torchs.linear(x, weight)), x.dtype)
+    for label, multiply in ((name, ops.product), (f"{name}, added first", ops.linear)):
+        calls = [lambda m=multiply: read(ops, m(x, weight))] * setting.pick(50, 1)
+        yield in_us(Row(label), device_seconds(calls, setting))
 
 
 def elementwise(setting: Setting) -> Rows:
@@ -313,6 +352,7 @@ def _routed(name: str, n_rows: int, setting: Setting) -> Rows:
 # The checks of attention take most of the time, so they come after the speeds.
 PARTS = {
     "products": products,
+    "sums over parts": part_sums,
     "attention": attention,
     "prompts": prompts,
     "routed products": routed_products,
