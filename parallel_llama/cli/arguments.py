@@ -58,6 +58,29 @@ class Flag(Generic[Value]):
 
 JSON: Flag[bool] = Flag("json", "print only JSON to stdout", subject="output")
 
+# Flags of vLLM, llama.cpp and torchrun, and the flags here that serve the same purpose. They are
+# not aliases, because their values or defaults differ.
+_NAMES_ELSEWHERE = {
+    "cache-type-k": "kv-cache-dtype",
+    "cache-type-v": "kv-cache-dtype",
+    "context": "max-seq-len",
+    "ctx-size": "max-seq-len",
+    "enable-lora": "adapter",
+    "gpu-memory-utilization": "kv-cache-bytes",
+    "lora": "adapter",
+    "lora-modules": "adapter",
+    "max-model-len": "max-seq-len",
+    "max-new-tokens": "max-tokens",
+    "max-num-seqs": "max-requests",
+    "model-draft": "draft-model",
+    "n-gpu-layers": "device",
+    "n-predict": "max-tokens",
+    "nproc-per-node": "nproc",
+    "pipeline-parallel-size": "pp",
+    "speculative-model": "draft-model",
+    "tensor-split": "memory",
+}
+
 
 class Flags:
     """The checked values of one command line, by flag: `flags[MODEL]`."""
@@ -178,8 +201,10 @@ def _find(verb: Verb, word: str) -> tuple[Flag[Any], bool]:
         return flags[name], False
     if name in negations:
         return negations[name], True
+    ours = f"--{_NAMES_ELSEWHERE.get(name.removeprefix('--'))}"
+    hint = f"; did you mean {ours!r}?" if ours in flags else did_you_mean(name, flags)
     raise UsageError(
-        f"{verb.name}: unknown flag {quoted(word)}{did_you_mean(name, flags)} "
+        f"{verb.name}: unknown flag {quoted(word)}{hint} "
         f"(parallel-llama {verb.name} --help lists all)"
     )
 

@@ -17,7 +17,7 @@ from parallel_llama.cli.session import Meter, closing_line, lead, leads
 from parallel_llama.cli.terminal import BOLD, DIM, Activity, StatusLine, ctrl_c, painted, table
 from parallel_llama.config.adapter import adapter_digest, load_served_adapters
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.errors import UsageError, escaped, quoted
+from parallel_llama.errors import UsageError, counted, escaped, quoted
 from parallel_llama.parallel.rank_env import world
 from parallel_llama.request import Completion, Request, TokenLogprob
 from parallel_llama.tokenizer import Chat, text_of
@@ -317,8 +317,10 @@ def _logprob_rows(logprobs: Sequence[TokenLogprob]) -> list[str]:
 
 
 def _count(file: ResultFile) -> str:
-    total = "" if file.is_complete else f" of {file.n_total}"
-    return f"{len(file.done)}{total} completions in {file.path}"
+    done = counted(len(file.done), "completion")
+    if not file.is_complete:
+        done = f"{len(file.done)} of {counted(file.n_total, 'completion')}"
+    return f"{done} in {file.path}"
 
 
 def _remedy(file: ResultFile | None) -> str:

@@ -110,7 +110,13 @@ def read_lines(path: str) -> list[Line]:
         if len(lines) == MAX_PROMPTS:
             raise UsageError(f"{where}: more than {MAX_PROMPTS} prompts; split the file")
         try:
-            lines.append(_line(where, parse_json(_decoded(data))))
+            value = parse_json(_decoded(data))
+        except ValueError as error:
+            raise UsageError(
+                f'{where}: {error}; write each line as a JSON object such as {{"prompt": "..."}}'
+            ) from None
+        try:
+            lines.append(_line(where, value))
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from None
     if not lines:

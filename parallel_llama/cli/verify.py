@@ -67,10 +67,10 @@ def _lines(model: str, report: "Report", against: str | None) -> list[str]:
     if report.ok and against is not None:
         verdict += f", the same as {quoted(against)}"
     hashed = f"{report.hashed} hashes compared" if report.hashed else "no manifest: structure only"
+    contents = f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}"
     return [
         *lines,
-        f"{quoted(model)}: {verdict} ({report.files} files, {report.tensors} tensors, "
-        f"{size(report.bytes)}, {hashed})",
+        f"{quoted(model)}: {verdict} ({contents}, {size(report.bytes)}, {hashed})",
     ]
 
 
