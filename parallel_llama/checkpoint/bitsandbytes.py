@@ -53,7 +53,7 @@ _INT8_UNIT = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it
 # Values of whole rows that are decoded at once, which bounds the memory of their scales.
 _DECODED_AT_ONCE = 1 << 20
 
-_MAP_TOLERANCE = 1e-4  # backends of bitsandbytes round the values of fp4 in different places
+_MAP_TOLERANCE = 1e-4  # the backends of bitsandbytes round the values of fp4 differently
 
 
 @dataclass(frozen=True)

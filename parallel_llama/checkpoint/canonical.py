@@ -20,7 +20,7 @@ from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.ops.quant import QuantMatrix
 
-# Values of a piece: small enough to hash from the CPU cache, and to reuse its memory.
+# Values of a piece: few enough to be hashed from the CPU cache, and to reuse the piece's memory.
 ROW_PIECE_VALUES = 1 << 22
 
 
@@ -170,5 +170,5 @@ def _converted(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _has_infinity(tensor: Tensor) -> bool:
-    """One pass without a copy; NaN hides infinities, but then the weights are damaged anyway."""
+    """Checks in one pass without a copy. NaN hides infinities, but is damage in any case."""
     return tensor.numel() > 0 and any(map(math.isinf, (b.item() for b in torch.aminmax(tensor))))

@@ -91,7 +91,7 @@ class Checkpoint(ABC):
         return range(rows.start // size * size, -(-rows.stop // size) * size)
 
     def _reordered(self, stored: Tensor, heads: range, rows: range, order: RotaryOrder) -> Tensor:
-        """Converts `stored`, the rows `heads` of whole heads, to `order`, and selects `rows`."""
+        """Converts whole heads (`stored`, which has the rows `heads`) and selects `rows`."""
         value = reordered(stored, self.args.head_dim, order, self.args.rotary_dim)
         return value[rows.start - heads.start :][: len(rows)]
 
@@ -145,7 +145,7 @@ def is_rotary(name: str) -> bool:
     return any(f".attention.{part}." in name for part in ("wq", "wk", "q_norm", "k_norm"))
 
 
-# Random weights: rows or columns per key. Changing it would change the weights of every seed.
+# Rows or columns of random weights per key. Another number would change the weights of every seed.
 CHUNK = 64
 
 STD = 0.02  # of random matrices and biases; activations keep their scale over many layers

@@ -180,7 +180,7 @@ class HFFolder(TensorFiles):
 
     def _dtypes(self, name: str) -> Collection[str]:
         if name in self._scaled_tensors:
-            return DTYPE_BITS  # checked before
+            return DTYPE_BITS  # any: `_require_dtypes` has checked it
         return PACKED_DTYPES.get(name.rpartition(".")[2]) or super()._dtypes(name)
 
     def _stored(self, param: Param, rows: range) -> Tensor:
@@ -334,7 +334,7 @@ class HFFolder(TensorFiles):
 
 
 def _bits(kind: str, stored_slice: StoredSlice, tensors: HeldTensors) -> Int8Matrix | FourBitMatrix:
-    """A matrix of bitsandbytes in one of `bitsandbytes_types`."""
+    """A bitsandbytes matrix; `kind` is its value in `bitsandbytes_types`."""
     name = stored_slice.name
     base = name.removesuffix("weight")
     if kind == "int8":

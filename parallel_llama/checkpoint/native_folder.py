@@ -75,7 +75,7 @@ BYTE_DTYPES = {_BYTE: torch.int8, _PACKED: torch.uint8, _FLOAT: torch.float8_e4m
 class Part:
     """A tensor of a native folder: a plain weight, or one tensor of a quantised weight.
 
-    The tensor has `n` values for every `per` inputs of `height` outputs of the weight.
+    The tensor has `n` values for each block of `height` outputs and `per` inputs of the weight.
 
     Args:
         param: The name and the shape of the tensor.
@@ -104,9 +104,9 @@ class Part:
         height: int = 1,
         is_packed: bool = False,
     ) -> "Part":
-        """The tensor with `n` values for every `per` inputs of `height` outputs of a matrix.
+        """The tensor with `n` values for each block of `height` outputs and `per` inputs.
 
-        If several units share these inputs or outputs, they form one unit of the tensor.
+        Units of the weight that share a block form one unit of the tensor.
         """
         n_rows, n_columns = weight.shape
         shape = -(-n_rows // height), -(-n_columns // per) * n
@@ -125,7 +125,7 @@ class Part:
         return range(of_weight.start // per * n, -(-of_weight.stop // per) * n)
 
     def unit_spans(self, span: range) -> list[range]:
-        """The byte range of each unit, in order, of the tensor with the byte range `span`."""
+        """The byte range of each unit, in order; the tensor has the byte range `span`."""
         size, n_bytes = self.param.shape[self.param.dim], len(span)
         return [
             span[start * n_bytes // size : min(start + self.unit, size) * n_bytes // size]
@@ -165,7 +165,7 @@ class NativeStorage:
             first = Part.of(
                 param, unit, integers, QUANT_GROUP_SIZE, n_bytes, _PACKED, is_packed=True
             )
-        parts = [(half, form.block, 1, _HALF) for half in (scales, mins)[: 1 + form.has_min]]
+        parts = [(suffix, form.block, 1, _HALF) for suffix in (scales, mins)[: 1 + form.has_min]]
         if form.n_factors:
             parts.append((factors, QUANT_GROUP_SIZE, form.n_factors, _BYTE))
         return [first, *(Part.of(param, unit, *part) for part in parts)]
@@ -309,7 +309,7 @@ class NativeFolder(TensorFiles):
 def axis_units(args: ModelArgs, quant_group_size: int = 1) -> dict[str, int]:
     """The rows or columns in one unit of each axis; independent of the number of ranks.
 
-    Units are multiples of `quant_group_size` inputs. Axes that the model lacks have none.
+    Units are multiples of `quant_group_size` inputs. Axes that the model lacks are left out.
     """
     channels = {
         "ffn": args.ffn_dim,
@@ -367,7 +367,7 @@ def unpacked(bytes_: Tensor, form: QuantFormat) -> Tensor:
     """The inverse of `packed`."""
     n_rows, n_columns = bytes_.shape
     groups = bytes_.view(n_rows, n_columns // _group_bytes(form), _group_bytes(form))
-    bit_bytes = QUANT_GROUP_SIZE // 8  # of one bit of all integers of a group
+    bit_bytes = QUANT_GROUP_SIZE // 8  # for one bit of every integer of a group
     unsigned = []
     for plane in planes_of(form.n_bits):
         plane_bytes = groups[..., plane.first * bit_bytes :][..., : plane.width * bit_bytes]

@@ -1,4 +1,4 @@
-"""Decodes weights that GPTQ, AWQ and GGUF files quantise, and encodes GGUF blocks; exact.
+"""Decodes quantised weights of GPTQ, AWQ and GGUF files, and encodes GGUF blocks, both exactly.
 
 GPTQ and AWQ store a matrix [out, in] as several tensors, here for 4-bit integers:
 
@@ -194,8 +194,8 @@ def _transposed(words: Tensor) -> Tensor:
 class _BitField:
     """Where a GGUF block stores `n_bits` of each integer: in `n_bytes` from byte `start` on.
 
-    Integers follow in runs of `run` bytes: first the lowest bits of every byte of the run, then the
-    next higher ones.
+    The bytes form runs of `run` bytes. The first integers of a run are in the lowest bits of all
+    its bytes, the next integers in the next higher bits, and so on.
     """
 
     n_bits: int

@@ -27,7 +27,7 @@ from parallel_llama.ops.formats import LoadedWeight, torch_dtype
 from parallel_llama.ops.quant import PackedRows, QuantMatrix, QuantRows, joined, quantise
 from parallel_llama.plan import Shard
 
-# Values read at once: at most 256 MB (in float64), and more than most shards of a weight. A larger
+# Values read at once: at most 256 MB (in float64). Most shards of a weight are smaller; a larger
 # shard is read in pieces and concatenated.
 PIECE_VALUES = 1 << 25
 
@@ -78,7 +78,7 @@ def _gguf(files: ModelFiles, args: ModelArgs, empty: Empty) -> Checkpoint:
     return GGUFFile(files, args, empty)
 
 
-# By the names of `config.layouts`.
+# By the names of layouts in `config.layouts`.
 _READERS = {"hf": HFFolder, "meta": _meta, "native": NativeFolder, "gguf": _gguf}
 
 
@@ -147,7 +147,7 @@ def _quantised(
     held: HeldWeights | None,
 ) -> list[QuantRows]:
     parts: list[QuantRows] = []
-    # Blocks of columns may begin in the middle of a stored block.
+    # Held columns are not taken, because they may begin in the middle of a block with one scale.
     for piece, is_held in _sources(param, shard.rows_of(param), None if param.dim else held):
         part: Tensor | QuantRows
         if held is not None and is_held:
@@ -167,7 +167,7 @@ def _read_quantised(
     if part is None:
         return quantised(param, checkpoint.read(param, piece, "interleaved"), form)
     for numbers in [part.values()] if form.is_float else part.tensors[1:]:
-        finite(param, numbers, torch.float32)  # integers are finite
+        finite(param, numbers, torch.float32)  # the integers need no check
     return part
 
 

@@ -53,7 +53,7 @@ TYPES = {
     "F16": torch.float16,
 }
 
-# What the 4 bits of an e2m1 float stand for.
+# The value of each 4-bit code of e2m1.
 _E2M1 = torch.tensor([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
 # The two values in each byte. Shapes: [256, 2].
 _E2M1_PAIRS = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), 1)
@@ -155,7 +155,7 @@ class ScaledBlock:
             values -= self._spread(self.zeros.float())
         scales, width = self._wide_scales(), self.block[1]
         if self.block[0] == 1 and width and not self.columns.start % width:
-            # Scales are not repeated for the whole blocks of columns, which takes half the time.
+            # Whole blocks of columns broadcast their scales: half the time of repeating the scales.
             n_whole = len(self.columns) // width
             whole = values[:, : n_whole * width]
             whole.view(len(values), n_whole, width).mul_(scales[:, :n_whole, None])
@@ -249,28 +249,28 @@ class ScaledMatrix:
         """The dtypes and possible shapes of its tensors, by the suffixes of their names."""
         scheme, grid, shape = self.scheme, self.grid, self.stored_slice.shape
         if scheme.is_fp4:
-            kinds = ("F8_E4M3",) if scheme.has_global_scale else ("U8", "F8_E8M0")
+            scale_dtypes = ("F8_E4M3",) if scheme.has_global_scale else ("U8", "F8_E8M0")
             floats: WantedTensors = {
                 "weight_packed": (("U8",), [(shape[0], -(-shape[1] // 2))]),
-                scheme.scale: (kinds, [grid]),
+                scheme.scale: (scale_dtypes, [grid]),
             }
             if scheme.has_global_scale:
                 floats["weight_global_scale"] = ("F32",), [(1,), ()]
             return floats
-        numbers = ("F8_E4M3",) if scheme.is_float else ("I8",)
-        scales: list[tuple[int, ...]] = [grid]
-        scales += [grid[:1]] if grid[1] == 1 else []
-        scales += [()] if grid == (1, 1) else []
-        expected: WantedTensors = {scheme.scale: (SCALE_DTYPES, scales)}
+        number_dtypes = ("F8_E4M3",) if scheme.is_float else ("I8",)
+        scale_shapes: list[tuple[int, ...]] = [grid]
+        scale_shapes += [grid[:1]] if grid[1] == 1 else []
+        scale_shapes += [()] if grid == (1, 1) else []
+        expected: WantedTensors = {scheme.scale: (SCALE_DTYPES, scale_shapes)}
         if scheme.is_packed:
             per_word = 32 // scheme.n_bits
             expected["weight_packed"] = ("I32",), [(shape[0], -(-shape[1] // per_word))]
             expected["weight_shape"] = ("I64", "I32"), [(2,)]
-            scales, numbers = [(-(-shape[0] // per_word), grid[1])], ("I32",)
+            scale_shapes, number_dtypes = [(-(-shape[0] // per_word), grid[1])], ("I32",)
         else:
-            expected["weight"] = numbers, [shape]
+            expected["weight"] = number_dtypes, [shape]
         if scheme.has_zeros:
-            expected["weight_zero_point"] = numbers, scales
+            expected["weight_zero_point"] = number_dtypes, scale_shapes
         return expected
 
     @property
@@ -300,8 +300,8 @@ class ScaledMatrix:
                 zeros = self._by_block(block, "weight_zero_point", read)
                 values -= self._spread(block, zeros.float(), groups)
         values.mul_(self._spread(block, scales, groups))
-        # As stored, this is scale * integer - scale * zero point, in which a zero has no sign; the
-        # product has one if the scale is negative.
+        # A QuantMatrix decodes to scale * integer - scale * zero point, where zeros are +0. Here a
+        # negative scale gives -0; adding 0.0 makes it +0.
         form = stored_form(self.scheme, self.stored_slice.shape[1])
         return values.add_(0.0) if form is not None and form.has_min else values
 

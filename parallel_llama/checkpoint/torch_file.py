@@ -46,7 +46,7 @@ def read_torch_header(path: Path) -> dict[str, FileTensor]:
     state, records = _opened(path)
     storages = [tensor.untyped_storage() for tensor in state.values()]
     mapped = [storage.data_ptr() for storage in storages if storage.nbytes()]
-    # The address of the map is unknown, but its first storage is the first record.
+    # The address of the mapping is unknown, but its first storage is the first record.
     shift = min((offset for offset, _ in records), default=0) - min(mapped, default=0)
     located = {}
     for name, tensor in state.items():
@@ -169,7 +169,7 @@ def _require_plain(path: Path, name: object, tensor: object) -> None:
 def _require_own_records(path: Path, tensors: list[Tensor], records: list[tuple[int, int]]) -> None:
     """Check that the storages of the tensors are exactly the records of the archive.
 
-    The address of the map is unknown, so offsets are compared relative to the first one.
+    The address of the mapping is unknown, so offsets are compared relative to the first one.
     """
     storages = {
         (storage.data_ptr(), storage.nbytes())

@@ -112,8 +112,8 @@ def load_adapter(folder: Path, args: ModelArgs) -> Adapter:
 def load_served_adapter(folder: Path, args: ModelArgs) -> Adapter:
     """As `load_adapter`, for an adapter that is not merged.
 
-    Raises: as `load_adapter`; UsageError for a rank above MAX_SERVED_RANK, and for modules whose
-    layers do not add A and B.
+    Raises: as `load_adapter`; UsageError for a rank above MAX_SERVED_RANK, and for modules that an
+    adapter can change only by merging.
     """
     adapter = load_adapter(folder, args)
     if adapter.whole:

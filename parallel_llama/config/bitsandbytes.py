@@ -51,7 +51,7 @@ _AGAIN = "fetch the file again"
 
 @dataclass(frozen=True)
 class BitsAndBytes:
-    """A quantization_config of bitsandbytes; `not_applied` is not quantised here, but there."""
+    """A quantization_config of bitsandbytes; `not_applied` names what only bitsandbytes rounds."""
 
     not_applied: tuple[str, ...]
     method: str = "bitsandbytes"
@@ -141,7 +141,7 @@ def _quant_state(fields: Fields, code: str, shape: tuple[int, ...]) -> QuantStat
     if (named := fields.string("quant_type")) != code:
         raise UsageError(f"quant_type={named[:80]!r}, expected {code!r}")
     if (file_shape := fields.integers("shape")) != shape:
-        raise UsageError(f"shape={[*file_shape[:8]]}, expected {[*shape]}, by config.json")
+        raise UsageError(f"shape={[*file_shape[:8]]}, expected {[*shape]} from config.json")
     is_nested = fields.has("nested_blocksize")
     if is_nested and (nested_dtype := fields.string("nested_dtype", "float32")) != "float32":
         raise UsageError(f"nested_dtype={nested_dtype[:80]!r} is not supported; float32 is")

@@ -128,7 +128,7 @@ def _gguf_rope(
     factor = arch_fields.number(
         f"{arch}.rope.scaling.factor", arch_fields.number(f"{arch}.rope.scale_linear", 0.0)
     )
-    # As in llama.cpp, a factor without a type means linear scaling, and a factor of 0 none.
+    # As in llama.cpp, a factor without a type means linear scaling, and a factor of 0 no scaling.
     kind = arch_fields.string(f"{arch}.rope.scaling.type", "linear" if factor else "none")
     if kind not in ("none", "linear", "yarn"):
         raise UsageError(
@@ -196,7 +196,7 @@ def _yarn_attention_factor(arch_fields: Fields, arch: str, factor: float) -> flo
     The converter stores attention_factor, beta_fast and beta_slow of config.json under yarn_ keys
     with their meaning in transformers. llama.cpp does not read these keys for the architectures
     supported here, so its logits differ from transformers' for such files. The key attn_factor is
-    relative: llama.cpp multiplies it by YaRN's arch_fields factor.
+    relative: llama.cpp multiplies it by YaRN's own factor.
 
     Raises: UsageError if both keys are stated.
     """

@@ -313,7 +313,7 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
     trained = family.defaults.get("original_max_seq_len")
     if trained is None:
         trained = rope.integer(_TRAINED, max_seq_len)
-    if not family.has_local_rope:  # transformers does not apply it by layer type
+    if not family.has_local_rope:  # else transformers ignores this key
         trained = fields.integer(_TRAINED, trained)
     scaling = _scaling(kind, rope, max_seq_len, trained)
     return {"rope_theta": theta, "rope_scaling": scaling}
@@ -390,14 +390,14 @@ def _scaling(kind: str, rope: Fields, max_seq_len: int, trained: int) -> RopeSca
     )
 
 
-def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[str, Any]:
+def hf_config(args: ModelArgs, defaults: GenerationDefaults | None = None) -> dict[str, Any]:
     """The content of config.json, in the form that transformers 4 and 5 read.
 
     Raises: UsageError for a feature or rope scaling that config.json cannot express.
     """
-    ids, family = ids or GenerationDefaults(), family_of(args)
+    defaults, family = defaults or GenerationDefaults(), family_of(args)
     window_key = family.key("sliding_window")
-    eos = list(ids.eos_ids)
+    eos = list(defaults.eos_ids)
     # Families with another activation have no key for it, or write it themselves.
     names = (name for name, activation in _ACTIVATIONS.items() if activation == args.activation)
     activation = next(names, None)
@@ -413,7 +413,7 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
         "tie_word_embeddings": args.tied_embeddings,
         **({} if family.full_layers is None else {window_key: args.sliding_window}),
         **family.writes(args),
-        "bos_token_id": ids.bos_id,
+        "bos_token_id": defaults.bos_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "torch_dtype": args.dtype,
     }

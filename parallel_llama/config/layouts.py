@@ -120,8 +120,8 @@ def default_dtype(files: ModelFiles, args: ModelArgs, device: str) -> str:
 
     A float64 model stays in float64. Other models have bfloat16 on CUDA. On the CPU, which computes
     in float32 from weights of 16 bits, they have the dtype that the files state, with two
-    exceptions: float32 for Meta's files, which state no dtype, and for files with a matrix that can
-    run as stored, which decoding to float32 does not round.
+    exceptions: Meta's files, which state no dtype, and files with a matrix that can run as stored
+    have float32. Decoding such a matrix to float32 does not round it.
 
     Raises: CheckpointError if a file is damaged.
     """

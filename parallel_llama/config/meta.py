@@ -128,7 +128,7 @@ def meta_rope_scaling(dim: int, n_layers: int) -> RopeScaling:
 def _meta_context(fields: Fields) -> int:
     """The trained context, inferred from other keys because params.json does not state it.
 
-    Llama 1 65B has the same keys as Llama 2; set max_seq_len there.
+    Llama 1 65B has the same keys as Llama 2; set max_seq_len in its params.json.
     """
     rope_theta = fields.number("rope_theta", 10000.0)
     if fields.flag("use_scaled_rope", False):

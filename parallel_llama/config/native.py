@@ -123,7 +123,7 @@ def native_scaled(values: Mapping[str, Any], matrices: Collection[str]) -> dict[
     formats = {}
     for name, form, where in _stated(values, "scaled", matrices, ScaledFormat):
         if not all(0 <= side <= _MAX_SIDE for side in form.block):
-            raise UsageError(f"{where}block={[*form.block]}: must be 0 for all to {_MAX_SIDE}")
+            raise UsageError(f"{where}block={[*form.block]}: use 1 to {_MAX_SIDE}, or 0 for all")
         is_known = form.numbers != "e2m1" or (form.block[0] == 1 and not form.has_zeros)
         if form.scales not in _SCALES[form.numbers] or not is_known:
             raise UsageError(f"{where}{form.name} is not supported; write the folder again")
@@ -175,5 +175,5 @@ def native_units(values: Mapping[str, Any], axes: Collection[str]) -> dict[str, 
     sizes = {axis: units.integer(axis) for axis in axes}
     for axis, size in sizes.items():
         if size < 1:
-            raise UsageError(f"units of {axis} have size {size}; at least 1")
+            raise UsageError(f"units of {axis} have size {size}; use 1 or more")
     return sizes

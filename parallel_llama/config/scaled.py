@@ -174,7 +174,7 @@ def scaled_weights(
         schemes_by_name[param.name] = replace(
             scheme,
             has_zeros=scheme.has_zeros or has_zeros,
-            # Matrices that were rounded without an order have no weight_g_idx.
+            # Matrices that were quantised without actorder have no weight_g_idx.
             any_order=scheme.any_order and base + "weight_g_idx" in tensors,
         )
     return schemes_by_name

@@ -98,7 +98,7 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
 
 
 def _cohere2_writes(args: ModelArgs) -> dict[str, Any]:
-    # transformers rotates layers with a window only. So a window that hides no key is written too.
+    # transformers rotates only layers with a window. So a window that hides no key is written too.
     is_full = args.sliding_window is None and not args.unrotated_layers
     kinds = ["sliding_attention"] * args.n_layers if is_full else layer_types(args)
     return {

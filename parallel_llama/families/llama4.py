@@ -2,8 +2,8 @@
 
 The other layers attend to all keys without rotary embeddings, and scale queries by their positions.
 The experts of a token are those with the largest scores, and the sigmoids of these scores scale the
-inputs of the experts; every token also goes to a shared expert. A model may have no experts. From
-the published checkpoints, which are models of text and images, the text part is loaded.
+inputs of the experts; every token also goes to a shared expert. A model may have no experts. The
+published checkpoints are models of text and images; only their text part is loaded.
 
 Source: Llama4TextConfig and modeling_llama4.py of transformers 5.24; llama.cpp's llama4, which has
 the sizes of chunks and the scale of queries in its code. All files have Meta's order of rows.

@@ -133,7 +133,8 @@ def renamed(name: str, source: Layout, target: Layout, names: Sequence[Names] = 
     >>> renamed("layers.3.attention.wq.bias", "meta", "hf")
     'model.layers.3.self_attn.q_proj.bias'
 
-    Raises: KeyError unless exactly one row of the table matches, with one weight in `target`.
+    Raises: KeyError unless exactly one row of the table matches, or if `name` holds several weights
+    that have names of their own in `target`.
     """
     hits = [
         (row, match)
@@ -176,7 +177,7 @@ _LAYER_LISTS: dict[Layout, str] = {
 
 
 def layer_of(name: str, layout: Layout) -> int:
-    """The number of the layer that has a tensor, with transformers' usual names; -1 if none has.
+    """The number of a tensor's layer, for transformers' usual names; -1 outside of the layers.
 
     >>> layer_of("model.layers.46.eh_proj.weight", "hf"), layer_of("output.weight", "gguf")
     (46, -1)

@@ -42,8 +42,8 @@ class Param:
     @property
     def layer(self) -> int | None:
         """The number of the weight's layer; None for a weight outside of the layers."""
-        head, _, rest = self.name.partition(".")
-        return int(rest.partition(".")[0]) if head == "layers" else None
+        first, _, rest = self.name.partition(".")
+        return int(rest.partition(".")[0]) if first == "layers" else None
 
     @property
     def file_dim(self) -> int:

@@ -32,7 +32,7 @@ from parallel_llama.files.hub_cache import HubName, find_snapshot, hub_folder, p
 MAX_INDEX_BYTES = 100_000_000
 MAX_NATIVE_FILES = 99_999
 SMOLLM2 = "smollm2"
-# The sampling settings of its model card; the installed GGUF file states none.
+# The sampling settings of SmolLM2's model card; the installed GGUF file states none.
 _SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # Running weights as stored rounds inputs to 8 bits, which changes the answers of so small a model:
 # it then answers "What is the capital of France?" in French.

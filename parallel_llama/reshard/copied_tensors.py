@@ -13,7 +13,7 @@ from parallel_llama.families.weights import Param
 
 
 class CopiedTensor(CanonicalTensor):
-    """The bytes of a tensor. Its entry has the dtype of decoded values and the bytes' hash."""
+    """The bytes of a tensor. `entry` has the dtype of decoded values and the hash of the bytes."""
 
     def __init__(self, param: Param) -> None:
         super().__init__(param, torch.uint8)

@@ -35,8 +35,8 @@ def copies_tensors(source: ModelFiles, quant: str | None, dtype: str | None) -> 
         return False
     if quant is not None and dtype is not None:
         raise UsageError(
-            f"--quant stored and --dtype {dtype}: the tensors of a GGUF file are copied to another "
-            "unchanged; drop one"
+            f"--quant stored and --dtype {dtype}: tensors are copied unchanged from one GGUF file "
+            "to another; drop one"
         )
     return dtype is None
 
@@ -50,8 +50,8 @@ def require_blocks(args: ModelArgs, quant: str) -> None:
 def copied_types(source: ModelFiles, args: ModelArgs) -> dict[str, str]:
     """The types of a GGUF file's tensors, by Meta's names.
 
-    Raises: UsageError for a norm or a bias in blocks: a block has the values of several of its
-    rows, and tensors are copied row by row.
+    Raises: UsageError for a norm or a bias in blocks: tensors are copied row by row, and each value
+    of a vector is a row.
     """
     tensors, slices = read_gguf_header(source.config).tensors, stored_slices(args, "gguf")
     types = {param.name: tensors[slices[param.name].name].dtype for param in parameters(args)}
@@ -110,9 +110,9 @@ def _require_one_type(args: ModelArgs, types: Mapping[str, str]) -> None:
         first = firsts.setdefault(tensor, name)
         if types[first] != kind:
             raise UsageError(
-                f"{name}: would be {kind} and {first} {types[first]}, and a GGUF file stores both "
-                f"in {tensor!r}, which has one type; use --dtype, with --quant none if the source "
-                "is quantised"
+                f"{name}: would be {kind}, and {first} would be {types[first]}; a GGUF file stores "
+                f"both in {tensor!r}, which has one type; use --dtype, with --quant none if the "
+                "source is quantised"
             )
 
 

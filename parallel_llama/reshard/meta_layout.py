@@ -195,8 +195,8 @@ class MetaLayout(Layout):
         dtypes: dtypes of the tensors, by Meta's names.
         embeddings_dim: dimension along which the embeddings are cut: 0 as in Llama 3, 1 as in Llama
             1 and 2.
-        variants: the copies of norms that differ between the files of the source. If the number of
-            files is equal, each file gets its copy; else the copies are in a separate file.
+        variants: the copies of norms that differ between the files of the source. If there are as
+            many files as copies, each file gets its copy; else a separate file gets all copies.
 
     Raises: UsageError unless n_parts is 1 to n_heads, or if params.json and config.json cannot
     express the model.
@@ -311,7 +311,7 @@ def _cuts(args: ModelArgs, n_parts: int, stored: Sequence[Param]) -> list[dict[s
     files = []
     # Every file has channels of all experts, so that all files have the same tensors.
     for shard in make_plan(args, n_parts, ranks_per_expert=n_parts).shards:
-        # Heads need no such case: the plan cuts them equally if n_parts divides them.
+        # Heads need no such case: the plan cuts heads equally if n_parts divides their number.
         if args.ffn_dim % n_parts == 0:
             shard = replace(shard, ffn=equal_part(args.ffn_dim, shard.rank))
         if args.vocab_size % n_parts == 0:

@@ -117,9 +117,9 @@ class HFLayout(SafetensorsLayout):
         args: ModelArgs,
         dtypes: Mapping[str, torch.dtype],
         n_parts: int,
-        ids: GenerationDefaults | None = None,
+        defaults: GenerationDefaults | None = None,
     ) -> None:
-        self._config = hf_config(args, ids)
+        self._config = hf_config(args, defaults)
         names = [f"model-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         names = names if n_parts > 1 else ["model.safetensors"]
         super().__init__(args, dtypes, names, stored_slices(args, "hf"))

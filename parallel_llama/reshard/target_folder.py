@@ -119,7 +119,7 @@ def target_formats(
     """The formats of the weights that are written quantised, by Meta's names.
 
     Without `quant`, a quantised folder stays quantised in a native folder or a GGUF file, unless an
-    adapter is merged into it. A native folder can also keep matrices that do not run as stored.
+    adapter is merged into it. A native folder can also keep formats that are decoded while loading.
 
     Raises: UsageError for formats that this model or layout does not support, or if quantised
     weights would be decoded without a requested `dtype`.
@@ -271,8 +271,8 @@ def _lock_folder(folder: Path, target: Path) -> int:
             folder.mkdir(exist_ok=True)
         except FileExistsError:
             raise UsageError(
-                f"{folder}: is not a folder, and the files of {target.name} are written in it "
-                "first; move it away"
+                f"{folder}: is not a folder; move it away, because the files of {target.name} are "
+                "first written to a folder of this name"
             ) from None
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

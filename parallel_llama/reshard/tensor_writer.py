@@ -26,7 +26,7 @@ from parallel_llama.reshard.target_folder import PartialFolder
 BLOCK_BYTES = 4096
 STAGED_BYTES = 4 << 20
 
-# Errors where direct writes are not supported: in general, or at this offset.
+# Errors of direct writes where they are not supported: in general, or at this offset.
 _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 

@@ -140,7 +140,7 @@ def log_sum_exp(
     comm: Communicator,
     temperatures: Tensor | None = None,
 ) -> Tensor:
-    """The log-sum-exp of the logits of all ranks, divided by the row's temperature if given.
+    """The log-sum-exp of the logits of all ranks; `temperatures` divide the logits first.
 
     Tiles of the vocabulary are summed first, then all tiles in order, so the bits do not depend on
     the shards if these end between tiles.

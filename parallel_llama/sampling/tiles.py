@@ -127,8 +127,8 @@ class Tiles:
         columns = columns.gather(1, order)
         # topk may return any of the values that tie for the last place; the first are needed.
         smallest = values[:, -1:]
-        is_open = ((logits >= smallest).sum(1) > k) & (smallest[:, 0] > -torch.inf)
-        for row in is_open.nonzero()[:, 0].tolist():
+        has_tie = ((logits >= smallest).sum(1) > k) & (smallest[:, 0] > -torch.inf)
+        for row in has_tie.nonzero()[:, 0].tolist():
             all_columns = (logits[row] >= smallest[row]).nonzero()[:, 0]
             _, order = logits[row, all_columns].sort(dim=0, descending=True, stable=True)
             columns[row] = all_columns[order[:k]]

@@ -1,6 +1,6 @@
 """Separates the reasoning of a model's answers from their text.
 
-`tokenizer.channels` and `tokenizer.sections` read the special tokens that mark the two.
+`tokenizer.channels` and `tokenizer.sections` read the special tokens that mark both.
 """
 
 from typing import Protocol
@@ -39,7 +39,7 @@ class MessageJoiner:
     """Puts an empty line between two messages of reasoning, and between two of text."""
 
     def __init__(self) -> None:
-        self._last: dict[bool, int] = {}  # the last message with reasoning, and with text
+        self._last: dict[bool, int] = {}  # the last message of reasoning (True) and of text (False)
 
     def shown(self, text: ChannelText) -> str:
         """A text of a message, after an empty line if it begins a further message."""
@@ -49,13 +49,13 @@ class MessageJoiner:
 
 
 class AnswerSplitter:
-    """Separates the reasoning of one answer, in pieces, from its text. Calls are text."""
+    """Separates reasoning from text in an answer that arrives in pieces. Calls are text."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader, self._joiner = reader, MessageJoiner()
 
     def push(self, piece: str, *, is_last: bool) -> list[tuple[str, bool]]:
-        """Adds a piece. Returns: texts that no later piece can change, and which are reasoning."""
+        """Adds a piece. Returns: texts that no later piece can change, each with `is_reasoning`."""
         texts = [*self._reader.push(piece), *(self._reader.finish() if is_last else ())]
         return [(self._joiner.shown(text), text.is_reasoning) for text in texts]
 

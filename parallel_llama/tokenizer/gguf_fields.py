@@ -1,7 +1,7 @@
 """Writes the tokenizer and the chat template of a folder as fields of a GGUF header.
 
-The inverse of `tokenizer.gguf`. A byte-level BPE tokenizer.json has the type gpt2, and the name of
-the rule by which it splits text; a SentencePiece tokenizer.model has the type llama.
+The inverse of `tokenizer.gguf`. A byte-level BPE tokenizer.json is written with the type gpt2 and
+the name of the rule by which it splits text; a SentencePiece tokenizer.model with the type llama.
 
 Source: the keys under tokenizer.ggml in ggml's docs/gguf.md.
 """
@@ -55,8 +55,8 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
         vocab_size: the model's vocabulary size, to which the tokens are padded.
         defaults: the sampling defaults, with the ids that end a text.
 
-    Raises: UsageError for a tokenizer that no GGUF file can state, or that the fields change;
-    CheckpointError if its files are damaged.
+    Raises: UsageError for a tokenizer that no GGUF file can state, or that would encode text
+    differently after reading the fields back; CheckpointError if its files are damaged.
     """
     tokenizer, config = load_tokenizer(folder), read_tokenizer_config(folder)
     fields = _byte_level_fields(folder) or _spm_fields(folder, config)

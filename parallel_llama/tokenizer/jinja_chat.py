@@ -91,7 +91,7 @@ class JinjaChat:
         names: special tokens by their names in templates, such as `bos_token`.
         tool_use: template for chats with tools.
         adds_bos: whether to add a bos token to a text that does not begin with one, as llama.cpp
-            does for GGUF files. Otherwise the template writes it, as in transformers and vLLM.
+            does for GGUF files. If false, the template writes bos, as in transformers and vLLM.
     """
 
     def __init__(

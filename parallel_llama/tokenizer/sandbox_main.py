@@ -37,7 +37,7 @@ def main(path: Path, max_extra_bytes: int) -> None:
 def _keep_priority() -> None:
     """Give this session the priority of the thread that started the process.
 
-    Linux schedules a session as a group; a process's own priority counts only inside it.
+    Linux schedules a session as a group; a process's own priority counts only inside its group.
     Source: sched(7), "The autogroup feature".
     """
     if nice := os.getpriority(os.PRIO_PROCESS, 0):

@@ -58,7 +58,7 @@ class Contents:
     prefix: list[int]
 
 
-LARGE_TEXT_BYTES = 64 << 10  # takes tens of milliseconds
+LARGE_TEXT_BYTES = 64 << 10  # a text of this size takes tens of milliseconds to encode
 
 
 class BuiltEncoder:
@@ -237,8 +237,8 @@ def _vocabulary(contents: Contents, source: str) -> Vocabulary:
 def _decoder(description: Any, source: str) -> tuple[_Spelling, _Spelling]:
     """Functions for the bytes of a token inside a text, and of a token at its start.
 
-    Supports decoders of a few steps that work token by token and make no token longer: byte-level
-    BPE, and all of SentencePiece's kind.
+    Supports decoders of a few steps that work token by token and make no token longer: those of
+    byte-level BPE and of SentencePiece.
     """
     if description and description["type"] == "ByteLevel":
         return spelled_bytes, spelled_bytes

@@ -322,7 +322,7 @@ def test_a_journal_with_other_lines_is_refused(line, tmp_path):
 def test_a_file_with_the_name_of_the_partial_folder_is_refused(tmp_path):
     target = tmp_path / "target"
     partial_path(target).write_text("")
-    with pytest.raises(UsageError, match="is not a folder, and the files of target are written"):
+    with pytest.raises(UsageError, match="is not a folder; move it away, because"):
         PartialFolder(target, {"a": 1}, resume=False)
 
 

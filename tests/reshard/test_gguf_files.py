@@ -368,7 +368,7 @@ def test_experts_in_two_dtypes_are_refused_since_they_share_a_tensor(tmp_path):
     tensors = load_file(path)
     name = next(name for name in tensors if name.endswith("experts.1.w2.weight"))
     save_file(tensors | {name: tensors[name].bfloat16()}, path)
-    message = r"experts\.1\.w2\.weight: would be BF16 and .*experts\.0\.w2\.weight F32"
+    message = r"experts\.1\.w2\.weight: would be BF16, and .*experts\.0\.w2\.weight would be F32"
     with pytest.raises(UsageError, match=message):
         written(folder, tmp_path / "target.gguf")
     written(folder, tmp_path / "target.gguf", dtype="float32")
@@ -394,7 +394,7 @@ def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path, monkeypatch
 
 def test_stored_and_a_dtype_are_refused_between_gguf_files(tmp_path):
     write_gguf(tmp_path / "source.gguf", ARGS, weights_of(ARGS), {"wq.weight": "Q8_0"})
-    with pytest.raises(UsageError, match="copied to another unchanged; drop one"):
+    with pytest.raises(UsageError, match="copied unchanged from one GGUF file to another"):
         written(tmp_path / "source.gguf", tmp_path / "a.gguf", quant="stored", dtype="float16")
 
 
