@@ -97,14 +97,14 @@ class HFFolder(TensorFiles):
                 for name in mxfp4_weights(args, held):
                     self._mxfp4[name] = MXFP4Matrix(slices[name])
             tensors = {
-                name: held for name, held in tensors.items() if not BESIDE_WEIGHTS.search(name)
+                name: value for name, value in tensors.items() if not BESIDE_WEIGHTS.search(name)
             }
         elif isinstance(packing, BitsAndBytes):
             held = {name: tensor for name, (_, tensor) in tensors.items()}
             for name, kind in bitsandbytes_types(args, held).items():
                 self._bits[name] = _bits(kind, slices[name], tensors)
             read = {m.quant_state for m in self._bits.values() if isinstance(m, FourBitMatrix)}
-            tensors = {name: held for name, held in tensors.items() if name not in read}
+            tensors = {name: value for name, value in tensors.items() if name not in read}
         super().__init__(files, args, empty, tensors)
 
     def check(self, args: ModelArgs) -> None:

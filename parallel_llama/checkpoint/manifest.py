@@ -158,8 +158,8 @@ def feed(
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a folder; after a crash it is complete or unchanged."""
-    growing = folder / f".{MANIFEST}.partial"
-    replace_file(folder / MANIFEST, growing, encode_manifest(manifest))
+    temporary = folder / f".{MANIFEST}.partial"
+    replace_file(folder / MANIFEST, temporary, encode_manifest(manifest))
     sync(folder)
 
 

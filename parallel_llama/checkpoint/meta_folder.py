@@ -125,10 +125,10 @@ class MetaFolder(Checkpoint):
         next_row = split_range.start
         pieces = []
         for file, in_file in enumerate(split.ranges):
-            shared = range(max(in_file.start, split_range.start), min(in_file.stop, next_row))
-            if shared:
-                first = next(n for n, earlier in enumerate(split.ranges) if shared.start in earlier)
-                self._compare(param, first, piece(first, shared), file, piece(file, shared))
+            copied = range(max(in_file.start, split_range.start), min(in_file.stop, next_row))
+            if copied:
+                first = next(n for n, earlier in enumerate(split.ranges) if copied.start in earlier)
+                self._compare(param, first, piece(first, copied), file, piece(file, copied))
             added = range(max(in_file.start, next_row), min(in_file.stop, split_range.stop))
             if added:
                 pieces.append(piece(file, added))

@@ -25,7 +25,7 @@ The tensors of a matrix that is decoded while loading (`ScaledFormat`) are those
     NAME.divisor    [1] float32, in formats with a divisor
 
 A unit of columns may be smaller than a block of inputs with one scale. Scales and minima are then
-stored block by block, and ranks that share a block both read it.
+stored block by block, and every rank with a part of a block reads its scale.
 
 Integers of less than 8 bits are packed group by group, in the planes of `ops.quant.planes_of`. In
 each plane, neighbours share a byte, the first in its lowest bits. Symmetric formats add their zero

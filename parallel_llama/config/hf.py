@@ -93,7 +93,7 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     longest = longest_sequence(arguments["max_seq_len"], arguments["rope_scaling"])
     arguments |= _windows(fields, family, arguments["n_layers"], longest)
     if "sliding_window" not in arguments:
-        # No layer uses these.
+        # Only layers with a window use these arguments.
         arguments.pop("local_rope_theta", None)
         arguments.pop("window_chunks", None)
     return ModelArgs(

@@ -160,17 +160,17 @@ def why_decoded(
     if quant is None and stored_formats(files, args) and (why := why_unquantised(args, dtype)):
         return f"{files.path.name}: quantised matrices are decoded to {dtype}: {why}"
     if types := LAYOUTS[files.kind].decoded_types(files, args):
-        stays = f"only {', '.join(GGUF_QUANTS)} stay as stored"
+        reason = f"only {', '.join(GGUF_QUANTS)} stay as stored"
         if files.kind == "native":
-            stays = "native folders store them as they are, and products need the decoded values"
+            reason = "native folders store them as they are, and products need the decoded values"
         elif files.kind == "hf":
-            stays = (
+            reason = (
                 "only 4-bit GPTQ and AWQ in consecutive groups of 32, 64 or 128, and integers "
                 "with 16-bit scales and no zero points (4-bit groups may have them) stay as stored"
             )
             if parts := LAYOUTS[files.kind].not_applied(files):
-                stays = f"{' and '.join(parts)} are not rounded, although config.json asks for it"
-        return f"{files.path.name}: matrices in {', '.join(types)} are decoded to {dtype}; {stays}"
+                reason = f"{' and '.join(parts)} are not rounded, although config.json asks for it"
+        return f"{files.path.name}: matrices in {', '.join(types)} are decoded to {dtype}; {reason}"
     return None
 
 

@@ -175,5 +175,5 @@ def native_units(values: Mapping[str, Any], axes: Collection[str]) -> dict[str, 
     sizes = {axis: units.integer(axis) for axis in axes}
     for axis, size in sizes.items():
         if size < 1:
-            raise UsageError(f"units of {axis} have size {size}; use 1 or more")
+            raise UsageError(f"units of {axis} have size {size}; use at least 1")
     return sizes

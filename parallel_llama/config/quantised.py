@@ -424,11 +424,11 @@ def packed_weights(args: ModelArgs, tensors: Collection[str], packing: Packing) 
         ):
             continue
         (n_outputs, n_inputs), per_word = stored_slice.shape, packing.per_word
-        whole = per_word if packing.form is None else QUANT_GROUP_SIZE
-        if n_inputs % whole or n_outputs % per_word:
+        multiple = per_word if packing.form is None else QUANT_GROUP_SIZE
+        if n_inputs % multiple or n_outputs % per_word:
             raise CheckpointError(
                 f"{base}qweight: has {n_outputs} outputs and {n_inputs} inputs; they must be "
-                f"multiples of {per_word} and {whole}; {_INSTEAD}"
+                f"multiples of {per_word} and {multiple}; {_INSTEAD}"
             )
         packed.append(param.name)
     return packed

@@ -125,7 +125,7 @@ class Schemes:
         return any(scheme.inputs is not None for _, scheme in self.groups)
 
     def of(self, module: str, is_embedding: bool = False) -> Scheme | None:
-        """The scheme of a module's weight; None without one. Names take precedence over classes."""
+        """The scheme of a module's weight, by name before class; None if it is not quantised."""
         kind = "Embedding" if is_embedding else "Linear"
         if any(_matches(module, target) or target == kind for target in self.ignored):
             return None

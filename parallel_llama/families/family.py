@@ -67,7 +67,7 @@ def written_biases(args: ModelArgs) -> dict[str, Any]:
 
 
 def rope_fields(fields: Fields) -> Fields:
-    """The rope settings of config.json: rope_scaling, or rope_parameters without it."""
+    """The rope settings of config.json: rope_scaling, or else rope_parameters."""
     return Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
 
 
@@ -174,7 +174,7 @@ class Family:
         name: HF's model_type.
         models: The published models of the family, as users call them.
         architecture: HF's class with an output layer.
-        base_architecture: HF's class without it.
+        base_architecture: HF's class without an output layer.
         features: Maps the fields of config.json to the family's own ModelArgs.
         writes: The inverse of `features`.
         reads: The keys of config.json that not all families have.
@@ -194,7 +194,7 @@ class Family:
             and matrices of experts as [in, out] (see `stored_slices`).
         transposed_experts: The layouts that store the rows of w1 before those of w3 for each
             expert, and matrices of experts as [in, out].
-        multimodal: HF's model_type of models of text and images that have this family as text part.
+        multimodal: HF's model_type of models of text and images whose text part is this family.
         text_prefix: The beginning of the names of the text part's tensors in such models.
         other_parts: The beginnings of the names of the other parts' tensors, which are not loaded.
         params: The publisher of checkpoints with params.json that are read as this family; empty

@@ -84,7 +84,7 @@ class _Cursor:
         return self.window_end - len(self.window) + self.at
 
     def take(self, n_bytes: int, what: str) -> bytes:
-        self.room(n_bytes, what)
+        self.require_bytes(n_bytes, what)
         if n_bytes > len(self.window) - self.at:
             self._advance(n_bytes, what)
         start, self.at = self.at, self.at + n_bytes
@@ -100,7 +100,7 @@ class _Cursor:
         self.window, self.at = rest + data, 0
         self.window_end += wanted
 
-    def room(self, n_bytes: int, what: str) -> None:
+    def require_bytes(self, n_bytes: int, what: str) -> None:
         """Check that this many bytes remain."""
         left = self.limit - self.position
         if n_bytes > left:
@@ -131,7 +131,7 @@ class _Cursor:
 
     def strings(self, count: int, what: str) -> list[str]:
         """Many strings; those in the window are read in one loop without calls, for speed."""
-        self.room(count * 8, what)
+        self.require_bytes(count * 8, what)
         values: list[str] = []
         while len(values) < count:
             values.append(self.string(what))  # moves the window, and raises errors

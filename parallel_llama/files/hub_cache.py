@@ -64,9 +64,9 @@ def parse_hub_name(name: str) -> HubName | None:
 def hub_folder(repo: str) -> Path:
     """The cache folder of a repository, which need not exist."""
     caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = _followed(os.environ.get("HF_HOME", f"{caches}/huggingface"))
+    home = _expand(os.environ.get("HF_HOME", f"{caches}/huggingface"))
     cache = os.environ.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub")  # the older name
-    return _followed(os.environ.get("HF_HUB_CACHE", cache)) / f"models--{repo.replace('/', '--')}"
+    return _expand(os.environ.get("HF_HUB_CACHE", cache)) / f"models--{repo.replace('/', '--')}"
 
 
 def find_snapshot(name: HubName) -> Path | None:
@@ -107,5 +107,5 @@ def _commit_in(ref: Path) -> str:
     return text
 
 
-def _followed(path: str) -> Path:
+def _expand(path: str) -> Path:
     return Path(os.path.expandvars(expanded(path)))

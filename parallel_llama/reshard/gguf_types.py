@@ -121,7 +121,7 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
 
 
 def file_type(types: Iterable[str]) -> int | None:
-    """llama.cpp's number for a file with tensors of these types; None for a mixture without one.
+    """llama.cpp's number for a file with tensors of these types; None if the mixture has no number.
 
     >>> file_type(["F32", "Q8_0", "Q4_0"])
     2

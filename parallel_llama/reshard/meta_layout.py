@@ -324,15 +324,18 @@ def _cuts(args: ModelArgs, n_parts: int, stored: Sequence[Param]) -> list[dict[s
 
 
 def _layouts(
-    stored: Sequence[Param], dtypes: Mapping[str, torch.dtype], files: Sequence[Mapping[str, range]]
+    stored: Sequence[Param], dtypes: Mapping[str, torch.dtype], cuts: Sequence[Mapping[str, range]]
 ) -> list[PthLayout]:
     """The archive layout of each file; files with equal shapes share one."""
     # A tied output has the dtype of the embeddings.
     types = [dtypes.get(param.name, dtypes[EMBEDDINGS]) for param in stored]
     names = [param.name for param in stored]
-    shapes = [tuple(sliced_shape(param, cuts[param.name]) for param in stored) for cuts in files]
+    shapes_of_files = [
+        tuple(sliced_shape(param, cuts_of_file[param.name]) for param in stored)
+        for cuts_of_file in cuts
+    ]
     layouts = {
-        of_file: pth_layout(dict(zip(names, zip(of_file, types, strict=True), strict=True)))
-        for of_file in dict.fromkeys(shapes)
+        shapes: pth_layout(dict(zip(names, zip(shapes, types, strict=True), strict=True)))
+        for shapes in dict.fromkeys(shapes_of_files)
     }
-    return [layouts[of_file] for of_file in shapes]
+    return [layouts[shapes] for shapes in shapes_of_files]

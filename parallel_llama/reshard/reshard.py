@@ -211,7 +211,7 @@ class ReshardJob:
         dtypes: The dtypes of the target's weights, by Meta's names.
         formats: The formats of the target's quantised weights, by Meta's names.
         small: The files beside the weights, by name.
-        pieces: Reads some weights.
+        pieces: Yields the pieces of the given weights.
         adapter: The adapter that `pieces` merges into the weights.
     """
 
@@ -261,7 +261,7 @@ class ReshardJob:
 
     @property
     def _weights(self) -> tuple[Path, ...]:
-        """The files with weights that are read."""
+        """The weight files that are read."""
         return (*self.source.weights, *([] if self.adapter is None else [self.adapter.weights]))
 
     def _plan(self) -> dict[str, Any]:

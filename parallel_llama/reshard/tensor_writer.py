@@ -27,7 +27,7 @@ BLOCK_BYTES = 4096
 STAGED_BYTES = 4 << 20
 
 # Errors of direct writes where they are not supported: in general, or at this offset.
-_CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 class Staging:
@@ -86,7 +86,7 @@ class DirectFile:
                 data = self._staging.aligned(blocks[done:])
                 done += os.pwrite(self._direct, data, offset + done)
         except OSError as error:
-            if error.errno not in _CANNOT:
+            if error.errno not in _UNSUPPORTED:
                 raise
             os.close(self._direct)
             self._direct = -1

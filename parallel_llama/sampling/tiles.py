@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from parallel_llama.ops.gumbel import TILE, gumbel, tile_gumbel
 from parallel_llama.sampling.draw import SamplingRow, sampling_key
 
-# Tiles that sampling without filters reads first, because their best score rules out most others.
+# Number of tiles that sampling without filters reads first; their best score rules out most others.
 _FIRST_TILES = 4
 
 # Added to the bounds on the noise: far above its rounding errors, and too small to make more tiles

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 CPU_LIMIT_S = 1.0
 MAX_EXTRA_BYTES = 256 << 20
 # A lexer state takes 1 to 2 kB. The other numbers are llguidance's defaults, stated because the
-# cost of a hostile grammar depends on them: with these a mask takes at most about 20 ms.
+# cost of a hostile grammar depends on them: with these limits a mask takes at most about 20 ms.
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,

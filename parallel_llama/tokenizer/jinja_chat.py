@@ -162,7 +162,7 @@ class JinjaChat:
         fields = (chat.messages, chat.tools, chat.documents, chat.template_vars)
         taken = {*json.dumps(fields, ensure_ascii=False), *self.template_text}
         taken.update(*self._markup)
-        # Arguments of calls are JSON inside JSON, which may contain escaped characters.
+        # Misses characters escaped in the JSON arguments of calls; `encode` would drop `cut` there.
         cut = next((char for char in _NONCHARACTERS if char not in taken), None)
         if cut is None:
             raise UsageError(

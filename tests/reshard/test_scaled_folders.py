@@ -280,7 +280,7 @@ def test_a_flipped_bit_is_found_in_the_unit_of_the_tensor(part, at, unit, native
     [
         ({"layers.7.x": {}}, "not a matrix of the model"),
         ({W2: {"numbers": "e5m2", "block": [1, 0], "scales": "F32"}}, "Invalid enum value 'e5m2'"),
-        ({W2: {"numbers": "e4m3", "block": [1, -1], "scales": "F32"}}, "0 for all to 1073741824"),
+        ({W2: {"numbers": "e4m3", "block": [1, -1], "scales": "F32"}}, "use 1 to 1073741824"),
         ({W2: {"numbers": "e4m3", "block": [1, 2**70], "scales": "F32"}}, "or 0 for all"),
         ({W2: {"numbers": "e4m3", "block": [1, 0], "scales": "U8"}}, "U8 is not supported"),
         ({W2: {"numbers": "e2m1", "block": [2, 16], "scales": "U8"}}, "U8 is not supported"),
