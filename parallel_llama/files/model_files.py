@@ -359,7 +359,7 @@ def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
     totals = sorted({match[2] for match in parts})
     if len(totals) > 1:
         raise UsageError(
-            f"{folder}: has weights of {listed(totals, 5)} files each; remove those that do not "
+            f"{folder}: has files from sets of {listed(totals, 5)} files; remove those that do not "
             "belong to this model"
         )
     n_files = int(totals[0]) if totals else 1

@@ -179,7 +179,7 @@ def test_a_missing_weight_file_is_named(small, tmp_path):
 def test_files_of_two_counts_are_refused(small, tmp_path):
     folder = shutil.copytree(small[1], tmp_path / "native")
     (folder / "weights-00001-of-00001.safetensors").write_bytes(b"")
-    with pytest.raises(UsageError, match="00001, 00002 files each"):
+    with pytest.raises(UsageError, match="sets of 00001, 00002 files"):
         find_model(str(folder))
 
 
