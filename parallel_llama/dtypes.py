@@ -117,8 +117,8 @@ class QuantFormat:
         A block that is cut between ranks counts a fraction of its scale on each rank.
         """
         n_groups = n_values // QUANT_GROUP_SIZE
-        halves = n_groups * _SCALE_BYTES * (1 + self.has_min) // self.n_shared
-        return n_values * self.n_bits // 8 + n_groups * self.n_factors + halves
+        scale_bytes = n_groups * _SCALE_BYTES * (1 + self.has_min) // self.n_shared
+        return n_values * self.n_bits // 8 + n_groups * self.n_factors + scale_bytes
 
 
 def _in_256(n_bits: Literal[2, 3, 4, 5, 6], n_parts: int, *, has_min: bool) -> QuantFormat:

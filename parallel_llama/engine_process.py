@@ -52,7 +52,7 @@ class EngineProcess:
     def run(self) -> None:
         """Serve the frontend until it closes the socket.
 
-        Raises: RankError, and whatever else a step raises except NumericalError.
+        Raises: as `EngineLoop.run`, such as RankError.
         """
         self._warm_up()
         with suppress(BrokenPipeError, ConnectionError):  # the frontend has closed the socket
@@ -60,7 +60,7 @@ class EngineProcess:
                 self._frames.send(self._loaded())
                 self._loop.run(self)
             except RankError:
-                # The frontend notices now, and not only after the other ranks have been ended.
+                # So that the frontend notices the failure before the other ranks have been ended.
                 self._frames.socket.shutdown(socket.SHUT_RDWR)
                 raise
 

@@ -27,7 +27,7 @@ from parallel_llama.plan import Shard, ShardPlan, Stage
 GIB = 1 << 30
 
 # Sliding-window layers get at least this fraction of the blocks that full-attention layers get.
-MIN_WINDOW_PART = Fraction(1, 4)
+MIN_WINDOW_FRACTION = Fraction(1, 4)
 
 # Allowance on a GPU for the workspaces of the CUDA libraries, NCCL's buffers and the memory of CUDA
 # graphs. It is an estimate, not a measurement.
@@ -261,9 +261,9 @@ def pool_sizes(
 
     In a model with both kinds of layers, the first KV group has full attention and the second a
     sliding window. The second gets the fraction of `n_blocks` that makes a sequence of
-    `max_seq_len` tokens fit into either both groups or neither. It gets at least MIN_WINDOW_PART,
-    because most sequences are a few windows long, and enough for the longest sequence that the
-    first group can hold.
+    `max_seq_len` tokens fit into either both groups or neither. It gets at least
+    MIN_WINDOW_FRACTION, because most sequences are a few windows long, and enough for the longest
+    sequence that the first group can hold.
     """
     _, *windowed = kv_groups(args)
     n_full = blocks_held(max_seq_len, block_size, None, step_tokens)
@@ -271,7 +271,7 @@ def pool_sizes(
     def size(window: int | None) -> int:
         part = Fraction(blocks_held(max_seq_len, block_size, window, step_tokens), n_full)
         n_longest = blocks_held(n_blocks * block_size, block_size, window, step_tokens)
-        return max(math.ceil(n_blocks * max(part, MIN_WINDOW_PART)), n_longest)
+        return max(math.ceil(n_blocks * max(part, MIN_WINDOW_FRACTION)), n_longest)
 
     return (n_blocks, *(size(kv_group.window) for kv_group in windowed))
 
@@ -286,7 +286,7 @@ def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], r
     first, *others = n_bytes
     if not others:
         return max(room, 0) // first
-    upper_bound = int(max(room, 0) // (first + MIN_WINDOW_PART * sum(others)))
+    upper_bound = int(max(room, 0) // (first + MIN_WINDOW_FRACTION * sum(others)))
 
     def pool_bytes(n_blocks: int) -> int:
         return sum(map(mul, sizes(n_blocks), n_bytes))

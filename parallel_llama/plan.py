@@ -366,8 +366,8 @@ def make_plan(
     """The shard plan of a model on `tp_size` ranks.
 
     Args:
-        shares: the share of each rank in any unit, such as its memory or its speed; by default
-            equal.
+        shares: one number per rank, in any unit, such as its memory or its speed. Ranks get parts
+            of the model in proportion to these numbers; by default equal parts.
         quant_group_size: number of consecutive ffn channels that must stay on one rank.
         ranks_per_expert: the most ranks that split an expert; by default as MIN_EXPERT_CHANNELS
             requires.
@@ -410,15 +410,15 @@ def make_plan(
     dense_ffn = cut_channels(args.dense_ffn_dim, range(tp_size))
     vocab = _cut_vocab(args, weights, exact=exact)
     stages = (Stage(range(tp_size), range(args.n_layers)),)
-    group_size = args.n_heads // args.n_kv_heads
+    heads_per_kv = args.n_heads // args.n_kv_heads
     shards = tuple(
         Shard(
             rank,
             heads_of_rank,
-            local_kv_heads(heads_of_rank, group_size),
+            local_kv_heads(heads_of_rank, heads_per_kv),
             ffn[rank],
             vocab[rank],
-            equal_runs(heads_of_rank, group_size),
+            equal_runs(heads_of_rank, heads_per_kv),
             stages,
             experts[rank],
             shared_ffn[rank],

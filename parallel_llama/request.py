@@ -496,14 +496,14 @@ def new_seed() -> int:
     return secrets.randbits(32)
 
 
-def resolve_seed(params: SamplingParams, run_seed: int, line: int) -> int:
-    """The request's own seed, else one derived from the run's seed and the request's line number.
+def resolve_seed(params: SamplingParams, run_seed: int, index: int) -> int:
+    """The request's own seed, else one derived from the seed of the run and the request's index.
 
     Returns: an integer in [-2**63, 2**63).
     """
     if params.seed is not None:
         return params.seed
-    digest = hashlib.blake2b(f"seed {run_seed} {line}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"seed {run_seed} {index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

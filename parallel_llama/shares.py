@@ -22,7 +22,7 @@ from parallel_llama.memory import (
 )
 from parallel_llama.plan import KVSplit, make_plan
 
-# The smallest step by which the share of a rank is lowered that does not fit into its memory.
+# The share of a rank that does not fit into its memory is lowered by at least this step.
 _STEP = Fraction(1, 1024)
 
 Shares = Sequence[float | Fraction]
@@ -100,7 +100,7 @@ def choose_shares(
 
 
 def fill(speeds: Sequence[float], max_shares: Sequence[Fraction]) -> list[Fraction] | None:
-    """Shares of 1 in proportion to the speeds, but none above its maximum (water filling).
+    """Divides 1 in proportion to the speeds, with no share above its maximum (water filling).
 
     Returns: None if the maxima do not add up to 1.
 

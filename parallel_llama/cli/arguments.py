@@ -122,7 +122,7 @@ class Verb:
         flags: in the order of the help.
         prepare: checks the flags and returns the job.
         positionals: required positional arguments.
-        placed: a flag that may also be given without its name, as the last positional argument.
+        argument: a flag that may also be given without its name, as the last argument.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Verb:
     example: str
     prepare: Callable[[Flags], Job]
     positionals: tuple[Flag[Any], ...] = ()
-    placed: Flag[Any] | None = None
+    argument: Flag[Any] | None = None
 
 
 class HelpRequested(Exception):
@@ -150,7 +150,7 @@ def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
         if flag.repeatable:
             values.setdefault(flag.name, []).append(_value(flag, name, text))
         elif flag.name in values:
-            hint = f", as an argument or as --{flag.name}" if flag is verb.placed else ""
+            hint = f", as an argument or as --{flag.name}" if flag is verb.argument else ""
             aliases = f" (also {_with_dashes(flag.aliases)})" if flag.aliases else ""
             raise UsageError(f"--{flag.name}{aliases} is given twice; give it once{hint}")
         else:
@@ -166,14 +166,14 @@ def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
 def _iterate_words(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag[Any], str, str]]:
     """Each flag of the command line, its name there, and its text: true or false for a switch."""
     words = iter(argv)
-    positionals = iter((*verb.positionals, *([verb.placed] if verb.placed else ())))
+    positionals = iter((*verb.positionals, *([verb.argument] if verb.argument else ())))
     for word in words:
         if word in ("-h", "--help"):
             raise HelpRequested(verb.name)
         if not word.startswith("-"):
             if (positional := next(positionals, None)) is not None:
                 name = positional.name
-                yield positional, f"--{name}" if positional is verb.placed else name.upper(), word
+                yield positional, f"--{name}" if positional is verb.argument else name.upper(), word
                 continue
             raise UsageError(f"{verb.name}: unexpected argument {quoted(word)}; {_hint(verb)}")
         name, equals, text = word.partition("=")
@@ -228,8 +228,8 @@ def help_text(verb: Verb) -> str:
     """A command's help at the terminal's width: usage, flags by subject, and one example."""
     width = terminal_width()
     arguments = [(flag.name.upper(), flag.help) for flag in verb.positionals]
-    if verb.placed:
-        arguments.append((verb.placed.name.upper(), f"the same as --{verb.placed.name}"))
+    if verb.argument:
+        arguments.append((verb.argument.name.upper(), f"the same as --{verb.argument.name}"))
     own_heading = f"flags of {verb.name}"
     subjects: dict[str, list[tuple[str, str]]] = {"arguments": arguments, own_heading: []}
     for flag in verb.flags:

@@ -219,9 +219,9 @@ def _figures(
         ],
     }
     figures: dict[str, Any] = {}
-    for name, reduce in (("", statistics.median), ("_min", min), ("_max", max)):
+    for suffix, reduce in (("", statistics.median), ("_min", min), ("_max", max)):
         for key, values in measured.items():
-            figures[key + name] = _rounded(reduce, values)
+            figures[key + suffix] = _rounded(reduce, values)
     return figures | {
         "start_s": round(llm.statistics.load_s, 3),
         "weight_bytes_per_step": n_bytes,
@@ -344,5 +344,5 @@ VERB = Verb(
     ),
     "parallel-llama bench --nproc 2",
     prepare,
-    placed=MODEL,
+    argument=MODEL,
 )  # fmt: skip

@@ -121,8 +121,8 @@ def merged(calibrations: Sequence[Calibration], paths: Sequence[str]) -> Calibra
                 f"{paths[0]} for --dtype {first.dtype} --quant {first.quant}; calibrate all hosts "
                 "with the same flags"
             )
-    ranks = tuple(rank for other in calibrations for rank in other.ranks)
-    layer_s = max(other.layer_s for other in calibrations)
+    ranks = tuple(rank for each in calibrations for rank in each.ranks)
+    layer_s = max(each.layer_s for each in calibrations)
     return Calibration(first.dtype, first.quant, ranks, layer_s, len(calibrations))
 
 

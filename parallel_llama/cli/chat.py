@@ -362,5 +362,5 @@ VERB = Verb(
     ),
     "parallel-llama chat --nproc 2",
     prepare,
-    placed=MODEL,
+    argument=MODEL,
 )

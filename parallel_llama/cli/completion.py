@@ -187,7 +187,7 @@ def _flag_words(flag: Flag[Any]) -> list[str]:
 
 
 def _positionals(verb: Verb) -> list[Flag[Any]]:
-    return [*verb.positionals, *([verb.placed] if verb.placed else [])]
+    return [*verb.positionals, *([verb.argument] if verb.argument else [])]
 
 
 def _choices(flag: Flag[Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from parallel_llama.cli import model, prompts
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb, warn
 from parallel_llama.cli.host_checks import warn_of_host
 from parallel_llama.cli.parsers import filled_text, one_of_many
-from parallel_llama.cli.results import ResultFile, check_path, earlier_seed, run_of
+from parallel_llama.cli.results import ResultFile, check_path, earlier_seed, run_identity
 from parallel_llama.cli.sampling_flags import FLAGS, given_sampling, warn_of_idle_filters
 from parallel_llama.cli.session import Meter, closing_line, lead, leads
 from parallel_llama.cli.terminal import BOLD, DIM, Activity, StatusLine, ctrl_c, painted, table
@@ -68,7 +68,7 @@ def prepare(flags: Flags) -> Job:
             requests = _requests(lines, indices, inputs, sampling, run_seed, adapter)
             file = None
             if path is not None:
-                identity = run_of(
+                identity = run_identity(
                     requests,
                     inputs.files,
                     seed=run_seed,

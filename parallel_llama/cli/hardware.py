@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from parallel_llama.cli.parsers import GPU
 
 # Fractions of the data sheet's rates, measured on one H100 (docs/speed.md), assumed for all GPUs:
-# reading weights, decode attention over the KV cache, and the products of a prefill of 8B.
-READ_PART, KV_PART, PRODUCT_PART = 0.94, 0.73, 0.47
+# reading weights, decode attention over the KV cache, and the products of a prefill of an
+# 8B model.
+READ_FRACTION, KV_FRACTION, PRODUCT_FRACTION = 0.94, 0.73, 0.47
 # Measured on the same H100: the launches and gaps of a layer's 14 kernels in a CUDA graph, and the
-# time between two graphs. Both hold for the steps of 8B, of 1B and of one rank of 8.
+# time between two graphs. Both hold for an 8B model, a 1B model and one rank of eight.
 LAYER_S, STEP_S = 31e-6, 50e-6
 # An NCCL all-reduce of a few kilobytes: an assumption, not a measurement.
 EXCHANGE_S = 20e-6
@@ -86,8 +87,8 @@ def gpu_hardware(gpus: GPU | list[GPU] | None) -> Hardware | None:
     for gpu in gpus if isinstance(gpus, list) else [gpus]:
         if gpu is None or gpu.bandwidth is None or gpu.flops is None or gpu.link is None:
             return None
-        read = READ_PART * gpu.bandwidth, KV_PART * gpu.bandwidth
-        rates.append(Rates(*read, PRODUCT_PART * gpu.flops))
+        read = READ_FRACTION * gpu.bandwidth, KV_FRACTION * gpu.bandwidth
+        rates.append(Rates(*read, PRODUCT_FRACTION * gpu.flops))
         links.append(gpu.link)
     ranks = tuple(rates) if isinstance(gpus, list) else rates[0]
     return Hardware(ranks, EXCHANGE_S, min(links), LAYER_S, STEP_S)

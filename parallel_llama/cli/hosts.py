@@ -37,12 +37,12 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One host of a file.
 
     Args:
-        name: for the output; by default its number.
+        name: shown in the output; by default the number of the host.
         ranks: the number of CPU ranks.
-        gpus: instead of `ranks`, its GPUs as in --gpus: 8xH200 or 4x24.
+        gpus: the GPUs of the host, instead of `ranks`, as in --gpus: 8xH200 or 4x24.
         memory: of each CPU rank, in GiB or as a text with a unit.
         calibration: the file of bench --calibrate on this host, relative to the file of the hosts.
-        link: its network; one host needs none.
+        link: the network of the host; not needed for a single host.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
@@ -179,7 +179,7 @@ def _gpus(host: Host) -> list[GPU]:
         return []
     for name in ("memory", "calibration"):
         if getattr(host, name) is not None:
-            raise UsageError(f"{name} is for CPU ranks; GPUs have their own; drop {name}")
+            raise UsageError(f"{name} is for CPU ranks, not for gpus; drop {name}")
     gpus = gpu_list(host.gpus)
     if isinstance(gpus, GPU):
         raise UsageError(f"gpus={host.gpus!r:.80} has no number; use 8x{host.gpus:.40}")

@@ -201,7 +201,7 @@ def _request(flags: Flags, ranks: _Ranks) -> PlanRequest:
     if decoded := why_decoded(files, args, request.dtype, flags[model.QUANT]):
         warn(decoded)
     if ranks.calibration is not None:
-        request = _calibrated(request, ranks.calibration, _named(flags))
+        request = _calibrated(request, ranks.calibration, _calibration_name(flags))
     if hosts is not None:
         request = replace(request, hardware=hosts.with_links(request.hardware), hosts=hosts)
     return request
@@ -348,7 +348,7 @@ def _hardware(flags: Flags, gpus: GPU | list[GPU] | None) -> Hardware | None:
     return gpu_hardware(gpus._replace(bandwidth=given))
 
 
-def _named(flags: Flags) -> str:
+def _calibration_name(flags: Flags) -> str:
     paths = flags[CALIBRATION]
     if flags[HOSTS] is not None:
         return f"the calibration in --hosts {flags[HOSTS]}"
@@ -359,20 +359,19 @@ def _ranks_of(flags: Flags, calibration: Calibration) -> list[int]:
     """The number of ranks in several files. Raises: UsageError if --nproc is another number."""
     n_ranks = [len(calibration.ranks)]
     if flags[NPROC] not in (None, n_ranks):
-        raise UsageError(
-            f"{_named(flags)} has {n_ranks[0]} ranks; omit --nproc, or give --nproc {n_ranks[0]}"
-        )
+        name, n = _calibration_name(flags), n_ranks[0]
+        raise UsageError(f"{name} has {n} ranks; omit --nproc, or give --nproc {n}")
     return n_ranks
 
 
-def _calibrated(request: PlanRequest, calibration: Calibration, named: str) -> PlanRequest:
+def _calibrated(request: PlanRequest, calibration: Calibration, name: str) -> PlanRequest:
     """A request with measured rates. Raises: UsageError if device or formats differ."""
     precision = request.precision
     if request.device != "cpu":
-        raise UsageError(f"{named} has rates of CPU ranks; drop --gpus, or add --device cpu")
+        raise UsageError(f"{name} has rates of CPU ranks; drop --gpus, or add --device cpu")
     if (calibration.dtype, calibration.quant) != (precision.dtype, precision.quant):
         raise UsageError(
-            f"{named} is for --dtype {calibration.dtype} --quant {calibration.quant}, and the plan "
+            f"{name} is for --dtype {calibration.dtype} --quant {calibration.quant}, and the plan "
             f"has --dtype {precision.dtype} --quant {precision.quant}; use the same formats, or "
             "calibrate again"
         )
@@ -520,5 +519,5 @@ VERB = Verb(
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,
-    placed=model.MODEL,
+    argument=model.MODEL,
 )  # fmt: skip

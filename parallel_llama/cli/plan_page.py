@@ -323,12 +323,12 @@ def _copies(planned: Estimate) -> str:
     copies = f"{planned.n_kv_heads} KV heads stored instead of {own} ({planned.kv_overhead:+.0%})"
     if planned.request.pp > 1 or planned.request.draft is not None:
         return copies
-    spread = estimate(replace(planned.request, kv_split="sequence"))
-    if planned.room_for_tokens is not None and spread.room_for_tokens is not None:
-        if spread.room_for_tokens <= planned.room_for_tokens:
+    sharded = estimate(replace(planned.request, kv_split="sequence"))
+    if planned.room_for_tokens is not None and sharded.room_for_tokens is not None:
+        if sharded.room_for_tokens <= planned.room_for_tokens:
             return copies
-        return f"{copies}; --kv-split sequence makes room for {spread.room_for_tokens:,} tokens"
-    before, after = planned.tightest.needed, spread.tightest.needed
+        return f"{copies}; --kv-split sequence makes room for {sharded.room_for_tokens:,} tokens"
+    before, after = planned.tightest.needed, sharded.tightest.needed
     if after >= before:
         return copies
     return f"{copies}; with --kv-split sequence a rank needs at most {size(after)}"
@@ -380,7 +380,7 @@ def format_table_lines(formats: FormatTable) -> list[str]:
     return [
         *format_lines(formats),
         "",
-        *_line("needs", f"of the fullest rank, for {sequences}"),
+        *_line("needs", f"memory that the fullest rank needs for {sequences}"),
         *_line(
             "context",
             f"the longest at batch {request.batch}; the model's own is {model_context:,} tokens",

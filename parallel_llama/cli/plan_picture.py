@@ -96,8 +96,8 @@ def _memory(ranks: Sequence[RankEstimate], y: int, lane: int) -> Iterator[str]:
         parts = {"weights": rank.all_weights, "kv": rank.kv.needed, "rest": rank.working}
         for name, n_bytes in parts.items():
             tooltip = f"rank {number}: {size(n_bytes)} of {'KV cache' if name == 'kv' else name}"
-            place = _LEFT + left * scale, top, n_bytes * scale, lane - 2
-            yield _rect(*place, f'class="{name}"', tooltip)
+            box = _LEFT + left * scale, top, n_bytes * scale, lane - 2
+            yield _rect(*box, f'class="{name}"', tooltip)
             left += n_bytes
         if rank.memory is not None:
             limit = _LEFT + rank.memory * scale
@@ -124,12 +124,12 @@ def _legend(y: int, *, has_limit: bool) -> Iterator[str]:
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    known = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{known}>{escape(text)}</text>'
+    class_ = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{class_}>{escape(text)}</text>'
 
 
 def _rect(x: float, y: float, width: float, height: float, style: str, tooltip: str = "") -> str:
     """A rectangle with a tooltip."""
     inner = f"<title>{escape(tooltip)}</title>" if tooltip else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f"<rect {place} {style}>{inner}</rect>"
+    box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f"<rect {box} {style}>{inner}</rect>"

@@ -1,4 +1,4 @@
-"""What `plan` is request for: a model, its formats and its ranks. No torch."""
+"""The request that `plan` answers: a model, its formats and its ranks. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -57,7 +57,8 @@ class _Step:
 
     Args:
         n_rows: the tokens that all layers multiply.
-        is_prefill: whether the head multiplies only the last token, which is not counted.
+        is_prefill: whether this is a prefill step, whose head multiplies only the last token; the
+            time of that product is not counted.
         is_full: whether the step reads the KV cache of the full context.
     """
 
@@ -101,10 +102,10 @@ class RankSteps:
     """The predicted work of each rank in a decode step at the full context, without exchanges.
 
     Args:
-        seconds: of each rank.
+        seconds: the time of each rank.
         rates: bytes of weights per second that each rank reads.
-        balanced_s: the step if each rank read exactly in proportion to its speed, regardless of
-            units and memory.
+        balanced_s: seconds of the step if each rank read exactly in proportion to its speed,
+            regardless of units and memory.
     """
 
     seconds: tuple[float, ...]
@@ -331,7 +332,7 @@ def _stage_link_s(planned: Estimate, hardware: Hardware, stage: Stage, n_rows: f
 
 
 def _rank_s(rank: RankEstimate, rates: Rates, step: _Step) -> tuple[float, float]:
-    """Seconds that a rank reads, and seconds of its products if these take longer than reading."""
+    """The `memory_s` and `arithmetic_s` of a rank's step; see `StepTime`."""
     n_values = rank.layer_values + (0 if step.is_prefill else rank.head_values)
     kv_bytes = step.is_full * rank.read_kv
     return _work_s(n_values, rank.read_weights, kv_bytes, rates, step.n_rows)

@@ -1,4 +1,4 @@
-"""Suggests changes that make a plan fit; each change is planned before. Without torch."""
+"""Suggests changes that make a plan fit, after planning each change. Without torch."""
 
 from bisect import bisect_left
 from collections import Counter

@@ -118,7 +118,7 @@ class Progress:
 
 
 def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, flags: Flags) -> int:
-    # Slow to import: usage errors are reported before.
+    # Slow to import: usage errors are reported first.
     import torch
 
     from parallel_llama.reshard.reshard import reshard

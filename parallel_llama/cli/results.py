@@ -62,7 +62,7 @@ def _sidecar(path: Path) -> Path:
     return path.with_name(f"{path.name}.run")
 
 
-def run_of(
+def run_identity(
     requests: Sequence[Request], model: ModelFiles, *, seed: int, **weights: Any
 ) -> dict[str, Any]:
     """What identifies a run: equal for runs that generate the same completions.

@@ -61,8 +61,8 @@ ADAPTER_ROOT: Flag[str | None] = Flag(
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
     "max-requests", "maximum completions that are prepared, waiting or running; further requests "
-    "get status 429. The limit is 7/8 of this for large requests and requests for several "
-    "completions, and 9/8 for a small request of a client that has no completion",
+    "get status 429. The limit is 7/8 N for large requests and requests for several "
+    "completions, and 9/8 N for a small request of a client without unfinished completions",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
 RESTARTS: Flag[int] = Flag(
@@ -265,5 +265,5 @@ VERB = Verb(
     ),
     "parallel-llama serve --nproc 2",
     prepare,
-    placed=MODEL,
+    argument=MODEL,
 )  # fmt: skip

@@ -118,7 +118,7 @@ def lead(
     # Only rank 0 draws status lines: all ranks share a terminal.
     stream = sys.stderr if leads() else io.StringIO()
     with _no_garbage(), Activity("loading torch", stream) as activity:
-        # Slow to import: usage errors are reported before.
+        # Slow to import: usage errors are reported first.
         import torch
 
         from parallel_llama.engine.machine import Interruptions
@@ -138,7 +138,7 @@ def lead(
         print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
         interruptions = Interruptions()
         code = work(llm)
-        if (n_threads := torch.get_num_threads()) > 1 and interruptions.share_cores():
+        if (n_threads := torch.get_num_threads()) > 1 and interruptions.have_shared_cores():
             _warn_of_busy_cores(n_threads)
         return code
 

@@ -105,7 +105,7 @@ class StatusLine:
         self.next_s = 0.0
 
     def show(self, text: Callable[[], str]) -> None:
-        """Draws the line, unless it was drawn less than _REDRAWN_S ago."""
+        """Draws the line, unless it was drawn less than _REDRAW_S ago."""
         now = time.monotonic()
         if self.shown and now >= self.next_s:
             self.next_s = now + _REDRAW_S
@@ -124,7 +124,7 @@ class StatusLine:
 
 
 class Activity:
-    """A status line for something that takes longer than _PATIENCE_S; no output without a terminal.
+    """A status line for work that takes longer than _SHOW_AFTER_S; no output without a terminal.
 
     A thread draws the line, because the work may be a single call of several seconds.
     """

@@ -32,7 +32,7 @@ def prepare(flags: Flags) -> Job:
 
 
 def _verify(model: str, against: str | None, as_json: bool) -> int:
-    # Imports torch, which is slow: usage errors are reported before.
+    # Imports torch, which is slow: usage errors are reported first.
     from parallel_llama.checkpoint.verify import verify
 
     n_read = 0

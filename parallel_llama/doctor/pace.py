@@ -34,7 +34,7 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 def transport(
-    comm: Communicator, hosts: Sequence[str], is_one: bool, exchange_s: Sequence[float]
+    comm: Communicator, hosts: Sequence[str], is_one_host: bool, exchange_s: Sequence[float]
 ) -> Check:
     """Judges the fastest exchange of each rank; `hosts` has the name of each rank's host."""
     if comm.size == 1:
@@ -42,15 +42,15 @@ def transport(
     is_shared = isinstance(comm, SharedMemory)
     slowest_s = max(exchange_s)
     how = "shared memory" if is_shared else "sockets" if isinstance(comm, Sockets) else "gloo"
-    how += "" if is_one else " between hosts"
+    how += "" if is_one_host else " between hosts"
     seen = f"{how}, {slowest_s * 1e3:.2f} ms for {_MESSAGE_BYTES >> 10} KiB"
-    limit_s = _SHARED_S if is_shared else _LOOPBACK_S if is_one else _NETWORK_S
+    limit_s = _SHARED_S if is_shared else _LOOPBACK_S if is_one_host else _NETWORK_S
     if slowest_s > limit_s:
         rank = list(exchange_s).index(slowest_s)
         seen += f", more than {limit_s * 1e3:g} ms; slowest on rank {rank} ({hosts[rank]})"
         remedy = "ping -c 20 HOST (use a faster network: export GLOO_SOCKET_IFNAME=INTERFACE)"
-        return Check("transport", "warn", seen, "end other programs" if is_one else remedy)
-    if is_one and not is_shared:
+        return Check("transport", "warn", seen, "end other programs" if is_one_host else remedy)
+    if is_one_host and not is_shared:
         seen += "; ranks of one host usually share memory, which is faster"
         return Check("transport", "warn", seen, "start all ranks in one container, on x86-64")
     return Check("transport", "pass", seen)

@@ -19,8 +19,8 @@ from hashlib import blake2b
 KEY_BYTES = 32
 
 # Cached blocks are evicted early, so that a new sequence can grow in place, only while less than
-# 1 / MAX_PROMISED_PART of the pool is promised.
-MAX_PROMISED_PART = 4
+# this fraction of the pool is promised.
+MAX_PROMISED_FRACTION = 1 / 4
 
 
 class OutOfBlocks(RuntimeError):
@@ -30,7 +30,7 @@ class OutOfBlocks(RuntimeError):
 class BlockPool:
     """Allocates, shares and evicts the blocks of one KV group.
 
-    Cached blocks are evicted if too few blocks are free. While less than 1 / MAX_PROMISED_PART of
+    Cached blocks are evicted if too few blocks are free. While less than MAX_PROMISED_FRACTION of
     the pool is promised, they are also evicted so that a new sequence can grow in place. The least
     recently used block is evicted first. The tail of a sequence counts as less recently used than
     its head, because more prompts share the head; so eviction frees consecutive blocks.
@@ -72,7 +72,7 @@ class BlockPool:
         return blocks
 
     def n_allocatable(self, acquired: Sequence[int] = ()) -> int:
-        """The number of blocks that can be taken after `acquired` blocks have got an owner."""
+        """The number of blocks that can be allocated once the blocks `acquired` have an owner."""
         return self.n_free + self.n_cached - sum(not self._n_owners[block] for block in acquired)
 
     def acquire(self, blocks: Sequence[int]) -> None:
@@ -87,9 +87,10 @@ class BlockPool:
     def take(self, n: int, after: int | None = None, room: int = 0) -> list[int]:
         """Allocate `n` blocks, whose contents are undefined.
 
-        The free blocks right after the caller's block `after` are taken first. The remaining blocks
-        come from a free run that is long enough for the rest of `room` blocks, or from the longest
-        run. The free blocks after them, up to `room` blocks in total, are promised to the caller.
+        The caller may need up to `room` blocks in total, including these. The free blocks right
+        after its block `after` are taken first. The remaining blocks come from a free run that is
+        long enough for the rest of `room`, or from the longest run. The free blocks after the taken
+        blocks, up to `room` in total, are promised to the caller.
 
         Raises: OutOfBlocks, with the pool unchanged.
         """
@@ -153,7 +154,7 @@ class BlockPool:
             self._cached[block] = None
 
     def _pop_run_after(self, block: int | None) -> tuple[int, int] | None:
-        """Remove and return the free run that starts right after a used block; None without one."""
+        """Remove and return the free run that starts right after a used block, if any."""
         for runs in (self._promised, self._open):
             if block is not None and block + 1 in runs:
                 return block + 1, runs.remove(block + 1)
@@ -165,15 +166,15 @@ class BlockPool:
         Prefers the shortest run with enough room, then the longest run, then the second half of a
         run that is promised to another sequence.
         """
-        promisable = max(self.n_blocks // MAX_PROMISED_PART - self._promised.n_blocks, 0)
+        promisable = max(int(self.n_blocks * MAX_PROMISED_FRACTION) - self._promised.n_blocks, 0)
         self._evict(max(n - self.n_free, min(room, promisable) - self._open.n_blocks))
         start, stop = self._open.fitting(room)
         other_start, other_stop = self._promised.fitting(self.n_blocks)
-        halves = (other_stop - other_start) // 2
-        if stop - start >= min(room, max(halves, 1)):
+        half = (other_stop - other_start) // 2
+        if stop - start >= min(room, max(half, 1)):
             return start, self._open.remove(start)
         self._promised.remove(other_start)
-        middle = other_stop - max(halves, 1)
+        middle = other_stop - max(half, 1)
         if other_start < middle:
             self._promised.add(other_start, middle)
         return middle, other_stop
@@ -205,8 +206,8 @@ class _Runs:
 
     def __init__(self) -> None:
         self.n_blocks = 0
-        self._stops: dict[int, int] = {}  # of the run that starts here
-        self._starts: dict[int, int] = {}  # of the run that stops here
+        self._stops: dict[int, int] = {}  # by the start of the run
+        self._starts: dict[int, int] = {}  # by the stop of the run
         self._by_length: list[tuple[int, int]] = []  # (length, start), sorted
 
     def __contains__(self, start: int) -> bool:

@@ -31,7 +31,7 @@ class DraftRequest:
 
     Args:
         history: for penalties, as in `SamplingRow`.
-        mask: of the tokens that the request allows, as in `SamplingRow`.
+        mask: the tokens that the request allows, as in `SamplingRow`.
         drafted: the drafts so far.
     """
 
@@ -57,7 +57,7 @@ class DraftModel:
 
     Args:
         tables: as `shared_tables`.
-        vocab_size: that of the model.
+        vocab_size: the vocabulary size of the model.
         relative_cost: as in `row_costs`; the same on all ranks.
     """
 
@@ -67,7 +67,7 @@ class DraftModel:
         self.runner, self._tables, self._vocab_size = runner, tables, vocab_size
         self._costs = row_costs(relative_cost)
         # A sliding window may drop keys that the next step would need to catch up, so with windows
-        # every draft runs at once.
+        # every draft runs immediately.
         self._has_windows = any(group.window is not None for group in runner.kv_groups)
 
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
@@ -83,8 +83,7 @@ class DraftModel:
 
         Returns: the drafts of each sequence. They are fewer than `item.n_drafts` if no token is
             allowed, or the draft model produces NaN or Inf.
-        Collective: those of a forward pass; for each draft those of `draw_each` and of a forward
-            pass.
+        Collective: as a forward pass; then, for each draft, as `draw_each` and a forward pass.
         """
         logits = self._catch_up(requests)
         drafting = [request for request in requests if request.item.n_drafts]

@@ -22,17 +22,14 @@ ROW_COSTS = ((1, 1.0), (2, 1.1), (4, 1.4), (8, 1.55), (16, 1.8))
 MIN_GAIN = 1.05  # expected tokens per cost; 1 without drafts
 DECAY = 0.9  # decay of earlier observations with each new one
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0
-FIRST_PROBE_STEPS, MAX_PROBE_STEPS = (
-    16,
-    256,
-)  # steps between probes while no number of drafts pays off
+FIRST_PROBE_STEPS, MAX_PROBE_STEPS = 16, 256  # between probes, while drafts do not pay off
 
 # Models of one tokenizer may pad their vocabularies to different sizes.
 MAX_PADDING = 128
 
 
 def shared_tables(args: ModelArgs, draft: ModelArgs) -> tuple[int, ...]:
-    """For each KV group of a draft model, the number of the model's KV group with its block table.
+    """For each KV group of a draft model, the index of the model's group whose block table it uses.
 
     Raises: UsageError if the draft model has another vocabulary, or another sliding window.
     """

@@ -1,4 +1,4 @@
-"""The engine: runs many requests at once on one model and one KV cache. Every rank runs one.
+"""The engine: runs many requests at once on one model and one KV cache.
 
 Every rank runs the same scheduler over the same requests. Only rank 0 receives requests, turns
 tokens into text and decides when sequences end; it broadcasts its messages, token ids and
@@ -305,7 +305,7 @@ class Engine:
         in_flight, self._in_flight = self._in_flight, None
         scheduled: list[ScheduledTokens] = []
         if not self.rpc:
-            # If the step is already launched, only its sequences that have not ended count.
+            # If the step has been launched already, run its sequences that have not ended.
             scheduled = self.scheduler.schedule_in_flight(in_flight.sequences) if in_flight else []
             in_flight = in_flight if scheduled else None
             scheduled = scheduled or self.scheduler.schedule()
@@ -474,7 +474,7 @@ class Engine:
         return struct.pack("<qq", length, adapter) + salt
 
     def _draft(self, sequence: Sequence, max_drafts: int) -> abc.Sequence[int]:
-        """Draft tokens; not with a grammar, because its mask depends on the token before."""
+        """Draft tokens; none with a grammar, because its mask depends on the previous token."""
         if sequence.request.params.grammar is not None:
             return ()
         max_drafts = min(max_drafts, self._max_drafts_now())
@@ -590,8 +590,8 @@ class Engine:
 
     def _may_prepare_next(self, draws: abc.Sequence[SamplingRow]) -> bool:
         """Whether the next step will run exactly the tokens that these rows draw."""
-        is_plain = self._max_drafts_now() <= 0 and len(draws) == len(self.scheduler.running)
-        return self.runner.draws_on_device and is_plain and all(map(can_pend, draws))
+        is_one_each = self._max_drafts_now() <= 0 and len(draws) == len(self.scheduler.running)
+        return self.runner.draws_on_device and is_one_each and all(map(can_pend, draws))
 
     def _sampling_keys_of(
         self, items: abc.Iterable[ScheduledTokens], n_later: int = 0

@@ -2,9 +2,9 @@
 
 Four checks run beside the steps, on the CPU:
 
-* Weights: for every 128 KiB, a sum of 64-bit words is taken after loading. Any single flipped bit
-  changes it. The sums are compared in rotation.
-* KV cache: such a sum is taken of each full block, and compared in the same rotation.
+* Weights: for every 128 KiB, a sum of 64-bit words is computed after loading. Any single
+  flipped bit changes the sum. The sums are compared in rotation.
+* KV cache: such a sum is computed for each full block, and compared in the same rotation.
 * Residual stream: all ranks compute the same values, so every 64 steps they exchange a running
   digest of the rows that forward passes return.
 * Products, with exact sums: every 64 steps, ranks compare products of a weight (see
@@ -52,7 +52,7 @@ _MEMORY_STEPS = 8
 # Steps between two exchanges with other ranks.
 _EXCHANGE_STEPS = 64
 
-# A larger residual stream is digested immediately: copies of several would take much memory.
+# A larger residual stream is digested immediately, because several copies would take much memory.
 _MAX_UNDIGESTED_BYTES = 1 << 20
 
 # The words that are summed at once, in some 20 microseconds.
@@ -87,7 +87,7 @@ class IntegrityCheck:
         self._rotation: Iterator[str | None] = iter(())
         self._n_steps = self._digest = 0
         self._time_left_s = 0.0
-        # Of forward passes that are not digested: the slots in each KV group, the residual stream.
+        # Forward passes that are not digested yet: their slots by KV group, and residual streams.
         self._undigested: list[tuple[Sequence[Sequence[int]], bytes]] = []
         self._residual = b""  # of the last forward pass
         self._failure: IntegrityError | None = None
@@ -131,7 +131,7 @@ class IntegrityCheck:
         self._time_left_s = max(stop_s - now_s, -_MAX_DEBT_S)
 
     def watch_adapters(self) -> None:
-        """Take the sums of new adapters of the model, and drop the sums of removed adapters."""
+        """Compute the sums of new adapters of the model, and drop the sums of removed adapters."""
         before = self._adapters
         self._adapters = {
             name: before.get(name) or _StoredSums(values)
@@ -164,12 +164,12 @@ class IntegrityCheck:
         self._undigested.clear()
 
     def _compare_part(self) -> None:
-        """Take the sum of a block that has none, and compare the next part of memory.
+        """Compute the sum of a block that has none, and compare the next part of memory.
 
         Raises: IntegrityError.
         """
         for sums in self._blocks:
-            sums.take_next()
+            sums.compute_next()
         try:
             finding = next(self._rotation)
         except StopIteration:
@@ -235,8 +235,8 @@ class _BlockSums:
             self._pending.pop(block, None)
         self._pending.update({slot // size: None for slot in slots if slot % size == size - 1})
 
-    def take_next(self) -> None:
-        """Take the sum of the block that has waited longest, if any."""
+    def compute_next(self) -> None:
+        """Compute the sum of the block that has waited longest, if any."""
         if self._pending:
             block = next(iter(self._pending))
             del self._pending[block]

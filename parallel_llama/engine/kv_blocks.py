@@ -33,7 +33,7 @@ class BlockTable:
 
     @property
     def first(self) -> int:
-        """The number of the first block that may be dropped next."""
+        """The index of the first block that may be dropped."""
         return self.n_sink_blocks + self.n_dropped
 
     @property
@@ -48,7 +48,7 @@ class BlockTable:
     def __getitem__(self, number: slice) -> list[int]: ...
 
     def __getitem__(self, number: int | slice) -> int | list[int]:
-        """The block with this number, or a slice of blocks, which must all be held."""
+        """The block at this index, or a slice of blocks, which must all be held."""
         if isinstance(number, slice):
             first, stop, step = number.indices(self.stop)
             n_missing = 0 if stop <= self.n_sink_blocks else self.n_dropped
@@ -65,9 +65,9 @@ class KVGroupBlocks:
 
     Args:
         window: the number of keys that a token sees, including its own; None for full attention.
-        step_tokens: maximum tokens of a sequence in one step, which needs their blocks and those of
-            the window.
-        n_sinks: the first tokens of a sequence, which are always visible.
+        step_tokens: maximum tokens of a sequence in one step. A step needs the blocks of these
+            tokens and of the window before them.
+        n_sinks: the number of first tokens of a sequence that are always visible.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class KVGroupBlocks:
         return blocks_held(n_tokens, size, window, self.step_tokens, self.n_sinks)
 
     def first_visible(self, start: int) -> int:
-        """The number of the first block in the window of a token at position `start`."""
+        """The index of the first block in the window of a token at position `start`."""
         if self.window is None:
             return 0
         return max(start - self.window + 1, 0) // self.pool.block_size
@@ -131,7 +131,7 @@ class KVGroupBlocks:
         return n_new - sum(self.pool.is_sole(block) for block in reusable)
 
     def reach(self, table: BlockTable, start: int, stop: int) -> int:
-        """The largest end, at most `stop`, such that the tokens from `start` on can get blocks."""
+        """The largest end, up to `stop`, for which blocks can be allocated from `start` on."""
         while self.blocks_needed(table, start, stop) > self.pool.n_allocatable():
             stop = (self.n_blocks(stop) - 1) * self.pool.block_size
         return stop

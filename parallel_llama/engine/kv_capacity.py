@@ -35,7 +35,7 @@ _NO_MEMORY = re.compile(
 
 
 def _gib(n_bytes: int) -> str:
-    """Rounded up, so that an entry of the printed size is enough."""
+    """GiB, rounded up: a limit of the printed size is enough."""
     return f"{math.ceil(n_bytes / GIB * 1000) / 1000:.3f}"
 
 
@@ -177,11 +177,11 @@ class CacheSize:
                 remedy = ", use a smaller KV cache" if self.n_bytes else ""
                 raise UsageError(
                     f"rank {rank} of {len(self._limits)} needs "
-                    f"{_gib(limit.total - limit.cache + cache)} GiB, and its entry in memory is "
-                    f"{_gib(limit.total)} GiB: {_gib(limit.weights)} for weights, {_gib(cache)} "
-                    f"for the KV cache of {n_blocks * self.block_size} tokens, "
-                    f"{_gib(limit.working)} for its process and the tensors of a step; raise its "
-                    f"entry{remedy}, use --quant int8, a smaller dtype or more ranks"
+                    f"{_gib(limit.total - limit.cache + cache)} GiB, but its limit in memory is "
+                    f"{_gib(limit.total)} GiB: it needs {_gib(limit.weights)} for weights, "
+                    f"{_gib(cache)} for the KV cache of {n_blocks * self.block_size} tokens, "
+                    f"{_gib(limit.working)} for its process and the tensors of a step; raise the "
+                    f"limit{remedy}, use --quant int8, a smaller dtype or more ranks"
                 )
 
     def require_room(
@@ -256,7 +256,7 @@ class CacheSize:
         return [(n_free // max(1, n_sharing[gpu]), gpu) for n_free, gpu in rows]
 
     def _n_blocks(self, cache_bytes: Sequence[int]) -> list[int]:
-        """The maximum blocks of the first KV group for each rank's number of bytes."""
+        """For each rank, the maximum blocks of the first KV group that fit into its bytes."""
         return [
             most_blocks(self._sizes, block_bytes, n_bytes)
             for n_bytes, block_bytes in zip(cache_bytes, self._block_bytes, strict=True)

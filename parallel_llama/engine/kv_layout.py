@@ -135,7 +135,7 @@ class KVLayout:
         return QueryRange(row, positions, first * self.block_size, blocks, chunk.is_decoded)
 
     def _blocks(self, chunk: Chunk, number: int, first: int, stop: int) -> Sequence[int]:
-        """A sequence's blocks in a KV group, from block `first` up to before position `stop`."""
+        """A sequence's blocks in a KV group: block `first` to the block of position `stop` - 1."""
         blocks = chunk.tables[number][first : -(-stop // self.block_size)]
         return blocks if self.part is None else self.part.local(blocks)
 

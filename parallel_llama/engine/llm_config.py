@@ -15,7 +15,7 @@ from parallel_llama.parallel.rank_stacks import require_log_dir
 from parallel_llama.parallel.timeouts import MAX_TIMEOUT_S, Timeouts
 from parallel_llama.plan import KVSplit
 
-# A token with more drafts would run in the kernels of prompts, which may give other bits.
+# With more drafts a token would run in the kernels for prompts, which may give other bits.
 MAX_DRAFTS = 8
 MAX_ADAPTER_NAME_CHARS = 256  # also the limit of `model` in a request to a server
 

@@ -79,7 +79,7 @@ class EngineLoop(Generic[Key]):
     def step(self) -> StepResult[Key]:
         """Run one step.
 
-        Raises: as `Ranks.step`. The requests then stay here until `drop_all`.
+        Raises: as `Ranks.step`. The requests then stay in the loop until `drop_all`.
         """
         began_s = time.perf_counter()
         outputs = [(self._keys[output.ticket], output) for output in self._ranks.step()]

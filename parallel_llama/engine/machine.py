@@ -13,7 +13,7 @@ from parallel_llama.parallel.collectives import Communicator
 
 # Bytes read by all ranks together; more than the caches of nearly all CPUs.
 READ_BYTES = 1 << 30
-# At least twice the L2 cache of the GPUs of today.
+# At least twice the L2 cache of current GPUs.
 _COPIED_BYTES = 1 << 28
 _REPEATS = 5
 _POLL_S = 1e-4
@@ -101,12 +101,12 @@ def _copying(device: torch.device) -> tuple[int, Callable[[], object]]:
 
 
 class Interruptions:
-    """Counts how often this process's threads were preempted since this was created."""
+    """Counts how often this process's threads were preempted since its creation."""
 
     def __init__(self) -> None:
         self._began_s, self._before = time.monotonic(), self._count()
 
-    def share_cores(self) -> bool:
+    def have_shared_cores(self) -> bool:
         """Whether the threads have shared cores most of the time, over at least a second."""
         elapsed_s = time.monotonic() - self._began_s
         per_thread = (self._count() - self._before) / torch.get_num_threads()

@@ -39,7 +39,7 @@ class DrawnTokens:
     """The tokens of an unfinished choice.
 
     Args:
-        n_found: the tokens that were in the prefix cache when the choice began; None before that.
+        n_found: as in `Sequence`; None if the choice has not been admitted.
     """
 
     choice: int

@@ -256,8 +256,8 @@ class ModelRunner:
         """
         if self._graphs is not None:
             with torch.inference_mode():
-                made = recorder or GraphRecorder()
-                self._graphs.prepare(self._logits, self.comm, made, on_graph)
+                recorder = recorder or GraphRecorder()
+                self._graphs.prepare(self._logits, self.comm, recorder, on_graph)
 
     def close(self) -> None:
         """Drop the references to the communicator; the runner must not be used afterwards."""

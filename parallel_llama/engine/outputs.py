@@ -67,7 +67,7 @@ class SequenceOutput:
     def step_output(
         self, ids: tuple[int, ...], text: str, completion: Completion | None
     ) -> StepOutput:
-        """The output of a step. If the sequence ends, `Scheduler.finish` must be called before."""
+        """The output of a step. If the sequence ends, `Scheduler.finish` must be called first."""
         return StepOutput(
             ticket=self.ticket,
             index=self.sequence.request.index,
@@ -81,10 +81,10 @@ class SequenceOutput:
 
     def completion(self, reason: FinishReason) -> Completion:
         sequence, request = self.sequence, self.sequence.request
-        params, text = request.params, self.detokenizer
+        params, detokenizer = request.params, self.detokenizer
         return Completion(
             index=request.index,
-            text=text.text if text else "",
+            text=detokenizer.text if detokenizer else "",
             tokens=tuple(sequence.tokens[sequence.n_prompt :]),
             finish_reason=reason,
             n_prompt_tokens=sequence.n_prompt,
@@ -96,7 +96,7 @@ class SequenceOutput:
             ),
             seed=None if params.is_greedy else request.seed,
             n_cached_tokens=sequence.n_found or 0,
-            stop_reason=text.stop_reason if text and reason == "stop" else None,
+            stop_reason=detokenizer.stop_reason if detokenizer and reason == "stop" else None,
         )
 
 
@@ -104,7 +104,7 @@ class OutputProcessor:
     """Turns the tokens of sequences into text, and decides when sequences end.
 
     Args:
-        tokenizer: None on ranks above 0, and for a model without a tokenizer; also `grammars`.
+        tokenizer, grammars: None on ranks above 0, and for a model without a tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, grammars: GrammarCompiler | None) -> None:

@@ -63,7 +63,8 @@ def cut_step(
 def _cut(chunks: Sequence[Chunk], n_tokens: int, n_pieces: int) -> list[list[Chunk]]:
     """Divide the chunks into parts of about equal size.
 
-    A decoded chunk stays whole, and no other chunk leaves so few tokens that they would be decoded.
+    A decoded chunk is not cut. Other chunks are not cut into parts so short that they count as
+    decoded.
     """
     parts: list[list[Chunk]] = [[]]
     n_done = 0

@@ -133,7 +133,7 @@ def _panel(weight: Weight, first: int) -> Tensor:
 
 
 def _product(x: Tensor, weight: Weight, ops: TorchOps) -> Tensor:
-    """All outputs of a weight; layers of different stages may round their inputs differently."""
+    """All outputs of a weight; inputs are not rounded, because stages may round differently."""
     if isinstance(weight, QuantWeight):
         return weight.apply(x, ops)
     return ops.linear(x, weight.values)

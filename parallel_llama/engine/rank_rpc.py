@@ -139,7 +139,7 @@ def _load_adapter(engine: Engine, name: str, folder: str) -> str:
         runner.unload_adapter(name)
     differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
     ranks = listed_ranks(differing)
-    return why_refused or f"{folder} cannot be read, or has other files, on rank {ranks}"
+    return why_refused or f"{folder} cannot be read on rank {ranks}, or its files differ there"
 
 
 def _score(engine: Engine, tokens: Sequence[int], adapter: str | None) -> list[float]:

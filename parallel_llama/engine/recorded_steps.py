@@ -93,7 +93,7 @@ class CUDAGraphs:
         self, layout: KVLayout, rotations: Sequence[Tensor], longest: int, device: torch.device
     ) -> None:
         self._layout, self._rotations, self._device = layout, rotations, device
-        # Enough for any batch: a token and its drafts are rows that share blocks.
+        # Enough for any batch: the rows of a token and of its drafts share blocks.
         self._blocks_of_row = layout.max_blocks(longest)
         self._graphs: dict[int, _Graph] = {}
 

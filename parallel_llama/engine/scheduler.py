@@ -63,7 +63,7 @@ class Sequence:
         tokens: the prompt and the drawn tokens.
         tables: a block table for each KV group, with the keys and values of the first `n_cached`
             tokens; empty for a waiting sequence.
-        n_found: tokens found in the prefix cache when the sequence was first admitted.
+        n_found: number of tokens found in the prefix cache at the first admission; None before.
         keys: the prefix keys of the full blocks of `tokens`.
         siblings: the unfinished sequences of the request, oldest first.
         is_short: whether the request is interactive and short; see SHORT_FRACTION.
@@ -540,7 +540,7 @@ class Scheduler:
         return min(table.stop for table in sequence.tables) * self.block_size - sequence.n_cached
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """Whether an older choice of the request will score the prompt, or cache blocks of it."""
+        """Whether an older choice of the request will score the prompt or cache its blocks."""
         first = sequence.siblings[0]
         if first is sequence:
             return False

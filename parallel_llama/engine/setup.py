@@ -128,19 +128,19 @@ class ModelSetup:
         self.integrity_check = checks_integrity
         self.draft = self._draft_setup()
         self.shard_over(n_shards, slice_rank)
-        slowdowns = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
+        warnings = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
         if self.exact and config.exact is None and self.precision.dtype == "bfloat16":
-            slowdowns.append(_why_without_tiles())
+            warnings.append(_why_without_tiles())
         if self.kind == "cuda":
-            slowdowns.append(why_unusable())
+            warnings.append(why_unusable())
         if has_files:
-            slowdowns.append(why_decoded(files, self.args, self.dtype, config.quant))
-            slowdowns.append(why_own_kv_scales(files))
+            warnings.append(why_decoded(files, self.args, self.dtype, config.quant))
+            warnings.append(why_own_kv_scales(files))
             if self.precision.inputs and self.kind == "cpu":
-                slowdowns.append(why_differing_inputs(self.args, self.precision.inputs))
+                warnings.append(why_differing_inputs(self.args, self.precision.inputs))
             if any(self._is_decoded(name) for name in input_forms.keys() - rounded_inputs.keys()):
-                slowdowns.append(_WHY_UNROUNDED)
-        for reason in filter(None, slowdowns if world()[0] == 0 else ()):
+                warnings.append(_WHY_UNROUNDED)
+        for reason in filter(None, warnings if world()[0] == 0 else ()):
             logger.warning(reason)
         random_device = torch.device("cpu") if slice_of is None else self.device
         self.checkpoint = _open_weights(files, self.args, config, random_device)
@@ -305,8 +305,8 @@ def _why_without_tiles() -> str | None:
     if not tiles_are_allowed():
         return None
     return (
-        "exact sums do not use the matrix tiles of this CPU (AMX), which read prompts up to twice "
-        "as fast; use --no-exact if the last bits may depend on the number of ranks"
+        "exact sums do not use the matrix tiles of this CPU (AMX), which process prompts up to "
+        "twice as fast; use --no-exact if the last bits may depend on the number of ranks"
     )
 
 

@@ -256,7 +256,7 @@ class Exchange:
         medium: what carries the messages; its module describes cells and messages.
         cells: the address of rank 0's cells.
         messages: the address of rank 0's first message.
-        n_looks: tries to receive before the kernel leaves the exchange to `finish`.
+        n_looks: how often the kernel tries to receive before it leaves the exchange to `finish`.
         policy: what the kernel does between two tries.
         finish: completes the exchange in Python, after the kernel has published or begun to send
             its own part.

@@ -266,7 +266,7 @@ def make_communicator(
     except RuntimeError as error:
         raise RankError(
             f"rank {rank} of {size} cannot connect to the other ranks: {first_line(error, 300)}; "
-            "where hosts have several networks, GLOO_SOCKET_IFNAME names the one to use"
+            "if hosts have several networks, set GLOO_SOCKET_IFNAME to the interface to use"
         ) from error
     group = fs_init.get_model_parallel_group()
     for process_group in (

@@ -316,7 +316,7 @@ class Link:
 
 
 def _is_readable(sock: socket.socket, within_s: float | None) -> bool:
-    """Whether data has arrived or the connection has ended; waits without a limit for None."""
+    """Whether data has arrived or the connection has ended, within `within_s` (None: no limit)."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     return bool(poller.poll(None if within_s is None else 1e3 * within_s))

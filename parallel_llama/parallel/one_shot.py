@@ -71,7 +71,7 @@ def with_one_shot_sums(
     measure: Callable[[Callable[[], object]], float],
     dtype: torch.dtype = torch.float32,
 ) -> Communicator:
-    """Adds one-shot sums to `gpus` up to the size at which they are faster; `gpus` if at none.
+    """Returns `gpus` with one-shot sums up to the size at which they are faster, or `gpus` itself.
 
     Args:
         make: returns the one-shot function; raises if the device does not support it.
@@ -82,7 +82,7 @@ def with_one_shot_sums(
     """
     try:
         one_shot: OneShot | None = make()
-    except (RuntimeError, AttributeError, ImportError):  # this torch or GPU has none
+    except (RuntimeError, AttributeError, ImportError):  # this torch or GPU does not support it
         one_shot = None
     if not _all_ranks(gpus, one_shot is not None, device) or one_shot is None:
         return gpus

@@ -27,7 +27,7 @@ from parallel_llama.parallel.watchdog import Watchdog
 
 Result = TypeVar("Result")
 
-# Of a broadcast without timeout, because its source may wait for user input.
+# The timeout of a broadcast with `no_timeout`, because its source may wait for user input.
 _NO_LIMIT = timedelta(days=365)
 
 _BEAT_S = 0.2
@@ -223,7 +223,7 @@ class _Heartbeats:
         return [rank for rank in others if self.read("heartbeat", rank) <= before[rank]]
 
     def lost_ranks(self) -> list[int]:
-        """The other ranks whose last new heartbeat, as seen by calls of this, is `_LOST_S` old."""
+        """The other ranks for which calls of this method saw no new heartbeat for `_LOST_S`."""
         now = time.monotonic()
         others = [rank for rank in range(self._size) if rank != self._rank]
         for rank in others:

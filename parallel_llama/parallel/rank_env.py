@@ -182,7 +182,7 @@ def _host_launcher() -> _Launcher | None:
 
 
 def requests_gpu_per_rank() -> bool:
-    """Whether Slurm or Kubernetes gives each rank GPUs of its own, by their variables.
+    """Whether the variables of Slurm or Kubernetes say that each rank has GPUs of its own.
 
     A pod of Kubernetes is one host, although often no variable states a local rank.
     """
@@ -302,8 +302,8 @@ def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
     rank, size = (int(t) if t and t.isascii() and t.isdigit() else -1 for t in texts)
     if not 0 <= rank < size:
         raise UsageError(
-            f"{rank_name}={texts[0]!r} and {size_name}={texts[1]!r}: need integers, "
-            f"0 <= {rank_name} < {size_name}; start with torchrun, or unset both"
+            f"{rank_name}={texts[0]!r} and {size_name}={texts[1]!r}: use integers "
+            f"with 0 <= {rank_name} < {size_name}; start with torchrun, or unset both"
         )
     return rank, size
 

@@ -124,7 +124,7 @@ class StackFile:
         return os.pread(self.fd, _MAX_BYTES, start).decode("utf-8", "replace")
 
     def request_dump(self) -> bool:
-        """Makes the process write its stacks. Returns: whether it can; it may take a moment."""
+        """Makes the process write its stacks. Returns: whether it can; writing takes a moment."""
         if not self.n_bytes() or process_state(self.pid) in ("", "Z", "X", "T", "t"):
             return False
         if self.pid == os.getpid():

@@ -97,7 +97,7 @@ _REPORT_S = 1.0
 _LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
-_HOST_BYTES = 4096  # of an encoded _RankInfo; Linux has up to 8192 cores, which are 2048 digits
+_INFO_BYTES = 4096  # of an encoded _RankInfo; Linux has up to 8192 cores, which are 2048 digits
 _NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
 # Cached views of slots: a decode step uses a few, and every prefill length adds one.
@@ -169,9 +169,9 @@ class Region:
     """New memory for a group of `size` ranks, which other processes of the host can open.
 
     Args:
-        pid: the process that holds it open.
-        fd: its descriptor there.
-        token: also written into the memory.
+        pid: the process that holds the memory open.
+        fd: the descriptor of the memory in that process.
+        token: also written into the memory, to recognise it.
     """
 
     size: int
@@ -181,7 +181,7 @@ class Region:
 
     @classmethod
     def create(cls, size: int) -> "Region":
-        """Raises: OSError without memory for it."""
+        """Raises: OSError if the memory cannot be allocated."""
         fd, token = _create(_total_bytes(size)), secrets.token_hex(4)
         if fd < 0:
             raise OSError(errno.ENOMEM, "no shared memory for the ranks")
@@ -294,7 +294,7 @@ class SharedMemory(Communicator):
         self._peers, self._leave = peers, leave
         self._policy, self._timeouts, self._stacks = policy, timeouts, stacks
         self._tries = _KERNEL_TRIES[policy] if policy is WaitPolicy.SPIN else 0
-        # Called again and again while this rank waits for others; it may raise a RankError.
+        # Called repeatedly while this rank waits for others; may raise a RankError.
         self.on_wait: Callable[[], None] = lambda: None
         self._memory = memory
         self._cells = memoryview(memory).cast("q")
@@ -335,7 +335,7 @@ class SharedMemory(Communicator):
         gathered = x.new_empty(len(x), sum(widths)) if out is None else out
         if not gathered.numel():
             return gathered
-        n_rows = max(1, SLOT_BYTES // (max(widths) * x.itemsize))  # rows
+        n_rows = max(1, SLOT_BYTES // (max(widths) * x.itemsize))
         pieces = torch.split(gathered[:, : max(widths)], n_rows)
         rows = zip(torch.split(gathered, n_rows), torch.split(x, n_rows), strict=True)
         for (piece, slots), (target, local) in zip(self._exchanges(pieces), rows, strict=True):
@@ -397,20 +397,22 @@ class SharedMemory(Communicator):
         """What a kernel needs to all-reduce tensors like x; None if x is empty or too large."""
         if x.nbytes >= SHARED_SUM_BYTES or not x.numel():
             return None
-        return self._exchange(ALL_REDUCE, x, lambda slots, x: sum_in_order(slots, x.view(-1)))
+        return self._kernel_exchange(
+            ALL_REDUCE, x, lambda slots, x: sum_in_order(slots, x.view(-1))
+        )
 
     def column_exchange(self, whole: Tensor, widths: Sequence[int]) -> Exchange | None:
         """What a kernel needs to gather columns into `whole`; None if empty or too large."""
-        n_most = len(whole) * max(widths)
-        if n_most * whole.itemsize > SLOT_BYTES or not whole.numel():
+        max_values = len(whole) * max(widths)
+        if max_values * whole.itemsize > SLOT_BYTES or not whole.numel():
             return None
-        return self._exchange(
+        return self._kernel_exchange(
             GATHER_COLUMNS,
             whole[:, : max(widths)],
             lambda slots, whole: put_columns(slots, widths, whole),
         )
 
-    def _exchange(
+    def _kernel_exchange(
         self, kind: int, piece: Tensor, complete: Callable[[list[Tensor], Tensor], None]
     ) -> Exchange:
         """An exchange in which no rank writes more values than `piece` has."""
@@ -539,7 +541,7 @@ class SharedMemory(Communicator):
             self._require_alive(behind, phase)
             for line in behind:
                 counted_s[line] += gap_s
-                # Not called at every poll, because it may read a file.
+                # `is_exempt` is not called at every poll, because it may read a file.
                 if counted_s[line] > min(limit_s, 1.0) and is_exempt(line // LINE):
                     counted_s[line] = 0.0
             if overdue := [line for line in behind if counted_s[line] > limit_s]:
@@ -596,7 +598,7 @@ class SharedMemory(Communicator):
             self._on_failure(self._global_ranks[rank], rank in self._peers.gone)
         waiting = [r for r in range(self.size) if cells[r * LINE] >= phase]
         if culprits & self._peers.gone and launcher_gathers():
-            own_stack_file().request_dump()  # the launcher gathers them
+            own_stack_file().request_dump()  # the launcher gathers the stacks
             evidence = ""
         elif self.rank == min(r for r in waiting if r not in self._peers.gone):
             stacks = {self._global_ranks[rank]: file for rank, file in self._stacks.items()}
@@ -661,7 +663,7 @@ class _RankInfo:
         return [self.decode(row) for row in comm.all_gather(self.encode())]
 
     def encode(self) -> Tensor:
-        text = msgspec.json.encode(self).ljust(_HOST_BYTES)
+        text = msgspec.json.encode(self).ljust(_INFO_BYTES)
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     @classmethod

@@ -96,7 +96,7 @@ _KERNEL_TRIES = {WaitPolicy.SPIN: 8000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP:
 _POLL_S = 0.25
 _LONGEST_GAP_S = 0.5  # the maximum time counted between two polls, since this rank may be stopped
 _CONNECT_S = 20.0
-_YIELD_S = 0.005  # of yields before a rank that waits for ranks of its host sleeps
+_YIELD_S = 0.005  # a rank that waits for ranks of its host yields for this time, then sleeps
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _KEEPALIVE_S = 1.0
 # The events of poll for a connection that the other rank has closed.
@@ -228,7 +228,7 @@ class Sockets(Communicator):
             for sender in range(self.size)
             if rank in receivers_of(sender, host.hosts)
         }
-        # Called again and again while this rank waits for others; it may raise a RankError.
+        # Called repeatedly while this rank waits for others; may raise a RankError.
         self.on_wait: Callable[[], None] = lambda: None
         with torch.inference_mode(False):  # also written outside of inference mode
             private = torch.zeros(self.size, ROW_BYTES, dtype=torch.uint8)
@@ -282,7 +282,7 @@ class Sockets(Communicator):
         whole = x.new_empty(len(x), sum(widths)) if out is None else out
         if not whole.numel():
             return whole
-        n_rows = MAX_BYTES // (max_width * x.itemsize)  # rows
+        n_rows = MAX_BYTES // (max_width * x.itemsize)
         for target, rows in zip(torch.split(whole, n_rows), torch.split(x, n_rows), strict=True):
             counts = [len(rows) * width for width in widths]
             self._all_to_all(GATHER_COLUMNS, target[:, :max_width], rows.contiguous(), counts)
@@ -373,11 +373,11 @@ class Sockets(Communicator):
     def _kernel_exchange(
         self,
         kind: int,
-        signed: Tensor,
+        like: Tensor,
         counts: Sequence[int],
         complete: Callable[[Tensor], None],
     ) -> Exchange:
-        signature, itemsize = signature_of(kind, signed), signed.itemsize
+        signature, itemsize = signature_of(kind, like), like.itemsize
         expected = {rank: counts[rank] * itemsize for rank in self._senders}
         n_own_bytes = HEADER_BYTES + counts[self.rank] * itemsize
 
@@ -396,16 +396,16 @@ class Sockets(Communicator):
     def _fits(n_bytes: int) -> bool:
         return 0 < n_bytes <= MAX_BYTES
 
-    def _all_to_all(self, kind: int, signed: Tensor, values: Tensor, counts: Sequence[int]) -> None:
+    def _all_to_all(self, kind: int, like: Tensor, values: Tensor, counts: Sequence[int]) -> None:
         """Exchanges the `values` of all ranks; rank r sends counts[r] values."""
         expected = {rank: counts[rank] * values.itemsize for rank in self._senders}
         self._set = self._n_shared % _N_SHARED_SETS
-        self._exchange(kind, signed, values, expected, self._receivers, self._timeouts.step_s)
+        self._exchange(kind, like, values, expected, self._receivers, self._timeouts.step_s)
 
     def _exchange(
         self,
         kind: int,
-        signed: Tensor,
+        like: Tensor,
         values: Tensor | None,
         expected: Mapping[int, int],
         receivers: Collection[int],
@@ -416,7 +416,7 @@ class Sockets(Communicator):
         After an exception inside, this rank cannot use the group any more.
 
         Args:
-            signed: a tensor with the dtype and size for the signature.
+            like: a tensor with the dtype and the size that the signature states.
             values: this rank's values; None for a rank that only receives.
             expected: the bytes of values to receive, by the rank that sends them.
         """
@@ -426,7 +426,7 @@ class Sockets(Communicator):
                 "it cannot take part in another"
             )
         self._busy = True
-        self._signature = signature_of(kind, signed)
+        self._signature = signature_of(kind, like)
         if values is not None and values.numel():
             self._view(self.rank, values.dtype, values.numel()).copy_(values.view(-1))
         header = self._headers[self._set][self.rank]
@@ -527,7 +527,7 @@ class Sockets(Communicator):
                 has_left = rank in has_sent_later and events & _HAS_LEFT
                 if has_left or (events and rank not in has_sent_later):
                     later = self._peek_later_signature(rank, awaited)
-                    # Its report of a failure may follow its message of the later exchange.
+                    # The rank's report of a failure may follow its message of the later exchange.
                     if later is not None and (has_left or later & _FAILURE == _FAILURE):
                         limit_s, waited_s = min(limit_s, self._timeouts.step_s), 0.0
                         gone.add(rank)

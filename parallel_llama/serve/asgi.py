@@ -80,7 +80,7 @@ def event(body: bytes) -> bytes:
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Awaits `work`, and cancels it if the client disconnects. The body must be read before.
+    """Awaits `work`, and cancels it if the client disconnects. The body must be read first.
 
     Raises: ClientDisconnected.
     """

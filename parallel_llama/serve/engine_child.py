@@ -55,7 +55,10 @@ class EngineChild:
         return self._process.pid
 
     async def end(self, grace_s: float = _TERM_GRACE_S) -> tuple[int, str]:
-        """Ends the process, by force after `grace_s`. Returns: its exit code, and why it ended."""
+        """Ends the process. Returns: its exit code, and why it ended.
+
+        Closes the socket, sends SIGTERM after `grace_s`, and SIGKILL after `grace_s` more.
+        """
         self.socket.close()
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = asyncio.get_running_loop().time() + grace_s

@@ -29,7 +29,7 @@ MAX_BACKOFF_S = 30.0
 MAX_ENGINES = 3  # engines tried per request, because the request may crash them
 WRONG_USE = 2  # exit code of an engine that would end in the same way after a restart
 # Large requests and requests for several choices may use only 1 - SMALL_FRACTION of max_choices. A
-# small request of an account without unfinished choices may exceed it by SMALL_FRACTION.
+# small request of an account without unfinished choices may use 1 + SMALL_FRACTION.
 SMALL_FRACTION = 1 / 8
 _READ_BYTES = 1 << 18
 
@@ -185,7 +185,7 @@ class EngineClient:
         return answer
 
     async def change_adapter(self, name: str, folder: str | None) -> None:
-        """Loads an adapter, or unloads it if `folder` is None; also in an engine that is restarted.
+        """Loads an adapter, or unloads it if `folder` is None; repeated in a restarted engine.
 
         Raises: UsageError if the engine refuses; NotReady if it is not ready, or ends.
         """
@@ -319,7 +319,7 @@ class EngineClient:
                 _log(answer)
 
     def _begin(self, loaded: wire.Loaded, writer: asyncio.StreamWriter) -> None:
-        """The engine is loaded: unfinished requests of a previous engine run again."""
+        """Makes a loaded engine ready, and submits unfinished requests of the last one again."""
         self.loaded, self._writer, self._state = loaded, writer, "ready"
         self.on_loaded(loaded)
         for name, folder in self._adapters.items():

@@ -222,8 +222,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._check_framing()
         super().on_headers_complete()
-        # A client that expects 100 may omit its body after another status, so that the next request
-        # cannot be located.
+        # A client that sends "Expect: 100-continue" may omit its body after another status, so the
+        # start of its next request is unknown.
         self.cycle.keep_alive &= not self.expect_100_continue
         self._is_head, self._n_pending = False, 0
         self._body_start_s = self.loop.time()
@@ -347,7 +347,7 @@ class _Flow(FlowControl):
     """uvicorn's flow control, except that reading does not resume while `is_full` is set."""
 
     is_full = False
-    wait: tuple[float, int] | None = None  # when the client last read, and the unsent bytes then
+    wait: tuple[float, int] | None = None  # when the client last read, and the bytes unsent
 
     @property
     def waits_since_s(self) -> float:

@@ -32,11 +32,11 @@ def test_prompts_run_with_the_adapter_which_identifies_a_run(model, folders, tmp
     """Another path or name does not prevent --resume, but other weights do."""
     found = []
 
-    def run_of(*args: object, **settings: object) -> object:
+    def run_identity(*args: object, **settings: object) -> object:
         found.append(settings["adapter"])
-        return results.run_of(*args, **settings)
+        return results.run_identity(*args, **settings)
 
-    monkeypatch.setattr(generate, "run_of", run_of)
+    monkeypatch.setattr(generate, "run_identity", run_identity)
     moved = str(shutil.copytree(folders[0], tmp_path / "moved"))
     argv = ["generate", f"--model={model}", KV_CACHE, "--prompt=Once", "--max-tokens=6"]
     given = [[f"--adapter=x={folder}"] for folder in (folders[0], moved, folders[1])]

@@ -51,7 +51,7 @@ def test_the_table_is_for_people(folder, capsys):
 
 def test_busy_cores_are_said_once_by_a_program_that_measures_often(folder, capsys, monkeypatch):
     """launch.bench.gpu runs bench for each model, and each measurement said it."""
-    monkeypatch.setattr(Interruptions, "share_cores", lambda _: True)
+    monkeypatch.setattr(Interruptions, "have_shared_cores", lambda _: True)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     for _ in range(2):
         assert main(["bench", f"--model={folder}", *SIZES, "--json"]) == 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallel_llama.cli.results import Key, ResultFile, check_path, run_of
+from parallel_llama.cli.results import Key, ResultFile, check_path, run_identity
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.request import Completion, Request, SamplingParams
@@ -231,8 +231,8 @@ def model_in(folder: Path) -> ModelFiles:
 def test_a_run_is_what_decides_its_completions(tmp_path):
     model = model_in(tmp_path)
     asked = requests()
-    run = run_of(asked, model, seed=5, dtype=None)
-    assert run == run_of(requests(), model, seed=5, dtype=None)
+    run = run_identity(asked, model, seed=5, dtype=None)
+    assert run == run_identity(requests(), model, seed=5, dtype=None)
     others: list[tuple[str, list[Request]]] = [
         ("set of prompts", [replace(asked[0], prompt=(2,)), *asked[1:]]),
         ("sampling or seed", [replace(asked[0], seed=9), *asked[1:]]),
@@ -242,13 +242,13 @@ def test_a_run_is_what_decides_its_completions(tmp_path):
         ("number of prompts", asked[:2]),
     ]
     for what, other in others:
-        assert run_of(other, model, seed=5, dtype=None)[what] != run[what]
-    assert run_of(asked, model, seed=5, dtype="float64")["dtype"] != run["dtype"]
-    assert run_of(asked, model, seed=6, dtype=None)["seed"] != run["seed"]
+        assert run_identity(other, model, seed=5, dtype=None)[what] != run[what]
+    assert run_identity(asked, model, seed=5, dtype="float64")["dtype"] != run["dtype"]
+    assert run_identity(asked, model, seed=6, dtype=None)["seed"] != run["seed"]
 
 
 def test_weights_that_were_changed_are_another_model(tmp_path):
     model = model_in(tmp_path)
-    run = run_of(requests(), model, seed=5)
+    run = run_identity(requests(), model, seed=5)
     os.utime(model.weights[0], ns=(1, 1))
-    assert run_of(requests(), model, seed=5)["model"] != run["model"]
+    assert run_identity(requests(), model, seed=5)["model"] != run["model"]

@@ -372,4 +372,4 @@ def test_all_ranks_load_an_adapter_or_none_does(base, adapters, monkeypatch, is_
     loaded = ([], False) if is_missing else (["new"], True)
     assert [each for _, each in found] == [loaded] * 3 and not any(each for each, _ in others)
     assert bool(refused) == is_missing
-    assert not is_missing or "cannot be read, or has other files, on rank 1" in refused
+    assert not is_missing or "cannot be read on rank 1, or its files differ there" in refused

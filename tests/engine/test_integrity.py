@@ -167,7 +167,7 @@ def test_sound_memory_passes_whatever_the_cache_is_used_for(args, kv_format):
         def compare(_: float, check: IntegrityCheck = check) -> None:
             for sums in check._blocks:
                 while sums._pending:
-                    sums.take_next()
+                    sums.compute_next()
             check.compare_all()
 
         check.after_step = compare

@@ -717,7 +717,7 @@ def test_an_impossible_number_of_ranks_is_refused(nproc):
 )
 def test_an_environment_that_makes_no_sense_is_refused(put, rank, size):
     put({name: value for name, value in (("RANK", rank), ("WORLD_SIZE", size)) if value})
-    with pytest.raises(UsageError, match=r"need integers, 0 <= RANK < WORLD_SIZE"):
+    with pytest.raises(UsageError, match=r"use integers with 0 <= RANK < WORLD_SIZE"):
         world()
 
 

@@ -118,7 +118,7 @@ def test_an_answer_streams_and_ends_with_its_speed(page, server):
     answer = page.locator(".answer")
     expect(answer.locator(".body")).to_have_text("Hello! What would you like to know?")
     measures = answer.locator(".measures").inner_text()
-    assert re.fullmatch(r"5 tokens · [\d.,]+ tokens/s · first after \d\.\d\d s", measures)
+    assert re.fullmatch(r"5 tokens · [\d.,]+ tokens/s · first token after \d\.\d\d s", measures)
     expect(answer).to_have_attribute("aria-busy", "false")
     expect(page.locator("#context")).to_have_text("25 of 8,192 tokens")
     request = server.requests[0]

@@ -170,14 +170,14 @@ function regenerate(turn) {
   answer(conversation, turn);
 }
 
-// Let the model continue its answer. The model gets it without trailing spaces, so the page removes
-// them too.
-function goOn(turn) {
+// Let the model continue its answer. The request contains the answer without trailing spaces, so the
+// page removes them too.
+function continueAnswer(turn) {
   turn.answer.content = turn.answer.content.trimEnd();
   answer(conversation, turn, true);
 }
 
-async function answer(asked, turn, goesOn = false) {
+async function answer(asked, turn, continues = false) {
   answering.get(asked.id)?.stop.abort();
   const { answer } = turn;
   const running = { turn, answer, stop: new AbortController() };
@@ -197,11 +197,11 @@ async function answer(asked, turn, goesOn = false) {
     asked.touch(turn);
     conversations.save(asked);
   });
-  await receive(answer, await request(asked, turn, goesOn), model?.max_model_len, running.stop.signal, draw);
+  await receive(answer, await request(asked, turn, continues), model?.max_model_len, running.stop.signal, draw);
   if (answering.get(asked.id) === running) answering.delete(asked.id);
   if (answer.trouble) {
     model = null; // the next answer may come from another server
-    if (goesOn) answer.trouble.retry = "continue";
+    if (continues) answer.trouble.retry = "continue";
     hadTrouble = true;
   }
   if (turn.answer === answer) asked.touch(turn);
@@ -209,9 +209,9 @@ async function answer(asked, turn, goesOn = false) {
   if (asked === conversation) followEnd();
 }
 
-async function request(asked, turn, goesOn) {
+async function request(asked, turn, continues) {
   const messages = asked.messages(settings.system, asked.turns.indexOf(turn), turn.question);
-  if (goesOn) messages.push({ role: "assistant", content: turn.answer.content });
+  if (continues) messages.push({ role: "assistant", content: turn.answer.content });
   const { max_tokens, ...sampling } = settings.sampling;
   const { id, max_model_len } = (await modelOfServer()) ?? {};
   const n = await countTokens(id, messages, max_model_len - max_tokens);
@@ -220,7 +220,7 @@ async function request(asked, turn, goesOn) {
     messages,
     ...sampling,
     max_tokens: n === null ? max_tokens : Math.max(1, Math.min(max_tokens, max_model_len - n)),
-    ...(goesOn ? { continue_final_message: true, add_generation_prompt: false } : {}),
+    ...(continues ? { continue_final_message: true, add_generation_prompt: false } : {}),
   };
 }
 
@@ -290,10 +290,10 @@ function showRoom() {
 
 // ---- buttons of messages ----
 
-const DEEDS = {
+const ACTIONS = {
   edit: (turn, element) => edit(turn, element),
   regenerate: (turn) => regenerate(turn),
-  continue: (turn) => goOn(turn),
+  continue: (turn) => continueAnswer(turn),
   copy: (turn, element, button) => copy(turn.answer.content, button, element.querySelector(".body")),
 };
 
@@ -301,7 +301,7 @@ messages.addEventListener("click", ({ target }) => {
   const button = target.closest("[data-do]");
   const element = button?.closest(".turn");
   const turn = conversation.turns.find(({ id }) => id === element?.dataset.id);
-  if (turn) DEEDS[button.dataset.do]?.(turn, element, button);
+  if (turn) ACTIONS[button.dataset.do]?.(turn, element, button);
 });
 
 function edit(turn, element) {

@@ -5,7 +5,7 @@ import { count } from "./status.js";
 // Tokens that a chat template may add to each message, and in total.
 const MESSAGE_TOKENS = 32;
 const TEMPLATE_TOKENS = 256;
-const PATIENCE_MS = 5000;
+const TIMEOUT_MS = 5000;
 
 // Warn if fewer tokens than this are left for the answer.
 export const SCARCE_TOKENS = 256;
@@ -19,7 +19,7 @@ export async function countTokens(model, messages, most) {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({ model, messages }),
-      signal: AbortSignal.timeout(PATIENCE_MS),
+      signal: AbortSignal.timeout(TIMEOUT_MS),
     });
     if (response.status === 413) return Infinity; // the body is too long for the server
     return response.ok ? (await response.json()).count : null;

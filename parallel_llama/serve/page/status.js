@@ -3,7 +3,7 @@
 import { fromTemplate } from "./elements.js";
 
 const EVERY_MS = 1000;
-const PATIENCE_MS = 5000;
+const TIMEOUT_MS = 5000;
 const STALLED_S = 5;
 const SPEEDS_KEPT = 60;
 
@@ -22,7 +22,7 @@ export async function watchStatus(wanted, show) {
 
 async function askStatus() {
   try {
-    const response = await fetch("status", { signal: AbortSignal.timeout(PATIENCE_MS) });
+    const response = await fetch("status", { signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (response.status === 404) return undefined;
     return response.ok ? await response.json() : null;
   } catch {

@@ -85,7 +85,7 @@ function measuresWords({ n_tokens, tokens_per_s, first_token_s }, ended) {
   return [
     n_tokens && `${count(n_tokens)} ${n_tokens === 1 ? "token" : "tokens"}`,
     tokens_per_s && `${decimal(tokens_per_s, 1)} tokens/s`,
-    first_token_s && `first after ${decimal(first_token_s, 2)} s`,
+    first_token_s && `first token after ${decimal(first_token_s, 2)} s`,
     ENDINGS[ended],
   ]
     .filter(Boolean)
