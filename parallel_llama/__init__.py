@@ -54,7 +54,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    # torch is loaded when a name needs it, so that commands without a model start at once.
+    # torch is loaded when a name needs it, so that commands without a model start fast.
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_import(f"{__name__}.{_MODULE_OF[name]}"), name)

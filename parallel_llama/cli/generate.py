@@ -58,7 +58,7 @@ def prepare(flags: Flags) -> Job:
     def run() -> int:
         if not leads():
             return lead(flags, inputs, lambda _: 0)
-        # Before the weights are read, so that errors are reported at once.
+        # Before the weights are read, so that errors are reported early.
         with Activity("reading the prompts", sys.stderr):
             lines = prompts.gather(flags)
             run_seed = earlier_seed(path) if resume and path and flags[model.SEED] is None else None

@@ -193,7 +193,7 @@ ELASTIC: Flag[bool] = Flag(
     "replace the rank if this command has started it; for CPU ranks", subject="ranks",
 )  # fmt: skip
 SPARES: Flag[int] = Flag(
-    "spares", "with --elastic, idle processes that replace lost ranks at once",
+    "spares", "with --elastic, idle processes that replace lost ranks immediately",
     whole(0, MAX_RANKS), "N", default=LLMConfig.spares, subject="ranks",
 )  # fmt: skip
 RANKS: tuple[Flag[Any], ...] = (

@@ -1,6 +1,6 @@
 """Turns prompts and sampling parameters into validated requests, with the model's defaults.
 
-It needs no weights, so an invalid prompt fails at once. Without torch.
+It needs no weights, so an invalid prompt fails immediately. Without torch.
 """
 
 import logging

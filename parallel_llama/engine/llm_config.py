@@ -206,7 +206,7 @@ class LLMConfig:
             process replaces the lost rank as soon as it has started. For CPU ranks. Ranks that
             another program has started one by one, on any hosts, also continue, but lost ranks are
             not replaced.
-        spares: with `elastic`, number of idle processes that replace lost ranks at once.
+        spares: with `elastic`, number of idle processes that replace lost ranks immediately.
         adapters: folders of LoRA adapters, as PEFT saves them, by the names that requests use.
     """
 

@@ -106,7 +106,7 @@ class Ranks:
     them; `start` joins them and loads the model.
 
     With `elastic`, the remaining ranks form a new group after the loss of a rank and continue. A
-    spare replaces the lost rank: at once if a spare is ready, otherwise later between two steps.
+    spare replaces the lost rank: immediately if it is ready, otherwise later, between two steps.
     Ranks that another program has started one by one also continue, but have no spares.
 
     Args:

@@ -66,7 +66,7 @@ def connect_all(
         key: derived from the secret of the run.
         limit_s: the time limit for all connections, in seconds.
         on_wait: called repeatedly while this waits; it may raise. Without it, a failed connection
-            to a lower rank raises at once; with it, the connection is retried until the time limit.
+            to a lower rank raises; with it, the connection is retried until the time limit.
 
     Raises: NotConnected naming a rank.
     Collective: every rank calls it.

@@ -137,7 +137,7 @@ class Solo(Communicator):
 class Slice(Solo):
     """One rank of `size` without its peers, to time one rank's work of a large group on one device.
 
-    Its collectives return at once, so only the work between collectives takes time. The results are
+    Its collectives return immediately, so only the work between them takes time. The results are
     meaningless, but take as long to compute as real ones. Its rank is 0, so that it receives the
     requests, but it may hold the shard of any rank. `n_collectives` counts a recorded collective
     once, however often it is replayed, and does not count broadcasts.

@@ -276,7 +276,7 @@ class LocalRanks:
     def keep_spares(self) -> str | None:
         """Starts a spare for every rank that is lost and every spare that has ended.
 
-        It returns at once; `can_grow` says when a spare is ready.
+        It returns immediately; `can_grow` says when a spare is ready.
 
         Returns: normally None. No more spares are started after _MAX_UNSETTLED in a row could not
             be started or ended before they had settled; then one call returns why the last failed.

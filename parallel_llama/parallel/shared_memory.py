@@ -521,7 +521,7 @@ class SharedMemory(Communicator):
         """Waits, yielding the core, until all ranks have published this phase.
 
         A rank is late after `limit_s` seconds in which it was never exempt. The collectives of the
-        ranks that have published are compared at once: a rank that detects a different collective
+        ranks that have published are compared early: a rank that detects a different collective
         leaves after `_REPORT_S`, and a later report would miss its stack.
         """
         seen_s = time.monotonic()

@@ -533,7 +533,7 @@ class Sockets(Communicator):
                         gone.add(rank)
                     has_sent_later.add(rank)
                 if has_left:
-                    gone.add(rank)  # otherwise poll would return at once
+                    gone.add(rank)  # otherwise poll would return immediately
             self._require_same_on_host()
 
     def _overdue(self, to_receive: Collection[int], awaited: set[int]) -> list[int]:

@@ -59,7 +59,7 @@ class Pacer:
         self._is_busy = False  # from a start until the gap after it has passed
 
     def submit(self, begin: Callable[[], None], size: int, client: Hashable) -> None:
-        """Calls `begin` at once, or after the work that comes before it."""
+        """Calls `begin` immediately, or after the work that comes before it."""
         self._waiting.push(begin, size, client)
         if not self._is_busy:
             self._next()
