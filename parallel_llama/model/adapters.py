@@ -41,7 +41,7 @@ def add_adapter(model: Transformer, adapter: str, pairs: Sequence[LoadedPair]) -
 
 
 def remove_adapter(model: Transformer, adapter: str) -> None:
-    """Removes the matrices of an adapter from all layers; does nothing if it has none."""
+    """Removes the matrices of an adapter from all layers that have them."""
     for _, layer in _layers(model):
         layer.low_ranks.pop(adapter, None)
 

@@ -32,7 +32,7 @@ _HeadNorm = RMSNorm | HeadLayerNorm
 
 
 class Attention:
-    """One attention block: wq, wk, wv by columns, wo by rows.
+    """The attention of one layer: wq, wk, wv by columns, wo by rows.
 
     `fuse` concatenates the loaded wq, wk and wv; it must run before a call.
 
@@ -92,12 +92,12 @@ class Attention:
         group, cache = batch.kv_groups[self.kv_group], caches[self.kv_group]
         # [T, H + 2 K, D] local
         qkv = self.wqkv.product(x, batch.adapters).view(len(x), -1, self.head_dim)
-        n_rotated = self.n_local_heads + self.n_local_kv_heads
+        n_qk_heads = self.n_local_heads + self.n_local_kv_heads
         norms = self._head_norms()
         if norms is None and self.q_norm is not None and self.k_norm is not None:
             qkv = self.ops.whole(qkv)
             q = qkv[:, : self.n_local_heads]  # [T, H, D] local
-            k = qkv[:, self.n_local_heads : n_rotated]  # [T, K, D] local
+            k = qkv[:, self.n_local_heads : n_qk_heads]  # [T, K, D] local
             if isinstance(self.q_norm, HeadLayerNorm) and isinstance(self.k_norm, HeadLayerNorm):
                 self.q_norm.in_place(q)
                 self.k_norm.in_place(k)
@@ -106,7 +106,7 @@ class Attention:
         if self.unit_eps is not None:
             # Before rotation, which does not change the norm.
             qkv = self.ops.whole(qkv)
-            self.ops.unit_norm_(qkv[:, :n_rotated], self.unit_eps)
+            self.ops.unit_norm_(qkv[:, :n_qk_heads], self.unit_eps)
         k, v = cache.layer(self.layer)  # each [K, n_slots, W] local
         rotations = group.rotations if self.is_rotated else None
         # [T, H, D] local
@@ -176,8 +176,8 @@ def _head_norm(args: ModelArgs, size: int, backend: Backend) -> _HeadNorm:
 def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotates the rows of x, each with the same bits whatever the number of rows and heads.
 
-    That excludes products of complex tensors: torch may round them differently in a vector loop
-    and in its scalar tail.
+    Not with complex tensors: torch may round their products differently in a vector loop and in
+    its scalar tail.
 
     Shapes: x [T, H, D], heads in interleaved order; rotations [T, 1, D / 2] complex.
     """

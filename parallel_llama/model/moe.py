@@ -1,11 +1,11 @@
 """The mixture of experts: a router sends each token to a few of many feed-forward layers.
 
 x is replicated, so every rank routes all tokens in the same way. A rank sorts the rows of its
-experts by expert, and its channels of these experts give a partial sum, as in a dense layer. One
+experts by expert. Its channels of these experts yield a partial sum, as in a dense layer. One
 all_reduce adds the partial sums, whether the ranks shard each expert or hold different experts.
 With exact sums every rank gathers all channels of every expert and computes some outputs of w2.
 
-Some models scale the inputs of the experts by the routing weights instead of the outputs.
+Some models scale the inputs of the experts, instead of the outputs, by the routing weights.
 
 A shared expert computes every token. Its channels are always sharded over all ranks, and its
 partial sum is added to that of the other experts before the all_reduce.
@@ -156,7 +156,7 @@ class MixtureOfExperts:
     ) -> Tensor:
         """Adds the shared expert's output for x to y in place, and returns y."""
         channels = shared_expert.channels(x, adapters)  # [T, channels] local
-        shared = shared_expert.w2.apply(channels, adapters)  # placed as y
+        shared = shared_expert.w2.apply(channels, adapters)  # partial or local, as y
         if self.shared_gate is None:
             return self.ops.add_(y, shared)
         scores = self.ops.linear(x, self.shared_gate.weight.values)  # [T, 1] replicated

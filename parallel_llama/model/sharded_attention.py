@@ -10,7 +10,7 @@ where o is the result over the keys of one rank and l the log-sum-exp of their s
 sums, there is a partial result for each 128 consecutive keys instead, and they are merged in order
 of position.
 
-Source: online softmax, arXiv 1805.02867; the same across devices, arXiv 2310.01889.
+Source: online softmax, arXiv 1805.02867; across devices, Ring Attention, arXiv 2310.01889.
 """
 
 from collections.abc import Sequence
@@ -92,8 +92,8 @@ def _gather_queries(q: Tensor, peers: Sequence[range], comm: Communicator) -> Te
 
     Collective: one all_gather.
     """
-    widest = max(map(len, peers))
-    padded = q.new_zeros(len(q), widest, q.shape[2])  # padded for ranks with fewer heads
+    max_heads = max(map(len, peers))
+    padded = q.new_zeros(len(q), max_heads, q.shape[2])  # padded for ranks with fewer heads
     padded[:, : q.shape[1]] = q
     gathered = comm.all_gather(padded)
     return torch.cat(

@@ -1,11 +1,11 @@
 """The Llama transformer, as one rank sees it.
 
-The residual stream x is replicated; inside a block each rank works on its own heads and channels,
-and the row-parallel layer at the block's end sums over the ranks. One forward pass takes
-2 n_layers + 1 all_reduces: one for the embedding, and one for each attention and feed-forward.
-Blocks that run both in parallel need one, so n_layers + 1 in all. A norm of queries and keys across
-heads (`qk_norm_across_heads`) adds one all_reduce to each attention, so 3 n_layers + 1 in all. With
-exact sums, exchanges of inputs and outputs replace the all_reduces of row-parallel layers; see
+The residual stream x is replicated; each rank works on its own heads and channels, and the
+row-parallel layers, wo and w2, sum over the ranks. One forward pass takes 2 n_layers + 1
+all_reduces: one for the embedding, and one for each attention and feed-forward. Blocks that run
+both in parallel need one, so n_layers + 1 in all. A norm of queries and keys across heads
+(`qk_norm_across_heads`) adds one all_reduce to each attention, so 3 n_layers + 1 in all. With exact
+sums, exchanges of inputs and outputs replace the all_reduces of row-parallel layers; see
 `layers.RowCut`.
 
 In a pipeline the stages run their blocks one after another. A block's exchanges are within its
@@ -40,7 +40,7 @@ from parallel_llama.plan import Shard
 
 
 class TransformerBlock:
-    """Attention and feed-forward, each on the normalised residual stream and added to it.
+    """Attention and feed-forward: each reads the residual stream, normalised, and adds to it.
 
     With `post_norms` both outputs are normalised before they are added. Without `pre_norms`
     attention and feed-forward read the residual stream without a norm.
@@ -98,7 +98,7 @@ class TransformerBlock:
 
 
 class ParallelBlock(TransformerBlock):
-    """Attention and feed-forward of the same x, both added to it with one `row_parallel_sum`.
+    """Attention and feed-forward of the same x, added to x with one `row_parallel_sum`.
 
     Collective: that of `row_parallel_sum`, and of `Attention.heads`.
     Source: PaLM, arXiv 2204.02311, section 2; Falcon, arXiv 2311.16867.
@@ -126,7 +126,7 @@ class ParallelBlock(TransformerBlock):
 
 
 class Transformer:
-    """The whole model with this rank's shard of every weight.
+    """The model, with this rank's shards of the weights.
 
     It takes no memory until `model.weights.WeightLoader` loads its weights.
 
@@ -223,7 +223,7 @@ class Transformer:
     def _own_blocks(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
     ) -> Tensor:
-        """Runs the blocks of this rank's stage; with `rows` the last block for these rows only."""
+        """Runs the blocks of this rank's stage; with `rows`, the result has these rows only."""
         *blocks, last = self.layers.values()
         y = None
         for block in blocks:

@@ -1,7 +1,7 @@
 """Loads the weights of a model, and fuses and moves them to huge pages part by part.
 
-When a rank changes to another shard, the new model copies rows that the old shard has too from the
-old model, which releases its weights part by part.
+When a rank changes to another shard, the new model copies the rows that both shards contain. The
+old model, the source of these rows, releases its weights part by part.
 """
 
 from collections import Counter

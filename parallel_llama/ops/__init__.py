@@ -81,7 +81,8 @@ def choose_ops(
         scores: The score function of its attention.
         cache_dtype: The dtype of its KV cache; None for `dtype`.
         matrices: Dtypes and formats of its matrices other than `dtype`.
-        exact: Whether a row's bits must depend neither on the number of rows nor on timing.
+        exact: Whether the rows that an operator returns must have the same bits for any number of
+            rows and in every process; used only on a CPU.
     """
     if computes(dtype, device):
         return CPUOps(dtype, head_dim, heads_per_kv, scores, cache_dtype, matrices, exact=exact)

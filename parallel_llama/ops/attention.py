@@ -1,9 +1,9 @@
 """Which queries of a batch attend to which keys, and the score function of attention.
 
-A query attends to itself and to the keys before it in its sequence; with a sliding window, to the
-last `window` keys only; with chunks, to the keys of its chunk of `window` positions. `Queries` has
-the queries for the layers of a KV group. Each set of operators converts it to the `Plan` that its
-kernels read: `SlotPlan` for torch, `PagedPlan` for CUDA, `CPUPlan` for the CPU.
+A query attends to its own key and to the keys before it in its sequence. A sliding window limits
+these to the last `window` keys, chunked attention to the keys since the last multiple of `window`.
+`Queries` has the queries for the layers of a KV group. Each set of operators converts it to the
+`Plan` that its kernels read: `SlotPlan` for torch, `PagedPlan` for CUDA, `CPUPlan` for the CPU.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ SeenKeys = tuple[int, Sequence[slice]]
 class Scores:
     """The attention score of a query and a key: scale q k, or c tanh(scale q k / c).
 
-    With sinks, each head has one more score in its softmax, the sink, which has no value.
+    With sinks, each head has one more score in its softmax, the sink, which has no value vector.
 
     Args:
         scale: The factor on q k; None for 1 / sqrt(head_dim).
@@ -78,15 +78,15 @@ class HeadMap:
     """Which query heads of a rank share which of its KV heads.
 
     Args:
-        bounds: [K + 1] int32, on the model's device. Query heads bounds[i] to bounds[i + 1] share
-            KV head i.
-        widest: The largest number of query heads that share a KV head.
+        bounds: [K + 1] int32, on the model's device. Query heads bounds[i] to bounds[i + 1] - 1
+            share KV head i.
+        max_heads_per_kv: The largest number of query heads that share a KV head.
         runs: Query heads and their KV heads, where each KV head of a run has equally many query
             heads: 5 query heads on 2 KV heads are two runs, 3 + 2.
     """
 
     bounds: Tensor
-    widest: int
+    max_heads_per_kv: int
     runs: tuple[tuple[slice, slice], ...]
 
     @classmethod
@@ -128,8 +128,8 @@ class QueryChunk:
     Args:
         rows: The queries' rows of the batch.
         positions: The queries' positions in the sequence.
-        slots: [S] int64, the slots of the keys, from the first key that a query attends to up to
-            the last query's own.
+        slots: [S] int64, the slots of the keys, from the first key that any of the queries attends
+            to up to the last query's own key.
         taken: [1] int64, the number of work items that a kernel's threads have taken; 0 while no
             kernel runs.
         window: The sliding window, or None.
@@ -168,9 +168,9 @@ class KeyPart(NamedTuple):
 
     Args:
         row: The row of the query.
-        number: The number of the part: positions number * PART_KEYS to before (number + 1) *
-            PART_KEYS.
-        first_key: The position of the first key.
+        number: The number of the part; part i has the positions from i * PART_KEYS to
+            (i + 1) * PART_KEYS - 1.
+        first_key: The position of the first of these keys.
         slots: The slots of the keys; empty if the keys are on another rank.
         other_rank: The rank that has the keys; None for this rank.
     """
@@ -183,7 +183,7 @@ class KeyPart(NamedTuple):
 
 
 class QueryParts(NamedTuple):
-    """A query and the parts of its keys in order of position; `row` as in `QueryRange`."""
+    """A query, with its row of the batch, and the parts of its keys in order of position."""
 
     row: int
     position: int
@@ -198,9 +198,10 @@ class Queries:
         ranges: The queries; each row of the batch is in at most one range.
         block_size: Slots per block.
         window: The sliding window, or None.
-        n_keys: How many keys of a sequence are attended to, from its start on; None for all.
-        has_chunks: Whether a window begins at a multiple of its size, and ends at the query. The
-            queries of a range must then have the same first key.
+        n_keys: The number of keys at the start of a sequence that queries may attend to; None for
+            all keys.
+        has_chunks: Whether attention is chunked: a query then attends to the keys from the last
+            multiple of `window` up to its own, and the queries of a range share their first key.
     """
 
     ranges: Sequence[QueryRange]
@@ -210,13 +211,13 @@ class Queries:
     has_chunks: bool = False
 
     def seen(self, queries: range) -> range:
-        """The positions that any of these consecutive queries attends to."""
+        """The positions of the keys that any of these consecutive queries attends to."""
         first = first_key(queries.start, self.window, has_chunks=self.has_chunks)
         return range(first, queries.stop if self.n_keys is None else min(queries.stop, self.n_keys))
 
     @property
-    def hidden_window(self) -> int | None:
-        """The window of the mask: None if a query attends to all `seen` keys before it."""
+    def mask_window(self) -> int | None:
+        """The window that the mask must apply; none with chunks, which limit `seen` already."""
         return None if self.has_chunks else self.window
 
     def decoded(self) -> dict[int, SeenKeys]:
@@ -238,8 +239,8 @@ class Queries:
                 )
         return keys_of_rows
 
-    def chunks(self, device: torch.device | None = None) -> Iterator[QueryChunk]:
-        """The queries that are computed together."""
+    def query_chunks(self, device: torch.device | None = None) -> Iterator[QueryChunk]:
+        """Yields each range whose queries are computed together."""
         for row, positions, first_key, blocks, is_decoded in self.ranges:
             if not is_decoded:
                 seen = self.seen(positions)
@@ -248,7 +249,7 @@ class Queries:
                 slots = torch.from_numpy(np.concatenate(ranges)).to(device=device)
                 taken = torch.zeros(1, dtype=torch.int64)
                 rows = slice(row, row + len(positions))
-                yield QueryChunk(rows, positions, slots, taken, self.hidden_window)
+                yield QueryChunk(rows, positions, slots, taken, self.mask_window)
 
     def in_parts(self) -> Iterator[QueryParts]:
         """Yields each query with the parts of its keys.
@@ -286,7 +287,7 @@ class Queries:
                 )
                 if key_ranges:
                     rows = slice(row + first, row + first + len(queries))
-                    mask = causal_mask(queries, key_ranges, self.hidden_window, dtype, device)
+                    mask = causal_mask(queries, key_ranges, self.mask_window, dtype, device)
                     yield QueryTile(rows, queries, tuple(slots), mask)
 
 
@@ -322,7 +323,7 @@ class TorchSinkPlan(SinkPlan):
 
 @dataclass(frozen=True)
 class SlotPlan(Plan):
-    """Queries for torch: chunks, and the keys of each query that is computed alone, by row."""
+    """Queries for torch: ranges, and the keys of each query that is computed alone, by its row."""
 
     chunks: tuple[QueryChunk, ...]
     decoded: Mapping[int, SeenKeys]
@@ -332,8 +333,8 @@ class SlotPlan(Plan):
 class PagedQueries:
     """Ranges of consecutive queries of a sequence, and the block tables of their keys.
 
-    A query that is computed alone, such as a token or one of its drafts, is a range of its own. A
-    range without queries is padding: kernels skip it.
+    A query that is computed alone, such as a decoded token or a draft token, is a range of its own.
+    A range without queries is padding: kernels skip it.
 
     Args:
         rows: [n, 5] int32, on the model's device. For each range: its first row of the batch, its
@@ -366,16 +367,16 @@ class PagedQueries:
         for row, positions, first_key, table, is_decoded in queries.ranges:
             blocks[n_used : n_used + len(table)] = table
             if is_decoded:
-                decoded += [(row + i, 1, at, first_key, n_used) for i, at in enumerate(positions)]
+                decoded += [(row + i, 1, p, first_key, n_used) for i, p in enumerate(positions)]
             else:
                 tiled.append((row, len(positions), positions.start, first_key, n_used))
             n_used += len(table)
         return decoded, tiled, n_used
 
-    def slots_of(self, blocks: int, positions: range) -> Tensor:
-        """The slots of positions relative to the first key of the block at index `blocks`."""
+    def slots_of(self, first_block: int, positions: range) -> Tensor:
+        """The slots of positions, counted from the start of the block at index `first_block`."""
         key = torch.arange(positions.start, positions.stop, device=self.blocks.device)
-        block = self.blocks[blocks + key // self.block_size].to(torch.int64)
+        block = self.blocks[first_block + key // self.block_size].to(torch.int64)
         return block * self.block_size + key % self.block_size
 
 
@@ -387,7 +388,7 @@ class PagedPlan(Plan):
 
 
 def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[int]:
-    """The slots of some positions of a sequence; negative in blocks with a negative number.
+    """The slots of some positions of a sequence; negative if the id of their block is negative.
 
     >>> slots_of([7, 2], 4, range(2, 6))
     [30, 31, 8, 9]
@@ -400,7 +401,7 @@ def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[i
 
 
 def slices_of(blocks: Sequence[int], block_size: int, positions: range) -> tuple[slice, ...]:
-    """The slots of some positions as slices; consecutive blocks are one slice.
+    """The slots of some positions as slices; blocks with consecutive ids share a slice.
 
     >>> slices_of([7, 8, 2], 4, range(1, 10))
     (slice(29, 36, None), slice(8, 10, None))
@@ -408,13 +409,13 @@ def slices_of(blocks: Sequence[int], block_size: int, positions: range) -> tuple
     if not positions:
         return ()
     first, stop = positions.start // block_size, -(-positions.stop // block_size)
-    runs: list[list[int]] = []  # of consecutive blocks: the first, and the last + 1
+    runs: list[list[int]] = []  # of consecutive ids: [first id, last id + 1]
     for block in blocks[first:stop]:
         if runs and runs[-1][1] == block:
             runs[-1][1] += 1
         else:
             runs.append([block, block + 1])
-    slices = [[end * block_size for end in run] for run in runs]
+    slices = [[bound * block_size for bound in run] for run in runs]
     slices[0][0] += positions.start - first * block_size
     slices[-1][1] -= stop * block_size - positions.stop
     return tuple(slice(*bounds) for bounds in slices)
@@ -456,7 +457,7 @@ def relative_to(first: int, positions: range) -> range:
 def causal_mask(
     queries: range, keys: list[range], window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The mask that is added to the queries' scores, for keys at any positions.
+    """The mask to add to the queries' scores; `keys` are the positions of the keys.
 
     Shapes: [len(queries), number of keys], 0 where the key is visible and -inf elsewhere.
     """

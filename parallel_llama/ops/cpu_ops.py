@@ -146,7 +146,7 @@ class CPUOps(TorchOps):
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Record the operators that are called inside instead of running them.
+        """Record the operators that are called inside the context instead of running them.
 
         Raises: NotRecorded if torch computes an operator or anything between operators.
         """
@@ -458,7 +458,7 @@ class CPUOps(TorchOps):
 
 
 def _has_few_rows(dispatch: Dispatch) -> bool:
-    """Whether every weight has at most MAX_ROWS rows."""
+    """Whether every weight multiplies at most MAX_ROWS rows."""
     if dispatch.max_rows <= MAX_ROWS:
         return True
     return max(stop - start for start, stop in zip(*dispatch.bounds(), strict=True)) <= MAX_ROWS

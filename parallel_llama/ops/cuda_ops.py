@@ -86,7 +86,7 @@ class CUDAOps(TorchOps):
         return route(product(x, gate, None), n_active, bias, normed=normed)
 
     def router_scores(self, x: Tensor, gate: Tensor) -> Tensor:
-        return linear(x, gate, None)  # for any number of rows, as `route`
+        return linear(x, gate, None)  # one kernel for any number of rows, as in `route`
 
     def expert_dispatch(self, experts: Tensor, local_experts: range) -> tuple[Dispatch, Dispatch]:
         if experts.numel() > MAX_PAIRS:
@@ -101,7 +101,7 @@ class CUDAOps(TorchOps):
         if not takes_routed(x, weights, dispatch):
             return super().routed_linear(x, weights, dispatch)
         addresses = tuple(weight.data_ptr() for weight in weights)
-        # Never new during the capture of a CUDA graph: the step has run once before.
+        # No addresses are new while a CUDA graph is captured, since the step has run before.
         if addresses not in self._addresses:
             self._addresses[addresses] = Addresses.of(addresses, weights[0].device)
         return routed_product(x, weights, self._addresses[addresses], dispatch)
@@ -184,7 +184,7 @@ class CUDAOps(TorchOps):
         out: Tensor,
         sinks: Tensor | None = None,
     ) -> None:
-        """As in `TorchOps`. Queries that are computed alone have the same bits in any batch."""
+        """As in `TorchOps`. The result of a query computed alone has the same bits in any batch."""
         if not isinstance(plan, PagedPlan) or not can_store(q.shape[2], k.dtype):
             super().attention(q, k, v, plan, heads, out, sinks)
             return

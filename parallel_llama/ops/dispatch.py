@@ -35,7 +35,7 @@ class Dispatch:
     ) -> Tensor:
         """y from one product per weight; zeros in rows that no weight computes.
 
-        Shapes: x [n, in], each product [m, in] -> [m, n_outputs]; the result [P, n_outputs].
+        Shapes: x [T, in], each product [m, in] -> [m, n_outputs]; the result [P, n_outputs].
         """
         y = x.new_zeros(len(self.targets), n_outputs)
         for product, rows in zip(products, map(slice, *self.bounds()), strict=True):

@@ -2,7 +2,8 @@
 
 A rank sends its candidates as one float64 row per sampled token:
 
-    mass      the sum of exp((logit - largest) / temperature) over the rank's vocabulary
+    mass      the sum of exp((logit - largest) / temperature) over the rank's part of the
+              vocabulary, with the largest logit of this part
     logits    the K largest in descending order, ties by token; -inf if there are fewer
     tokens    the K tokens of these logits; -1 if there are fewer
 """
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 
 from parallel_llama.ops.gumbel import SamplingKeys, gumbel
 
-# Tolerance of sums that are compared with top_p: of 25 equal tokens, top_p=0.28 keeps 7 however a
-# sum over ranks is rounded, although 0.28 * 25 > 7 in float64.
+# Tolerance of sums that are compared with top_p: of 25 equally likely tokens, top_p=0.28 keeps 7
+# however a sum over ranks is rounded, although 0.28 * 25 > 7 in float64.
 TOP_P_SLACK = 1e-12
 
 
@@ -84,7 +85,7 @@ class Filters:
 
 
 def merge_top_k(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
-    """The largest logits of the whole vocabulary and their tokens, from those of each rank.
+    """The largest logits of the whole vocabulary and their tokens, from the blocks of all ranks.
 
     Shapes: blocks [tp_size, n, n_fixed + 2 K]: after the fixed columns K values and K token ids;
     returns [n, K] float64 and int64, in descending order, ties by token.
@@ -101,9 +102,11 @@ def merge_top_k(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
 
 
 def mass_of(masses: Tensor, largest: Tensor, temperatures: Tensor) -> Tensor:
-    """The mass of the whole vocabulary, relative to its largest logit, from that of each rank.
+    """The mass of the whole vocabulary, relative to its largest logit.
 
-    Shapes: masses and largest [tp_size, n], temperatures [n]; [n, 1].
+    `masses` and `largest` have the mass and the largest logit of each rank's part.
+
+    Shapes: masses and largest [tp_size, n], temperatures [n]; returns [n, 1].
     """
     shift = (largest - largest.amax(0)) / temperatures
     return (masses * shift.exp()).sum(0)[:, None]

@@ -31,7 +31,8 @@ class DenseWeight:
 
     Args:
         shape: The shape of the shard; for a matrix in torch's order, [out, in].
-        dtype: The dtype of products and lookups. A matrix may be stored in 16 bits for float32.
+        dtype: The dtype of products and lookups. If it is float32, a matrix may be stored in 16
+            bits.
         device: The device of the empty weight.
 
     Attributes:
@@ -272,7 +273,7 @@ class MixedWeight:
 def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWeight:
     """One weight with the outputs of several weights side by side.
 
-    Weights of one format are concatenated and hold no memory of their own afterwards.
+    If all weights have the same format, they are concatenated and keep no memory of their own.
     """
     dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
     quantised = [weight for weight in weights if isinstance(weight, QuantWeight)]

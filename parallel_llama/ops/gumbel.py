@@ -1,10 +1,11 @@
 """Gumbel noise for sampling: a function of a key and a token id alone.
 
 A token is sampled as the argmax of logits / temperature + Gumbel noise. The noise of a token is
--log of its arrival time, which is exponentially distributed. The first of the 128 tokens of a tile
-is drawn uniformly, and arrives after an exponential time / 128. Since exponential times have no
-memory, each other token of the tile arrives an exponential time after the first one. So the first
-arrival bounds the noise of all tokens of the tile, and sampling can skip tiles that cannot win.
+-log of its arrival time, which is exponentially distributed. Which of the 128 tokens of a tile
+arrives first is drawn uniformly; it arrives after an exponential time / 128. Since exponential
+times have no memory, each other token of the tile arrives an exponential time after that. So the
+first arrival bounds the noise of all tokens of the tile, and sampling can skip tiles that cannot
+win.
 
 Source: Maddison, Tarlow and Minka, A* sampling, arXiv 1411.0030, section 3 (top-down construction).
 """
@@ -61,7 +62,7 @@ _TILE_BITS = TILE.bit_length() - 1
 
 
 def _first_arrivals(keys: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """The arrival time of the first token of a tile, and the token's number, 0 to TILE - 1."""
+    """The first arrival time in each tile, and the arriving token's number, 0 to TILE - 1."""
     words = _words(keys, -tiles)
     # The time takes the upper 52 bits, the token the lowest bits, so the two are independent.
     return _exponential(words).div_(TILE), words.bitwise_and(TILE - 1)

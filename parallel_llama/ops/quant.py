@@ -36,14 +36,14 @@ from torch import Tensor
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 
 _COMPUTED = torch.float32  # the dtype of sums over groups
-_LINE_BYTES = 64  # of a CPU cache, the alignment of a panel
+_LINE_BYTES = 64  # per cache line of a CPU; panels are aligned to cache lines
 _PACKED_AT_ONCE = 1 << 20  # integers; while they are packed, each takes several bytes
 
 # Fractions of a group's range that int4 quantisation tries. Clipping a few values allows finer
 # steps for the others.
 _TRIED_FRACTIONS = (1.0, 0.93, 0.86)
 
-# A group of smaller inputs is rounded to zeros: the inverse would overflow.
+# A group whose inputs are all smaller is rounded to zeros: 127 / largest would overflow.
 LEAST_INPUT = 1e-30
 
 _SCALE_LIMIT = torch.finfo(torch.float16).max
@@ -239,7 +239,7 @@ def _with_minima(groups: Tensor, form: QuantFormat) -> QuantMatrix:
 def _fitted(
     groups: Tensor, low: Tensor, high: Tensor, mean: Tensor, fraction: float
 ) -> tuple[Tensor, Tensor]:
-    """The least-squares scales and minima if integers cover the middle fraction of each range."""
+    """Least-squares scales and minima, with integers for the middle `fraction` of each range."""
     clipped = (high - low) * (1 - fraction) / 2
     integers = _integers(
         groups - (low + clipped)[..., None], (high - low - 2 * clipped) / 15, 0, 15
@@ -568,7 +568,7 @@ class PackedRows:
         return replace(self.layout, n_rows=n_rows)
 
     def whole_panels(self, layout: PanelShape) -> Tensor:
-        """The panels full of these rows, from the first row on; none if the layouts differ."""
+        """The panels that these rows fill; none for another layout or a start within a panel."""
         n = layout.n_rows
         if self.layout != layout or self.rows.start % n:
             return self.panels[:0]

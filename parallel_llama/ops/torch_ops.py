@@ -194,9 +194,9 @@ class TorchOps:
         lower number.
 
         Args:
-            groups: the number of groups of consecutive experts, and the number of groups that a
-                token's experts are taken from: those with the largest sums of the values of their
-                two most preferred experts.
+            groups: (n, m): the experts form n groups of consecutive experts, and a token uses m
+                groups. Groups are ordered by a sum over their two most preferred experts: the sum
+                of the values that experts are ordered by.
 
         Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] -> routing_weights and experts
             [T, n_active].
@@ -206,7 +206,7 @@ class TorchOps:
         scores = self.router_scores(x, gate)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         weights, (n_groups, n_active_groups) = scores.sigmoid(), groups
-        # Without a bias, the scores and not their sigmoids, which are equal for all large scores.
+        # Without a bias, experts are ordered by score: sigmoids of all large scores are equal.
         choices = scores if bias is None else weights + bias
         if n_groups > 1:
             by_group = choices.view(len(x), n_groups, -1)
@@ -222,7 +222,7 @@ class TorchOps:
         return routing_weights * scale, experts
 
     def expert_dispatch(self, experts: Tensor, local_experts: range) -> tuple[Dispatch, Dispatch]:
-        """Two dispatches: from tokens to rows sorted by expert, and from these to pairs.
+        """Two dispatches: from tokens to rows sorted by expert, and from these rows to pairs.
 
         A pair is a token and one of its experts; the pairs of a token are contiguous. This rank has
         the experts with the numbers `local_experts`; pairs of all other experts are last.
@@ -244,7 +244,7 @@ class TorchOps:
         Rows that no expert of this rank computes are unchanged. The targets of `dispatch` must be
         0, 1, 2, ..., so that the rows are sorted by expert.
 
-        Shapes: y [P, n], bias [n experts of this rank, n].
+        Shapes: y [P, n], bias [number of this rank's experts, n].
         """
         starts = dispatch.starts
         rows = torch.arange(len(y), device=y.device)
@@ -256,7 +256,7 @@ class TorchOps:
     def weighted_sum(self, parts: Product, routing_weights: Tensor) -> Tensor:
         """The weighted sum of each token's n parts, summed in the dtype of the weights.
 
-        Shapes: parts [T * n, dim], routing_weights [T, n] -> [T, dim] partial, dtype of the parts.
+        Shapes: parts [T * n, dim], routing_weights [T, n] -> [T, dim], dtype of the parts.
         """
         by_token = self.whole(parts).view(*routing_weights.shape, -1)
         # In order, because the bits of torch.sum may depend on the number of rows.
@@ -281,7 +281,7 @@ class TorchOps:
         return y.copy_(y.to(wide) + scores.to(wide).sigmoid() * x.to(wide))
 
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
-        """The largest value of each row and its first column, counted from `first`.
+        """The largest value of each row and the first column that has it, counted from `first`.
 
         The value is NaN if the row has a NaN, and -inf if all values are -inf.
 
@@ -324,7 +324,7 @@ class TorchOps:
         return rows
 
     def draw_filtered(self, of_ranks: Tensor, filters: Filters, vocab_size: int) -> Tensor:
-        """The token of each row, drawn from the candidates of all ranks; -1 if they do not suffice.
+        """The token of each row, drawn from all ranks' candidates; -1 if too few for the filters.
 
         Shapes: of_ranks [tp_size, n, 1 + 2 k] -> [n] int64.
         """
@@ -417,15 +417,15 @@ class TorchOps:
         return self.rms_norm(self.add_(x, y), weight, eps, offset)
 
     def all_reduce(self, x: Tensor, comm: Communicator) -> Tensor:
-        """`comm.all_reduce` between two operators, in place."""
+        """`comm.all_reduce` as an operator, which a recording can contain; in place."""
         return comm.all_reduce(x)
 
     def broadcast(self, x: Tensor, src: int, comm: Communicator) -> Tensor:
-        """`comm.broadcast` between two operators, in place."""
+        """`comm.broadcast` as an operator; in place."""
         return comm.broadcast(x, src)
 
     def gather_columns(self, x: Tensor, widths: Sequence[int], comm: Communicator) -> Tensor:
-        """`comm.gather_columns` between two operators."""
+        """`comm.gather_columns` as an operator."""
         return comm.gather_columns(x, widths)
 
     def layer_norm(
@@ -503,7 +503,7 @@ class TorchOps:
     ) -> Tensor:
         """Rotates queries and keys, and stores the keys and values in their slots of the cache.
 
-        With `norms` queries and keys are normalised first; without `rotations` they are not
+        With `norms`, queries and keys are normalised first; without `rotations`, they are not
         rotated. May overwrite qkv.
 
         Returns: the queries, [T, H, D].
@@ -533,7 +533,7 @@ class TorchOps:
 
         The keys of all queries must be on this rank.
         """
-        return SlotPlan(tuple(queries.chunks(device)), queries.decoded())
+        return SlotPlan(tuple(queries.query_chunks(device)), queries.decoded())
 
     def attention(
         self,
@@ -596,7 +596,7 @@ class TorchOps:
     ) -> None:
         """Softmax attention of a plan's queries over window and sinks, into their rows of out.
 
-        Shapes: as in `attention`; rotated [t, H, D], the plan's queries as they attend to sinks.
+        Shapes: as in `attention`; rotated [t, H, D], the plan's queries as rotated for the sinks.
         """
         assert isinstance(plan, TorchSinkPlan)
         for q_heads, kv_heads in heads.runs:
@@ -629,7 +629,7 @@ class TorchOps:
         out: Tensor,
         sinks: Tensor | None,
     ) -> None:
-        """`attention` for a chunk, G heads per KV head."""
+        """`attention` for a chunk, with equally many query heads for each KV head."""
         stored = (kv_rows.take(cache, chunk.slots)[None] for cache in (k, v))
         keys, values = (self._unpack(rows, q.dtype) for rows in stored)
         q, out, window = q[chunk.rows], out[chunk.rows], chunk.window
@@ -717,12 +717,12 @@ class TorchOps:
         """`attention` for ranges of queries, with block tables."""
         q_heads_of_kv = [slice(*bounds) for bounds in pairwise(heads.bounds.tolist())]
         window = queries.window
-        for row, n_queries, start, first_key, blocks in queries.rows.tolist():
+        for row, n_queries, start, first_key, first_block in queries.rows.tolist():
             if not n_queries:
                 continue
             first = first_key if window is None else max(first_key, start - window + 1)
             seen = range(first, start + n_queries)
-            slots = queries.slots_of(blocks, range(first - first_key, seen.stop - first_key))
+            slots = queries.slots_of(first_block, range(first - first_key, seen.stop - first_key))
             keys, values = (kv_rows.take(cache, slots)[None] for cache in (k, v))
             rows = slice(row, row + n_queries)
             mask = causal_mask(range(start, seen.stop), [seen], window, q.dtype, q.device)

@@ -56,7 +56,7 @@ def test_a_head_map_says_which_heads_see_a_kv_head() -> None:
     uneven = HeadMap.of(
         (HeadRun(range(0, 3), range(0, 1)), HeadRun(range(3, 5), range(1, 2))), device
     )
-    assert (uneven.bounds.tolist(), uneven.widest) == ([0, 3, 5], 3)
+    assert (uneven.bounds.tolist(), uneven.max_heads_per_kv) == ([0, 3, 5], 3)
     even = HeadMap.of((HeadRun(range(0, 8), range(0, 4)),), device)
-    assert (even.bounds.tolist(), even.widest) == ([0, 2, 4, 6, 8], 2)
+    assert (even.bounds.tolist(), even.max_heads_per_kv) == ([0, 2, 4, 6, 8], 2)
     assert HeadMap.of(runs_of((1, 3, 3, 2)), device).bounds.dtype == torch.int32

@@ -41,7 +41,7 @@ class Signature(Generic[ArgumentsT]):
         types: the LLVM types of `Numbers`, `Weights` and `Rows`, by their names in lower case.
 
     Attributes:
-        pack: the arguments as the kernel reads them, 8 bytes each.
+        pack: packs arguments as the kernel reads them, 8 bytes each.
     """
 
     def __init__(self, arguments: type[ArgumentsT], types: Mapping[str, ir.Type]) -> None:

@@ -60,7 +60,7 @@ class DecodeBatch:
 
     @classmethod
     def of(cls, seen: Mapping[int, SeenKeys]) -> "DecodeBatch":
-        """Build it from the keys of each row; every row has at least one key."""
+        """Build a batch from the keys of each row; every row has at least one key."""
         parts, slot_ranges, max_len = _parts_of(seen)
         return cls.of_parts(parts, slot_ranges, max_len)
 
@@ -71,7 +71,7 @@ class DecodeBatch:
         slot_ranges: Sequence[tuple[int, int]],
         max_len: int = PART_KEYS,
     ) -> "DecodeBatch":
-        """Build it from its rows of `parts` and `slot_ranges`."""
+        """Build a batch from the rows of its `parts` and `slot_ranges`."""
         return cls(
             _int64(parts),
             _int64([len(parts)]),
@@ -92,11 +92,11 @@ class CPUPlan(Plan):
     @classmethod
     def of(cls, queries: Queries) -> "CPUPlan":
         decoded = queries.decoded()
-        return cls(tuple(queries.chunks()), DecodeBatch.of(decoded) if decoded else None)
+        return cls(tuple(queries.query_chunks()), DecodeBatch.of(decoded) if decoded else None)
 
 
-# A row's number of parts in a `PartTile`: larger than any real number, so that the attention kernel
-# does not merge the parts. `MergePartsKernel` merges them, with those of other ranks.
+# A row's number of parts in a `PartTile`: too large to be reached, so the attention kernel does not
+# merge the parts. `MergePartsKernel` merges them with the parts of other ranks.
 _UNMERGED = 1 << 30
 
 
@@ -108,9 +108,9 @@ class PartTile:
         rows: [t] int64, the queries' rows of the batch.
         batch: The parts on this rank, or None if all parts are on other ranks.
         n_most: The largest number of parts on a rank.
-        order: [m] int64, the parts by query and position, as indices of the parts of all ranks,
-            which have `n_most` parts each.
-        bounds: [t + 1] int64: the parts bounds[i] to bounds[i + 1] of `order` belong to query i.
+        order: [m] int64, the parts in order of query and position, as indices in the gathered parts
+            of all ranks, `n_most` from each rank.
+        bounds: [t + 1] int64: the parts order[bounds[i] : bounds[i + 1]] belong to query i.
     """
 
     rows: Tensor
@@ -121,7 +121,7 @@ class PartTile:
 
     @classmethod
     def of(cls, queries: Sequence[QueryParts], rank: int = 0, n_ranks: int = 1) -> "PartTile":
-        """Build it from some queries, on rank `rank` of `n_ranks`."""
+        """Build the tile of some queries, on rank `rank` of `n_ranks`."""
         all_parts = [part for query in queries for part in query.parts]
         parts_of_rank: list[list[int]] = [[] for _ in range(n_ranks)]  # indices in `all_parts`
         # Queries that read the same keys follow each other, so that the keys stay in the cache.
@@ -154,8 +154,8 @@ class CPUSinkPlan(SinkPlan):
     """Queries in two versions: rotated back for the sinks, and unchanged for the window.
 
     Args:
-        tile: The parts of the sinks and of the window. Their rows are rows of the plan's rotated
-            queries followed by the rows of the batch.
+        tile: The parts of the sinks and of the window. The row of a part is an index in the plan's
+            rotated queries followed by the queries of the batch.
     """
 
     tile: PartTile
@@ -192,7 +192,7 @@ class DecodeRoom:
 
     Args:
         queries: The queries of the first step. Later steps have as many rows, perhaps with more
-            keys: the room has a reserve.
+            keys, for which the room has spare capacity.
     """
 
     def __init__(self, queries: Queries) -> None:

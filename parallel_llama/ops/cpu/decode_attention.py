@@ -1,4 +1,4 @@
-"""Softmax attention of single queries, such as a token and its drafts, over the KV cache in place.
+"""Softmax attention of single queries, such as a decoded token's, over the KV cache in place.
 
 The keys and values of a KV head are read once for all query heads that share it. The kernel
 computes scores for a vector of keys at a time, into a scratch row per query head. After an in-place
@@ -49,7 +49,7 @@ from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 from parallel_llama.plan import PART_KEYS
 
-_MAX_CHUNK = 4  # queries of a KV head whose outputs are in registers together
+_MAX_AT_ONCE = 4  # queries of a KV head whose outputs are in registers together
 _BLOCK_BYTES = 1 << 13  # of values per block; each query of a KV head reads the whole block
 # How far ahead rows are prefetched, in blocks of keys or values.
 _AHEAD = 2
@@ -78,17 +78,17 @@ class _Shape:
         """The capacity of the buffer for copied or converted keys or values, in rows."""
         return self.lanes.width if self.rows.is_plain else max(self.lanes.width, self.block)
 
-    def chunks(self) -> Iterator[tuple[int, int, int]]:
-        """Yields start, stop and step of chunks of queries; chunk sizes differ by at most one."""
-        n_chunks = -(-self.heads_per_kv // _MAX_CHUNK)
-        size, n_larger = divmod(self.heads_per_kv, n_chunks)
+    def query_loops(self) -> Iterator[tuple[int, int, int]]:
+        """Yields start, stop and step of loops over queries; the steps differ by at most one."""
+        n_steps = -(-self.heads_per_kv // _MAX_AT_ONCE)
+        size, n_larger = divmod(self.heads_per_kv, n_steps)
         middle = n_larger * (size + 1)
         if n_larger:
             yield 0, middle, size + 1
         yield middle, self.heads_per_kv, size
 
     def vectors_at_once(self, n_rows: int) -> int:
-        """Vectors of a value to sum at once: with the weights, n rows of sums fit the registers."""
+        """Vectors of a value to sum at once: sums and weights of n queries fit the registers."""
         n_vectors = self.head_dim // self.lanes.width
         fitting = (self.n_registers - 1 - n_rows) // n_rows
         return max(n for n in range(1, fitting + 1) if n_vectors % n == 0)
@@ -186,8 +186,8 @@ class DecodeAttentionKernel:
         assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
-        # A row begins with up to width - 1 scores without a key; its last vector may begin at the
-        # last key, and a vector of -inf is stored after that key.
+        # A row of scores begins with up to width - 1 scores without a key; its last vector may
+        # begin at the last key, and a vector of -inf is stored after that key.
         n_keys = min(batch.max_len, PART_KEYS)
         stride = -(-n_keys // self._width) * self._width + 2 * self._width
         n_items = len(batch.parts) * n_kv_heads
@@ -282,17 +282,17 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
             )
             _multiply(shape, result + query * shape.head_dim, scale)
         with when(count > 1):
-            first_part, n_queries = part - number, n_kv_heads * heads_per_kv
+            first_part, n_heads = part - number, n_kv_heads * heads_per_kv
             n_done = (args.done + first_part).add_atomically(1)
             with when(n_done > count * n_kv_heads - 2):
                 args.done[first_part] = count.like(0)
-                with loop(b, 0, n_queries) as query:
-                    index = first_part * n_queries + query
+                with loop(b, 0, n_heads) as query:
+                    index = first_part * n_heads + query
                     first_results = results + index * shape.head_dim
                     first_partials = partials + index * PARTIAL_FIELDS
                     out = out_row + query * shape.head_dim
                     sink = args.sinks + query if shape.scores.has_sinks else None
-                    n, step = count, n_queries
+                    n, step = count, n_heads
                     merge(lanes, shape.head_dim, out, first_results, first_partials, n, step, sink)
 
 
@@ -367,7 +367,7 @@ def _wide(shape: _Shape, rows: Value, n: Value, following: Value, buffer: Value)
 
 
 def _readable(shape: _Shape, keys: Value, n_keys: Value, buffer: Value) -> Value:
-    """The address of W readable keys: a copy of the keys if the memory may end before W keys."""
+    """The address of one readable key per lane: of a copy if the memory may end before the last."""
     are_few = n_keys < shape.lanes.width
     with when(are_few, likely=False):
         copy(buffer, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))
@@ -375,9 +375,9 @@ def _readable(shape: _Shape, keys: Value, n_keys: Value, buffer: Value) -> Value
 
 
 def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
-    """The products of a query with W keys: y[w] = q @ keys[w].
+    """The products of a query with one key per lane: y[i] = q @ keys[i].
 
-    Shapes: q [D]; keys [W, D]; the result [W].
+    Shapes: q [D]; keys [lanes, D]; the result [lanes].
     """
     lanes, head_dim = shape.lanes, shape.head_dim
     q_vectors = {i: lanes.load(q + i) for i in range(0, head_dim, lanes.width)}
@@ -394,7 +394,7 @@ def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
 def _weigh(lanes: Lanes, row: Value, n: Value, partial_row: Value) -> None:
     """row = exp(row - max(row)) for n numbers; overwrites one vector of memory after these numbers.
 
-    Stores the maximum and the sum of the results at `own_partial`.
+    Stores the maximum and the sum of the results at `partial_row`.
     """
     b = row.b
     lanes.store(row + n, lanes.constant(b, -math.inf))  # weights of 0
@@ -491,7 +491,7 @@ def _add_values(
     n_keys = smaller(block.n_left, shape.block)
     if not rows.is_plain:
         values = _wide(shape, values, n_keys, following, spare)
-    for first, stop, n_rows in shape.chunks():
+    for first, stop, n_rows in shape.query_loops():
         part = shape.vectors_at_once(n_rows) * lanes.width
         offsets = [(g, i) for g in range(n_rows) for i in range(0, part, lanes.width)]
         with loop(b, first, stop, n_rows) as row, loop(b, 0, head_dim, part) as start:

@@ -348,7 +348,7 @@ def _add_expert_bias(
 ) -> None:
     """
     for expert in this thread's experts:
-        for row in starts[expert] to before starts[expert + 1]:
+        for row in starts[expert] to starts[expert + 1] - 1:
             y[row] += bias[expert]
     """
     n_columns = args.n_columns

@@ -213,7 +213,7 @@ def _in_shared_memory(
     """
     copy x into this rank's slot, and publish it
     if all ranks publish their slots in time, with the same signature:
-        the code inside
+        the body of the `with` block
         count the exchange as finished
     else:
         interrupt the replay, so that Python finishes the exchange
@@ -269,7 +269,7 @@ def _over_sockets(
     if all messages for this rank arrive in time:
         publish that they have arrived
     if all ranks of this host publish in time, and all messages belong to this exchange:
-        the code inside
+        the body of the `with` block
         count the exchange as finished
     else:
         interrupt the replay, so that Python finishes the exchange
@@ -328,8 +328,8 @@ def _receive(
 ) -> None:
     """Receives until all messages are complete, or after about `n_looks` attempts per rank.
 
-    Between attempts it yields its core, which a program that delivers the messages, such as a
-    virtual switch, may need.
+    Between attempts the thread yields its core, which a program that delivers the messages, such as
+    a virtual switch, may need.
     """
     b = args.size.b
     n_left, n_missing = Variable(args.n_looks), Variable(args.size.like(0))

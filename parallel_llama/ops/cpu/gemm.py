@@ -46,9 +46,9 @@ from parallel_llama.ops.cpu.ir import (
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 
 # The most rows per chunk: their packed inputs fit a cache. With few panels, chunks are smaller, so
-# that there are about _PANELS_PER_THREAD work items (a chunk and a panel) per thread.
+# that there are about _ITEMS_PER_THREAD work items (a chunk and a panel) per thread.
 _MAX_CHUNK = 512
-_PANELS_PER_THREAD = 4
+_ITEMS_PER_THREAD = 4
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class _Shape:
     def packed_index(self, step: Value, lane: int, n_inputs: Value) -> Value:
         """Where input step * W + lane is packed: lane by lane, in bit-reversed order of lanes."""
         width = self.lanes.width
-        rank = int(f"{lane:0{width.bit_length() - 1}b}"[::-1], 2)  # the bits reversed
-        return (n_inputs + (width - 1)) // width * rank + step
+        order = int(f"{lane:0{width.bit_length() - 1}b}"[::-1], 2)  # the bits reversed
+        return (n_inputs + (width - 1)) // width * order + step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class GemmKernel:
         run(self._pack, n_threads, rows)
         panels = x.new_empty(n_threads, SUMMED_INPUTS, shape.n_outputs)
         n_panels = -(-m // shape.n_outputs)
-        n_chunks = max(-(-n // _MAX_CHUNK), _PANELS_PER_THREAD * n_threads // max(n_panels, 1))
+        n_chunks = max(-(-n // _MAX_CHUNK), _ITEMS_PER_THREAD * n_threads // max(n_panels, 1))
         arguments = _GemmArguments(
             blocks=blocks.data_ptr(), weight=weight.data_ptr(), panels=panels.data_ptr(),
             y=y.data_ptr(), n=n, k=k, m=m, chunk=-(-n_blocks // n_chunks) * shape.n_rows,
@@ -183,7 +183,7 @@ def _pack(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _PackArguments[V
 def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[Value]) -> None:
     """
     for inputs, SUMMED_INPUTS at a time:
-        for (chunk of rows, panel of outputs) in this thread's:
+        for (chunk of rows, panel of outputs) in this thread's pairs:
             pack weight[outputs, inputs]
             for block in rows of the chunk:
                 y[block, outputs] += x[block, inputs] @ weight[outputs, inputs].T
@@ -213,7 +213,7 @@ def _pack_panel(
 ) -> None:
     """Packs the outputs of a panel, input by input. Pads inputs with zeros to whole vectors.
 
-    A panel beyond the last output repeats that output.
+    A panel that extends beyond the last output repeats that output.
     """
     width, b = shape.lanes.width, k.b
     with loop(b, 0, shape.n_outputs, width) as vector:
@@ -245,13 +245,13 @@ class _LaneSums:
     def add(
         self, sums: list[Variable], number: Value, put: Callable[[list[Variable]], None]
     ) -> None:
-        """Adds the `number`-th lane sums, for all rows and outputs; the last call emits `put`.
+        """Emits the addition of the `number`-th lane sums, for all rows and outputs.
 
         The level is a variable of the kernel, so that LLVM keeps the buffers in memory. With
         constant levels LLVM would keep sums in registers, and spill them to unaligned addresses.
 
         Args:
-            put: Emits the store of the totals.
+            put: Emits the store of the totals, for after the last lane sums.
         """
         width, n_completed = self._lanes.width, self._n_completed(number)
         with loop(number.b, 0, n_completed) as level:
@@ -278,7 +278,7 @@ class _LaneSums:
 
 @dataclass(frozen=True)
 class _Target:
-    """The first row and the first output of a block's and panel's results in y [n, m]."""
+    """Where the products of a block and a panel begin in y [n, m]: a row and an output."""
 
     y: Value
     row: Value

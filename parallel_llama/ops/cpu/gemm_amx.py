@@ -278,8 +278,8 @@ def _multiply(packed: Value, pairs: Value, results: Value, n_rows: Value, k: Val
             ):
                 tile_instruction(b, "tdpbf16ps", total, one, other)
     for total, (i, j) in zip(result_tiles, product(range(2), range(2)), strict=True):
-        place = (results + i * _SIDE * _BLOCK + j * _SIDE).bits_as(I8.as_pointer())
-        tile_instruction(b, "tilestored64", total, place, result_stride)
+        address = (results + i * _SIDE * _BLOCK + j * _SIDE).bits_as(I8.as_pointer())
+        tile_instruction(b, "tilestored64", total, address, result_stride)
 
 
 def _row_of(results: Value, output: int, row: int) -> Value:

@@ -82,7 +82,7 @@ class _RoutedGemvArguments(Generic[T]):
 
 
 class GemvKernel:
-    """x @ weight.T for few rows of x.
+    """x @ weight.T, for any number of rows of x but fast for few.
 
     The weight may have 16 bits if x is float32.
 
@@ -217,11 +217,11 @@ def multiply(
     n: Value,
     k: Value,
 ) -> None:
-    """Emits the product of n rows of x with rows outputs[0] to before outputs[1] of the weight.
+    """Emits the product of n rows of x with rows outputs[0] to outputs[1] - 1 of the weight.
 
     for tile in this thread's tiles, n_tile rows of weight each:
         for inputs, SUMMED_INPUTS at a time:
-            for group in x, _ROWS rows each, then the remaining rows:
+            for group in x, _ROWS rows each, then 4, 2 or 1 of the remaining rows:
                 y[group, tile] += x[group, inputs] @ weight[tile, inputs].T
     """
     b = n.b

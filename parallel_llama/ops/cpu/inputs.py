@@ -60,7 +60,7 @@ class _Kind:
 
     numbers: Literal["e4m3", "int8"]
     has_zeros: bool
-    is_stored: bool
+    is_static: bool
 
 
 class RoundInputsKernel:
@@ -113,7 +113,7 @@ def _round(
         with loop(b, 0, args.n_groups) as number:
             start = number * args.group
             stop = smaller(start + args.group, args.m)
-            factors = _stored if kind.is_stored else _asymmetric if kind.has_zeros else _symmetric
+            factors = _static if kind.is_static else _asymmetric if kind.has_zeros else _symmetric
             scale, zero = (lanes.splat(each) for each in factors(lanes, kind, args, x, start, stop))
             with loop(b, start, stop, lanes.width) as i:
                 mask = lanes.first(stop - i)
@@ -133,7 +133,7 @@ def _nearest(lanes: Lanes, kind: _Kind, x: Value) -> Value:
     return fma(x, 0, from_e4m3(bits, lanes.vector))
 
 
-def _stored(
+def _static(
     lanes: Lanes, _: _Kind, args: _Arguments[Value], __: Value, ___: Value, ____: Value
 ) -> tuple[Value, Value]:
     element = lanes.vector.element
@@ -167,7 +167,7 @@ def _divisor(scale: Value) -> Value:
 
 
 def _extremes(lanes: Lanes, x: Value, start: Value, stop: Value) -> tuple[Value, Value, Value]:
-    """The smallest number of a group and 0, the largest number and 0, and NaN if any is NaN."""
+    """The minimum and maximum of 0 and a group's numbers; and NaN if a number is NaN, else 0."""
     zeros = lanes.constant(x.b, 0)
     low, high, nan_or_0 = Variable(zeros), Variable(zeros), Variable(zeros)
     with loop(x.b, start, stop, lanes.width) as i:

@@ -335,7 +335,7 @@ def copy(target: Value, source: Value, n_bytes: Value) -> None:
 def in_this_order(b: ir.IRBuilder) -> None:
     """Compiler barrier: keeps LLVM from reordering independent loads across this point.
 
-    It emits no instruction. Memory is read fastest in the order of its addresses.
+    It emits no machine instruction. Memory is read fastest in the order of its addresses.
     """
     b.fence("acq_rel", "singlethread")
 

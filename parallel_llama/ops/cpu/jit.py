@@ -109,7 +109,7 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu" or dtype not in (torch.float32, torch.float64) or openmp() is None:
         return False
     features = llvm.get_host_cpu_features()
-    # Without such an instruction, every fused multiply-add would be a function call.
+    # Without an instruction for it, every fused multiply-add would be a function call.
     return bool(features.get("fma") or features.get("neon"))
 
 
@@ -126,7 +126,7 @@ class _Team(threading.local):
         self.limit = ThreadLimit(self._waited_s)
 
     def _waited_s(self) -> float:
-        """How long these threads have waited for a core; NaN if it had to find their ids first."""
+        """How long these threads have waited for a core; NaN if their ids had to be found first."""
         waited_s = run_delay_s(self._ids)
         if len(self._ids) == torch.get_num_threads() and not math.isnan(waited_s):
             return waited_s
@@ -157,9 +157,9 @@ class CompiledKernel(Generic[ArgumentsT]):
         types: see `Signature`.
 
     Attributes:
-        part: the address of each thread's function, which takes the address of packed arguments,
-            the thread's number, and the number of threads.
-        packed: the arguments in memory, as the kernel reads them.
+        part: the address of the function that each thread runs, which takes the address of packed
+            arguments, the thread's number, and the number of threads.
+        packed: packs arguments as the kernel reads them.
     """
 
     def __init__(self, arguments: type[ArgumentsT], body: Body, **types: ir.Type) -> None:

@@ -43,10 +43,7 @@ from parallel_llama.ops.kv_rows import LARGEST, LEAST_SCALE, row_width
 
 @dataclass(frozen=True)
 class KVRows:
-    """The format of a cache's rows of D numbers: their dtype, and the lanes that compute with them.
-
-    Raises: KeyError for a dtype that no cache has.
-    """
+    """The format of a cache's rows of D numbers, and the lanes that compute with these numbers."""
 
     stored: torch.dtype
     lanes: Lanes
@@ -68,7 +65,10 @@ class KVRows:
 
     @property
     def pointer(self) -> ir.PointerType:
-        """The type of the address of one stored number."""
+        """The type of the address of one stored number.
+
+        Raises: KeyError for a dtype that no cache has.
+        """
         if self.is_plain:
             return self.lanes.pointer
         types = {torch.float16: F16, torch.bfloat16: I16, torch.int8: I8, torch.float8_e4m3fn: I8}

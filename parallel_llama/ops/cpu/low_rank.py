@@ -98,7 +98,7 @@ class AdapterAddresses:
 
 
 class AdapterRoom:
-    """The rows of a decode step that run with adapters, at fixed addresses, for any adapters.
+    """Which rows of a decode step run with which adapters, at fixed addresses.
 
     Args:
         n_rows: The number of rows of the step.
@@ -266,16 +266,16 @@ def _expand(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _ExpandArgument
         segment, part = item // MAX_PARTS, part_of(item)
         matrix, rank, n_outputs = room.numbers(part[_B]), part[_RANK], part[_N_OUTPUTS]
 
-        def add_vector(width_lanes: Lanes, start: Value) -> None:
+        def add_vector(vector_lanes: Lanes, start: Value) -> None:
             rows_of_b = [
-                matrix + smaller(start + i, n_outputs - 1) * rank for i in range(width_lanes.width)
+                matrix + smaller(start + i, n_outputs - 1) * rank for i in range(vector_lanes.width)
             ]
-            mask = width_lanes.first(n_outputs - start)
+            mask = vector_lanes.first(n_outputs - start)
             with loop(b, room.starts[segment], room.starts[segment + 1]) as number:
                 row, sums = room.row(number)
                 outputs = args.y + (row * args.y_stride + part[_FIRST_OUTPUT] + start)
-                product = _products(width_lanes, sums + part[_FIRST_ROW], rows_of_b, rank)
-                width_lanes.store(outputs, width_lanes.load(outputs, mask) + product, mask)
+                product = _products(vector_lanes, sums + part[_FIRST_ROW], rows_of_b, rank)
+                vector_lanes.store(outputs, vector_lanes.load(outputs, mask) + product, mask)
 
         with loop(b, first, last) as vector:
             start = vector * lanes.width

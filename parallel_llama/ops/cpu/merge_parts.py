@@ -36,7 +36,7 @@ class _Arguments(Generic[T]):
 
 
 class MergePartsKernel:
-    """out[t] = the results bounds[t] to bounds[t + 1], merged in order. Overwrites the partials.
+    """out[t] = results[bounds[t] : bounds[t + 1]], merged in order. Overwrites the partials.
 
     Shapes: results [n_parts, H, D]; partials [n_parts, H, 2]; bounds [T + 1] int64; sinks [H]; the
     result [T, H, D].

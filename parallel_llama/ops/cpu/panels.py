@@ -94,7 +94,7 @@ class PanelReader:
             yield column, reduce(or_, bits)
 
     def floats(self, panel: Panel, group: Group) -> Iterator[tuple[int, Value]]:
-        """Yields each input of a group, and its numbers in a format of floats."""
+        """Yields the index of each input of a group, and its float numbers, for an fp8 format."""
         width = self.lanes.width
         for column, words in self.unsigned(panel, group, 0):
             bytes_ = words.bits_as(ir.VectorType(I8, 4 * width))

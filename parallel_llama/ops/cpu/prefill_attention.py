@@ -17,7 +17,7 @@ keys and its values: not on the chunk's other queries, where the chunk begins, o
 `PrefillAttentionKernel` reads keys and values in place, and converts a cache of another dtype a
 tile at a time. A query's result has the same bits as in `decode_attention`, where lane i sums the
 numbers i, i + W, i + 2 W, ... of a head, and a tree then adds up the lanes. Here each of these W
-sums is computed on its own, and the same tree adds them up. Tiles are the parts of
+sums is computed on its own, and the same tree adds them up. A tile has the keys of one part in
 `decode_attention`.
 
 Source: FlashAttention-2, arXiv 2307.08691; online softmax, arXiv 1805.02867.
@@ -132,14 +132,14 @@ class QueryBlock:
 
 @dataclass(frozen=True)
 class Keys:
-    """The slots of a sequence's keys from position `first` to before `stop`."""
+    """The slots of a sequence's keys at the positions from `first` to `stop` - 1."""
 
     slots: Value
     first: Value
     stop: Value
 
     def slot(self, position: Value) -> Value:
-        """The slot of the key at a position, or of the nearest position from `first` to `stop`."""
+        """The slot of the key at a position, or of the key nearest to it."""
         return self.slots[larger(smaller(position, self.stop - 1), self.first) - self.first]
 
 
@@ -227,7 +227,7 @@ def attend(
             factors = exp(largest of the tile - largest so far)
             sums = sums * before + (v[head, keys].T @ weights) * factors
             totals = totals * before + (sum of weights) * factors
-        out[columns] = sums / totals, which include the weights of sinks
+        out[columns] = sums / totals, with the weights of sinks in the totals
     """
     b, window, first_key = thread.number.b, chunk.window, keys_of(chunk).first
     with thread.untaken(chunk.taken, chunk.n_blocks * chunk.n_kv_heads) as item:
@@ -248,8 +248,8 @@ def attend(
             if shape.scores.soft_cap is not None:
                 _cap(shape, shape.scores.soft_cap, n_scored, block)
             last_hidden = larger(last - window, first_key - 1)
-            is_seen = (tile + n_scored < first + 2) & (last_hidden < tile)
-            with when(is_seen ^ 1):
+            is_all_seen = (tile + n_scored < first + 2) & (last_hidden < tile)
+            with when(is_all_seen ^ 1):
                 _mask_scores(shape, tile, n_scored, window, first_key, block)
             before, factors = softmax.weigh(n_scored, block)
             products.add_values(n_seen, before, factors)

@@ -1,7 +1,7 @@
 """Prefill attention over a KV cache in bfloat16, on the CPU's matrix tiles (AMX).
 
-Queries and weights, in float32, are split into two numbers of bfloat16 as in `gemm_amx`; keys,
-values and products are exact. Keys and values are packed as tiles first, once for all queries of a
+Each float32 number of a query or weight is split into two bfloat16 numbers, as in `gemm_amx`; keys,
+values and products are exact. First, keys and values are packed as tiles, once for all queries of a
 chunk:
 
     tile of keys    [16 keys, 32 numbers]
@@ -278,12 +278,12 @@ class _Pairs:
     Shapes: [2 parts, vectors, n / 32, 16, 16, 2] for at most n rows.
     """
 
-    def __init__(self, shape: BlockShape, place: Value, n: int) -> None:
-        self._shape, self._place, self._n = shape, place, n
+    def __init__(self, shape: BlockShape, memory: Value, n: int) -> None:
+        self._shape, self._memory, self._n = shape, memory, n
 
     def tile(self, part: int, vector: int, step: Value) -> Value:
         start = (part * _VECTORS + vector) * self._n * _SIDE * 2
-        return self._place + start + step * _TILE_BYTES
+        return self._memory + start + step * _TILE_BYTES
 
     def split(self, rows: Value, n: Value, rounded: Callable[[Value], Value]) -> None:
         """Splits and stores n rows, with n even. Shapes: rows [n, C]."""

@@ -222,7 +222,7 @@ _RowT = TypeVar("_RowT")  # the addresses of a row of inputs
 class _Products(ABC, Generic[_RowT]):
     """How the products of inputs and panels are summed, for one kind of format."""
 
-    panels: PanelReader
+    reader: PanelReader
 
     @abstractmethod
     def row_at(self, args: Any, number: Value) -> _RowT:
@@ -255,7 +255,7 @@ class _IntegerProducts(_Products[_Row]):
     byte_dots: ByteDots
 
     def row_at(self, args: _IntegerArguments[Value], number: Value) -> _Row:
-        x, first, n_parts = args.inputs, number * args.n_groups, self.panels.form.n_parts
+        x, first, n_parts = args.inputs, number * args.n_groups, self.reader.form.n_parts
         return _Row(
             x.integers + first * QUANT_GROUP_SIZE, x.scales + first, x.sums + first * n_parts
         )
@@ -267,7 +267,7 @@ class _IntegerProducts(_Products[_Row]):
         group: Group,
         totals: Sequence[Sequence[Variable]],
     ) -> None:
-        for part in range(self.panels.form.n_parts):
+        for part in range(self.reader.form.n_parts):
             self._add_part(part, rows, panels, group, totals)
 
     def _add_part(
@@ -278,12 +278,12 @@ class _IntegerProducts(_Products[_Row]):
         group: Group,
         totals: Sequence[Sequence[Variable]],
     ) -> None:
-        lanes, form, n_parts = self.panels.lanes, self.panels.form, self.panels.form.n_parts
+        lanes, form, n_parts = self.reader.lanes, self.reader.form, self.reader.form.n_parts
         negated_sums = [row.sums[group.number * n_parts + part] for row in rows]
         # dots[row][panel], which begin with -zero * the sum of the row's inputs.
         dots = [[lanes.splat(negated * form.zero) for _ in panels] for negated in negated_sums]
         for number, panel in enumerate(panels):
-            for column, unsigned in self.panels.unsigned(panel, group, part):
+            for column, unsigned in self.reader.unsigned(panel, group, part):
                 for row, row_dots in zip(rows, dots, strict=True):
                     address = row.integers + group.number * QUANT_GROUP_SIZE + 4 * column
                     signed = lanes.splat(address.bits_as(_WORD)[0])
@@ -291,8 +291,8 @@ class _IntegerProducts(_Products[_Row]):
                         self.byte_dots, row_dots[number], unsigned, signed
                     )
         for number, panel in enumerate(panels):
-            scale = self.panels.scale(panel, group, part)
-            least = self.panels.least(panel, group, part) if form.has_min else None
+            scale = self.reader.scale(panel, group, part)
+            least = self.reader.least(panel, group, part) if form.has_min else None
             for row, row_dots, row_totals, negated in zip(
                 rows, dots, totals, negated_sums, strict=True
             ):
@@ -317,15 +317,15 @@ class _FloatProducts(_Products[Value]):
         group: Group,
         totals: Sequence[Sequence[Variable]],
     ) -> None:
-        lanes = self.panels.lanes
+        lanes = self.reader.lanes
         sums = [[lanes.constant(group.number.b, 0) for _ in panels] for _ in rows]
         for number, panel in enumerate(panels):
-            for index, weights in self.panels.floats(panel, group):
+            for index, weights in self.reader.floats(panel, group):
                 for row, row_sums in zip(rows, sums, strict=True):
                     x = lanes.splat(row[group.number * QUANT_GROUP_SIZE + index])
                     row_sums[number] = fma(weights, x, row_sums[number])
         for number, panel in enumerate(panels):
-            scale = self.panels.scale(panel, group, 0)
+            scale = self.reader.scale(panel, group, 0)
             for row_sums, row_totals in zip(sums, totals, strict=True):
                 total = row_totals[number]
                 total.value = fma(row_sums[number], scale, total.value)
@@ -341,7 +341,7 @@ def _quant_gemm(
                 y[rows, panels] = sum over groups of x[rows, group] . panels[group]
     """
     to, shape = args.outputs, args.outputs.shape
-    reader, lanes = products.panels, products.panels.lanes
+    reader, lanes = products.reader, products.reader.lanes
 
     def multiply(block: Value, first: Value, n_panels: int) -> None:
         """Multiplies the rows of a block by consecutive panels."""

@@ -65,7 +65,7 @@ _EMPTY = {"empty", "empty_like", "new_empty"}
 
 @dataclass(slots=True, kw_only=True)
 class ExecutorArguments(Generic[T]):
-    """Calls `start` to before `stop`."""
+    """The calls from `start` to `stop` - 1."""
 
     calls: Integers[T]
     start: Integer[T]
@@ -102,8 +102,8 @@ def _execute(b: ir.IRBuilder, thread: Thread, args: ExecutorArguments[Value]) ->
     for number in start to stop:
         if the call has a barrier:
             wait for all threads
-            exit if an earlier call has interrupted
-        if this thread takes part in the call, and no earlier call has interrupted:
+            exit if an earlier call has interrupted the replay
+        if this thread takes part in the call, and no earlier call has interrupted the replay:
             make the call
     """
     following = Variable(args.start)
@@ -138,7 +138,7 @@ def _barrier(state: Value, thread: Thread) -> None:
 
 
 def _make(call: Value, number: Value, count: Value) -> None:
-    """Calls a program's part."""
+    """Calls a kernel's `part` as thread `number` of `count`."""
     b, argument = call.b, I8.as_pointer()
     part = ir.FunctionType(VOID, [argument, I64, I64]).as_pointer()
     address = b.inttoptr(call[_ARGUMENTS].raw, argument)
@@ -221,7 +221,7 @@ class Recording:
         return partial(_call_at, function, _View(x.data_ptr(), x.shape, x.dtype))
 
     def borrowed(self, x: Tensor) -> Tensor:
-        """A tensor at x's address that does not keep x alive: another replay may overwrite it."""
+        """A tensor at x's address that does not keep x alive: later calls may reuse the memory."""
         return _View(x.data_ptr(), x.shape, x.dtype).tensor()
 
     def replay(self) -> None:

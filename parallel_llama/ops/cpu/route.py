@@ -269,7 +269,7 @@ def _exclude_groups(args: _SigmoidRouteArguments[Value], choices: Value, of_grou
         number, best = _argmax(of_groups, n_groups)
         of_groups[number] = best.like(nan)
     with loop(b, 0, n_groups) as g:
-        is_out = of_groups[g] < inf  # NaN is not
+        is_out = of_groups[g] < inf  # false for NaN, which marks the best groups
         with loop(b, g * size, (g + 1) * size) as i:
             choices[i] = where(is_out, choices[i].like(nan), choices[i])
 
@@ -291,7 +291,7 @@ def _softmax(lanes: Lanes, scores: Value, n: Value) -> tuple[Value, Value]:
 
 
 def _argmax(scores: Value, n: Value) -> tuple[Value, Value]:
-    """The index of the largest score, the first of equal ones, and the score; 0, -inf if none."""
+    """The first index of the largest score, and this score; 0 and -inf if none is above -inf."""
     number, score = Variable(n.like(0)), Variable(scores[0].like(-inf))
     with loop(n.b, 0, n) as i:
         is_better = score.value < scores[i]

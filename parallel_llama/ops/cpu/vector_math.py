@@ -20,7 +20,7 @@ _ROUNDED_LN2 = {dtype: torch.tensor(_LN2, dtype=dtype).item() for dtype in _DEGR
 
 
 def exp(lanes: Lanes, x: Value) -> Value:
-    """exp(x) for x <= 0; exactly 0 near and below the smallest normal number, NaN for NaN.
+    """exp(x) for x <= 0; 0 if exp(x) is near or below the smallest normal number, NaN for NaN.
 
     x = n ln 2 + r with an integer n and |r| <= ln 2 / 2: exp(x) = 2^n (1 + r + r^2 / 2! + ...).
     """

@@ -36,7 +36,7 @@ def chunk_attention(
     assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
     k, v = as_stored(k), as_stored(v)
     rows, n_keys = _tile(size, q.element_size(), k.dtype != q.dtype)
-    n_tiles = -(-queries.max_queries * heads.widest // rows)
+    n_tiles = -(-queries.max_queries * heads.max_heads_per_kv // rows)
     factor, cap = factors(scores, head_dim)
     launch(
         _attention, (len(queries.rows), len(k), n_tiles),

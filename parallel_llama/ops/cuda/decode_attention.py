@@ -53,8 +53,8 @@ def decode_attention(
     assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
     k, v = as_stored(k), as_stored(v)
     is_packed = k.dtype != q.dtype
-    group, n_keys, size = _tile(heads.widest, head_dim, q.element_size(), is_packed)
-    n_parts = -(-heads.widest // group)
+    group, n_keys, size = _tile(heads.max_heads_per_kv, head_dim, q.element_size(), is_packed)
+    n_parts = -(-heads.max_heads_per_kv // group)
     room = (n, n_heads, _MAX_SPLITS.value, size + _BESIDE.value)
     if n_programs is None:
         n_programs = _programs(n * len(k) * n_parts, 4 * math.prod(room))

@@ -1,8 +1,8 @@
 """Launching a kernel on torch's tensors, and sizes of tiles.
 
-From sm_90 on, a kernel starts while the kernel before it ends, and waits for its results
-(programmatic dependent launch). Without this, a GPU is idle for about a microsecond between two
-kernels.
+From sm_90 on, a kernel starts while the kernel before it is still ending, and then waits for that
+kernel's results (programmatic dependent launch). Otherwise a GPU would be idle for about a
+microsecond between two kernels.
 
 Source: CUDA C++ Programming Guide, programmatic dependent launch; PTX ISA, griddepcontrol.
 """

@@ -41,7 +41,7 @@ _ALIGNMENT = 16  # bytes per load
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` supports these dtypes and this number of rows."""
+    """Whether products of these dtypes and this many rows use `linear` rather than cuBLAS."""
     return len(x) <= MAX_ROWS and x.dtype in TYPES and weight.dtype in TYPES
 
 
@@ -85,7 +85,7 @@ def whole(product: Product) -> Tensor:
 
 
 def source_of(product: Product) -> tuple[Tensor, Tensor | None, int, int]:
-    """The values, the bias, the stride of a row, and N_PARTS of `load_row`."""
+    """What `load_row` reads a product with: values, bias, row stride and N_PARTS."""
     if isinstance(product, Tensor):
         return product, None, product.stride(0), 0
     return product.sums, product.bias, product.sums.stride(1), len(product.sums)
@@ -149,7 +149,7 @@ class Addresses:
 
 
 def takes_routed(x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> bool:
-    """Whether `routed_product` supports these dtypes and this number of rows."""
+    """Whether products of these dtypes and this many rows use `routed_product`."""
     stored = {weight.dtype for weight in weights}
     is_computed = x.dtype in TYPES and len(stored) == 1 and stored <= {*TYPES}
     return is_computed and dispatch.max_rows <= MAX_ROUTED_ROWS

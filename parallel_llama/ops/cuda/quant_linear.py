@@ -31,7 +31,7 @@ PANEL_ROWS = 1
 
 _SIDE_BY_SIDE = 512  # outputs times groups of a program
 _LANES = (16, 128)  # the fewest and the most groups side by side
-_ROWS = (1, 4)  # per program
+_ROWS = (1, 4)  # per program, for a product of one row and of more rows
 _FP8_OUTPUTS = 64  # per program
 _ROUNDED_GROUPS = 8  # per program that rounds inputs
 _DEQUANTISED = (16, 8)  # outputs and groups of a program
@@ -181,7 +181,7 @@ def _product(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     await_inputs()
-    # Neighbours read the same outputs for other rows.
+    # Neighbouring programs multiply the same outputs by other rows.
     outputs = tl.program_id(0) // n_row_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
     first_row = (tl.program_id(0) % n_row_blocks).to(tl.int64) * ROWS
     is_output = outputs < n_outputs

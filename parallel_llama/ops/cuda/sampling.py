@@ -1,7 +1,7 @@
 """Sampling on the device: plain draws, and draws with filters from the candidates of all ranks.
 
 A row of logits is split over several programs, so that one row fills the device, and further
-launches merge what they find. A candidate is one `sort_key` of a logit and its token. The K largest
+launches merge the results. A candidate is one `sort_key` of a logit and its token. The K largest
 keys are found without sorting: a bit-by-bit search finds the smallest of the K keys. The last
 launch orders the keys by counting, for each key, the larger keys.
 

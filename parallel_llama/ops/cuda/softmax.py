@@ -18,7 +18,7 @@ _TWO_LOG2_E = tl.constexpr(2 * math.log2(math.e))
 
 
 def factors(scores: Scores, head_dim: int) -> tuple[float, float]:
-    """The factor on q k, and the factor on tanh of that; 0 for no soft cap."""
+    """The factor on q k, and the factor on the tanh of this product, 0 without a soft cap."""
     scale, cap = scores.scale_of(head_dim), scores.soft_cap
     if cap is None:
         return scale * math.log2(math.e), 0.0

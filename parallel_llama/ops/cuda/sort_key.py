@@ -1,4 +1,4 @@
-"""Sort keys: a score and a number as one integer, ordered by score; ties by descending number."""
+"""Sort keys: a score and a number in one integer, so that the largest key has the best score."""
 
 import triton
 import triton.language as tl
