@@ -86,7 +86,7 @@ class MixtureOfExperts:
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
-        self.comm, self.ops, self.numbers = backend.comm, backend.ops, shard.experts
+        self.comm, self.ops, self.local_experts = backend.comm, backend.ops, shard.experts
         self.activation, bias = activation_of(args, backend.ops), args.expert_bias
         self.is_sigmoid, self.scales_inputs = args.sigmoid_router, args.scaled_inputs
         self.n_active, self.normed = args.n_active_experts, args.normed_experts
@@ -124,7 +124,7 @@ class MixtureOfExperts:
         if self.scales_inputs:  # from here on, each pair of a token and an expert is a token
             inputs = self.ops.scaled_pairs(x, routing_weights)  # [T * n_active, dim] replicated
             experts, routing_weights = experts.view(-1, 1), torch.ones_like(routing_weights)
-        to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
+        to_experts, back = self.ops.expert_dispatch(experts, self.local_experts)
         h = grouped_linear(inputs, self.w13, to_experts, self.ops)  # by expert, local
         if self.w13_bias is not None:
             h = self.ops.add_expert_bias_(self.ops.whole(h), self.w13_bias, to_experts)

@@ -81,7 +81,8 @@ def attend_in_order(
     local_heads = slice(shard.heads.start, shard.heads.stop)
     for tile in tiles:
         partial = torch.cat(ops.part_attention(all_q, k, v, tile, heads), -1)
-        parts = comm.all_gather(partial).flatten(0, 1)[:, local_heads]  # [size * n_most, H, D + 2]
+        # [size * max_parts, H, D + 2] local
+        parts = comm.all_gather(partial).flatten(0, 1)[:, local_heads]
         results, partials = parts[..., :head_dim], parts[..., head_dim:]
         out[tile.rows] = ops.merge_parts(results, partials, tile, sinks)
     return out

@@ -45,7 +45,7 @@ _Layer = (
 )
 
 
-# Fused layers, and the layers that they compute, in the order of their outputs.
+# Fused layers, and the layers whose outputs they compute, in order.
 _FUSED = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
 
 

@@ -395,13 +395,13 @@ class CPUOps(TorchOps):
     ) -> tuple[Tensor, Tensor]:
         """The attention over each part of the keys on this rank, for `merge_parts`.
 
-        All ranks return `tile.n_most` parts; those beyond this rank's own are undefined.
+        All ranks return `tile.max_parts` parts; those beyond this rank's own are undefined.
 
         Shapes: q [n, H, D], with the rows that `tile.batch` names; k, v as in `attention`; the
-        results [n_most, H, D], and their largest scores and sums of weights [n_most, H, 2].
+        results [max_parts, H, D], and their largest scores and sums of weights [max_parts, H, 2].
         """
-        results = q.new_empty(tile.n_most, *q.shape[1:])
-        partials = q.new_empty(tile.n_most, q.shape[1], PARTIAL_FIELDS)
+        results = q.new_empty(tile.max_parts, *q.shape[1:])
+        partials = q.new_empty(tile.max_parts, q.shape[1], PARTIAL_FIELDS)
         if tile.batch is not None:
             n = len(tile.batch.parts)
             for q_heads, kv_heads in heads.runs:
@@ -417,8 +417,8 @@ class CPUOps(TorchOps):
     ) -> Tensor:
         """Merges the parts of all ranks, as gathered from `part_attention`, in order of position.
 
-        Shapes: results [n_ranks * n_most, H, D]; partials [n_ranks * n_most, H, 2]; sinks [H]; the
-        result [t, H, D].
+        Shapes: results [n_ranks * max_parts, H, D]; partials [n_ranks * max_parts, H, 2]; sinks
+        [H]; the result [t, H, D].
         """
         has_sinks = self._scores.has_sinks
         merge = make_merge_parts(results.dtype, self._head_dim, has_sinks=has_sinks)

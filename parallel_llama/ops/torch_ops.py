@@ -578,7 +578,7 @@ class TorchOps:
         """Yields the plans of queries that attend to their windows and to sinks.
 
         `window` has the queries with the keys of their windows. `sinks` has the same queries at
-        positions one window earlier, so that each attends to the sinks before its window only.
+        positions one window earlier, so that each attends only to the sinks before its window.
         """
         tiles = zip(window.tiles(dtype, device), sinks.tiles(dtype, device), strict=True)
         for window_tile, sink_tile in tiles:

@@ -107,15 +107,15 @@ class PartTile:
     Args:
         rows: [t] int64, the queries' rows of the batch.
         batch: The parts on this rank, or None if all parts are on other ranks.
-        n_most: The largest number of parts on a rank.
+        max_parts: The largest number of parts on a rank.
         order: [m] int64, the parts in order of query and position, as indices in the gathered parts
-            of all ranks, `n_most` from each rank.
+            of all ranks, `max_parts` from each rank.
         bounds: [t + 1] int64: the parts order[bounds[i] : bounds[i + 1]] belong to query i.
     """
 
     rows: Tensor
     batch: DecodeBatch | None
-    n_most: int
+    max_parts: int
     order: Tensor
     bounds: Tensor
 
@@ -128,10 +128,10 @@ class PartTile:
         for at in sorted(range(len(all_parts)), key=lambda at: all_parts[at].number):
             other_rank = all_parts[at].other_rank
             parts_of_rank[rank if other_rank is None else other_rank].append(at)
-        n_most, order = max(map(len, parts_of_rank)), [0] * len(all_parts)
+        max_parts, order = max(map(len, parts_of_rank)), [0] * len(all_parts)
         for owner, indices in enumerate(parts_of_rank):
             for number, at in enumerate(indices):
-                order[at] = owner * n_most + number
+                order[at] = owner * max_parts + number
         parts: list[tuple[int, ...]] = []
         slot_ranges: list[tuple[int, int]] = []
         for row, _, first_key, slots, _ in (all_parts[at] for at in parts_of_rank[rank]):
@@ -143,7 +143,7 @@ class PartTile:
         return cls(
             _int64([query.row for query in queries]),
             DecodeBatch.of_parts(parts, slot_ranges) if parts else None,
-            n_most,
+            max_parts,
             _int64(order),
             _int64([*accumulate((len(query.parts) for query in queries), initial=0)]),
         )

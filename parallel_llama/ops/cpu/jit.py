@@ -38,7 +38,7 @@ from parallel_llama.ops.cpu.ir import I32, I64, VOID, Lanes, Thread, Value
 from parallel_llama.ops.cpu.thread_limit import ThreadLimit, run_delay_s
 from parallel_llama.ops.cpu.vector_math import ByteDots
 
-Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its arguments last
+Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel, whose arguments come last
 
 _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
 _FROM_SYSTEM = "sched_yield", "usleep", "send", "recv"
@@ -64,7 +64,7 @@ class CPUFeatures:
     byte_dots: ByteDots = "plain"
 
     def lanes(self, dtype: torch.dtype, size: int = 0) -> Lanes:
-        """All lanes of a vector register; for rows of a size, the most lanes that divide it."""
+        """All lanes of a vector register; for rows of `size` numbers, the most that divide it."""
         return Lanes(dtype, dtype, math.gcd(self.vector_bytes // dtype.itemsize, size))
 
 
@@ -114,7 +114,7 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def threads_for(n_numbers: int) -> int:
-    """The number of threads for a pass over n numbers; one if threads would not pay off."""
+    """The number of threads for a pass over n numbers; 1 if more would not pay off."""
     return torch.get_num_threads() if n_numbers > 1 << 16 else 1
 
 

@@ -106,7 +106,7 @@ def _programs(n_pairs: int, n_bytes: int) -> int:
 
 @triton.jit
 def _seen(rows, at, window, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr):
-    """The first key of a range, its number of keys (0 without a query), and a split's length."""
+    """The index of a range's first key in its blocks, its number of keys, and a split's length."""
     own = rows + at * 5
     position, first_key = tl.load(own + 2), tl.load(own + 3)
     first = tl.maximum(first_key, position - window + 1)

@@ -5,8 +5,8 @@ The panels of these matrices have one row. The words of a quantisation group are
 
 Integer formats round the inputs to int8, so a group's product is exact and only the sum over groups
 rounds. A program sums in LANES lanes: lane i adds the groups i, i + LANES, i + 2 LANES and so on.
-The lanes are added at the end. fp8 converts the weight to the dtype of the inputs, which is exact,
-and sums a group in float32; the groups are split into parts, which are added in order. Both orders
+The lanes are added at the end. fp8 weights are converted to the inputs' dtype, which is exact, and
+summed in float32 within a group; groups are split into parts, which are added in order. Both orders
 depend on the matrix's shape alone, so a row's result does not depend on the number of rows up to
 MAX_ROWS.
 

@@ -63,9 +63,9 @@ def candidates(x: Tensor, temperatures: Tensor, k: int, first: int) -> Tensor:
     n, m = x.shape
     n_parts = triton.cdiv(m, _SIZE)
     keys = x.new_empty(n, n_parts, k, dtype=torch.int64)
-    sums = x.new_empty(2, n, n_parts, dtype=torch.float64)
+    masses, bests = x.new_empty(2, n, n_parts, dtype=torch.float64)
     launch(
-        _top_k_of_parts, (n_parts, n), x, temperatures, keys, *sums, x.stride(0), first, m,
+        _top_k_of_parts, (n_parts, n), x, temperatures, keys, masses, bests, x.stride(0), first, m,
         SIZE=_SIZE, K=k, num_warps=1,
     )  # fmt: skip
     while keys.shape[1] > 1:
@@ -76,7 +76,7 @@ def candidates(x: Tensor, temperatures: Tensor, k: int, first: int) -> Tensor:
         keys = merged
     found = x.new_empty(n, 1 + 2 * k, dtype=torch.float64)
     launch(
-        _candidates, (n,), keys, *sums, temperatures, found, n_parts,
+        _candidates, (n,), keys, masses, bests, temperatures, found, n_parts,
         PARTS=tile(n_parts), K=k, num_warps=4,
     )  # fmt: skip
     return found
