@@ -143,7 +143,7 @@ def read_packed(packing: Packing, form: QuantFormat, block: MatrixBlock, read: R
     else:
         integers = _words_of_outputs(read("qweight", inputs, words), order)[selected]
     zeros = _words_of_outputs(read("qzeros", groups, words), order)[selected]
-    zeros = (zeros + packing.zero_offset) & 15  # modulo 16: 0 minus 1 is stored as 15
+    zeros = (zeros + packing.zero_offset) & 15  # a zero point of 0 is stored as -1, which is 15
     n_before = inputs.start % form.block // QUANT_GROUP_SIZE
     factors = zeros.repeat_interleave(form.n_shared, 1)
     factors = factors[:, n_before:][:, : len(inputs) // QUANT_GROUP_SIZE]

@@ -69,8 +69,8 @@ class ScaledBlock:
         columns: the columns of the matrix in this block.
         numbers: e4m3 floats or int8, [rows, columns]; or e2m1 floats of 4 bits in uint8, two in a
             byte, [rows, bytes with these columns].
-        scales: floats, or exponents of powers of two plus 127 in uint8: [row blocks, column
-            blocks] that the block touches.
+        scales: floats, or exponents of powers of two plus 127 in uint8, [row blocks, column
+            blocks]: those that overlap the rows and columns.
         names: the names of the tensors with the scales and with the divisor, for errors.
         zeros: zero points, in the dtype of the numbers; shapes as `scales`.
         divisor: of all scales, [1] float32.

@@ -296,9 +296,9 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     if flags[ELASTIC]:
         if is_started_as_rank() and is_watched():
             raise UsageError(
-                f"--elastic inside {launcher_name()}, which ends all ranks when one is lost; use "
-                "--nproc, start each rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or "
-                "drop --elastic"
+                f"--elastic cannot work inside {launcher_name()}, which ends all ranks when one is "
+                "lost; use --nproc, start each rank with RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT, or drop --elastic"
             )
         if is_started_as_rank() and flags[SPARES]:
             raise UsageError(

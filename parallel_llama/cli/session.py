@@ -182,7 +182,7 @@ def closing_line(
     smallest, largest = size(min(weight_bytes)), size(max(weight_bytes))
     parts = [counted(meter.n_tokens, "token")]
     if meter.n_tokens:
-        parts.append(f"the first after {meter.first_token_s:.2f} s")
+        parts.append(f"first token after {meter.first_token_s:.2f} s")
     if meter.tokens_per_s:
         parts.append(f"{meter.tokens_per_s:.1f} tokens/s")
     n_accepted, n_drafts = drafts

@@ -66,7 +66,7 @@ NATIVE_QUANTS = {
 # By method: the numbers of bits of its integers.
 _BITS = {"gptq": (2, 4, 8), "awq": (4,)}
 
-# By method: its formats, the default first, and the number that files subtract from zero points.
+# By method: its formats, the default first, and the number to add to each stored zero point.
 _ZERO_OFFSETS = {"gptq": {"gptq": 1, "gptq_v2": 0}, "awq": {"gemm": 0}}
 _FORMAT_KEYS = {
     "gptq": ("checkpoint_format", "format"),
@@ -395,8 +395,8 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | 
         return None
     if method not in _METHODS:
         raise UsageError(
-            f"quantization_config has quant_method={method[:80]!r}: a quantised checkpoint, which "
-            f"is not supported; {_SUPPORTED}; {_INSTEAD}"
+            f"quantization_config has quant_method={method[:80]!r}, which is not supported; "
+            f"{_SUPPORTED}; {_INSTEAD}"
         )
     try:
         if method == "bitsandbytes":

@@ -108,8 +108,8 @@ class Schemes:
 
     Args:
         method: the quant_method.
-        groups: pairs of a target and its scheme; of several targets of one kind (name, pattern,
-            class) that match a module, the first is used.
+        groups: pairs of a target (a name, pattern or class) and its scheme. If several targets of
+            one kind match a module, the first applies.
         ignored: modules that are not quantised, by name or as a pattern that begins with re:.
         not_applied: what config.json quantises besides weights and inputs of matrices.
     """

@@ -587,8 +587,8 @@ def _require_single_starts(n_spares: int) -> None:
     """Raises: UsageError if ranks that another program has started cannot continue after a loss."""
     if is_watched():
         raise UsageError(
-            f"elastic inside {launcher_name()}, which ends all ranks when one is lost; drop "
-            "elastic, start the ranks with tp_size, or start each rank with RANK, WORLD_SIZE, "
+            f"elastic cannot work inside {launcher_name()}, which ends all ranks when one is lost; "
+            "drop elastic, start the ranks with tp_size, or start each rank with RANK, WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT"
         )
     if n_spares:

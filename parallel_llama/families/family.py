@@ -146,7 +146,7 @@ class GGUFForm:
         architecture: llama.cpp's name for the architecture.
         features: Maps the header's fields and the tensors' names to the ModelArgs other than sizes;
             adds the constants that llama.cpp hard-codes.
-        reads: The keys that `features` reads and other architectures lack, without the
+        reads: The keys that only this architecture has and `features` reads, without the
             architecture's prefix.
         has_experts: Whether the models have experts.
         has_layer_norm: Whether the models have LayerNorm, which has a key for its epsilon.

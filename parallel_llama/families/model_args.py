@@ -172,8 +172,8 @@ class ModelArgs:
     sigmoid_router: bool = False  # weights are sigmoids; a bias is added only to choose experts
     router_bias: bool = True  # with sigmoid_router: whether it has that bias
     scaled_inputs: bool = False  # routing weights scale the inputs of experts, not their outputs
-    n_expert_groups: int = 1  # with sigmoid_router: consecutive experts form a group,
-    n_active_groups: int = 1  # and a token's experts are in its best groups
+    n_expert_groups: int = 1  # with sigmoid_router: the number of groups of consecutive experts
+    n_active_groups: int = 1  # the number of groups from which a token's experts come
     expert_bias: bool = False  # biases of the router and of every expert
     shared_ffn_dim: int = 0  # channels of the expert that computes every token; 0: none
     shared_gate: bool = False  # the shared expert's output is scaled by the sigmoid of a score
@@ -372,8 +372,8 @@ class ModelArgs:
         n_groups, n_active = self.n_expert_groups, self.n_active_groups
         if not 1 <= n_active <= n_groups:
             raise UsageError(
-                f"n_active_groups={n_active} and n_expert_groups={n_groups}: use 1 to {n_groups} "
-                "active groups, of 1 or more"
+                f"n_active_groups={n_active} and n_expert_groups={n_groups}: use at least 1 group, "
+                "and 1 to all groups as active groups"
             )
         size = self.n_experts // n_groups
         if n_groups > 1 and (self.n_experts % n_groups or size < 2):

@@ -175,7 +175,7 @@ class RowParallelLinear:
         return row_parallel_sum((self, x), adapters=adapters)
 
     def product(self, x: Tensor, adapters: Adapters = ()) -> Product:
-        """As a call, but one rank, which exchanges nothing, may return a `PartSums`."""
+        """As a call. On one rank, which has nothing to exchange, it may return a `PartSums`."""
         if self.comm.size > 1 or self.bias is not None or adapters:
             return self(x, adapters)
         y = self.weight.product(self.cut.whole_inputs(x, self.ops, self.comm), self.ops)

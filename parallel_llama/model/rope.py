@@ -62,9 +62,9 @@ def rotary_of_windows(args: ModelArgs) -> ModelArgs:
 class RotaryTables:
     """The rotations of positions, computed on first use and cached.
 
-    With dynamic scaling the base depends on the length of the sequence when a token is processed:
-    the prompt's length for prompt tokens, and the position of the token plus one for later tokens.
-    Cached keys keep their rotation, as in transformers' generate.
+    With dynamic scaling the base depends on a length: that of the prompt for prompt tokens, and the
+    position plus one for later tokens. Cached keys keep their rotation, as in transformers'
+    generate.
 
     Args:
         dtype: The dtype of the model; the tables have at least float32.

@@ -78,7 +78,7 @@ class TransformerBlock:
 
         y is the output of the previous block, which the first norm adds; None for the first block.
 
-        Returns: the residual stream after the block, as an x and a y.
+        Returns: x and y of the residual stream after the block.
         Shapes: x, y [T, dim] replicated -> [T, dim] replicated, or with `rows` these rows only,
         [n, dim].
         Collective: as `Attention` and the feed-forward.

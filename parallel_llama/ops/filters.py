@@ -38,10 +38,9 @@ class Filters:
     min_p: Tensor
 
     def keep_mask(self, logits: Tensor, mass: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Which candidates the filters keep, and in which rows this is decided.
+        """Which candidates the filters keep, and for which rows the candidates suffice.
 
-        A row is decided if the filters, applied to its whole vocabulary, would keep the same
-        tokens: the candidates suffice.
+        The candidates suffice if the filters would keep the same tokens of the whole vocabulary.
 
         Shapes: logits [n, C], each row's largest logits in descending order, C <= vocab_size; mass
         [n, 1], of the whole vocabulary; the results [n, C] bool and [n] bool.

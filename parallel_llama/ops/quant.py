@@ -309,11 +309,11 @@ def quant_gemm(x: Tensor, weight: QuantMatrix) -> Tensor:
 
 @dataclass(frozen=True)
 class Plane:
-    """A bit plane: the `width` bits from bit `first` on of all integers of a group.
+    """A bit plane: of all integers of a group, the `width` bits from bit `first` on.
 
     The integers of a group are 8 columns of 4 inputs; a column is a 32-bit word with one byte per
-    input. The plane stores its bits in `width` words from word `first` on; a word holds the bits of
-    8 / `width` columns.
+    input. The group is stored in one word per bit of an integer. `width` of these words, from word
+    `first` on, hold the plane, each the bits of 8 / `width` columns.
     """
 
     width: int

@@ -194,9 +194,9 @@ class TorchOps:
         lower number.
 
         Args:
-            groups: (n, m): the experts form n groups of consecutive experts, and a token uses m
-                groups. Groups are ordered by a sum over their two most preferred experts: the sum
-                of the values that experts are ordered by.
+            groups: (n, m): the experts form n groups of consecutive experts, and a token uses its m
+                best groups: those whose two most preferred experts have the largest sum of the
+                values that order experts.
 
         Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] -> routing_weights and experts
             [T, n_active].
@@ -577,8 +577,8 @@ class TorchOps:
     ) -> Iterator[SinkPlan]:
         """Yields the plans of queries that attend to their windows and to sinks.
 
-        `window` has the queries with the keys of their windows. `sinks` has the same queries at
-        positions one window earlier, so that each attends only to the sinks before its window.
+        `window` has the queries with the keys of their windows. `sinks` has the same queries, each
+        moved back by one window, so that it attends only to the sinks before its window.
         """
         tiles = zip(window.tiles(dtype, device), sinks.tiles(dtype, device), strict=True)
         for window_tile, sink_tile in tiles:

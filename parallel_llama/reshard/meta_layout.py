@@ -189,7 +189,7 @@ class RecordWriter:
 class MetaLayout(Layout):
     """A Meta folder of `n_parts` files.
 
-    Tied embeddings are stored a second time as output.weight, which Meta's program needs.
+    Tied embeddings are also stored as output.weight, because Meta's program reads that tensor.
 
     Args:
         dtypes: dtypes of the tensors, by Meta's names.

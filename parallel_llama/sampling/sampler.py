@@ -5,8 +5,8 @@ the head exchange each rank sends a few numbers per row, and all ranks compute t
 same gathered bytes.
 
 A token is the argmax of logits / temperature + Gumbel noise over the tokens that the filters keep.
-The noise depends on (seed, choice, position, token id) alone, so a token depends neither on the
-rest of the batch, nor on the shards, nor on the number of candidates.
+The noise depends on (seed, choice, position, token id) alone, so a token is the same in any batch,
+for any shards and for any number of candidates.
 
 Log-probabilities and the mass of a nucleus are sums over tiles of the vocabulary, in order,
 whichever ranks hold the tiles. Without exact sums a shard may end inside a tile; these sums then

@@ -421,7 +421,8 @@ def test_answers_of_one_token_have_no_speed():
         meter.take(Step(index, n_tokens=1))
     assert meter.tokens_per_s == 0
     assert (
-        closing_line(meter, [5], None) == "3 tokens, the first after 0.00 s, 1 rank, 5 B of weights"
+        closing_line(meter, [5], None)
+        == "3 tokens, first token after 0.00 s, 1 rank, 5 B of weights"
     )
 
 

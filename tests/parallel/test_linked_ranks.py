@@ -260,9 +260,9 @@ def test_elastic_is_refused_under_torchrun_and_spares_for_ranks_of_others(folder
     put(TORCHRUN)
     verb, config = load_verb("generate"), LLMConfig(str(folder), elastic=True)
     command = "--model", str(folder), "--prompt", "Once", "--elastic", "--spares=1"
-    with pytest.raises(UsageError, match="--elastic inside torchrun, which ends all ranks when"):
+    with pytest.raises(UsageError, match="--elastic cannot work inside torchrun"):
         verb.prepare(parse_flags(verb, command))
-    with pytest.raises(UsageError, match="elastic inside torchrun, which ends all ranks when one"):
+    with pytest.raises(UsageError, match=r"^elastic cannot work inside torchrun"):
         Ranks(ModelSetup(config))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     with pytest.raises(UsageError, match="--spares 1 with ranks that another program has started"):

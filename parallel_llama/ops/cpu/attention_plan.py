@@ -108,8 +108,8 @@ class PartTile:
         rows: [t] int64, the queries' rows of the batch.
         batch: The parts on this rank, or None if all parts are on other ranks.
         max_parts: The largest number of parts on a rank.
-        order: [m] int64, the parts in order of query and position, as indices in the gathered parts
-            of all ranks, `max_parts` from each rank.
+        order: [m] int64: for each part, by query and then by position, its index in the parts that
+            are gathered from all ranks, `max_parts` from each.
         bounds: [t + 1] int64: the parts order[bounds[i] : bounds[i + 1]] belong to query i.
     """
 
