@@ -5,7 +5,7 @@
 
 Each line of the file is {"prompt": ".."}. The folder `answers` gets JSON files with a line per
 prompt, in any order. Ray places the actors on the cluster's hosts. An actor starts one rank
-on its host for each core that the actor reserves; every host has the model's files.
+on its host for each core that the actor reserves; every host needs the model's files.
 """
 
 import argparse

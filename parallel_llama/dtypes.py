@@ -20,7 +20,7 @@ ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat1
 # the head; and vectors, which have the dtype of computation.
 Kind = Literal["matrix", "outer", "vector"]
 
-# dtypes by their names in safetensors files; GGUF files support the last three.
+# dtypes by their names in safetensors files; of GGUF files, the last three can be read.
 STORED: dict[str, DTypeName] = {
     "F64": "float64",
     "F32": "float32",

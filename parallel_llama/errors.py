@@ -1,8 +1,8 @@
 """The errors that a user can cause or needs to see, and how their messages show values.
 
-The command line exits with code 2 for `UsageError` and `CheckpointError`, which are raised before
-any weight is read, and with code 1 for all other errors. Every message states the value, the limit
-and the remedy.
+The command line exits with code 2 for `UsageError` and `CheckpointError`, and with code 1 for
+`DamagedWeights` and all other errors. Messages state the value, the limit and the remedy, if there
+are such.
 """
 
 import unicodedata
@@ -29,7 +29,7 @@ class _BoundedError(ValueError):
 
 
 class UsageError(_BoundedError):
-    """The request is invalid or not supported; raised before any work starts."""
+    """The request is invalid or not supported."""
 
 
 class ContextExceeded(UsageError):
@@ -37,7 +37,7 @@ class ContextExceeded(UsageError):
 
 
 class CheckpointError(_BoundedError):
-    """Files of a model are missing, damaged or contradictory; found before weights are read."""
+    """Files of a model are missing, damaged or contradictory."""
 
 
 class UnreadableFile(CheckpointError):

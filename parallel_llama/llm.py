@@ -98,9 +98,9 @@ class LLM:
             max_drafts, draft_model, draft_quant, integrity_check, timeout_s, start_timeout_s,
             log_dir, elastic, spares, adapters.
 
-    Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used
-    (before any weight is read); DamagedWeights for damage that only reading the weights shows;
-    RankError for a rank that does not join, fails, or has other settings.
+    Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used;
+    DamagedWeights for damage that only reading the weights shows; RankError for a rank that does
+    not join, fails, or has other settings.
     Collective: the constructor, under torchrun, with the same arguments on all ranks.
     """
 

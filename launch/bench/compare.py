@@ -222,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers-python", metavar="PATH", help="the Python that has llama.cpp and CTranslate2"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw speed over weights")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="plot speed against weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -15,8 +15,8 @@ A matrix [out, in] is stored as several tensors:
 A value is (stored - zero point) * scale, one product in float32, so it does not depend on how the
 matrix is cut.
 
-Source: compressed-tensors 0.20, its pack_quantized, naive_quantized, nvfp4 and mxfp4 compressors;
-weight_g_idx, its 0.12; transformers 5.24, Fp8Dequantize.
+Source: the pack_quantized, naive_quantized, nvfp4 and mxfp4 compressors of compressed-tensors 0.20,
+and its release 0.12 for weight_g_idx; transformers 5.24, Fp8Dequantize.
 """
 
 from collections.abc import Callable, Collection, Sequence

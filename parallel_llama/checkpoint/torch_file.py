@@ -52,8 +52,8 @@ def read_torch_header(path: Path) -> dict[str, FileTensor]:
     for name, tensor in state.items():
         if not tensor.is_contiguous():
             raise CheckpointError(
-                f"{path}: tensor {name!r:.200} is not contiguous; load the model where you trust "
-                "it, and save it again"
+                f"{path}: tensor {name!r:.200} is not contiguous; if you trust the file, load it "
+                "with torch and save it again"
             )
         offset = tensor.data_ptr() + shift if tensor.numel() else 0
         dtype = _NAMES.get(tensor.dtype, str(tensor.dtype))
@@ -88,8 +88,8 @@ def _storage_records(path: Path) -> list[tuple[int, int]]:
                 "fetch it again"
             )
         raise CheckpointError(
-            f"{path}: not a zip archive; files from before torch 1.6 cannot be read without "
-            "running code: load it where you trust it and save it again with torch.save, or use "
+            f"{path}: not a zip archive; a file from before torch 1.6 can only be read by running "
+            "its code: if you trust it, load it and save it again with torch.save, or use "
             "safetensors"
         )
     try:

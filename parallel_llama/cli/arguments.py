@@ -246,7 +246,7 @@ def help_text(verb: Verb) -> str:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or the variable COLUMNS; 80 without both."""
+    """Columns of the terminal, or the variable COLUMNS; 80 if neither is known."""
     return max(shutil.get_terminal_size().columns, _MIN_WIDTH)
 
 

@@ -260,7 +260,7 @@ def rank_count(
 ) -> int:
     """The number of ranks that a command runs on: --nproc, or as many as --memory has sizes.
 
-    Without both, as many as the files of --calibration have ranks, else 1.
+    With neither, as many as the files of --calibration have ranks, else 1.
 
     Raises: UsageError if --nproc contradicts torchrun, or torchrun's variables are inconsistent.
     """

@@ -1,7 +1,7 @@
 """Reads from config.json how the inputs of quantised matrices are rounded.
 
-The scale of a token's inputs never depends on other tokens: each token has a scale of its own, even
-where compressed-tensors computes one scale for all tokens of a batch.
+The scale of a token's inputs never depends on other tokens. Scales that are not stored are computed
+for each token, even where compressed-tensors computes one scale for all tokens of a batch.
 
 Source: compressed-tensors 0.20, its quant_args.py and helpers.py; transformers 5.24,
 FineGrainedFP8Config and FbgemmFp8Config; FBGEMM, quantize_fp8_per_row.

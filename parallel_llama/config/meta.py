@@ -285,7 +285,7 @@ def args_from_mistral_params(values: Mapping[str, Any]) -> ModelArgs:
         ffn_dim=fields.integer("hidden_dim"),
         vocab_size=fields.integer("vocab_size"),
         norm_eps=fields.number("norm_eps", 1e-5),
-        # 7B 0.1, the only model with a window, was the last with base 1e4.
+        # 7B 0.1, which has a window, was the last with base 1e4.
         rope_theta=fields.number("rope_theta", 1e6 if window is None else 1e4),
         max_seq_len=max_seq_len,
         tied_embeddings=fields.flag("tied_embeddings", False),

@@ -43,7 +43,7 @@ from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 
 # GPTQ, AWQ and 4 bits of compressed-tensors: a weight is scale * (integer - zero point). The zero
-# points are stored as the factors of a minimum.
+# points are stored as a minimum's `min_factors`.
 HF_QUANTS = {
     size: QuantFormat(4, has_min=True, block=size, min_factors=True) for size in (32, 64, 128)
 }

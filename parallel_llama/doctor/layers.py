@@ -43,7 +43,7 @@ from parallel_llama.plan import ShardPlan, make_plan
 # Limits on the bytes that a rank hashes and on the time for layers, which keep the command quick.
 _MAX_HASHED_BYTES = 1 << 30
 _MAX_LAYERS_S = 3.0
-_DIGESTS_BYTES = 1 << 20  # for the names and digests of some thousand files
+_DIGESTS_BYTES = 1 << 20  # for names and digests of several thousand files
 _GPU_TOLERANCE = 2e-2  # of bfloat16, relative to the largest value
 _N_TOKENS = 16
 

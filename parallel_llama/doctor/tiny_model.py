@@ -102,7 +102,7 @@ def compute_alone(device: torch.device) -> Alone:
     runner = _load(comm, device)
     prefill = _prefill(runner)
     trace = comm.trace
-    comm.trace = Trace()  # dropped: recorded decode steps replay exchanges without `comm`
+    comm.trace = Trace()  # of decoding, unused: replays exchange without `comm`
     return Alone(trace, torch.cat((prefill, *_decode(runner))))
 
 

@@ -149,8 +149,10 @@ def describe(differences: Mapping[int, Difference | None], names: Sequence[str])
         rank: difference for rank, difference in differences.items() if difference is not None
     }
     first = min(present.values(), key=lambda difference: (difference.exchange, difference.owners))
-    exchange = names[first.exchange] if first.exchange < len(names) else "the number of exchanges"
     ranks = listed_ranks(rank for rank, difference in present.items() if difference == first)
+    if first.exchange >= len(names):
+        return f"rank {ranks} has another number of exchanges"
+    exchange = names[first.exchange]
     owners = listed_ranks(first.owners)
     if not first.owners:
         return f"rank {ranks} has a different sum of {exchange}"

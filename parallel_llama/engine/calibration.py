@@ -3,7 +3,7 @@
 The read rate comes from products of one row with every matrix of the model, the latency from the
 exchanges of a layer. These calls are recorded and replayed like a decode step. Products of many
 rows run as in a prefill. All ranks measure at the same time, and the result is the median of the
-repetitions. Each rank times only its own work, so a slow rank does not make other ranks look slow.
+repetitions. A rank times only its own products, so a slow rank does not make others look slow.
 """
 
 import statistics

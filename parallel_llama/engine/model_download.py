@@ -59,8 +59,8 @@ def _await_download(model: str, name: HubName, limit_s: float) -> None:
             deadline = time.monotonic() + limit_s
         elif time.monotonic() > deadline:
             raise UsageError(
-                f"model {model!r}: the first rank of this host has not downloaded it, and has not "
-                f"been downloading it for {limit_s:g} s; see the message of that rank, or run: "
+                f"model {model!r}: the first rank of this host has not downloaded it, and no "
+                f"download has run for {limit_s:g} s; see the message of that rank, or run: "
                 f"{name.command}"
             )
         time.sleep(_POLL_S)

@@ -47,7 +47,7 @@ class ProductCheck:
 
     @torch.inference_mode()
     def compare(self, row: Tensor) -> None:
-        """Compare products of the next weight with `row`, repeated to the number of its inputs.
+        """Multiply the next weight by `row`, repeated to its number of inputs; compare results.
 
         Shapes: row [dim] replicated.
         Raises: IntegrityError, on all ranks, if they differ.

@@ -166,7 +166,7 @@ class Ranks:
         Collective: all ranks call it.
         """
         setup = self.setup
-        if facts is None or self._local_ranks is not None:  # ranks started here run no command
+        if facts is None or self._local_ranks is not None:  # ranks started here have no facts
             facts = {}
         with self.with_reports():
             self._join({**facts, **self._facts}, on_wait)

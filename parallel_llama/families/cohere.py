@@ -1,7 +1,7 @@
 """Command R, R+ and Aya (cohere), Command R7B and A (cohere2): parallel blocks with one LayerNorm.
 
-The norms have no biases, logits are scaled, and embeddings are tied. In Command R+ each head's
-query and key has a LayerNorm with weights of its own. Cohere 2 has a sliding window in three of
+The norms have no biases, logits are scaled, and embeddings are tied. In Command R+ each head
+has its own LayerNorm weights for query and key. Cohere 2 has a sliding window in three of
 four layers; the other layers have no rotary embeddings.
 
 Source: CohereConfig and Cohere2Config of transformers 5.24; command-r and cohere2 of llama.cpp. All

@@ -148,8 +148,10 @@ class ModelArgs:
     qk_norm_across_heads: bool = False  # qk_norm: one norm of all queries, and one of all keys
     qk_layer_norm: bool = False  # qk_norm: LayerNorm, with weights for each head, and not RMSNorm
     qk_unit_norm: bool = False  # in rotated layers: RMSNorm of every query and key, no weights
-    query_scale: float = 0.0  # s: in unrotated layers, the query at position p is multiplied by
-    query_scale_step: int = 8192  # n: 1 + s ln(1 + floor((p + 1) / n))
+    # s and n: unrotated layers multiply the query at position p by
+    # 1 + s ln(1 + floor((p + 1) / n)).
+    query_scale: float = 0.0
+    query_scale_step: int = 8192
     attention_scale: float | None = None  # of q k^T; None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     sliding_window: int | None = None  # keys that a token attends to, its own among them

@@ -3,7 +3,7 @@
 config.json may also give a sliding window to the layers without rotary embeddings.
 
 Source: SmolLM3Config of transformers 5.24; NoPE, arXiv 2305.19466; llama.cpp's smollm3, which
-always skips every fourth layer.
+always leaves every fourth layer unrotated.
 """
 
 from collections.abc import Iterable

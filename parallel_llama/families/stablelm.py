@@ -1,7 +1,7 @@
 """StableLM: Llama with LayerNorm, and with a quarter of each head rotated.
 
-Blocks may compute attention and feed-forward in parallel, after one norm. StableLM 2 12B is not
-supported: its norms of queries and keys have different weights for each head.
+Blocks may compute attention and feed-forward in parallel, after one norm. StableLM 2 12B, which has
+norms of queries and keys, is not supported.
 
 Source: StableLmConfig of transformers 5.24; arXiv 2402.17834; llama.cpp's stablelm.
 """

@@ -140,7 +140,7 @@ def _resolve(name: HubName) -> _Commit:
         info = api.model_info(
             name.repo,
             revision=name.revision,
-            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,  # none by default
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,  # else no limit
             files_metadata=True,
         )
     commit = str(info.sha)

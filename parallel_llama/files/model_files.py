@@ -74,7 +74,7 @@ class ModelFiles:
     """The files of one model.
 
     Args:
-        kind: the file layout, one of `config.layouts`. `config` is a shape without weights
+        kind: the file layout, one of `config.layouts`. "config" is a shape without weights
             (configs/models), for `plan` and random weights.
         path: the folder, or the single file.
         config: config.json, params.json, native.json, the GGUF file, or the shape.

@@ -207,8 +207,8 @@ def give_up(why: str) -> None:
     """Publishes why this rank will not join; returns when the other ranks have read it.
 
     Waits at most `_GIVE_UP_S` seconds; rank 0 keeps the store open meanwhile. Does nothing after a
-    call of `join`, because the other ranks then detect the end of this rank, nor under torchrun and
-    our launcher, because these end all ranks when one fails.
+    call of `join`, because the other ranks then detect the end of this rank, or under torchrun or
+    our launcher, which end all ranks when one fails.
     """
     if _has_begun or is_watched():
         return

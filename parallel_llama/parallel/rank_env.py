@@ -116,7 +116,7 @@ def local_world(size: int) -> tuple[int, int]:
     """This process's rank among the ranks of its host, and the number of ranks of the host.
 
     All `size` ranks are assumed to be on one host if this program starts them, or if no
-    environment variable gives their number.
+    environment variable gives the number of ranks on this host.
 
     Raises: UsageError like `world`.
     """

@@ -109,7 +109,7 @@ class SealedStore(Store):
         if not is_short or not hmac.compare_digest(tag, self._tag(key, value)):
             raise ForgedValue(
                 f"another process has written {key!r} to the store of the ranks without the "
-                "secret of this run; find it, or give the ranks another address"
+                "secret of this run; end that process, or give the ranks another address"
             )
         return value
 

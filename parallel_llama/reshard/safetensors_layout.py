@@ -92,7 +92,7 @@ class SafetensorsLayout(Layout):
             names, _distributed([*self.stored.values()], len(names)), strict=True
         ):
             # Wide dtypes come first, so that every tensor is aligned to its itemsize. Tensors of
-            # single bytes precede those of two bytes, except for tensors of an odd size.
+            # single bytes rank with those of two bytes, unless their size is odd.
             ordered = sorted(tensors, key=lambda t: -max(2 - t.n_bytes % 2, t.dtype.itemsize))
             header = _header(ordered)
             offset = len(header)

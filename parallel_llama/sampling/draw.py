@@ -189,7 +189,7 @@ def adjust(logits: Tensor, vocab: range, draws: Sequence[SamplingRow]) -> Tensor
     In this order: adds logit_bias; sets banned tokens and tokens outside of the mask to -inf; for
     tokens of prompt and completion, divides positive logits by repetition_penalty and multiplies
     other logits by it; for tokens of the completion, subtracts presence_penalty and
-    frequency_penalty. transformers (which lacks the last two) and vLLM have the same order.
+    frequency_penalty. The result is as in vLLM and transformers (which lacks the last two).
 
     Shapes: logits [n, V_local] local, for the token ids in `vocab`, not changed; n draws; returns
     [n, V_local] local, `logits` itself if nothing changes.

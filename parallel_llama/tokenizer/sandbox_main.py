@@ -1,7 +1,7 @@
 """A script that processes untrusted input within limits: sandbox_main.py JOB MAX_EXTRA_BYTES.
 
-JOB is the file of a module with a class Job. Neither imports anything of the package, so that the
-process starts in 0.1 s. A request is two lines of JSON (its limits and its fields), then `n_bytes`
+JOB is the file of a module with a class Job. Neither file imports the package, so that the process
+starts in 0.1 s. A request is two lines of JSON (its limits and its fields), then `n_bytes`
 bytes of data; the reply is one line of JSON. The kernel enforces the limits: on memory, on written
 files, and on CPU time by a timer whose signal kills the process whatever code it runs. The process
 exits when its parent exits, because that closes stdin.

@@ -107,7 +107,7 @@ def chunks(text: str) -> Iterator[str]:
         yield chunk[cut:]
 
 
-# Each JSON value follows one of these characters, and takes up to 250 bytes of memory. Files in use
+# Each JSON item follows one of these characters, and takes up to 250 bytes of memory. Files in use
 # have 600,000 values.
 _VALUE_STARTS = (b"{", b"[", b",")
 MAX_VALUES = 1 << 20
@@ -116,7 +116,7 @@ MAX_TOKEN_BYTES = 1024  # files in use have up to 128
 # The pattern backtracks over every space of a run, and tiktoken panics at a million spaces.
 MAX_SPACES = 100_000
 
-# The special tokens of files that do not list them, as files up to version 7 may do.
+# The special tokens of files that omit them, as files up to version 7 may do.
 _UNLISTED = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",

@@ -50,7 +50,7 @@ class LlamaCpp:
         model_params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(setup.model.encode(), model_params)
         params = llama_cpp.llama_context_default_params()
-        # n_ctx is divided evenly among sequences, in steps.
+        # A sequence gets n_ctx / n_prompts, which must be a multiple of _CONTEXT_STEP.
         params.n_ctx = setup.n_prompts * (-(-setup.max_seq_len // _CONTEXT_STEP) * _CONTEXT_STEP)
         params.n_seq_max = setup.n_prompts
         params.n_threads = params.n_threads_batch = setup.n_threads

@@ -22,7 +22,7 @@ class Row:
 
     Args:
         value: the figure, a median; None for a configuration with wrong results.
-        low, high: the least and the largest figure; `value` is their median.
+        low, high: the least and the largest of the figures with this median.
         share: the fraction of the read bandwidth; if the row is limited by arithmetic, the fraction
             of the rate of matrix products.
         copy_share: the fraction of the copy bandwidth.

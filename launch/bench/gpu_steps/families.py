@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 # The largest error, relative to the largest logit.
 TOLERANCE = 1e-4
 # The mean error with few bits. If sums differ in their last bits, an input or a key may be rounded
-# to another integer, and a token may get another expert, which changes few logits by much.
+# to another integer, and a token may get another expert, which changes a few logits a lot.
 _ROUNDED_TOLERANCE = 5e-3
 # The scale of attention scores: with random weights they would all be near 0.
 _SHARP = 2.0

@@ -65,7 +65,7 @@ def _tokens(
 
 
 def _repeating(llm: LLM) -> tuple[Tokens, float]:
-    """The greedy tokens after prompts that repeat themselves, and the tokens of a mean step."""
+    """The greedy tokens after prompts that repeat themselves, and the mean tokens per step."""
     prompts = [[text + 1, text + 2, text + 3, text + 4] * 10 for text in range(2)]
     requests = llm.input_processor.requests(prompts, _GREEDY)
     outputs = list(llm.run(requests))
@@ -162,7 +162,7 @@ def _two(setting: Setting) -> Rows:
             yield _kept_memory()
     _require_same(*found)
     if not n_tokens[1] >= 0.95 * n_tokens[0]:
-        raise Wrong(f"the KV cache has room for {n_tokens[1]} tokens, and had for {n_tokens[0]}")
+        raise Wrong(f"the KV cache has room for {n_tokens[1]} tokens, down from {n_tokens[0]}")
     yield Row("a second LLM", note=f"same tokens; room for {n_tokens[1]:,} tokens of KV cache")
 
 

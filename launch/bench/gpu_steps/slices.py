@@ -30,7 +30,7 @@ def rows(setting: Setting, name: str) -> Rows:
     n_bytes = found["weight_bytes_per_step"] + found["kv_bytes_per_step"]
     floor_ms = n_bytes / setting.copy_bytes_per_s * 1e3
     measured_ms = found["compute_ms_per_step"]
-    target = f"at most {_TARGETS[name]}x of the time to copy its bytes"
+    target = f"at most {_TARGETS[name]}x the time to copy its bytes"
     note = "; ".join((f"{measured_ms / floor_ms:.3g}x", *reasons))
     row = Row(f"{label}: measured work", measured_ms, "ms", target=target, note=note)
     yield setting.moved(row, n_bytes, measured_ms / 1e3)

@@ -251,7 +251,7 @@ class _LaneSums:
         constant levels LLVM would keep sums in registers, and spill them to unaligned addresses.
 
         Args:
-            put: Emits the store of the totals, for after the last lane sums.
+            put: Emits the store of the totals after the last lane sums.
         """
         width, n_completed = self._lanes.width, self._n_completed(number)
         with loop(number.b, 0, n_completed) as level:

@@ -259,7 +259,7 @@ def multiply(
         with loop(b, 0, larger(k, k.like(1)), SUMMED_INPUTS) as start:
             in_groups(0, n, group_rows, partial(multiply_group, start))
 
-    # The product of one row is limited by memory, so its tiles are compiled without other groups.
+    # One row has a loop of its own, compiled without the code for larger groups of rows.
     with when(n < 2), loop(b, first, first + stretch) as column:
         multiply_tile(column, n_tile, 1)
     with when(n > 1), loop(b, first, first + stretch) as column:

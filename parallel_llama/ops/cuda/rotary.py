@@ -133,6 +133,6 @@ def _store(cache, scales, at, numbers, x, is_there, head_dim, LARGEST: tl.conste
 def _byte(x, LARGEST: tl.constexpr):
     """Numbers up to LARGEST as the bytes of int8 or float8_e4m3fn."""
     if LARGEST == 127:
-        # Adding and subtracting 1.5 * 2 ** 23 rounds to the nearest even integer.
+        # Adding and subtracting 1.5 * 2 ** 23 rounds to nearest, ties to even.
         return ((x + 12582912.0) - 12582912.0).to(tl.int32).to(tl.uint8)
     return to_e4m3(x)
