@@ -201,8 +201,11 @@ def _find(verb: Verb, word: str) -> tuple[Flag[Any], bool]:
         return flags[name], False
     if name in negations:
         return negations[name], True
-    ours = f"--{_NAMES_ELSEWHERE.get(name.removeprefix('--'))}"
-    hint = f"; did you mean {ours!r}?" if ours in flags else did_you_mean(name, flags)
+    elsewhere = _NAMES_ELSEWHERE.get(name.removeprefix("--"))
+    if elsewhere is None:
+        hint = did_you_mean(name, flags)
+    else:
+        hint = did_you_mean(f"--{elsewhere}", flags.keys() & {f"--{elsewhere}"})
     raise UsageError(
         f"{verb.name}: unknown flag {quoted(word)}{hint} "
         f"(parallel-llama {verb.name} --help lists all)"
