@@ -453,7 +453,7 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
         *(
             (
                 {"quantization_config": {"quant_method": method, "bits": 4}},
-                f"quant_method='{method}': a quantised checkpoint.*use the unquantised model, or",
+                f"quant_method='{method}', which is not supported.*use the unquantised model, or",
             )
             for method in ("hqq", "fp_quant")
         ),
