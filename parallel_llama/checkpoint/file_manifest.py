@@ -94,8 +94,8 @@ def damaged_files(
     report: Report,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Compares files with a manifest. Returns: the names of files of the right size whose hash
-    differs, without reporting them.
+    """Compares files with a manifest. Returns: the names of files that have the right size and
+    another hash; these are not reported.
 
     Reports files that are missing, outside of the folder or of another size, and files in `present`
     that the manifest does not list. An unlisted file is a problem if it could change the model,

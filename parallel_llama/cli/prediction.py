@@ -57,8 +57,8 @@ class _Step:
 
     Args:
         n_rows: the tokens that all layers multiply.
-        is_prefill: whether this is a prefill step, whose head multiplies only the last token; the
-            time of that product is not counted.
+        is_prefill: whether this is a prefill step. The head then multiplies only the last token,
+            and the time of that product is not counted.
         is_full: whether the step reads the KV cache of the full context.
     """
 

@@ -29,7 +29,7 @@ MAX_PADDING = 128
 
 
 def shared_tables(args: ModelArgs, draft: ModelArgs) -> tuple[int, ...]:
-    """For each KV group of a draft model, the index of the model's group whose block table it uses.
+    """For each KV group of a draft model, the index of the model's group with the same block table.
 
     Raises: UsageError if the draft model has another vocabulary, or another sliding window.
     """

@@ -194,7 +194,7 @@ class Family:
             and matrices of experts as [in, out] (see `stored_slices`).
         transposed_experts: The layouts that store the rows of w1 before those of w3 for each
             expert, and matrices of experts as [in, out].
-        multimodal: HF's model_type of models of text and images whose text part is this family.
+        multimodal: HF's model_type of models of text and images with a text part of this family.
         text_prefix: The beginning of the names of the text part's tensors in such models.
         other_parts: The beginnings of the names of the other parts' tensors, which are not loaded.
         params: The publisher of checkpoints with params.json that are read as this family; empty

@@ -45,7 +45,7 @@ _Layer = (
 )
 
 
-# Fused layers, and the layers whose outputs they compute, in order.
+# Fused layers, and the layers that each replaces, in the order of outputs.
 _FUSED = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
 
 

@@ -240,7 +240,7 @@ class Queries:
         return keys_of_rows
 
     def query_chunks(self, device: torch.device | None = None) -> Iterator[QueryChunk]:
-        """Yields each range whose queries are computed together."""
+        """Yields the ranges of queries that are computed together."""
         for row, positions, first_key, blocks, is_decoded in self.ranges:
             if not is_decoded:
                 seen = self.seen(positions)

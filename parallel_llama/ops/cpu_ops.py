@@ -12,7 +12,6 @@ from parallel_llama.dtypes import InputFormat, QuantFormat
 from parallel_llama.ops.attention import (
     PLAIN,
     HeadMap,
-    HeadNorms,
     Plan,
     Queries,
     Scores,
@@ -326,19 +325,11 @@ class CPUOps(TorchOps):
     def relu2(self, x: Product) -> Tensor:
         return make_activation(self._dtype, "relu2", gated=False)(self.whole(x), self._run)
 
-    def rotate_and_store(
-        self,
-        qkv: Product,
-        rotations: Tensor | None,
-        slots: Tensor,
-        k: Tensor,
-        v: Tensor,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        qkv, rotary = self.whole(qkv), self._rotary(k.dtype, rotates=rotations is not None)
-        self._norm_qk(qkv, len(k), norms)
+    def _rotate_and_store(
+        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        rotary = self._rotary(k.dtype, rotates=rotations is not None)
         rotary(qkv, rotations, slots, k, v, self._run)
-        return qkv[:, : qkv.shape[1] - 2 * len(k)]
 
     def plan(self, queries: Queries, device: torch.device) -> Plan:
         assert device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Products whose sums over parts of the inputs are added by the operator that reads the product.
+"""Products as sums over parts of their inputs, which the operator that reads them adds.
 
 A kernel for a few rows splits the inputs into parts, to fill the device, and its sums over the
 parts must be added. If the next operator adds them, the product takes one launch instead of two.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PartSums:
-    """A product Y = X A + b whose sums over parts of the inputs are not added yet.
+    """A product Y = X A + b, as sums over parts of the inputs that are not added yet.
 
     Args:
         sums: The sums over each part, [n_parts, T, out] float32.

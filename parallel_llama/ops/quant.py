@@ -43,7 +43,7 @@ _PACKED_AT_ONCE = 1 << 20  # integers; while they are packed, each takes several
 # steps for the others.
 _TRIED_FRACTIONS = (1.0, 0.93, 0.86)
 
-# A group whose inputs are all smaller is rounded to zeros: 127 / largest would overflow.
+# A group with only smaller inputs is rounded to zeros: 127 / largest would overflow.
 LEAST_INPUT = 1e-30
 
 _SCALE_LIMIT = torch.finfo(torch.float16).max

@@ -195,8 +195,8 @@ class TorchOps:
 
         Args:
             groups: (n, m): the experts form n groups of consecutive experts, and a token uses its m
-                best groups: those whose two most preferred experts have the largest sum of the
-                values that order experts.
+                best groups. Groups are ordered by the sum of two values: those by which their two
+                most preferred experts are ordered.
 
         Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] -> routing_weights and experts
             [T, n_active].
@@ -512,21 +512,23 @@ class TorchOps:
         slots [T]; k, v [K, n_slots, W], rows as in `kv_rows`.
         """
         qkv, n_kv_heads = self.whole(qkv), len(k)
-        self._norm_qk(qkv, n_kv_heads, norms)
+        first_k, first_v = (qkv.shape[1] - n * n_kv_heads for n in (2, 1))
+        if norms is not None:
+            for x, weight in ((qkv[:, :first_k], norms.q), (qkv[:, first_k:first_v], norms.k)):
+                self.rms_norm_(x, weight, norms.eps, norms.offset)
+        self._rotate_and_store(qkv, rotations, slots, k, v)
+        return qkv[:, :first_k]
+
+    def _rotate_and_store(
+        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """`rotate_and_store` without norms; queries are rotated in place, keys are undefined."""
+        n_kv_heads = len(k)
         rotated = qkv[:, : qkv.shape[1] - n_kv_heads]
         if rotations is not None:
             rotate_(rotated, rotations)
         kv_rows.store(rotated[:, -n_kv_heads:], slots, k)
         kv_rows.store(qkv[:, -n_kv_heads:], slots, v)
-        return rotated[:, :-n_kv_heads]
-
-    def _norm_qk(self, qkv: Tensor, n_kv_heads: int, norms: HeadNorms | None) -> None:
-        """Normalises the queries and keys of qkv in place."""
-        if norms is None:
-            return
-        first_k, first_v = (qkv.shape[1] - n * n_kv_heads for n in (2, 1))
-        for x, weight in ((qkv[:, :first_k], norms.q), (qkv[:, first_k:first_v], norms.k)):
-            self.rms_norm_(x, weight, norms.eps, norms.offset)
 
     def plan(self, queries: Queries, device: torch.device) -> Plan:
         """The plan of these queries, made once for all layers of a KV group.

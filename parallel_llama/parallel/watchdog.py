@@ -31,7 +31,7 @@ class Work(Protocol):
 
 
 def end_process(why: str) -> None:
-    """Reports `why` and ends this process immediately; for a process whose threads are stuck."""
+    """Reports `why` and ends this process immediately, even if its threads are stuck."""
     report_error(why)
     os._exit(FAILED)
 

@@ -32,7 +32,6 @@ from torch.overrides import TorchFunctionMode
 
 from parallel_llama.ops import (
     HeadMap,
-    HeadNorms,
     PagedPlan,
     Plan,
     SamplingKeys,
@@ -545,18 +544,10 @@ class LateOps(TorchOps):
         y = self._gpu.contiguous((len(x), x.shape[1] // 2), x.dtype)
         return self._into(y, self._ops.silu_and_mul, x)
 
-    def rotate_and_store(
-        self,
-        qkv: Product,
-        rotations: Tensor | None,
-        slots: Tensor,
-        k: Tensor,
-        v: Tensor,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        qkv = self.whole(qkv)
-        self._gpu.kernel(self._ops.rotate_and_store, qkv, rotations, slots, k, v, norms)
-        return qkv[:, : qkv.shape[1] - 2 * len(k)]
+    def _rotate_and_store(
+        self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        self._gpu.kernel(self._ops.rotate_and_store, qkv, rotations, slots, k, v)
 
     def attention(
         self,

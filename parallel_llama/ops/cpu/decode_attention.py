@@ -49,7 +49,7 @@ from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 from parallel_llama.plan import PART_KEYS
 
-_MAX_AT_ONCE = 4  # queries of a KV head whose outputs are in registers together
+_MAX_AT_ONCE = 4  # queries of a KV head with outputs in registers at the same time
 _BLOCK_BYTES = 1 << 13  # of values per block; each query of a KV head reads the whole block
 # How far ahead rows are prefetched, in blocks of keys or values.
 _AHEAD = 2

@@ -38,7 +38,7 @@ from parallel_llama.ops.cpu.ir import I32, I64, VOID, Lanes, Thread, Value
 from parallel_llama.ops.cpu.thread_limit import ThreadLimit, run_delay_s
 from parallel_llama.ops.cpu.vector_math import ByteDots
 
-Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel, whose arguments come last
+Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; its arguments come last
 
 _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
 _FROM_SYSTEM = "sched_yield", "usleep", "send", "recv"
