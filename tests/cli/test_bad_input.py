@@ -192,7 +192,7 @@ def save_a_pickle(folder: Path) -> None:
 
 DAMAGES: list[tuple[Callable[[Path], None], Sequence[str]]] = [
     (remove_weights, ["model.safetensors", "fetch"]),
-    (save_a_pickle, ["pytorch_model.bin", "without running code", "safetensors"]),
+    (save_a_pickle, ["pytorch_model.bin", "running its code", "safetensors"]),
     (lose_a_file_of_the_index, ["1 of the 2 files", "model-2.safetensors", "fetch"]),
     (truncate, ["model.safetensors", "fetch it again"]),
     (cut_inside_the_header, ["model.safetensors", "truncated", "fetch it again"]),
