@@ -1,0 +1,1 @@
+"""The soak tests of launch/soak, each with its smallest number of rounds."""
