@@ -1,6 +1,6 @@
 """Runs random mixes of requests, and compares each request's tokens with those that it gets alone.
 
-    python -m launch.soak.mixes [--mixes 500] [--seed 0] [--families mistral,qwen3]
+    python -m launch.soak.mixes [--mixes 500] [--seed 0] [--families NAME...]
 
 A mix has one to eight requests that arrive and are cancelled at random steps, in a KV cache that is
 often too small for all, with random block sizes, chunk sizes and drafts. Half of the mixes of a
@@ -21,14 +21,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--mixes", type=int, default=500, help="for each family")
     parser.add_argument("--seed", type=int, default=0, help="of the first mix")
-    parser.add_argument("--families", help="names of tests/support/mixes.py, with commas")
+    parser.add_argument("--families", nargs="+", metavar="NAME", help="all by default")
     flags = parser.parse_args()
 
     from mixes import OF_FAMILIES, run_mixes
     from thread_ranks import run_on_threads
 
     tally = Tally("batches of mixes")
-    for family in flags.families.split(",") if flags.families else OF_FAMILIES:
+    for family in flags.families or OF_FAMILIES:
         for number, first in enumerate(range(0, flags.mixes, N_TOGETHER)):
             tp_size = TP_SIZES[number % len(TP_SIZES)]
             seeds = range(flags.seed + first, flags.seed + min(first + N_TOGETHER, flags.mixes))
