@@ -62,7 +62,8 @@ def main() -> int:
         home = Path(name)
         formats = writers(home)
         for kind in flags.formats or formats:
-            good = home / "good"
+            good = home / "formats" / "good"
+            good.parent.mkdir()
             formats[kind](good)
             require_good(good, home)
             for number in range(flags.rounds):
@@ -74,7 +75,7 @@ def main() -> int:
                 n_refused += code != 0
                 tally.add(not wrong, f"{seed}: {damage.text}: exit code {code} {wrong}".strip())
                 shutil.rmtree(folder)
-            shutil.rmtree(good)
+            shutil.rmtree(good.parent)
     return tally.close(f"{n_refused} folders refused")
 
 
