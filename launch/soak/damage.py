@@ -9,6 +9,7 @@ files must be refused. Each round is a process of its own, with a limit of two m
 """
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from torch import Tensor
 from launch.soak.tally import Tally
 
 LIMIT_S = 120
+SLOW_TO_IMPORT = "parallel_llama.cli.score", "parallel_llama.llm"
 VALUES = (None, True, -1, 0, 1, 3, 7, 2**40, -0.5, 1e30, "", "x", "float32", [], [1, "x"], {})
 
 
@@ -55,7 +57,9 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", metavar="NAME", help="all by default")
     flags = parser.parse_args()
 
-    torch.set_num_threads(1)  # threads of OpenMP would not survive the fork
+    torch.set_num_threads(1)  # threads of OpenMP would not survive a fork
+    for module in SLOW_TO_IMPORT:  # once, and not in each process
+        importlib.import_module(module)
     tally = Tally("rounds")
     n_refused = 0
     with tempfile.TemporaryDirectory() as name:
