@@ -363,8 +363,8 @@ class LLM:
     def load_adapter(self, name: str, folder: str) -> None:
         """Load a LoRA adapter on all ranks, between two steps; requests may then name it.
 
-        Raises: UsageError for a name that is in use, with `elastic`, and for an adapter that is not
-        supported or that some rank cannot read; then no rank has the adapter.
+        Raises: UsageError if `elastic` is set, if the name is in use, or if the adapter is not
+        supported or some rank cannot read it; then no rank has the adapter.
         """
         self._require_open()
         (path,) = adapter_folders({name: folder}).values()

@@ -178,8 +178,9 @@ def working_bytes(
     """Bytes of a rank in addition to weights and KV cache, on its GPU or, for 'cpu', on the host.
 
     The sum of the tensors of one transformer block in the largest step (`step_tokens` tokens), the
-    logits of `n_drawn` rows, and on the CPU PROCESS_BYTES. On a GPU: CUDA_ALLOWANCE, the rotary
-    tables, and the matrices to which steps of many rows convert quantised ones.
+    logits of `n_drawn` rows, and on the CPU PROCESS_BYTES. On a GPU, CUDA_ALLOWANCE, the rotary
+    tables, and the matrices to which steps of many rows convert quantised ones replace
+    PROCESS_BYTES in this sum.
     """
     item = ITEM_BYTES[precision.computed]
     q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim

@@ -176,8 +176,8 @@ def _head_norm(args: ModelArgs, size: int, backend: Backend) -> _HeadNorm:
 def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotates the rows of x, each with the same bits whatever the number of rows and heads.
 
-    Not with complex tensors: torch may round their products differently in a vector loop and in
-    its scalar tail.
+    The complex products are computed from real tensors, because torch may round those of complex
+    tensors differently in a vector loop and in its scalar tail.
 
     Shapes: x [T, H, D], heads in interleaved order; rotations [T, 1, D / 2] complex.
     """

@@ -59,7 +59,7 @@ class Backend:
 class ColumnParallelLinear:
     """Y = X A + b with this rank's columns of A: input replicated, output local.
 
-    `low_ranks` are the matrices that adapters add for their rows.
+    `low_ranks` are the matrices of adapters, each for the tokens that run with its adapter.
 
     Shapes: x [T, in_features] replicated; the result [T, len(rows)] local.
     """
@@ -159,7 +159,7 @@ class RowParallelLinear:
     """Y = X A + b with this rank's rows of A: input local, output summed over the ranks.
 
     With exact sums the rank has columns of A instead, and ranks exchange inputs and outputs.
-    `low_ranks` are the matrices that adapters add for their rows.
+    `low_ranks` are the matrices of adapters, each for the tokens that run with its adapter.
 
     Shapes: x [T, cut.inputs] local; the result [T, out_features] replicated.
     Collective: one all_reduce; with exact sums two gather_columns.

@@ -2,7 +2,7 @@
 
 A batch can have rows of several adapters, and rows without an adapter. The rows of each adapter are
 multiplied separately, so a row's result does not depend on the other rows. In a recorded decode
-step on the CPU, one kernel call computes the products of all adapters; at each replay it reads
+step on the CPU, two kernel calls compute the products of all adapters; at each replay they read
 which rows have which adapter.
 
 A column-parallel layer holds all of A, and the rows of B of its outputs. A row-parallel layer holds

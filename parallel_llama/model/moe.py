@@ -7,7 +7,7 @@ With exact sums every rank gathers all channels of every expert and computes som
 
 Some models scale the inputs of the experts, instead of the outputs, by the routing weights.
 
-A shared expert computes every token. Its channels are always sharded over all ranks, and its
+A shared expert processes every token. Its channels are always sharded over all ranks, and its
 partial sum is added to that of the other experts before the all_reduce.
 
     token           0    1    2         tokens of experts 0-1    tokens of experts 2-3

@@ -87,7 +87,7 @@ class RotaryTables:
             return self._rounded(rotations(self._args, positions, n_prompt))
         if not dynamic_len or positions.stop <= dynamic_len:
             return self._from_table(positions, n_prompt)
-        # Positions up to `dynamic_len` have one base; each later position has its own.
+        # Positions below `dynamic_len` have one base; each later position has its own.
         with_table = range(positions.start, max(positions.start, dynamic_len))
         later = [range(at, at + 1) for at in range(with_table.stop, positions.stop)]
         rows = torch.cat([rotations(self._args, position, position.stop) for position in later])

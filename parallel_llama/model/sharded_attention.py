@@ -7,8 +7,8 @@ tokens, and the partial results are merged by their log-sum-exps, which is exact
     softmax([s1, s2]) [v1, v2] = (exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))
 
 where o is the result over the keys of one rank and l the log-sum-exp of their scores s. With exact
-sums, there is a partial result for each 128 consecutive keys instead, and they are merged in order
-of position.
+sums, there is a partial result for every 128 consecutive keys instead, and these results are merged
+in order of position.
 
 Source: online softmax, arXiv 1805.02867; across devices, Ring Attention, arXiv 2310.01889.
 """
@@ -71,7 +71,7 @@ def attend_in_order(
 ) -> Tensor:
     """`attend_to_all_parts` with the bits of attention on one rank.
 
-    Ranks exchange a result for each 128 keys of a query, and merge these results by position.
+    Ranks exchange a result for every 128 keys of a query, and merge these results by position.
 
     Shapes: as in `attend_to_all_parts`.
     Collective: an all_gather of the queries, and one for each tile.

@@ -177,7 +177,7 @@ def _span(weight: Weight) -> tuple[int, int]:
 
 
 def _named(part: object, path: str) -> Iterator[tuple[str, Weight]]:
-    """Yields the path and the weight of each weight of a part of the model."""
+    """Yields each weight of a part of the model, after its path."""
     items = part if isinstance(part, dict) else vars(part)
     for name, value in items.items():
         if isinstance(value, Weight):

@@ -23,13 +23,13 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Communicator(Protocol):
-    """One rank's handle on its tensor-parallel group.
+    """One rank's handle on a group of ranks: all ranks, or those of its pipeline stage.
 
     It is not thread-safe. After a collective has raised an error, the group must not be used.
 
     Raises: RankError, from every collective, if another rank has died, is late or called another
     collective; the message names that rank.
-    Collective: every method except `keepalive`, `require_alive` and `close`.
+    Collective: every method except `computing`, `keepalive`, `require_alive` and `close`.
     """
 
     rank: int

@@ -304,7 +304,7 @@ def _nccl_leaves_errors_to_us() -> Iterator[None]:
 
     The watchdog would kill a user's program 30 s after the loss of a rank, with a C++ stack trace.
     Its threads also must not read the store: the store is a Python object, invalid once the
-    interpreter has ended. torch reads these variables when it forms a group.
+    interpreter has ended. torch reads the variables that control it when it forms a group.
     """
     names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
     added = [name for name in names if name not in os.environ]

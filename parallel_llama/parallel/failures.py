@@ -128,7 +128,7 @@ _NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
 
 
 def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
-    """Runs a program and returns its exit code; errors are reported on stderr.
+    """Runs a program, reports its error, and returns its exit code.
 
     0: done. 1: failed while running. 2: wrong use. 130: interrupted. 141: the reader of the output
     pipe has exited, as for a program that is ended by SIGPIPE.

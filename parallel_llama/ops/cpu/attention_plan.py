@@ -38,8 +38,9 @@ class DecodeBatch:
     """The decode rows of a batch: single queries, each with its own keys.
 
     Args:
-        parts: [capacity, PART_FIELDS] int64, grouped by row, rows with the most keys first. For
-            each part: its row of the batch, its number of keys, the first and the last + 1 of its
+        parts: [capacity, PART_FIELDS] int64. In a `CPUPlan` they are grouped by row, rows with the
+            most keys first; in a `PartTile` they are in order of their numbers. For each part: its
+            row of the batch, its number of keys, the first and the last + 1 of its
             entries in `slot_ranges`, its number within the row, the row's number of parts, and the
             number of keys at the start of the part that the row does not attend to.
         n_parts: [1] int64, the number of parts in use.
@@ -124,7 +125,7 @@ class PartTile:
         """Build the tile of some queries, on rank `rank` of `n_ranks`."""
         all_parts = [part for query in queries for part in query.parts]
         parts_of_rank: list[list[int]] = [[] for _ in range(n_ranks)]  # indices in `all_parts`
-        # Queries that read the same keys follow each other, so that the keys stay in the cache.
+        # Parts with the same keys follow each other, so that the keys stay in the CPU's cache.
         for at in sorted(range(len(all_parts)), key=lambda at: all_parts[at].number):
             other_rank = all_parts[at].other_rank
             parts_of_rank[rank if other_rank is None else other_rank].append(at)

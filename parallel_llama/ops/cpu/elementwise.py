@@ -1,4 +1,4 @@
-"""Kernels that process rows in one pass: add, norm, activation, biases, sums and largest.
+"""Kernels that process rows in one pass: additions, norms, activations, sums, maxima.
 
 For few rows, the overhead of torch's operations is larger than their work. Some of these kernels
 replace several torch operations.

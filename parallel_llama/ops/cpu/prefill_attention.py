@@ -1,8 +1,8 @@
 """Softmax attention of consecutive queries of one sequence, over keys and values in the KV cache.
 
-A column is a pair of a query and one of the query heads of a KV head, ordered by query. A few
-vectors of columns form a block. The lanes of every vector are columns, so neither dot products nor
-the softmax have to add up lanes:
+A column is a pair of a query and one of the query heads of a KV head. Columns are ordered by query,
+and a few vectors of columns form a block. The lanes of every vector are columns, so neither the
+softmax nor dot products have to add up lanes:
 
     scores[keys, columns]  = k[keys] @ q[:, columns]
     weights[keys, columns] = exp(scores[keys, columns] - the column's largest score in the tile)

@@ -305,7 +305,7 @@ class _Pairs:
 def _near_bfloat16(numbers: Value) -> Value:
     """A faster `to_bfloat16` that rounds ties away from zero and does not keep NaN.
 
-    The result is NaN nevertheless: a NaN weight makes its column's total NaN.
+    The result of attention is NaN nevertheless: a NaN weight makes its column's total NaN.
     """
     return (numbers.bits_as(_WORDS) + 0x8000) >> 16
 

@@ -1,8 +1,8 @@
 """Prefill attention: consecutive queries of a sequence over keys in blocks.
 
-A row is a pair of a query and one of the query heads of a KV head, ordered by query, so that uneven
-head counts waste no row. A program takes a tile of rows and iterates over the keys that its queries
-attend to.
+A row is a pair of a query and one of the query heads of a KV head. Rows are ordered by query, so
+that uneven head counts waste no row. A program takes a tile of rows and iterates over the keys that
+its queries attend to.
 
 Source: FlashAttention 2, arXiv 2307.08691; grouped queries, arXiv 2305.13245.
 """

@@ -1,4 +1,4 @@
-"""Products of a few rows with one weight, or each row with one of several weights.
+"""Products of a few rows with one weight, or of each row with one of several weights.
 
 A program computes some outputs of MAX_ROWS rows, over all inputs or a part; a second launch adds
 the sums over parts, unless the operator that reads the product adds them (`ops.part_sums`). The

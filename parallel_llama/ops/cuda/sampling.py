@@ -293,6 +293,6 @@ def _of_ranks(of_ranks, places, row, n, tp_size, K: tl.constexpr):
 
 @triton.jit
 def _shift(logits, largest, temperature):
-    """exp((logit - largest) / temperature); also where all logits are -inf."""
+    """exp((logit - largest) / temperature); 0 where all logits are -inf."""
     largest = tl.maximum(largest, -1.7976931348623157e308)
     return tl.exp((logits - largest) / temperature)

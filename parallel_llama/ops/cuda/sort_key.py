@@ -9,7 +9,7 @@ _LAST = tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def sort_key(scores, numbers):
-    """Keys that are larger for larger float32 scores and, of equal scores, for smaller numbers.
+    """Keys that are larger for larger float32 scores and, among equal ones, for smaller numbers.
 
     All keys are at least 0, and keys of different numbers differ, whatever the scores.
     """
