@@ -357,8 +357,8 @@ def make_precision(
     if quant == "stored" and not stored:
         known = ", ".join(GGUF_QUANTS)
         raise UsageError(
-            f"no weight of the model can stay as stored ({known} in a GGUF file, "
-            "GPTQ, AWQ, integers of compressed-tensors or a quantised native folder); use int8, "
+            f"no weight of the model can stay as stored (these can: {known} in a GGUF file, "
+            "GPTQ, AWQ, integers of compressed-tensors, quantised native folders); use int8, "
             "int4 or fp8, or none to decode the weights"
         )
     if quant != "stored":

@@ -2,7 +2,7 @@
 
 The command line exits with code 2 for `UsageError` and `CheckpointError`, and with code 1 for
 `DamagedWeights` and all other errors. Messages state the value, the limit and the remedy, if there
-are such.
+are any.
 """
 
 import unicodedata

@@ -144,7 +144,7 @@ class FourBitMatrix:
         if not difference <= _MAP_TOLERANCE:  # also NaN
             raise CheckpointError(
                 f"{self.base + 'weight.quant_map'!r:.200} differs from the values of "
-                f"{self.state.code}; the weights are damaged, fetch them again"
+                f"{self.state.code}; the weights are damaged: fetch them again"
             )
 
     def values(self, block: MatrixBlock, read: ReadBytes) -> Tensor:
@@ -214,6 +214,6 @@ def _vector(read: ReadBytes, suffix: str, dtype: torch.dtype, part: range) -> Te
 def _require_finite(name: str, scales: Tensor) -> None:
     if not torch.isfinite(scales).all():
         raise DamagedWeights(
-            f"{name!r:.200} has a scale that is NaN or Inf; the weights are damaged, fetch them "
+            f"{name!r:.200} has a scale that is NaN or Inf; the weights are damaged: fetch them "
             "again"
         )

@@ -308,7 +308,7 @@ class HFFolder(TensorFiles):
             at = int(wrong[0])
             raise CheckpointError(
                 f"{damaged}input {at} in group {int(groups[at])} of {n_groups}; the weights are "
-                "damaged, fetch them again"
+                "damaged: fetch them again"
             )
         expected = torch.arange(n_inputs).div(size, rounding_mode="floor").bincount()
         found = groups.bincount(minlength=n_groups)
@@ -316,7 +316,7 @@ class HFFolder(TensorFiles):
             at = int(wrong[0])
             raise CheckpointError(
                 f"{damaged}{int(found[at])} inputs in group {at}, expected {int(expected[at])}; "
-                "the weights are damaged, fetch them again"
+                "the weights are damaged: fetch them again"
             )
 
     def _require_no_bias(self, matrix: PackedMatrix) -> None:

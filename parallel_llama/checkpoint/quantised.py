@@ -122,7 +122,7 @@ class PackedMatrix:
             at = int(wrong[0])
             raise DamagedWeights(
                 f"{self.base + 'g_idx'!r:.200} has input {inputs[at]} in group {int(groups[at])} "
-                f"of {self.n_groups}; the weights are damaged, fetch them again"
+                f"of {self.n_groups}; the weights are damaged: fetch them again"
             )
         return groups
 

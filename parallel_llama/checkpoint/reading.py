@@ -249,5 +249,5 @@ def finite(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
     count = int((~torch.isfinite(stored)).sum())
     raise DamagedWeights(
         f"{param.name}: {count} of {stored.numel()} values are NaN or Inf; the weights are "
-        "damaged, fetch them again"
+        "damaged: fetch them again"
     )

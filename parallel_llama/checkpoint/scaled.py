@@ -175,7 +175,7 @@ class ScaledBlock:
             if not torch.isfinite(1 / divisor).all() or not torch.isfinite(divisor).all():
                 raise DamagedWeights(
                     f"{divisor_name!r:.200} is {divisor.item():g}, which cannot divide scales; the "
-                    "weights are damaged, fetch them again"
+                    "weights are damaged: fetch them again"
                 )
             scales = scales / divisor
         return finite_scales(scales, name)
@@ -468,5 +468,5 @@ def finite_scales(scales: Tensor, name: str) -> Tensor:
 def damaged_scale(name: str) -> DamagedWeights:
     """The error for a tensor of scales with this name that holds NaN or Inf."""
     return DamagedWeights(
-        f"{name!r:.200} has a scale that is NaN or Inf; the weights are damaged, fetch them again"
+        f"{name!r:.200} has a scale that is NaN or Inf; the weights are damaged: fetch them again"
     )

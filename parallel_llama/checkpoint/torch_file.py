@@ -98,7 +98,7 @@ def _storage_records(path: Path) -> list[tuple[int, int]]:
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
         raise CheckpointError(f"{path}: damaged zip archive ({error})") from error
     if len(members) > MAX_RECORDS:
-        raise CheckpointError(f"{path}: has {len(members)} records, at most {MAX_RECORDS} are read")
+        raise CheckpointError(f"{path}: has {len(members)} records; at most {MAX_RECORDS} are read")
     if len({member.filename for member in members}) != len(members):
         raise CheckpointError(f"{path}: two records have the same name; forged or damaged")
     with open_file(path) as file:
@@ -145,7 +145,7 @@ def _data_offset(path: Path, file: BufferedReader, member: zipfile.ZipInfo) -> i
     if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
         raise refuse("is compressed, which torch.save never does")
     if member.filename.endswith("data.pkl") and member.file_size > MAX_PICKLE_BYTES:
-        raise refuse(f"has {member.file_size} bytes, at most {MAX_PICKLE_BYTES} are read")
+        raise refuse(f"has {member.file_size} bytes; at most {MAX_PICKLE_BYTES} are read")
     file.seek(member.header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size:

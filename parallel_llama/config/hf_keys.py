@@ -94,7 +94,7 @@ def check_keys(fields: Fields, reads: Collection[str]) -> None:
     Raises: UsageError for a refused key, or too many keys.
     """
     if len(fields.values) > MAX_KEYS:
-        raise UsageError(f"has {len(fields.values)} keys, at most {MAX_KEYS} are read")
+        raise UsageError(f"has {len(fields.values)} keys; at most {MAX_KEYS} are read")
     keys = [key for key in fields.values if fields.has(key) and not key.startswith("_")]
     for key in keys:
         if key not in reads and key in OFF and fields.values[key] not in OFF[key]:

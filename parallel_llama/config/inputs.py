@@ -60,14 +60,14 @@ class InputScheme:
         scale = _number(name, tensors)
         if not math.isfinite(scale) or scale == 0:
             raise DamagedWeights(
-                f"{name!r:.200} is {scale:g}, which cannot divide inputs; the weights are damaged, "
+                f"{name!r:.200} is {scale:g}, which cannot divide inputs; the weights are damaged: "
                 "fetch them again"
             )
         zero = _number(base + _ZERO, tensors) if self.form.has_zeros else 0.0
         if not -128 <= zero <= 127:
             raise DamagedWeights(
                 f"{base + _ZERO!r:.200} is {zero:g}, expected -128 to 127; the weights are "
-                "damaged, fetch them again"
+                "damaged: fetch them again"
             )
         return replace(self.form, scale=scale, zero=int(zero))
 

@@ -86,7 +86,7 @@ class Scheme:
 
     @property
     def has_global_scale(self) -> bool:
-        """Whether scales are e4m3 floats, to be divided by one number; else powers of two."""
+        """Whether weights are 4-bit floats with e4m3 scales, which are divided by one number."""
         return self.is_fp4 and self.block == (1, 16)
 
     @property
@@ -284,7 +284,7 @@ def _scheme(form: str, weights: Fields) -> Scheme:
             f"{listed(can)}"
         )
     if weights.flag("dynamic", False):
-        raise UsageError("weights have dynamic=true; they must have scales of their own")
+        raise UsageError("weights have dynamic=true; they must have stored scales")
     has_zeros = not weights.flag("symmetric", True)
     if form in _FP4:
         return _fp4_scheme(form, weights, has_zeros)

@@ -37,7 +37,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     Args:
         host_id: equal for processes of one kernel and one network.
-        versions: by name; equal on all ranks.
+        versions: by name; the check `versions` compares those of all ranks.
         time_s: the host's clock, at about the same moment on all ranks.
         address: where this rank listens for `hosts`; "" if it has no address.
     """

@@ -103,7 +103,7 @@ def examine_here(
 def _watch(
     ranks: LocalRanks, peers: Peers, reader: int, results: _Results, timeouts: Timeouts
 ) -> Check | None:
-    """Reads until rank 0 is done. Returns: the failed check if the ranks end before that."""
+    """Reads until rank 0 is done, or ranks end, stop or hang. Returns: the failed check, if any."""
     stopped_s: dict[int, float] = {}
     pids, limit_s = ranks.pids(), max(timeouts.step_s, timeouts.start_s) + _WORK_S
     while True:

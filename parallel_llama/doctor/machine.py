@@ -1,4 +1,4 @@
-"""Checks of one host, without ranks and torch; each takes a `Host` and returns a `Check`."""
+"""Checks of one host, without ranks or torch; each takes a `Host` and returns a `Check`."""
 
 import errno
 import fcntl
@@ -330,7 +330,7 @@ def loopback(_: Host) -> Check:
                 for sender, receiver in ((client, server_side), (server_side, client)):
                     sender.sendall(b"?")
                     if receiver.recv(1) != b"?":
-                        raise OSError(errno.EIO, "another byte arrived")
+                        raise OSError(errno.EIO, "a wrong byte arrived")
     except OSError as error:
         seen = f"127.0.0.1: {error.strerror or error}"
         return Check("loopback", "fail", seen, "sudo ip link set lo up")

@@ -15,7 +15,7 @@ from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SLOT_BYTES
 
-# Sizes in bytes below and above the limits of shared memory for a whole sum and for a slot.
+# Sizes in bytes below and above each limit of an exchange through shared memory.
 _SIZES = (8, 4096, SHARED_SUM_BYTES + 64, SLOT_BYTES + 4096)
 _ONE_SIZE = 4096
 # Every integer between -2 ** bits and 2 ** bits is exact in the dtype.

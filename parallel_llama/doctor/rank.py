@@ -65,7 +65,7 @@ class Examination:
         model: a model with weights, or None for the built-in model alone.
         timeouts: how long a rank waits for another.
         on_check: called on rank 0 with each check.
-        on_begin: called on every rank with the id of a check before it runs.
+        on_begin: called on every rank with the id of a check before its collectives.
         host_checks: the results of checks of this rank's host.
     """
 
@@ -134,6 +134,7 @@ class Examination:
         if version_check.status == "fail":
             return
         for check in self.host_checks:
+            self._begin(check.id)
             yield agreed(comm, check)
         self._begin("hosts")
         yield facts.hosts(comm, known_facts)
@@ -144,7 +145,9 @@ class Examination:
         _, n_local = ranks_sharing_gpus("auto", comm.size, visible_gpus())
         needed = 0 if setup is None else setup.weight_bytes[comm.rank]
         yield agreed(comm, facts.gpus(n_local, needed))
+        self._begin("instruction-set")
         yield agreed(comm, facts.instruction_set())
+        self._begin("kernel-cache")
         yield agreed(comm, facts.kernel_cache())
         self._begin("collectives")
         device = own_device("cpu", 0) if setup is None else setup.device
@@ -203,7 +206,7 @@ def main() -> int:
     """Runs one rank that `doctor.local_ranks` has started; returns the exit code.
 
     It reads its settings from stdin, as one line of JSON, and ends when stdin ends. Rank 0 writes
-    the id of each check before it runs, and then the check, as lines of JSON to `results`.
+    the id of each check before its collectives, and its result, as lines of JSON to `results`.
     """
     settings = json.loads(sys.stdin.buffer.readline())
     Thread(target=_end_with_stdin, daemon=True).start()

@@ -102,7 +102,7 @@ def compute_alone(device: torch.device) -> Alone:
     runner = _load(comm, device)
     prefill = _prefill(runner)
     trace = comm.trace
-    comm.trace = Trace()  # of decoding, unused: replays exchange without `comm`
+    comm.trace = Trace()  # unused: replayed decode steps do not call `comm`
     return Alone(trace, torch.cat((prefill, *_decode(runner))))
 
 
@@ -174,7 +174,7 @@ def tensor_parallel(
 
     The findings of `wrong` ranks, whose own results are wrong, are ignored.
 
-    Collective: loads and runs the model once for every number of ranks.
+    Collective: loads and runs the model once for every number of ranks, and again for all ranks.
     """
     max_ranks = min(comm.size, ARGS.n_heads)
     for size in range(1, max_ranks + 1):

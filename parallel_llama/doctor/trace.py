@@ -151,7 +151,7 @@ def describe(differences: Mapping[int, Difference | None], names: Sequence[str])
     first = min(present.values(), key=lambda difference: (difference.exchange, difference.owners))
     ranks = listed_ranks(rank for rank, difference in present.items() if difference == first)
     if first.exchange >= len(names):
-        return f"rank {ranks} has another number of exchanges"
+        return f"rank {ranks} has a different number of exchanges"
     exchange = names[first.exchange]
     owners = listed_ranks(first.owners)
     if not first.owners:

@@ -133,7 +133,7 @@ class BlockPool:
         self._drop_key(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove an owner from each block of a sequence, in the order of the sequence.
+        """Remove an owner from each block of a sequence; `blocks` are in the sequence's order.
 
         Raises: ValueError if a block has no owner.
         """

@@ -337,7 +337,7 @@ class InputProcessor:
         """
         items = items_of(messages)
         if not items:
-            raise UsageError("give a conversation, a list of messages, or a list of conversations")
+            raise UsageError("give a conversation (a list of messages) or a list of conversations")
         conversations = [items] if isinstance(items[0], Mapping) else items
         return [
             Chat(conversation, tools, documents, template_vars) for conversation in conversations

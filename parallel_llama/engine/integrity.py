@@ -104,7 +104,7 @@ class IntegrityCheck:
         """
         if self._failure is not None:
             raise self._failure
-        # Without numpy and torch: a step evicts their code from the CPU's caches, which makes a
+        # Without numpy or torch: a step evicts their code from the CPU's caches, which makes a
         # call ten times slower.
         self._undigested.append((slots, bytes(residual)))
         if len(self._undigested) > _MEMORY_STEPS or len(residual) > _MAX_UNDIGESTED_BYTES:

@@ -159,8 +159,9 @@ class CacheSize:
         largest = max(map(sum, self._block_bytes))
         if n_bytes is not None and n_bytes < largest:
             raise UsageError(
-                f"a KV cache of {n_bytes} bytes, but one block of {block_size} tokens takes "
-                f"{largest} bytes on a rank; use a larger KV cache, smaller blocks, or more ranks"
+                f"a KV cache of {n_bytes} bytes is too small: one block of {block_size} tokens "
+                f"takes {largest} bytes on a rank; use a larger KV cache, smaller blocks, or more "
+                "ranks"
             )
         self._limits = limits
         self._require_limits()
@@ -177,7 +178,7 @@ class CacheSize:
                 remedy = ", use a smaller KV cache" if self.n_bytes else ""
                 raise UsageError(
                     f"rank {rank} of {len(self._limits)} needs "
-                    f"{_gib(limit.total - limit.cache + cache)} GiB, but its limit in memory is "
+                    f"{_gib(limit.total - limit.cache + cache)} GiB, but its limit (memory) is "
                     f"{_gib(limit.total)} GiB: it needs {_gib(limit.weights)} for weights, "
                     f"{_gib(cache)} for the KV cache of {n_blocks * self.block_size} tokens, "
                     f"{_gib(limit.working)} for its process and the tensors of a step; raise the "
@@ -221,8 +222,8 @@ class CacheSize:
         rank = usable.index(min(usable))
         if self.n_bytes is not None and self.n_bytes > usable[rank]:
             raise UsageError(
-                f"a KV cache of {self.n_bytes} bytes, but rank {rank} has {usable[rank]} bytes of "
-                "free memory; use a smaller KV cache"
+                f"a KV cache of {self.n_bytes} bytes is too large: rank {rank} has {usable[rank]} "
+                "bytes of free memory; use a smaller KV cache"
             )
         cache_limits = [
             default_cache_bytes("cuda" if gpu else "cpu", n_free, n_working, comm.size)

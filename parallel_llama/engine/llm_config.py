@@ -153,8 +153,8 @@ class LLMConfig:
 
     Args:
         model: a model folder, a .gguf file, or the name of a model.
-        tp_size: number of ranks. By default as many as torchrun has started, else as many as
-            `memory` or `speeds` has numbers, else 1.
+        tp_size: number of ranks. By default as many as torchrun has started, else one for each
+            number of `memory` or `speeds`, else 1.
         pp: number of stages of the pipeline, for hosts with a slow link between them. A stage is
             consecutive layers on consecutive ranks of one host. Ranks exchange activations within
             their stage, and a decode step has pp + 3 exchanges of all ranks. For CPU ranks.

@@ -1,4 +1,4 @@
-"""The loop around the engine of rank 0: takes requests, steps, and routes outputs to requests.
+"""The loop around the engine of rank 0: it takes requests, runs steps, and routes the outputs.
 
 `LLM` drives an EngineLoop in place; `AsyncLLM` runs one on a thread; the server's engine process
 runs one over a socket.

@@ -456,8 +456,8 @@ class Ranks:
             old_comm.close()
         setup, engine = self.setup, self._engine
         setup.shard_over(comm.size)
-        # Raised only after loading: each thread that loads weights has its own OpenMP threads, and
-        # more threads would wait for cores.
+        # More threads only after loading: each thread that loads weights has its own OpenMP
+        # threads, and more threads would wait for cores.
         torch.set_num_threads(min(n_threads, torch.get_num_threads()))
         if engine is not None:
             engine.free_cache()

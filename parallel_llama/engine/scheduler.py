@@ -42,8 +42,8 @@ SCORED_TOKEN_WORK = 2
 # a step's tokens. Long prompts wait while it runs, for at most MAX_DEFERRED_STEPS steps in a row.
 SHORT_FRACTION = 1 / 8
 MAX_DEFERRED_STEPS = 8
-# For this many steps after the last short request, at most SHORT_FRACTION of a step's tokens are
-# prompt tokens: short steps let the next short request start soon.
+# For this many steps after the last short request, if there is a longer one, at most SHORT_FRACTION
+# of a step's tokens are prompt tokens: short steps let the next short request start soon.
 RECENT_STEPS = 256
 
 # In the first step after the loss of a rank, at most this fraction of a step's tokens are prompt

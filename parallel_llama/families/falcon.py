@@ -1,7 +1,7 @@
 """Falcon and PaLM: attention and feed-forward in parallel, LayerNorm, few KV heads.
 
 Falcon has GELU without a gate and one tensor for queries, keys and values. The 7B has one KV head
-and one norm per block. The 40B and 180B have grouped-query attention and two norms per block, the
+and one norm per block. The 40B and 180B have grouped-query attention and two norms per block; the
 11B has grouped-query attention and one norm. PaLM's weights were never published; its config.json
 and weight names here are Llama's.
 

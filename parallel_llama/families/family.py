@@ -168,7 +168,7 @@ class GGUFForm:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: everything that distinguishes it. No other code refers to a family by name.
+    """A model family: everything that distinguishes it. Only config.meta names families.
 
     Args:
         name: HF's model_type.

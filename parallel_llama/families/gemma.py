@@ -121,7 +121,7 @@ def _gemma3_gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, 
 
 
 def _gguf_window(fields: Fields, arch: str, default: int, full: Iterable[int]) -> dict[str, Any]:
-    """The window and the layers without it; empty if the window hides no key in any layer."""
+    """The window and the layers without it; empty if the window is the context in all layers."""
     window, full_layers = fields.integer(f"{arch}.{_WINDOW_IN_GGUF}", default), tuple(full)
     if not window or (not full_layers and window >= fields.integer(f"{arch}.context_length")):
         return {}

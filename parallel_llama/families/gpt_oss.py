@@ -20,7 +20,7 @@ from parallel_llama.files.fields import Fields
 _WINDOW = 128
 _CHANNELS_IN_GGUF, _WINDOW_IN_GGUF = "expert_feed_forward_length", "attention.sliding_window"
 
-# OpenAI's keys of values that its files also state under transformers' keys, which are read.
+# Keys of OpenAI that are not read, because its files have the values under transformers' keys too.
 _DOUBLE = frozenset({"experts_per_token", "initial_context_length"})
 
 _ARITHMETIC = {

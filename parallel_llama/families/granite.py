@@ -34,7 +34,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 
 def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
-    """llama.cpp divides logits by logit_scale, multiplies by the others, and reads 0 as unset."""
+    """llama.cpp divides by logit_scale and multiplies by the other scales; 0 means unset."""
     embedding, residual, logits, attention = (
         fields.number(f"granite.{key}", 0.0) for key in _IN_GGUF
     )

@@ -375,7 +375,7 @@ class ModelArgs:
         if not 1 <= n_active <= n_groups:
             raise UsageError(
                 f"n_active_groups={n_active} and n_expert_groups={n_groups}: use at least 1 group, "
-                "and 1 to all groups as active groups"
+                "and at least 1 and at most all of the groups as active groups"
             )
         size = self.n_experts // n_groups
         if n_groups > 1 and (self.n_experts % n_groups or size < 2):

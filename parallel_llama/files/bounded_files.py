@@ -1,7 +1,8 @@
 """Tells what is at an untrusted path, and opens files safely.
 
 A path that the system refuses to show is an error, never treated as missing. Only regular files are
-opened, because reading a pipe, a device or a socket could block forever. Reads have a maximum size.
+opened, because reading a pipe, a device or a socket could block forever; `open_input` also takes an
+open descriptor. Reads have a maximum size.
 """
 
 import errno
@@ -21,8 +22,8 @@ _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,6})")
 def is_there(path: Path) -> bool:
     """Whether a path exists, following links.
 
-    Raises: UnreadableFile, as all functions here, if the system cannot say (no permission, a loop
-    of links).
+    Raises: UnreadableFile, as most functions here do, if the system cannot say (no permission, a
+    loop of links).
     """
     return _mode(path) != 0
 

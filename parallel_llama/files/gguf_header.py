@@ -1,7 +1,7 @@
 """A bounded reader of GGUF headers: metadata fields, and the location of each tensor.
 
-It does not interpret the fields and never reads tensor data. Every length in the file is checked
-against the remaining bytes before memory is allocated.
+It does not interpret the fields, and reads at most WINDOW_BYTES of tensor data. Every length in the
+file is checked against the remaining bytes before memory is allocated.
 
 Source: the GGUF specification of ggml (docs/gguf.md), versions 2 and 3.
 """
@@ -121,7 +121,7 @@ class _Cursor:
         n_bytes = self.number("Q", what)
         if n_bytes > max_bytes:
             raise CheckpointError(
-                f"{self.path}: {what} claims {n_bytes} bytes, at most {max_bytes} are read"
+                f"{self.path}: {what} claims {n_bytes} bytes; at most {max_bytes} are read"
             )
         data = self.take(n_bytes, what)
         try:
@@ -164,7 +164,7 @@ def _array(cursor: _Cursor, what: str) -> list[Any]:
     cursor.array_values += count
     if cursor.array_values > MAX_ARRAY_VALUES:
         raise CheckpointError(
-            f"{cursor.path}: the arrays up to {what} have {cursor.array_values} values, "
+            f"{cursor.path}: the arrays up to {what} have {cursor.array_values} values; "
             f"at most {MAX_ARRAY_VALUES} are read"
         )
     if kind in _SCALARS:
@@ -237,7 +237,7 @@ def _read(path: Path, size: int) -> GGUFHeader:
             (n_fields, MAX_FIELDS, "fields"),
         ):
             if count > limit:
-                raise CheckpointError(f"{path}: claims {count} {noun}, at most {limit} are read")
+                raise CheckpointError(f"{path}: claims {count} {noun}; at most {limit} are read")
         fields: dict[str, Any] = {}
         for index in range(n_fields):
             key = cursor.name(f"the name of field {index}")
@@ -274,7 +274,7 @@ def _located(
         if start + n_bytes > size:
             fail(
                 f"needs bytes {start} to {start + n_bytes} and the file has {size}; "
-                "it is truncated or damaged, fetch it again"
+                "it is truncated or damaged: fetch it again"
             )
         tensors[name] = FileTensor(name, GGML_TYPES[type_number][0], shape, start, n_bytes)
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)

@@ -58,8 +58,8 @@ def read_safetensors_header(path: Path) -> dict[str, FileTensor]:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
-                f"{path}: claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are "
-                "allowed; not a safetensors file, or damaged"
+                f"{path}: claims a header of {length} bytes; at most {MAX_HEADER_BYTES} are "
+                "allowed: not a safetensors file, or damaged"
             )
         if 8 + length > size:
             raise CheckpointError(

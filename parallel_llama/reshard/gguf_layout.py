@@ -134,7 +134,7 @@ class GGUFLayout(Layout):
         bounds = torch.aminmax(values)
         if not all(math.isfinite(bound.item()) for bound in bounds):
             raise DamagedWeights(
-                f"{param.name}: has values that are NaN or Inf; the weights are damaged, fetch "
+                f"{param.name}: has values that are NaN or Inf; the weights are damaged: fetch "
                 "them again"
             )
         array = np.ascontiguousarray(values.numpy(), dtype=np.float32)
@@ -151,7 +151,7 @@ def _encoded_blocks(param: Param, kind: str, piece: Piece) -> Tensor:
         return encode_gguf(kind, QuantMatrix(form, integers, scales, mins, factors))
     except ValueError as error:
         raise DamagedWeights(
-            f"{param.name}: {error}, as {kind} stores it; the weights are damaged, fetch them again"
+            f"{param.name}: {error}, as {kind} stores it; the weights are damaged: fetch them again"
         ) from error
 
 

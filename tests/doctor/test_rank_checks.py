@@ -12,7 +12,7 @@ from thread_ranks import Meeting, ThreadComm, run_on_threads
 from tiny_folder import write_chat_folder
 from torch import Tensor
 
-from parallel_llama.doctor import facts, layers, pace, patterns, tiny_model
+from parallel_llama.doctor import facts, layers, pace, patterns, rank, tiny_model
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.facts import Facts, versions
 from parallel_llama.doctor.rank import _REMEDIES, remedy_for
@@ -25,6 +25,7 @@ from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.ops.cpu.jit import machine_code, this_machine
 from parallel_llama.parallel import failures
 from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.timeouts import Timeouts
 
 CPU = torch.device("cpu")
 
@@ -264,3 +265,30 @@ def test_a_folder_of_thousands_of_files_is_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "fingerprint", lambda _: digests)
     checks = run_on_threads(2, lambda comm: layers.files(comm, setup))
     assert {check.status for check in checks} == {"pass"} and "2000 files" in checks[0].seen
+
+
+def test_the_loss_of_a_rank_in_any_exchange_fails_a_check(monkeypatch):
+    """A check that has passed already cannot report the loss, and its line would be dropped."""
+    n_left = 0
+
+    def lose_a_rank(comm: Communicator, check: Check) -> Check:
+        nonlocal n_left
+        n_left -= 1
+        if n_left == 0:
+            raise failures.RankError("rank 1 of 2 has died")
+        return agreed(comm, check)
+
+    monkeypatch.setattr(rank, "agreed", lose_a_rank)
+    monkeypatch.setattr(rank, "join", lambda *_, **__: Solo())
+    host_checks = [Check("memory", "pass", "enough"), Check("cores", "pass", "enough")]
+    for n_exchanges in range(1, 6):
+        n_left, checks = n_exchanges, []
+        examination = rank.Examination(
+            None, Timeouts(60, 60), checks.append, lambda _: None, host_checks
+        )
+        examination.run()
+        ids = [check.id for check in checks]
+        assert len(ids) == len(set(ids)), "a check is passed on once"
+        assert [check.seen for check in checks if check.status == "fail"] == [
+            "rank 1 of 2 has died"
+        ]

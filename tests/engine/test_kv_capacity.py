@@ -215,7 +215,7 @@ def test_too_little_memory_is_the_same_error_on_every_rank(monkeypatch):
 def test_what_holds_no_block_is_refused_before_weights_are_read():
     size_of_cache(2, 16, BLOCK)
     with pytest.raises(
-        UsageError, match=rf"a KV cache of {BLOCK - 1} bytes, .* takes {BLOCK} bytes"
+        UsageError, match=rf"a KV cache of {BLOCK - 1} bytes is too small: .* takes {BLOCK} bytes"
     ):
         size_of_cache(2, 16, BLOCK - 1)
     with pytest.raises(UsageError, match="block_size=0"):
