@@ -104,6 +104,12 @@ def _escape_unsafe(char: str) -> str:
     return char if char in _JOINERS else char.encode("unicode_escape").decode()
 
 
+def kind_of(value: object) -> str:
+    """The type of a value, such as 'a list' or 'an int'."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def counted(n: int, noun: str) -> str:
     return f"{n} {noun}{'s' * (n != 1)}"
 
@@ -115,7 +121,14 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
     return ", ".join(name[:200] for name in all_names[:limit]) + suffix
 
 
-def listed_ranks(ranks: Iterable[int]) -> str:
-    """The numbers of ranks, such as '1, 2'; with '...' after eight."""
+def named_ranks(ranks: Iterable[int], of: int | None = None) -> str:
+    """'rank 1', 'ranks 1, 2', or 'rank 1 of 3' for a number of ranks; with '...' after eight."""
     numbers = sorted(ranks)
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    listed = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"rank{'s' * (len(numbers) != 1)} {listed}" + ("" if of is None else f" of {of}")
+
+
+def ranks_do(ranks: Iterable[int], singular: str, plural: str, of: int | None = None) -> str:
+    """Ranks as the subject of a sentence: 'rank 1 is', or 'ranks 1, 2 of 3 are'."""
+    numbers = sorted(ranks)
+    return f"{named_ranks(numbers, of)} {singular if len(numbers) == 1 else plural}"

@@ -371,8 +371,8 @@ def make_plan(
         quant_group_size: number of consecutive ffn channels that must stay on one rank.
         ranks_per_expert: the most ranks that split an expert; by default as MIN_EXPERT_CHANNELS
             requires.
-        kv_split: 'sequence' shards the KV cache by token where sharding by head would replicate KV
-            heads.
+        kv_split: 'sequence' shards the KV cache by token, unless all ranks can have the same number
+            of KV heads.
         exact: shard wo and w2 by outputs, every expert over all ranks, and the vocabulary between
             tiles, so that no sum is split and results do not depend on the number of ranks.
         pp: number of stages of the pipeline. Ranks are cut into stages as evenly as possible; if
@@ -572,7 +572,7 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
 
 
 def _shard_by_token(args: ModelArgs, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
-    """Shard the KV cache by token, unless no KV head would be replicated."""
+    """Shard the KV cache by token, unless all ranks have the same number of KV heads."""
     max_kv_heads = max(shard.n_local_kv_heads for shard in shards)
     if max_kv_heads * len(shards) <= args.n_kv_heads:  # no KV head is replicated
         return shards

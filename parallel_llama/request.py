@@ -130,7 +130,7 @@ def _checked_text(name: str, value: object, max_bytes: int) -> str:
 
 
 def items_of(value: object) -> list[Any] | None:
-    """The items of any sequence, set or array; None for anything else, such as a string."""
+    """The items of a list, tuple, set or array; None for anything else, such as a string."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     to_list = getattr(value, "tolist", None)  # an array of numpy, or a tensor
@@ -227,7 +227,7 @@ class SamplingParams(_ShortRepr):
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
 
-    Lists may be any sequence, set or array.
+    Lists may also be tuples, sets or arrays.
 
     Raises: UsageError for a value of the wrong type or out of range.
     """

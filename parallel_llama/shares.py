@@ -102,7 +102,7 @@ def choose_shares(
 def fill(speeds: Sequence[float], max_shares: Sequence[Fraction]) -> list[Fraction] | None:
     """Divides 1 in proportion to the speeds, with no share above its maximum (water filling).
 
-    Returns: None if the maxima do not add up to 1.
+    Returns: None if the maxima add up to less than 1, or one is not above 0.
 
     >>> [str(share) for share in fill([2, 1, 1], [Fraction(1, 4), Fraction(1), Fraction(1)])]
     ['1/4', '3/8', '3/8']

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import STORED
-from parallel_llama.errors import CheckpointError
+from parallel_llama.errors import CheckpointError, kind_of
 from parallel_llama.files.bounded_files import open_file
 from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.ops.formats import torch_dtype
@@ -70,7 +70,7 @@ def _opened(path: Path) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path}: cannot be read as plain weights ({reason:.500})") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: has a {type(state).__name__}, expected a dict of tensors")
+        raise CheckpointError(f"{path}: has {kind_of(state)}, expected a dict of tensors")
     for name, tensor in state.items():
         _require_plain(path, name, tensor)
     _require_own_records(path, list(state.values()), records)
@@ -159,7 +159,7 @@ def _data_offset(path: Path, file: BufferedReader, member: zipfile.ZipInfo) -> i
 def _require_plain(path: Path, name: object, tensor: object) -> None:
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise CheckpointError(
-            f"{path}: entry {name!r:.200} is a {type(tensor).__name__}, expected a tensor; only "
+            f"{path}: entry {name!r:.200} is {kind_of(tensor)}, expected a tensor; only "
             "flat dictionaries of weights are read"
         )
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:

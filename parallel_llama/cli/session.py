@@ -13,7 +13,7 @@ from parallel_llama.cli.arguments import Flags, warn
 from parallel_llama.cli.model import MODEL, llm_config
 from parallel_llama.cli.terminal import DIM, Activity, duration, painted, size
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.errors import counted, listed_ranks
+from parallel_llama.errors import counted, named_ranks
 from parallel_llama.parallel.rank_env import world
 from parallel_llama.request import Request
 
@@ -110,7 +110,7 @@ def lead(
     def show_missing(missing: Sequence[int]) -> None:
         if missing:
             n_ranks = settings.get("tp_size", world()[1])
-            activity.what = f"waiting for rank {listed_ranks(missing)} of {n_ranks}"
+            activity.what = f"waiting for {named_ranks(missing, n_ranks)}"
 
     def show_graph(n_rows: int) -> None:
         activity.what = f"recording decode steps of {counted(n_rows, 'row')}"

@@ -19,7 +19,7 @@ import torch
 import parallel_llama
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.records import exchange
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import named_ranks, ranks_do
 from parallel_llama.ops.cpu.jit import CPUFeatures, code_cache, computes, this_machine
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import address_to, visible_gpus
@@ -68,9 +68,9 @@ def versions(facts_by_rank: Sequence[Facts | None]) -> Check:
     lost_ranks = [rank for rank, facts in enumerate(facts_by_rank) if facts is None]
     if lost_ranks:
         seen = (
-            f"the facts of rank {listed_ranks(lost_ranks)} cannot be read: the rank runs another "
+            f"the facts of {named_ranks(lost_ranks)} cannot be read: another version runs there, "
         )
-        seen += "version, or its messages arrive damaged"
+        seen += "or messages arrive damaged"
         return Check("versions", "fail", seen, "pip install the same version on all hosts")
     known_facts = [facts for facts in facts_by_rank if facts is not None]
     for name in known_facts[0].versions:
@@ -79,7 +79,7 @@ def versions(facts_by_rank: Sequence[Facts | None]) -> Check:
         differing = [rank for rank, value in enumerate(values) if value != most_common]
         if differing:
             rank, reference = differing[0], values.index(most_common)
-            seen = f"{name}: rank {listed_ranks(differing)} has {values[rank]}, "
+            seen = f"{name}: {ranks_do(differing, 'has', 'have')} {values[rank]}, "
             seen += f"rank {reference} has {most_common}"
             remedy = "pip install the same version on all hosts, and check that rank's PYTHONPATH"
             return Check("versions", "fail", seen, remedy)

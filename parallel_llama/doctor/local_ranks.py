@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 
 from parallel_llama.doctor.check import CHECKS, Check
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import ranks_do
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.launch import LocalRanks
 from parallel_llama.parallel.timeouts import Timeouts
@@ -115,7 +115,7 @@ def _watch(
         stopped_s = {rank: stopped_s.get(rank, now_s) for rank in stopped}
         long_stopped = [rank for rank, since_s in stopped_s.items() if now_s - since_s > _STOPPED_S]
         if long_stopped:
-            seen = f"rank {listed_ranks(long_stopped)} does not answer: it is stopped by a signal"
+            seen = f"{ranks_do(long_stopped, 'is', 'are')} stopped by a signal"
             remedy = f"kill -CONT {' '.join(str(pids[rank]) for rank in long_stopped)}"
             return Check(results.current, "fail", seen, remedy)
         try:
@@ -129,8 +129,7 @@ def _watch(
             seen = str(error).partition("\n")[0]  # without the stacks
             return Check(results.current, "fail", seen, _remedy_for_end(seen))
         if now_s - results.last_data_s > limit_s:
-            ranks_text = listed_ranks(pids)
-            seen = f"rank {ranks_text} has been silent for {limit_s:g} s"
+            seen = f"{ranks_do(pids, 'has', 'have')} been silent for {limit_s:g} s"
             return Check(
                 results.current, "fail", seen, "ps -eo pid,stat,wchan,args | grep doctor.rank"
             )
@@ -138,7 +137,7 @@ def _watch(
 
 def _with_message_of_rank(ranks: LocalRanks, check: Check) -> Check:
     """If a check reports a dead rank, gives it that rank's own error message, if any."""
-    if check.status == "fail" and "has died" in check.seen:
+    if check.status == "fail" and "died" in check.seen:
         try:
             ranks.require_alive(_LAST_REPORT_S)
         except RankError as error:

@@ -10,7 +10,7 @@ import torch
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.records import exchange
 from parallel_llama.engine.machine import reading
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import ranks_do
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.shared_memory import SharedMemory
 from parallel_llama.parallel.sockets import Sockets
@@ -86,7 +86,7 @@ def pace(product_s: Sequence[float]) -> Check:
     if not slow:
         return Check("pace", "pass", seen)
     most = max(product_s) / usual
-    seen = f"rank {listed_ranks(slow)} is up to {most:.1f} times slower than the others: {seen}"
+    seen = f"{ranks_do(slow, 'is', 'are')} up to {most:.1f} times slower than the others: {seen}"
     remedy = "end other programs on its cores (ps -eo pid,psr,pcpu,comm --sort=-pcpu | head)"
     return Check("pace", "warn", seen, remedy)
 
@@ -99,7 +99,7 @@ def bandwidth(bytes_per_s: Sequence[float]) -> Check:
     slow = [rank for rank, each in enumerate(bytes_per_s) if each < usual / _SLOW]
     remedy = "end other programs (ps -eo pid,pcpu,comm --sort=-pcpu | head)"
     if slow:
-        return Check("bandwidth", "warn", f"rank {listed_ranks(slow)} is slow: {seen}", remedy)
+        return Check("bandwidth", "warn", f"{ranks_do(slow, 'is', 'are')} slow: {seen}", remedy)
     if total < _LEAST_BANDWIDTH:
         return Check("bandwidth", "warn", f"{seen}; expected {_LEAST_BANDWIDTH / 1e9:g}", remedy)
     return Check("bandwidth", "pass", seen)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.records import HARDWARE, exchange
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import named_ranks, ranks_do
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SLOT_BYTES
 
@@ -55,7 +55,7 @@ def judged(by_rank: Sequence[list[Finding] | None]) -> Check:
     size = len(by_rank)
     lost_ranks = [rank for rank, findings in enumerate(by_rank) if findings is None]
     if lost_ranks:
-        seen = f"messages from rank {listed_ranks(lost_ranks)} arrive damaged"
+        seen = f"messages from {named_ranks(lost_ranks)} arrive damaged"
         return Check("collectives", "fail", seen, HARDWARE)
     receivers: dict[int, set[int]] = {}
     first: dict[int, Finding] = {}
@@ -72,20 +72,19 @@ def judged(by_rank: Sequence[list[Finding] | None]) -> Check:
     victims = set().union(*receivers.values())
     if len(victims) == 1 and len(senders) == size > 1:
         place = f"{first[0].collective} of {first[0].n_bytes} bytes, value {first[0].at}"
-        seen = f"rank {listed_ranks(victims)} receives changed bits from every rank ({place})"
+        who = ranks_do(victims, "receives", "receive")
+        seen = f"{who} changed bits from every rank ({place})"
         return Check("collectives", "fail", seen, HARDWARE)
     for source, ranks in sorted((senders or receivers).items()):
         finding = first[source]
         place = f"{finding.collective} of {finding.n_bytes} bytes, value {finding.at}"
         if source < 0:
-            faults.append(f"rank {listed_ranks(ranks)} has a wrong sum ({place})")
+            faults.append(f"{ranks_do(ranks, 'has', 'have')} a wrong sum ({place})")
         elif len(ranks - {source}) >= max(1, size - 1) and size > 2:
             faults.append(f"values from rank {source} arrive changed on every rank ({place})")
         else:
-            receivers_text = listed_ranks(ranks - {source} or ranks)
-            faults.append(
-                f"the link from rank {source} to rank {receivers_text} changes bits ({place})"
-            )
+            receivers_text = named_ranks(ranks - {source} or ranks)
+            faults.append(f"the link from rank {source} to {receivers_text} changes bits ({place})")
     return Check("collectives", "fail", "; ".join(faults), HARDWARE)
 
 

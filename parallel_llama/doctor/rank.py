@@ -40,8 +40,8 @@ RANK_CHECKS = (
 
 _REMEDIES: Mapping[str, str] = {  # by a part of the message of a RankError
     "stopped by a signal": "kill -CONT PID (ps -o pid,stat,args -C python)",
-    "has died": "sudo dmesg | grep -iE 'killed process|segfault' (and the rank's own message)",
-    "is late": "ps -eo pid,stat,pcpu,args --sort=-pcpu | head (is the rank running?)",
+    "died": "sudo dmesg | grep -iE 'killed process|segfault' (and the rank's own message)",
+    "late: no progress": "ps -eo pid,stat,pcpu,args --sort=-pcpu | head (is the rank running?)",
     "never joined": "start the missing ranks, with the same MASTER_ADDR and MASTER_PORT",
     "found no other rank": "set MASTER_ADDR and MASTER_PORT to those of rank 0 (see ss -ltnp)",
     "cannot listen at": "on all hosts: export MASTER_ADDR=ADDRESS of rank 0 (hostname -i)",

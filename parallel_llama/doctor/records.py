@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from parallel_llama.doctor.check import Check, Status
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import named_ranks
 from parallel_llama.parallel.collectives import Communicator
 
 Record = TypeVar("Record")
@@ -72,11 +72,11 @@ def agreed(comm: Communicator, check_of_rank: Check) -> Check:
     checks_by_rank = exchange(comm, check_of_rank, Check)
     lost_ranks = [rank for rank, check in enumerate(checks_by_rank) if check is None]
     if lost_ranks:
-        seen = f"the findings of rank {listed_ranks(lost_ranks)} arrive damaged"
+        seen = f"the findings of {named_ranks(lost_ranks)} arrive damaged"
         return Check(check_of_rank.id, "fail", seen, HARDWARE)
     checks = [check for check in checks_by_rank if check is not None]
     worst = max(checks, key=lambda check: _SEVERITY.index(check.status))
     ranks = [rank for rank, check in enumerate(checks) if check == worst]
     if len(ranks) == len(checks) or worst.status == "pass":
         return worst
-    return replace(worst, seen=f"rank {listed_ranks(ranks)}: {worst.seen}")
+    return replace(worst, seen=f"{named_ranks(ranks)}: {worst.seen}")

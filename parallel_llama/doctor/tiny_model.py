@@ -31,7 +31,7 @@ from parallel_llama.doctor.trace import (
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
-from parallel_llama.errors import counted, listed_ranks
+from parallel_llama.errors import counted, named_ranks, ranks_do
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.ops import Scores, TorchOps
@@ -130,7 +130,7 @@ def judged(
     """
     lost_ranks = {rank for rank, result in enumerate(results) if result is None}
     if lost_ranks:
-        seen = f"the result of rank {listed_ranks(lost_ranks)} arrives damaged"
+        seen = f"the results of {named_ranks(lost_ranks)} arrive damaged"
         return Check("arithmetic", "fail", seen, HARDWARE), lost_ranks
     known_results = [result for result in results if result is not None]
     limit = _GPU_TOLERANCE if on_gpu else _REFERENCE_TOLERANCE
@@ -157,7 +157,7 @@ def judged(
             f"bits that differ from {'those recorded' if recorded in counts else 'other ranks'}"
         )
         fault = f"wrong values, error {error:.1e}" if error > limit else other_bits
-        seen = f"rank {listed_ranks(wrong)} computes {fault}"
+        seen = f"{ranks_do(wrong, 'computes', 'compute')} {fault}"
         return Check("arithmetic", "fail", seen, HARDWARE), wrong
     if recorded is not None and recorded not in counts:
         seen = f"{seen}; all equal, but different from the bits recorded for this kind of CPU"
@@ -190,12 +190,12 @@ def tensor_parallel(
         ranks = exchange(comm, is_equal, bool)
         differing_ranks = [rank for rank, equal in enumerate(ranks) if not equal]
         if differing_ranks:
-            which = f"rank {listed_ranks(differing_ranks)} of {max_ranks}"
+            which = named_ranks(differing_ranks, of=max_ranks)
             seen = f"{which}: decode steps give different logits"
             return Check("tensor-parallel", "fail", seen, HARDWARE)
     how = "within the tolerance" if alone.logits.is_cuda else "equal bits"
     if wrong:
-        seen = f"rank {listed_ranks(wrong)} computes wrong values; other ranks give {how}"
+        seen = f"{ranks_do(wrong, 'computes', 'compute')} wrong values; other ranks give {how}"
         return Check("tensor-parallel", "skip", seen)
     return Check("tensor-parallel", "pass", f"on 1 to {max_ranks} ranks: {how}")
 
@@ -252,7 +252,8 @@ def _failed_check(
         rank for rank, comparison in zip(ranks, trusted, strict=True) if not comparison.is_equal
     ]
     if differing_ranks:
-        seen = f"{group_text}, rank {listed_ranks(differing_ranks)} computes different logits"
+        who = ranks_do(differing_ranks, "computes", "compute")
+        seen = f"{group_text}, {who} different logits"
         return Check("tensor-parallel", "fail", seen, HARDWARE)
     return None
 

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import named_ranks, ranks_do
 from parallel_llama.parallel.collectives import Communicator, Solo
 
 
@@ -149,16 +149,16 @@ def describe(differences: Mapping[int, Difference | None], names: Sequence[str])
         rank: difference for rank, difference in differences.items() if difference is not None
     }
     first = min(present.values(), key=lambda difference: (difference.exchange, difference.owners))
-    ranks = listed_ranks(rank for rank, difference in present.items() if difference == first)
+    ranks = [rank for rank, difference in present.items() if difference == first]
     if first.exchange >= len(names):
-        return f"rank {ranks} has a different number of exchanges"
+        return f"{ranks_do(ranks, 'has', 'have')} a different number of exchanges"
     exchange = names[first.exchange]
-    owners = listed_ranks(first.owners)
+    owners = named_ranks(first.owners)
     if not first.owners:
-        return f"rank {ranks} has a different sum of {exchange}"
+        return f"{ranks_do(ranks, 'has', 'have')} a different sum of {exchange}"
     if (
         list(present.values()).count(first) == len(differences)
         or set(first.owners) & present.keys()
     ):
-        return f"rank {owners} computed {exchange} differently"
-    return f"rank {ranks} received {exchange} of rank {owners} differently"
+        return f"{owners} computed {exchange} differently"
+    return f"{named_ranks(ranks)} received {exchange} of {owners} differently"

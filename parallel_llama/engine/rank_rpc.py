@@ -22,7 +22,7 @@ from parallel_llama.errors import (
     NumericalError,
     OutOfMemory,
     UsageError,
-    listed_ranks,
+    named_ranks,
 )
 from parallel_llama.files.bounded_files import expanded
 from parallel_llama.sampling.scoring import score
@@ -138,8 +138,8 @@ def _load_adapter(engine: Engine, name: str, folder: str) -> str:
     if name in runner.adapters:
         runner.unload_adapter(name)
     differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    ranks = listed_ranks(differing)
-    return why_refused or f"{folder} cannot be read on rank {ranks}, or its files differ there"
+    ranks = named_ranks(differing)
+    return why_refused or f"{folder} cannot be read on {ranks}, or its files differ there"
 
 
 def _score(engine: Engine, tokens: Sequence[int], adapter: str | None) -> list[float]:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from ipaddress import IPv4Address
 from threading import BoundedSemaphore, Lock, Thread
 
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import named_ranks
 
 _HELLO = struct.Struct("<8sII32s")  # magic, sender, receiver, random bytes
 _MAGIC = b"pllama/1"
@@ -162,7 +162,7 @@ def _accept_all(
     try:
         while missing := expected - set(proven):
             if time.monotonic() > deadline:
-                raise NotConnected(f"rank {listed_ranks(missing)}: it did not connect")
+                raise NotConnected(f"{named_ranks(missing)} did not connect")
             on_wait()
             with suppress(TimeoutError):
                 sock, _ = listener.accept()

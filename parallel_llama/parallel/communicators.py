@@ -27,7 +27,7 @@ import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fs_init
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
+from parallel_llama.errors import CheckpointError, UsageError, named_ranks
 from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.failures import RankError, first_line
@@ -195,7 +195,7 @@ def join(
                 within(_LATE_GIVE_UP_S, partial(publish_objection, store, env.rank, env.size, why))
         raise RankError(why) from error
     except dist.DistNetworkError as error:
-        others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
+        others = f"; {named_ranks(missing)} had not joined" if missing else ""
         raise RankError(
             f"{_store_owner(env)} has died or given up, and the ranks' store ended with it{others}"
         ) from error
@@ -485,7 +485,7 @@ def _why_not_joined(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
             f"answer at {address}"
         )
     elif missing:
-        who = f"rank {listed_ranks(missing)} of {env.size} never joined"
+        who = f"{named_ranks(missing, env.size)} never joined"
     else:
         who = f"all {env.size} ranks have joined, but at least one rank did not answer"
     secret_hint = ", or has another secret file" if SECRET_FILE in os.environ else ""

@@ -24,7 +24,8 @@ from parallel_llama.errors import (
     OutOfMemory,
     UsageError,
     WriteError,
-    listed_ranks,
+    named_ranks,
+    ranks_do,
 )
 from parallel_llama.parallel.rank_env import is_watched, world
 
@@ -44,7 +45,7 @@ class IntegrityError(RankError):
 
 
 def late(ranks: Iterable[int], size: int, limit_s: float) -> str:
-    return f"rank {listed_ranks(ranks)} of {size} is late: no progress for {limit_s:g} s"
+    return f"{ranks_do(ranks, 'is', 'are', size)} late: no progress for {limit_s:g} s"
 
 
 def differing_ranks(values: Sequence[Hashable]) -> str | None:
@@ -54,8 +55,8 @@ def differing_ranks(values: Sequence[Hashable]) -> str | None:
         return None
     if n_equal > len(values) // 2:
         ranks = [rank for rank, value in enumerate(values) if value != common]
-        return f"rank {listed_ranks(ranks)} of {len(values)} differs from the others"
-    return f"ranks {listed_ranks(range(len(values)))} differ from each other"
+        return f"{ranks_do(ranks, 'differs', 'differ', len(values))} from the others"
+    return f"{named_ranks(range(len(values)))} differ from each other"
 
 
 def first_line(error: Exception, limit: int) -> str:

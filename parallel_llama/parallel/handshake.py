@@ -17,7 +17,7 @@ from threading import Event
 import msgspec
 from torch.distributed import Store
 
-from parallel_llama.errors import printable
+from parallel_llama.errors import counted, printable
 from parallel_llama.parallel.failures import RankError
 
 _POLL_S = 0.02
@@ -198,8 +198,9 @@ def differences(values_by_rank: Sequence[Mapping[str, str]]) -> list[str]:
                 difference += f"has {shown[0]} and rank {reference} has {shown[1]}"
             else:
                 difference += f"differs from rank {reference}"
-            suffix = f"; so do {len(differing) - 1} more" if len(differing) > 1 else ""
-            messages.append(difference + suffix)
+            n_more = len(differing) - 1
+            suffix = f"; {counted(n_more, 'more rank')} {'differ' if n_more > 1 else 'differs'}"
+            messages.append(difference + (suffix if n_more else ""))
     return messages
 
 

@@ -6,7 +6,7 @@ starting process ends for any reason, all its ranks end.
 
 The ranks get torchrun's environment variables. They connect on loopback only: the starting process
 binds a socket to 127.0.0.1, and rank 0 listens on it. They inherit the secret of the run in an
-open, unnamed file; without it, another process cannot write to the store.
+open, unnamed file; they refuse values that a process without the secret has written to the store.
 """
 
 import json

@@ -8,7 +8,7 @@ CUDA graph, because calls from Python take longer than the exchanges. GPUs witho
 use NCCL.
 
 Sums are in float32 and in rank order, so they are bitwise equal on all ranks. In the kernel, a GPU
-waits for the others without a time limit; the group's watchdog and the launcher have time limits.
+waits for the others without a time limit; the group's watchdog has one, and ends the rank.
 
 Source: torch.distributed._symmetric_memory, torch.ops.symm_mem.one_shot_all_reduce.
 """

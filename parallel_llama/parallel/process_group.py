@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import ranks_do
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError, first_line, late
 from parallel_llama.parallel.rank_stacks import own_evidence, record_stacks
@@ -33,6 +33,10 @@ _NO_LIMIT = timedelta(days=365)
 _BEAT_S = 0.2
 _DEAD_S = 10 * _BEAT_S  # a busy machine may delay a heartbeat for a second
 _LOST_S = 5.0  # without a heartbeat, between collectives
+_IS_LOST = (
+    "has died, is stopped or cannot be reached",
+    "have died, are stopped or cannot be reached",
+)
 _ANSWER_S = 5.0  # a store that works answers in a millisecond
 _KEEPALIVE_S, _POLL_S = 1.0, 0.05
 _WAIT_POLL_S = 0.1
@@ -130,8 +134,7 @@ class ProcessGroup(Communicator):
     def require_alive(self) -> None:
         if lost := self._heartbeats.lost_ranks():
             raise RankError(
-                f"rank {listed_ranks(lost)} of {self.size} has died, is stopped or cannot be "
-                f"reached: no heartbeat for {_LOST_S:g} s"
+                f"{ranks_do(lost, *_IS_LOST, self.size)}: no heartbeat for {_LOST_S:g} s"
             )
 
     def require_not_aborted(self) -> None:
@@ -183,7 +186,7 @@ class ProcessGroup(Communicator):
         except RankError as error:
             return str(error)
         if dead:
-            return f"rank {listed_ranks(dead)} has died, is stopped or cannot be reached"
+            return ranks_do(dead, *_IS_LOST)
         return "every rank is alive, so one is late or in another collective"
 
 

@@ -184,7 +184,7 @@ def _host_launcher() -> _Launcher | None:
 def requests_gpu_per_rank() -> bool:
     """Whether the variables of Slurm or Kubernetes say that each rank has GPUs of its own.
 
-    A pod of Kubernetes is one host, although often no variable states a local rank.
+    A rank in Kubernetes without a local rank in its variables counts as alone in its pod.
     """
     is_pod = "KUBERNETES_SERVICE_HOST" in os.environ and known_local_world() == (None, None)
     return (
@@ -211,7 +211,7 @@ def _tasks_of_node() -> int | None:
 def rank_env() -> RankEnv:
     """This process's RankEnv, from its launcher's variables; a single rank without a launcher.
 
-    The bound socket and the secret are consumed, so a second call does not find them.
+    The bound socket and an inherited secret are consumed: a second call does not find them.
 
     Raises: UsageError for incomplete variables; CheckpointError if the file of the secret cannot be
     read.

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_llama.errors import UnreadableFile, UsageError, listed_ranks, printable
+from parallel_llama.errors import UnreadableFile, UsageError, named_ranks, printable
 from parallel_llama.files.bounded_files import is_folder, names_in
 
 # The environment variable with the descriptor of a rank's stack file, which its launcher reads.
@@ -185,9 +185,8 @@ def gather_stacks(
     if folder is None:
         lines.append("the stacks could not be written to a folder")
     else:
-        ranks = listed_ranks(files)
         where = f"{folder} on {socket.gethostname()}"
-        lines.append(f"the stacks of all threads of rank {ranks} are in {where}")
+        lines.append(f"the stacks of all threads of {named_ranks(files)} are in {where}")
     return "".join(f"\n  {line}" for line in lines)
 
 
@@ -196,7 +195,7 @@ def own_evidence(rank: int, current: str) -> str:
     file = own_stack_file()
     start = file.n_bytes()
     stacks = gather_stacks({rank: file}, [rank])
-    # The stacks come first, because the watchdog does not run in the thread of the collective.
+    # A site in the stacks is preferred: the watchdog calls this outside the collective's thread.
     site = site_in(file.text(start)) or call_site()
     return f"\n  rank {rank} is in {current}, called at {site}{stacks}"
 

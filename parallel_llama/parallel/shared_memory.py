@@ -571,8 +571,9 @@ class SharedMemory(Communicator):
         else:
             why = "alive, but swapping, without a free core, or in another collective"
         global_ranks = [self._global_ranks[rank] for rank in ranks]
+        which = "it is" if len(ranks) == 1 else "they are"
         return self._failure(
-            f"{late(global_ranks, self._global_size, limit_s)}; it is {why}", set(ranks)
+            f"{late(global_ranks, self._global_size, limit_s)}; {which} {why}", set(ranks)
         )
 
     def _failure(self, message: str, culprits: set[int]) -> RankError:
@@ -636,7 +637,7 @@ class _RankInfo:
     """What each rank sends the other ranks to decide whether they share memory.
 
     Args:
-        fd: the descriptor of the memory on rank 0, or -1.
+        fd: the descriptor of the memory, on the rank that has created it; otherwise -1.
         token: also written into the memory, to recognise it.
         cores: a hexadecimal mask of the cores that the rank may use.
         stacks_fd: the descriptor of the rank's file of stacks.

@@ -553,9 +553,9 @@ class Sockets(Communicator):
     def _peek_later_signature(self, rank: int, awaited: Collection[int]) -> int | None:
         """Peeks at the socket of a rank that sends this rank nothing in this exchange.
 
-        The rank may have left after the last exchange. It may also be in the next one already; then
-        its message stays in the socket. If it has failed there, it has finished this exchange, so
-        this rank finishes this exchange too and raises in the next.
+        The rank may have finished this exchange and left. It may also be in the next exchange; then
+        its message stays in the socket. If it has failed in the next exchange, this rank
+        finishes this exchange and raises in the next.
 
         Returns: the signature of the rank's first message, if that belongs to a later exchange.
         Raises: RankError if the rank has failed in this exchange, or is in another collective.

@@ -182,7 +182,7 @@ def _post(
     return Operation(name, path, summary, endpoint, reply, body, chunk, is_text)
 
 
-# All routes except those of the web page; /openapi.json is generated from this table.
+# All routes except those of the web page and of adapters; /openapi.json also has the latter.
 OPERATIONS = (
     _post(
         "chat", "/v1/chat/completions", "Chat completion", chat, bodies.ChatBody,

@@ -76,7 +76,7 @@ class ResponseFormat(Nested):
 
 
 class StructuredOutputs(Nested):
-    """Constraints on the generated text; exactly one of the fields. An extension of vLLM."""
+    """Constraints on the generated text; exactly one of the fields. From vLLM, not OpenAI."""
 
     json: Object | Text | None = None
     regex: Annotated[str, Meta(min_length=1, max_length=request.MAX_GRAMMAR_BYTES)] | None = None

@@ -28,8 +28,9 @@ RESTART_WINDOW_S = 600.0  # older restarts do not count as part of a crash loop
 MAX_BACKOFF_S = 30.0
 MAX_ENGINES = 3  # engines tried per request, because the request may crash them
 WRONG_USE = 2  # exit code of an engine that would end in the same way after a restart
-# Large requests and requests for several choices may use only 1 - SMALL_FRACTION of max_choices. A
-# small request of an account without unfinished choices may use 1 + SMALL_FRACTION.
+# While others are unfinished, large requests and requests for several choices may use only
+# 1 - SMALL_FRACTION of max_choices. A small request of an account without unfinished choices may
+# use 1 + SMALL_FRACTION.
 SMALL_FRACTION = 1 / 8
 _READ_BYTES = 1 << 18
 

@@ -47,7 +47,7 @@ class FairQueue(Generic[T]):
 class Pacer:
     """Starts work of connections in a fair order, one piece in each iteration of the event loop.
 
-    A request then waits for one request of another connection, not for one of every connection.
+    So between two starts the event loop serves running requests, however many connections wait.
 
     Args:
         gap_s: minimum time between two starts.

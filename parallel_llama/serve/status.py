@@ -138,7 +138,7 @@ class EngineCollector(Collector):
             up = {str(rank.rank): engine.step_age_s is not None for rank in engine.loaded.ranks}
             yield self._gauge("rank_up", "1 if the rank is running.", up, "rank")
             yield self._gauge("tp_size", "Number of ranks.", len(up))
-            config = "Information of the KV cache configuration."
+            config = "Information about the KV cache configuration."
             block_size = {str(engine.loaded.block_size): 1}
             yield self._gauge("cache_config_info", config, block_size, "block_size")
         if engine.last_step is not None:

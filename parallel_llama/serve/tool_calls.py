@@ -80,7 +80,7 @@ class CallReader:
     """Separates calls from text in a response that arrives in pieces.
 
     Text that may be the start of a call is withheld until the call is complete. It is emitted as
-    text if it is not valid JSON, or the name of the function is not in `names`.
+    text if it cannot be parsed, or the name of the function is not in `names`.
 
     Args:
         begins_inside: whether the response starts after the opening.

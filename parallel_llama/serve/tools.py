@@ -284,7 +284,7 @@ class ToolGrammar:
         return self._with(f"start: calls | answer\nanswer: {_json(json.loads(answer.text))}")
 
     def text_and_calls(self) -> Grammar:
-        """Any text, optionally followed by calls, which must have markers."""
+        """Text, perhaps followed by calls; in a form without markers, either text or calls."""
         assert self._form is not None
         if self._form.is_bare:  # text must not begin with a brace: that starts a call
             return self._with("start: text | calls\n" r"text: /(\s*[^\s{](?s:.*))?/")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from parallel_llama.errors import UsageError, quoted
+from parallel_llama.errors import UsageError, kind_of, quoted
 
 MAX_MESSAGES = 10_000
 MAX_CHARS = 1 << 20  # of all strings, plus one per value; also the limit of a rendered template
@@ -136,8 +136,8 @@ def require_plain(chat: Chat) -> None:
     ]
     if used:
         raise UsageError(
-            f"{used[0]} need a chat template, and the model's folder has none; use its Hugging "
-            "Face folder"
+            f"{used[0]}: only a chat template supports this, and the model's folder has none; use "
+            "its Hugging Face folder"
         )
 
 
@@ -245,4 +245,4 @@ def _unicode(text: str, where: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    return "null" if value is None else kind_of(value)

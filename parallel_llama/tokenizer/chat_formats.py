@@ -130,7 +130,7 @@ class MistralChat:
     def encode(self, chat: Chat) -> list[int]:
         if self._version not in self.VERSIONS:
             raise UsageError(
-                f"version {self._version} of Mistral's chat format is not supported, only "
+                f"version {self._version} of Mistral's chat format is not supported; supported: "
                 f"{', '.join(map(str, self.VERSIONS))}; use a folder with a chat template"
             )
         require_plain(chat)

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.errors import CheckpointError, UsageError, kind_of
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.tokenizer import spm
@@ -40,9 +40,7 @@ def build_gguf_tokenizer(fields: dict[str, Any], source: str) -> Tokenizer:
         return _sentencepiece(vocabulary)
     if kind is None:
         raise UsageError(f"{source}: contains no tokenizer (no field tokenizer.ggml.model)")
-    raise UsageError(
-        f"{source}: has a {kind[:80]!r} tokenizer, which is not supported, only gpt2 and llama"
-    )
+    raise UsageError(f"{source}: has a {kind[:80]!r} tokenizer; only gpt2 and llama are supported")
 
 
 class GGUFVocabulary:
@@ -55,7 +53,7 @@ class GGUFVocabulary:
     def value(self, name: str, kind: type, default: Any) -> Any:
         value = self._fields.get(f"tokenizer.ggml.{name}", default)
         if value is not default and type(value) is not kind:
-            raise self.damaged(f"{name} is a {type(value).__name__}, not a {kind.__name__}")
+            raise self.damaged(f"{name} is {kind_of(value)}, not {kind_of(kind())}")
         return value
 
     def values(self, name: str, kind: type, length: int | None = None) -> list[Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel_llama.config.meta import is_mistral_params
-from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.errors import CheckpointError, UsageError, kind_of
 from parallel_llama.files.bounded_files import is_file, is_there, open_file, read_bytes
 from parallel_llama.files.fields import MAX_CONFIG_BYTES, json_object
 from parallel_llama.files.gguf_header import read_gguf_header
@@ -55,8 +55,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a model; None if it has none.
 
-    Folders in Meta's and Mistral's layouts have no template: there the tokenizer determines the
-    built-in format, Llama 2's, Llama 3's, or a version of Mistral's.
+    Folders in Meta's and Mistral's layouts have no template: there the tokenizer and params.json
+    determine the built-in format, Llama 2's, Llama 3's, or a version of Mistral's.
 
     Raises: CheckpointError if a file is damaged.
     """
@@ -249,7 +249,7 @@ def _named(template: Any) -> dict[str, Any]:
 
 def _checked_template(template: Any, source: str) -> str:
     if not isinstance(template, str):
-        raise CheckpointError(f"{source}: the chat template is a {type(template).__name__}")
+        raise CheckpointError(f"{source}: the chat template is {kind_of(template)}")
     if len(template) > MAX_TEMPLATE_BYTES:
         raise CheckpointError(
             f"{source}: the chat template has {len(template)} characters, over the limit of "

@@ -195,8 +195,8 @@ def test_every_remedy_is_for_a_message_of_the_ranks():
     """The remedy for a rank that is late was lost when its message was reworded."""
     source = "".join(path.read_text() for path in Path(failures.__file__).parent.glob("*.py"))
     assert [part for part in _REMEDIES if part not in source] == []
-    late = failures.late([1], 2, 30.0)
-    assert remedy_for(f"{late}; it is alive").startswith("ps ")
+    for late in (failures.late([1], 3, 30.0), failures.late([1, 2], 3, 30.0)):
+        assert remedy_for(f"{late}; it is alive").startswith("ps ")
     assert remedy_for(f"{late}; it is stopped by a signal or a debugger").startswith("kill -CONT")
 
 

@@ -390,7 +390,7 @@ def test_ranks_that_are_started_by_hand_meet_and_wait_for_nobody_else(meet):
 def test_a_rank_that_never_comes_is_named_and_awaited_no_longer_than_the_timeout(meet):
     """It took 300 s, and no flag changed that."""
     (line,) = meet((0, 3, ""), timeout_s=2)
-    assert line["outcome"].startswith("rank 1, 2 of 3 never joined within 2 s")
+    assert line["outcome"].startswith("ranks 1, 2 of 3 never joined within 2 s")
     assert line["seconds"] < 60
     assert line["awaited"][-1] == [1, 2]
 
@@ -457,7 +457,9 @@ def test_a_rank_with_another_secret_is_not_met(meet, tmp_path):
         assert line["outcome"].startswith("rank 2 of 3 never joined within 6 s")
         assert "or has another secret file" in line["outcome"]
     # The store may end with rank 0 before the limit of rank 2.
-    assert re.search("rank 0, 1 (of 3 never joined within 6 s|had not joined)", stranger["outcome"])
+    assert re.search(
+        "ranks 0, 1 (of 3 never joined within 6 s|had not joined)", stranger["outcome"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -512,7 +514,10 @@ def test_where_one_rank_cannot_connect_all_hear_of_it_at_once(meet, lost):
         (["a", "a", "a"], ""),
         (["a", "b"], "rank 1 of 2 has b and rank 0 has a"),
         (["a", "b", "b"], "rank 0 of 3 has a and rank 1 has b"),
-        (["a", None, "a", None, "a"], "rank 1 of 5 has nothing and rank 0 has a; so do 1 more"),
+        (
+            ["a", None, "a", None, "a"],
+            "rank 1 of 5 has nothing and rank 0 has a; 1 more rank differs",
+        ),
         (["a" * 64, "b" * 64], "rank 1 of 2 differs from rank 0"),
     ],
 )
@@ -613,7 +618,7 @@ def test_a_rank_that_hangs_or_dies_is_named_with_its_stack(start, kind, cause, f
     report = stderr[stderr.index("parallel-llama:") :]
     assert cause in report
     assert "is in exchange 2, all_reduce of 5 values of torch.float32, called at " in report
-    folder = re.search(r"the stacks of all threads of rank 0, 1, 2 are in (\S+) on ", report)[1]
+    folder = re.search(r"the stacks of all threads of ranks 0, 1, 2 are in (\S+) on ", report)[1]
     assert Path(folder).stat().st_mode & 0o777 == 0o700
     stacks = [Path(folder, f"rank-{rank}.txt").read_text() for rank in range(3)]
     assert "in all_reduce" in stacks[0]
@@ -644,7 +649,7 @@ def test_ranks_in_different_collectives_are_named_with_their_stacks(start, late)
     report = stderr[stderr.index("parallel-llama:") :]
     assert re.search("rank 1 (is )?in barrier", report)
     assert re.search("rank [02] (is )?in all_reduce of 5 values of torch.float32", report)
-    folder = re.search(r"the stacks of all threads of rank 0, 1, 2 are in (\S+) on ", report)[1]
+    folder = re.search(r"the stacks of all threads of ranks 0, 1, 2 are in (\S+) on ", report)[1]
     assert "in barrier" in Path(folder, "rank-1.txt").read_text()
     assert "in barrier" in report.partition("rank 1, most recent call first")[2]
     assert all_gone(pids)

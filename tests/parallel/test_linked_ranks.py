@@ -202,7 +202,7 @@ def test_a_rank_that_loads_for_longer_than_the_limit_is_not_late(monkeypatch):
     assert on_threads(3, load) == [True] * 3
     comm = ranks[0][1]
     comm._timeouts = Timeouts(LIMIT_S, 0.3)
-    with pytest.raises(RankError, match=r"rank 1, 2 of 3 is late: no progress for 0\.3 s"):
+    with pytest.raises(RankError, match=r"ranks 1, 2 of 3 are late: no progress for 0\.3 s"):
         comm.barrier()
     close(ranks)
 
