@@ -24,7 +24,7 @@ from parallel_llama.memory import blocks_held
 from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import KVSplit, make_plan
-from parallel_llama.request import FinishReason, Request, SamplingParams
+from parallel_llama.request import Completion, FinishReason, Request, SamplingParams
 from parallel_llama.sampling.draw import History, SamplingRow
 from parallel_llama.sampling.sampler import sample
 
@@ -357,9 +357,17 @@ def _oracle(args: ModelArgs, kv_format: KVFormat | None) -> ModelRunner:
 
 def run_mix(engine: Engine, mix: Mix) -> dict[tuple[int, int], Outcome]:
     """The outcome by request and choice. Collective: every rank calls it."""
+    return {
+        key: Outcome(completion.tokens, completion.finish_reason)
+        for key, completion in completions_of(engine, mix).items()
+    }
+
+
+def completions_of(engine: Engine, mix: Mix) -> dict[tuple[int, int], Completion]:
+    """The completion by request and choice. Collective: every rank calls it."""
     leads = engine.comm.rank == 0
     tickets: dict[int, int] = {}
-    outcomes = {}
+    completions = {}
     step = 0
     # Other ranks do not know future requests, so all continue to the same step.
     last = max(guest.comes for guest in mix.guests)
@@ -372,13 +380,11 @@ def run_mix(engine: Engine, mix: Mix) -> dict[tuple[int, int], Outcome]:
                     engine.cancel(tickets[guest.request.index])
         for progress in engine.step():
             if progress.completion is not None:
-                outcomes[progress.index, progress.choice] = Outcome(
-                    progress.completion.tokens, progress.completion.finish_reason
-                )
+                completions[progress.index, progress.choice] = progress.completion
         step += 1
         assert step < 3000, "a request starves"
     assert not any(pool.n_used for pool in engine.pools)
-    return outcomes
+    return completions
 
 
 def run_mixes(

@@ -59,7 +59,7 @@ def load_runner(
         open_checkpoint(files, args),
         plan,
         comm,
-        stage_comm=_stage_comm(comm, [stage.ranks for stage in plan.stages]),
+        stage_comm=make_stage_comm(comm, [stage.ranks for stage in plan.stages]),
         precision=Precision.plain("float64"),
         device=torch.device("cpu"),
         ops=TorchOps(scores) if on_torch else None,
@@ -68,7 +68,7 @@ def load_runner(
     return runner
 
 
-def _stage_comm(comm: Communicator, stages: Sequence[range]) -> Communicator:
+def make_stage_comm(comm: Communicator, stages: Sequence[range]) -> Communicator:
     """The communicator of this rank's stage."""
     if len(stages) == 1:
         return comm

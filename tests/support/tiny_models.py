@@ -44,6 +44,14 @@ class TinyModel:
         """A prompt of 24 tokens."""
         return [(7 * at + 3) % self.vocab_size for at in range(24)]
 
+    @property
+    def shape(self) -> str:
+        """The sizes of the model, for a line about it."""
+        return (
+            f"{self.n_heads}/{self.n_kv_heads} heads of {self.head_dim}, dim {self.dim}, "
+            f"ffn {self.ffn_dim}, {self.n_layers} layers, {self.vocab_size} tokens"
+        )
+
 
 _LLAMA3 = {
     "rope_type": "llama3",
