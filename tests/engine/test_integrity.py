@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
+from bits import flip
 from mixes import ARGS, HYBRID, OF_FAMILIES, make_engine, make_runner, random_mix, run_mix
 from thread_ranks import run_on_threads
 from torch import Tensor
@@ -36,12 +36,6 @@ _N_STEPS, _FAULT_AT, _FAULTY = 140, 20, 1
 def _compare_for_as_long_as_steps_take(monkeypatch):
     """A rotation over the memory of a tiny model then takes a few steps."""
     monkeypatch.setattr(integrity, "_TIME_FRACTION", 1.0)
-
-
-def flip(values: Tensor, bit: int) -> None:
-    """Flip a bit of memory."""
-    own = values.view(-1).view(torch.uint8).numpy()
-    own[bit // 8] ^= np.uint8(1 << bit % 8)
 
 
 def run_with_fault(
