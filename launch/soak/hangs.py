@@ -183,7 +183,7 @@ def faults_of_report(report: str, kind: str, size: int, rank: int, logs: Path) -
     stack = report.partition(f"rank {rank}, most recent call first:\n")[2]
     if function is not None and not re.match(rf'( +File ".*\n)*? +File ".* in {function}', stack):
         wrong.append(f"the stack of rank {rank} is not shown")
-    folder = re.search(r"the stacks of all threads of rank [\d, ]+ are in (\S+) on ", report)
+    folder = re.search(r"the stacks of all threads of ranks? [\d, ]+ are in (\S+) on ", report)
     if not folder or not (logs / Path(folder[1]).name / f"rank-{rank}.txt").exists():
         wrong.append("the folder of stacks is not named or does not exist")
     return wrong

@@ -20,7 +20,7 @@ parallel-llama: [rank 0] rank 1 of 2 is late: no progress for 2 s; it is alive, 
   rank 1, most recent call first:
     File "/launch/soak/faulty_rank.py", line 23 in loop_in_python
     File "/parallel_llama/engine/engine.py", line 299 in _step
-  the stacks of all threads of rank 0, 1 are in {folder} on here
+  the stacks of all threads of ranks 0, 1 are in {folder} on here
 """
 
 
