@@ -52,7 +52,7 @@ SMOLLM2: dict[str, Settings] = {
     "kv-fp8": {"quant": "stored", "kv_cache_dtype": "fp8"},
 }
 TEXTS = ("The capital of France is", "def add(a, b):\n" * 12, "Once upon a time, " * 9)
-N_TOKENS = 160  # of each of SmolLM2's answers
+N_TOKENS = 48  # of each of SmolLM2's answers
 N_REQUESTS = 10  # to each random model
 
 
