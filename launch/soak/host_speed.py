@@ -1,0 +1,132 @@
+"""Compares the speed that `plan --hosts` predicts with the speed that `bench` measures."""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.soak.linked_hosts import (
+    ROOT,
+    Link,
+    LinkedHosts,
+    NotPossible,
+    environment,
+    other_ranks,
+    run,
+)
+
+ECHO = """
+import socket
+with socket.create_server(("10.231.0.1", 29600)) as server:
+    print("ready", flush=True)
+    other, _ = server.accept()
+    other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while words := other.recv(64):
+        other.sendall(words)
+"""
+PING = """
+import socket, time
+other = socket.create_connection(("10.231.0.1", 29600))
+other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+for _ in range(400):
+    began_s = time.perf_counter()
+    other.sendall(bytes(64))
+    other.recv(64)
+    print((time.perf_counter() - began_s) / 2)
+"""
+
+
+def speed(flags: argparse.Namespace) -> int:
+    """Prints the predicted and the measured speed of each layout. Returns: 0."""
+    for layout in flags.hosts:
+        load = os.getloadavg()[0]
+        with (
+            tempfile.TemporaryDirectory() as name,
+            LinkedHosts(len(layout), Link(flags.delay_us, flags.gbit)) as hosts,
+        ):
+            predicted, latency_us = plan(flags, layout, hosts, Path(name))
+            measured = bench(flags, layout, hosts)
+        print(
+            f"{'+'.join(map(str, layout))}, {flags.model}, quant {flags.quant}, pp {flags.pp}, "
+            f"{latency_us:.0f} us, {flags.gbit:g} Gbit/s, "
+            f"load average {load:.1f} at the beginning"
+        )
+        for what in ("prefill", "decode"):
+            key = f"{what}_tokens_per_s"
+            ratio = predicted[key] / measured[key]
+            print(
+                f"  {what:8}{predicted[key]:8.2f} predicted {measured[key]:8.2f} measured "
+                f"({measured[key + '_min']:g} to {measured[key + '_max']:g}) tokens/s: {ratio:.2f}",
+                flush=True,
+            )
+    return 0
+
+
+def plan(
+    flags: argparse.Namespace, layout: Sequence[int], hosts: LinkedHosts, folder: Path
+) -> tuple[dict[str, float], float]:
+    """The prediction of `plan --hosts`, and the measured latency of the link."""
+    latency_us = measured_latency_us(hosts)
+    link = {"latency_us": latency_us, "gbit_per_s": flags.gbit}
+    rates, entries = calibrate(flags, layout, folder / "rates.json"), []
+    for number, n_ranks in enumerate(layout):
+        begin = 0 if flags.pp > 1 else sum(layout[:number])
+        own = {**rates, "ranks": rates["ranks"][begin : begin + n_ranks]}
+        (folder / f"{number}.json").write_text(json.dumps(own))
+        entries.append({"ranks": n_ranks, "calibration": f"{number}.json", "link": link})
+    (folder / "hosts.json").write_text(json.dumps(entries))
+    n_tokens = flags.prompt_tokens + flags.max_tokens
+    own_flags = f"--hosts={folder}/hosts.json", f"--max-seq-len={n_tokens}", f"--pp={flags.pp}"
+    said = json.loads(parallel_llama("plan", *own_flags, *of_model(flags)))
+    if said["predicted"] is None:
+        raise NotPossible(f"plan predicts no speed: {said['unpredicted']}")
+    return said["predicted"], latency_us
+
+
+def measured_latency_us(hosts: LinkedHosts) -> float:
+    """Half the median time in which a small message comes back from host 0 to host 1."""
+    echo = hosts.command(0, sys.executable, "-c", ECHO)
+    with subprocess.Popen(echo, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        times_s = run(*hosts.command(1, sys.executable, "-c", PING))
+    return statistics.median(map(float, times_s.split())) * 1e6
+
+
+def calibrate(flags: argparse.Namespace, layout: Sequence[int], path: Path) -> dict[str, Any]:
+    """The rates of the ranks that work at once: all ranks, or those of one stage of a pipeline."""
+    size = max(layout) if flags.pp > 1 else sum(layout)
+    short = "--prompt-tokens=8", "--max-tokens=8", "--repeat=1", "--no-exact"
+    parallel_llama(
+        "bench", f"--nproc={size}", f"--calibrate={path}", *short, *of_bench(flags), cores=size
+    )
+    return json.loads(path.read_text())
+
+
+def bench(flags: argparse.Namespace, layout: Sequence[int], hosts: LinkedHosts) -> dict[str, float]:
+    """The figures of `bench` over the hosts."""
+    sizes = f"--prompt-tokens={flags.prompt_tokens}", f"--max-tokens={flags.max_tokens}"
+    more = f"--repeat={flags.repeat}", f"--pp={flags.pp}", "--start-timeout=300", *of_bench(flags)
+    first, *others = hosts.rank_commands(layout, "bench", *sizes, *more)
+    with other_ranks(others, sum(layout)):
+        return json.loads(run(*first, env=environment(sum(layout)), cwd=ROOT))
+
+
+def of_model(flags: argparse.Namespace) -> list[str]:
+    return [f"--model={flags.model}", "--dtype=float32", f"--quant={flags.quant}", "--json"]
+
+
+def of_bench(flags: argparse.Namespace) -> list[str]:
+    return [*of_model(flags), "--timeout=300", "--random-weights=1"]
+
+
+def parallel_llama(*verb: str, cores: int = 1) -> str:
+    """What a command prints whose ranks have one thread each, on the first cores."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pinned = "taskset", "--cpu-list", ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores]))
+    return run(*pinned, sys.executable, "-m", "parallel_llama", *verb, env=env, cwd=ROOT)

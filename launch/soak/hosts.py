@@ -1,0 +1,159 @@
+"""Runs models on network namespaces as hosts: compares answers, and the speed that plan predicts.
+
+    python -m launch.soak.hosts answers --hosts 1+1,2+1,2+2,1+1+1+1+1 [--requests 1000] [--seed 1]
+    python -m launch.soak.hosts speed --hosts 1+1 [--quant int8] [--delay-us 300] [--pp 2]
+
+2+1 means two ranks on the first host and one on the second. `answers` compares what a server with
+exact sums answers to random requests with the answers of one rank. `speed` measures the rates of
+this machine, prints the speed that `plan --hosts` predicts from them and the measured speed; it
+needs an idle machine. Both need root, and the packages iproute2, util-linux and gcc of Debian.
+"""
+
+import argparse
+import random
+import string
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launch.soak.host_speed import speed
+from launch.soak.linked_hosts import Link, LinkedHosts, NotPossible, environment, other_ranks
+from launch.soak.tally import Tally
+
+SERVE = "serve", "--exact", "--port=0", "--start-timeout=300"
+N_STREAMS = 16
+# Exact sums exchange the inputs and outputs of two matrices in each layer. At least this part of a
+# row of these tensors must come over the link for each token.
+LEAST_PART = 0.5
+END_LIMIT_S = 60
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns: 1 if answers differ or did not cross the link, 2 if hosts cannot be made, else 0."""
+    flags = parse(argv)
+    try:
+        return {"answers": answers, "speed": speed}[flags.command](flags)
+    except NotPossible as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    of_answers, of_speed = commands.add_parser("answers"), commands.add_parser("speed")
+    for each in (of_answers, of_speed):
+        each.add_argument("--hosts", default="2+1", help="layouts, such as 1+1,2+1", type=layouts)
+        each.add_argument("--delay-us", type=float, default=100)
+        each.add_argument("--gbit", type=float, default=1)
+    of_answers.add_argument("--loss", type=float, default=0, help="fraction of lost packets")
+    of_answers.add_argument("--requests", type=int, default=1000)
+    of_answers.add_argument("--seed", type=int, default=1)
+    of_answers.add_argument("--model", default="smollm2", help="or tiny, with random weights")
+    of_speed.add_argument("--model", default="llama-3.2-1b")
+    of_speed.add_argument("--quant", default="none", choices=("none", "int8", "int4"))
+    of_speed.add_argument("--pp", type=int, default=1)
+    of_speed.add_argument("--prompt-tokens", type=int, default=512)
+    of_speed.add_argument("--max-tokens", type=int, default=32)
+    of_speed.add_argument("--repeat", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+def layouts(text: str) -> list[list[int]]:
+    """The ranks of each host of each layout."""
+    return [[int(n_ranks) for n_ranks in layout.split("+")] for layout in text.split(",")]
+
+
+def answers(flags: argparse.Namespace) -> int:
+    """Compares the answers of every layout with those of one rank."""
+    tally = Tally("layouts")
+    rng = random.Random(flags.seed)
+    requests = [random_request(rng) for _ in range(flags.requests)]
+    link = Link(flags.delay_us, flags.gbit, flags.loss, flags.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny(Path(folder)) if flags.model == "tiny" else flags.model
+        expected, *_ = answered(requests, [1], link, model)
+        n_tokens = sum(choice["tokens"] for answer in expected for choice in answer)
+        for layout in flags.hosts:
+            found, received = answered(requests, layout, link, model)
+            n_equal = sum(a == b for a, b in zip(expected, found, strict=True))
+            least = [LEAST_PART * n_tokens * each for each in bytes_per_row(model, layout)]
+            is_linked = all(a >= b for a, b in zip(received, least, strict=True))
+            line = f"{'+'.join(map(str, layout))}: {n_equal} of {len(requests)} answers are equal"
+            per_token = ", ".join(f"{each / n_tokens / 1024:.1f}" for each in received)
+            line += f"; KiB received for each new token: {per_token}"
+            tally.add(n_equal == len(requests) and is_linked, line)
+    return tally.close(f"{n_tokens} tokens", f"seed {flags.seed}")
+
+
+def random_request(rng: random.Random) -> dict[str, Any]:
+    """Greedy or sampled; few first words, so that some requests have a common prefix."""
+    words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 9))) for _ in range(40)]
+    beginning = rng.choice(["Once upon a time ", "The capital of France is ", ""])
+    request = {
+        "prompt": beginning + " ".join(words[: rng.randint(1, 40)]), "logprobs": rng.randint(0, 5),
+        "max_tokens": rng.randint(1, 24), "temperature": 0, "ignore_eos": True,
+    }  # fmt: skip
+    if rng.random() < 0.5:
+        sampled = {"temperature": rng.uniform(0.5, 1.5), "top_p": rng.choice([1, 0.9])}
+        request |= sampled | {"seed": rng.randrange(1 << 30), "n": rng.choice([1, 1, 2])}
+    return request
+
+
+def answered(
+    requests: Sequence[dict[str, Any]], layout: Sequence[int], link: Link, model: str
+) -> tuple[list[Any], list[int]]:
+    """The choices for each request, and the bytes that each host has received in this time."""
+    with served(layout, link, model) as (hosts, server):
+        before = hosts.received()
+        with hosts.threads_on(0, N_STREAMS) as pool:
+            replies = list(pool.map(lambda body: server.post("/v1/completions", **body), requests))
+        received = [b - a for a, b in zip(before, hosts.received(), strict=True)]
+    for reply in replies:
+        for choice in reply["choices"]:
+            choice["tokens"] = len(choice["logprobs"]["tokens"])
+    return [reply["choices"] for reply in replies], received
+
+
+@contextmanager
+def served(layout: Sequence[int], link: Link, model: str) -> Iterator[tuple[LinkedHosts, Any]]:
+    """A server over hosts, which all ranks leave in order at the end."""
+    from served import Served
+
+    with LinkedHosts(len(layout), link) as hosts:
+        first, *others = hosts.rank_commands(layout, *SERVE, f"--model={model}")
+        with other_ranks(others, sum(layout)) as processes:
+            server = Served(command=first, env=environment(sum(layout)))
+            try:
+                yield hosts, server
+                hosts.terminate(0)
+                codes = [each.wait(END_LIMIT_S) for each in (server.process, *processes)]
+                assert not any(codes), f"exit codes of the ranks: {codes}"
+            finally:
+                server.stop()
+
+
+def bytes_per_row(model: str, layout: Sequence[int]) -> list[float]:
+    """The bytes that each host receives in the exchanges of a step, for each token of the step."""
+    from parallel_llama.cli.model import args_of
+    from parallel_llama.cli.prediction import exchanges
+    from parallel_llama.files.model_files import find_model
+
+    size = sum(layout)
+    _, n_bytes = exchanges(args_of(find_model(model)), size, 4, is_exact=True)
+    return [n_bytes * (size - own) / max(size - 1, 1) for own in layout]
+
+
+def tiny(folder: Path) -> str:
+    from tiny_folder import write_endless_folder
+
+    return str(write_endless_folder(folder / "tiny"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
