@@ -50,6 +50,8 @@ class Link:
 class LinkedHosts:
     """Hosts with the addresses 10.231.0.1, 10.231.0.2 and so on, until they are closed.
 
+    `secret` is the file of the ranks' secret.
+
     Raises: NotPossible.
     """
 
@@ -59,9 +61,9 @@ class LinkedHosts:
         self._open = ExitStack()
         with ExitStack() as opened:
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-            self._secret = folder / "secret"
-            self._secret.write_text(secrets.token_hex(32))
-            self._secret.chmod(0o600)
+            self.secret = folder / "secret"
+            self.secret.write_text(secrets.token_hex(32))
+            self.secret.chmod(0o600)
             switch = str(folder / "link")
             run("cc", "-O2", "-o", switch, str(_SWITCH))
             held = [_hold(opened, *_UNSHARE, "sh", "-c", _PREPARE) for _ in range(n_hosts)]
@@ -93,7 +95,7 @@ class LinkedHosts:
             self.command(
                 host, "taskset", "--cpu-list", str(cores[rank % len(cores)]),
                 "env", f"RANK={rank}", sys.executable, "-m", "parallel_llama", *verb,
-                f"--secret-file={self._secret}",
+                f"--secret-file={self.secret}",
             )
             for rank, host in enumerate(hosts)
         ]  # fmt: skip
