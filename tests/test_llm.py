@@ -180,7 +180,7 @@ def test_ranks_get_shares_in_proportion_to_their_memory(model, llm):
     assert [c.tokens for c in found] == [c.tokens for c in expected]
     with pytest.raises(UsageError, match="memory has 3 sizes for 2 ranks"):
         LLM(str(model), tp_size=2, memory=(1, 3, 2))
-    with pytest.raises(UsageError, match=r"rank 1 of 2 needs 0\.3\d\d GiB, but its limit in"):
+    with pytest.raises(UsageError, match=r"rank 1 of 2 needs 0\.3\d\d GiB, but its limit"):
         LLM(str(model), memory=(1, 0.3))
 
 
