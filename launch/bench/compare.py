@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
         "--engines",
         type=engines,
         default="ours:1,transformers,llama-models,vllm,llama.cpp,ctranslate2",
-        help="NAME[:RANKS][@FORM], as ours:2 or llama.cpp@Q8_0; the first float32 engine "
+        help="NAME[:RANKS][@FORM], such as ours:2 or llama.cpp@Q8_0; the first float32 engine "
         "is the reference for tokens",
     )
     parser.add_argument("--streams", type=_whole, default=1, help="prompts at once of a stream")

@@ -3,11 +3,11 @@
     python -m launch.bench.engine_overheads [--model smollm2] [--repeat 5] [--threads 2]
         [--draft-model smollm2] [--draft-quant int4]
 
-It prints five lines. The first has the time to the first token with the prompt's beginning in the
-prefix cache, and without. The next two have the speed with drafts divided by the speed without, and
-the number of equal greedy tokens: for text that repeats its prompt, and for other text. By default
-drafts are found by prompt lookup. The last two lines have the mean time of each part of a step,
-with one request and with 16. All other figures are medians over interleaved rounds.
+It prints five lines. The first has the time to the first token if the prompt's beginning is in the
+prefix cache, and if it is not. The next two have the speed with drafts divided by the speed without
+drafts, and the number of equal greedy tokens: for text that repeats its prompt, and for other text.
+By default drafts are found by prompt lookup. The last two lines have the mean time of each part of
+a step, with one request and with 16. All other figures are medians over interleaved rounds.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def prefix_rounds(llm: LLM, n_rounds: int) -> list[tuple[float, float]]:
 
 
 def guess_gain(plain: LLM, drafting: LLM, text: str, n_rounds: int) -> tuple[float, int, int]:
-    """Speed with drafts over speed without, the number of equal tokens, and of all tokens.
+    """Speed with drafts over speed without, and the numbers of equal tokens and of all tokens.
 
     `plain` has no draft model, and may be `drafting` itself.
     """

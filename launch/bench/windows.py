@@ -38,7 +38,7 @@ from parallel_llama.plan import make_plan
 N_HEADS, HEAD_DIM = 8, 64
 MAX_SCORE_BYTES = 1 << 29
 
-# Attention of queries, keys and values. Shapes: all and the result [H, T, D].
+# Attention of queries, keys and values. Shapes: all arguments and the result [H, T, D].
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

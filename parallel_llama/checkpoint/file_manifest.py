@@ -95,11 +95,11 @@ def damaged_files(
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
     """Compares files with a manifest. Returns: the names of files that have the right size and
-    another hash; these are not reported.
+    a different hash; these are not reported.
 
-    Reports files that are missing, outside of the folder or of another size, and files in `present`
-    that the manifest does not list. An unlisted file is a problem if it could change the model,
-    else a note.
+    Reports files that are missing, outside the folder or of a different size, and files in
+    `present` that the manifest does not list. An unlisted file is a problem if it could change the
+    model, else a note.
     """
     damaged = []
     for name in names:
@@ -202,5 +202,5 @@ def check_listed_files(path: Path, on_bytes: Callable[[int], None], report: Repo
             if not lies_within(folder, name) or not is_file(file):
                 raise CheckpointError(f"{file}: missing; {path.name} lists it")
             if hash_file(file, on_bytes, hasher=hashlib.md5(usedforsecurity=False)) != expected:
-                raise CheckpointError(f"{file}: damaged, its MD5 sum is not the one in {path.name}")
+                raise CheckpointError(f"{file}: damaged: its MD5 sum is not the one in {path.name}")
             report.hashed += 1

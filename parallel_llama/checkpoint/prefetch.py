@@ -19,7 +19,7 @@ _MAX_WORKERS = 8
 def prefetch(
     items: Generator[T, None, None], n_prefetched: int, begin: Callable[[], None] = lambda: None
 ) -> Generator[T, None, None]:
-    """Yields the items of a generator; one background thread makes up to `n_prefetched` ahead.
+    """Yields the items of a generator; a background thread reads at most `n_prefetched` ahead.
 
     The thread calls `begin` first. An exception from `items` is raised at the `next` that would
     have returned the item. Closing waits for the items in flight and closes `items`.

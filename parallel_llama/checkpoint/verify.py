@@ -103,7 +103,7 @@ class Damage:
         """The damage of one file, one line per location."""
         because = f": {self.reasons[0]}" if self.reasons else ""
         if Path(name).suffix.lower() not in WEIGHT_SUFFIXES:
-            return [f"{name}: damaged, its hash is not the manifest's" + because * is_only_one]
+            return [f"{name}: damaged: its hash is not the manifest's" + because * is_only_one]
         try:
             spots = self._spots(name)
         except Exception as error:  # damaged bytes can raise nearly anything

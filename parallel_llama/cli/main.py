@@ -71,7 +71,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
-    """Checks the flags, and lets fire dispatch to the command's function.
+    """Checks the flags; the package `fire` then dispatches to the command's function.
 
     fire does not see the flags: it would parse prompts as Python, keep only the last of repeated
     flags, and report unknown flags only after the command has run.

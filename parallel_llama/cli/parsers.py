@@ -370,7 +370,7 @@ def input_file(text: str) -> str:
     if is_folder(path):
         raise ValueError("a folder; give a file in it")
     if not is_input(path):
-        raise ValueError("not a regular file; give one, or a pipe as <(command)")
+        raise ValueError("not a regular file; give one, or a pipe such as <(command)")
     return text
 
 

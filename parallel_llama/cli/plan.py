@@ -508,7 +508,7 @@ def _show(
 
 VERB = Verb(
     "plan",
-    "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
+    "Shows how a model is sharded, whether it fits, and the fewest ranks on which it fits.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
         *(model.MODEL, NPROC, MEMORY, GPUS, FIT, BANDWIDTH, CALIBRATION, HOSTS, PRICE),

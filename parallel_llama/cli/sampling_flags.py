@@ -161,7 +161,7 @@ def warn_of_idle_filters(given: Mapping[str, Any], params: Iterable[SamplingPara
 
 def _biases(value: Any) -> dict[int, Any]:
     if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,10}", key) for key in value):
-        raise ValueError('logit_bias must map token ids to biases, as {"42": -5}')
+        raise ValueError('logit_bias must map token ids to biases, as in {"42": -5}')
     return {int(key): bias for key, bias in value.items()}
 
 

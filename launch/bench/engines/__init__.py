@@ -68,7 +68,7 @@ class Runtime:
         return self.form in EXACT
 
     def n_threads(self, n_cores: int) -> int:
-        """Threads of each rank, such that all ranks together have one thread for each core."""
+        """Threads of each rank: an equal part of the cores, and at least 1."""
         return max(1, n_cores // self.n_ranks)
 
     def absence(self) -> str | None:

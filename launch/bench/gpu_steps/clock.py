@@ -1,6 +1,6 @@
 """Measures work on a device, with or without the time that the host needs to launch it.
 
-Every measurement is repeated, and its median, least and largest value are kept.
+Measurements except `synchronous_seconds` are repeated, and median, least and largest are kept.
 """
 
 import statistics

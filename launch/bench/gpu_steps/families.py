@@ -114,7 +114,7 @@ def _compared(name: str, sample: Sample, setting: Setting) -> Rows:
     if not error <= (_ROUNDED_TOLERANCE if is_rounded else TOLERANCE):
         yield Row(name, wrong=f"logits are off by {error:.3g} of the largest")
         return
-    unit = f"of the largest logit{' in the mean' if is_rounded else ' at most'}"
+    unit = f"of the largest logit{' on average' if is_rounded else ' at most'}"
     row = Row(name, error, unit, note="replayed as launched, bit for bit")
     recorded = record(runner, setting)
     if recorded.replay(texts.n_sequences) is None:

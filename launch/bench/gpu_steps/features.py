@@ -82,7 +82,7 @@ def _require_same(found: Tokens, expected: Tokens) -> None:
         if own != other:
             pairs = zip(own, other, strict=False)
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(other)))
-            raise Wrong(f"text {number} has other tokens, first at token {at}")
+            raise Wrong(f"text {number} has different tokens, the first at token {at}")
 
 
 def _sampling(plain: dict[str, Tokens], setting: Setting) -> Rows:

@@ -46,7 +46,7 @@ def _ours(setting: Setting) -> Rows:
 
 
 def _timed(name: str, runner: ModelRunner, setting: Setting, is_reserved: bool = False) -> Rows:
-    """Times steps at increasing lengths after 500 tokens, in the shape of 1B."""
+    """Measures steps at increasing lengths from 500 tokens on, in the shape of 1B."""
     first, n_steps = setting.pick(500, 5), setting.pick(48, 3)
     texts = Texts(1, first + n_steps)
     if not is_reserved:

@@ -175,7 +175,7 @@ def _sizes(setting: Setting) -> tuple[int, int]:
 def _kinds(setting: Setting) -> dict[str, ModelArgs]:
     """The model and the same model with experts, by a suffix of row names.
 
-    A rehearsal takes the experts alone, because the other steps rehearse a model without them.
+    A rehearsal takes only the model with experts; other steps rehearse one without.
     """
     args = shape_of(setting)
     dense = {} if setting.is_rehearsal else {"": args}
