@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _chosen(names: str | None, kept: Mapping[str, StepReport], is_rehearsal: bool) -> list[Step]:
-    """The steps to run. The first one measures the rates that the shares of all rows need.
+    """The steps to run, and the step that measures the rates for all shares if it has no result.
 
     Raises: ValueError for a name that no step's name begins with.
     """

@@ -41,8 +41,8 @@ def load_pairs(
 ) -> Iterator[LoadedPair]:
     """Reads the pairs of a rank, one for each weight that the adapter changes.
 
-    A weight that is sharded by outputs needs the same rows of B and all of A; a weight that is
-    sharded by inputs needs the same columns of A and all of B.
+    A rank with some outputs of a weight needs those rows of B and all of A; a rank with some inputs
+    needs those columns of A and all of B.
 
     Raises: DamagedWeights for a value that is NaN or Inf, or too large for the dtype.
     """

@@ -258,9 +258,9 @@ def in_dtypes(dtype: str, quant: str, kv_cache_dtype: str) -> str:
 def rank_count(
     nproc: int | None, memory: Sequence[int] | None = None, calibration: Calibration | None = None
 ) -> int:
-    """The number of ranks that a command runs on: --nproc, or as many as --memory has sizes.
+    """The number of ranks that a command runs on.
 
-    With neither, as many as the files of --calibration have ranks, else 1.
+    It is --nproc, else one for each size in --memory, else the ranks in --calibration, else 1.
 
     Raises: UsageError if --nproc contradicts torchrun, or torchrun's variables are inconsistent.
     """

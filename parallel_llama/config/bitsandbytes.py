@@ -51,7 +51,7 @@ _AGAIN = "fetch the file again"
 
 @dataclass(frozen=True)
 class BitsAndBytes:
-    """A quantization_config of bitsandbytes; `not_applied`: what it rounds and we do not."""
+    """A quantization_config of bitsandbytes; `not_applied` names what only bitsandbytes rounds."""
 
     not_applied: tuple[str, ...]
     method: str = "bitsandbytes"

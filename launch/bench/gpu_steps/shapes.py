@@ -29,7 +29,7 @@ from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.memory import kv_bytes_per_token
 
 _BATCHES, _CONTEXTS, _PREFILL = (1, 16, 64, 256), (512, 2048, 4096), 8192
-# (batch, context) of the first measurements; the others are in steps of their own.
+# (batch, context) of the first measurements; later steps of the benchmark have the others.
 _FIRST = ((1, 512), (16, 512), (64, 512))
 _OF_COPIES = "of the copy bandwidth"
 _TARGETS = {
