@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from launch.soak.killed_rank import N_STREAMS, Answer, Job, Report
 from launch.soak.linked_hosts import ROOT, Link, LinkedHosts, NotPossible, environment, other_ranks
 from launch.soak.tally import Tally
 
+EXACT_AND_ELASTIC = {"exact": True, "elastic": True}
 LIMIT_S = 240.0
 END_LIMIT_S = 20.0  # for ranks on other hosts to end after rank 0
 N_SETS = 3  # sets of requests; one reference for each
@@ -114,46 +116,65 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def soak(flags: argparse.Namespace, model: str) -> int:
+    """Runs and compares all runs. Returns: 1 if one failed, otherwise 0."""
     if flags.hosts:
         LinkedHosts(2, Link()).close()  # raises before the first reference is computed
     tally, times_s, phases = Tally("runs"), list[float](), Counter[str]()
     references: dict[int, list[Answer]] = {}
+    settings = {"model": model, "quant": flags.quant, "dtype": "float32"}
     for number in range(flags.runs):
+        set_number = flags.seed * 1000 + number % N_SETS
+        job = Job(settings, set_number, MAX_TOKENS[flags.model], LONGEST[flags.model])
+        if set_number not in references:
+            references[set_number] = reference(job)
         run_seed = flags.seed * 1000 + number
-        job = Job(
-            {"model": model, "quant": flags.quant, "dtype": "float32"},
-            flags.seed * 1000 + number % N_SETS, MAX_TOKENS[flags.model], LONGEST[flags.model],
-        )  # fmt: skip
-        if job.set_number not in references:
-            references[job.set_number] = reference(job)
-        job.settings |= {"elastic": True, "exact": True}
-        size, n_kills = (3, 2) if flags.hosts else (5, 3)
-        if not flags.hosts:
-            job.settings["tp_size"] = size
-        shared = names_in("/dev/shm")
-        with tempfile.TemporaryDirectory() as folder:
-            env = {"TMPDIR": folder}
-            start = start_on_hosts if flags.hosts else start_locally
-            with start(job, size, env) as (program, victims):
-                killed_s = kill(program, victims, n_kills, job, random.Random(run_seed))
-                report = program.report()
-            faults = left_behind(folder, shared)
-        if report is None:
-            faults.append(f"exit code {program.process.returncode}")
-        else:
-            faults += faults_of(report, references[job.set_number], size - n_kills)
-            own_s = recovery_times(report, killed_s, size)
-            phases.update(phases_of(report, killed_s, size))
-            times_s += own_s
-            faults += [] if len(own_s) == n_kills else ["a kill came after the last token"]
-            own = ", ".join(f"{each:.2f}" for each in own_s)
-        line = f"run seed {run_seed}: " + (f"next token after {own} s" if report else "no report")
-        tally.add(not faults, "; ".join([line, *faults]))
+        outcome = run(job, references[set_number], flags.hosts, random.Random(run_seed))
+        times_s += outcome.times_s
+        phases.update(outcome.phases)
+        shown = ", ".join(f"{each:.2f}" for each in outcome.times_s)
+        line = f"run seed {run_seed}: next token after {shown} s"
+        tally.add(not outcome.faults, "; ".join([line, *outcome.faults]))
     figures = [f"{len(times_s)} kills ({', '.join(f'{n} {p}' for p, n in phases.items())})"]
     if times_s:
         median, most = statistics.median(times_s), max(times_s)
         figures.append(f"next token after {median:.2f} s (median), at most {most:.2f} s")
     return tally.close(*figures)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was seen of one run.
+
+    Args:
+        faults: why it failed, if it did.
+        times_s: from each kill to the next token.
+        phases: what the ranks did at each kill.
+    """
+
+    faults: list[str]
+    times_s: list[float]
+    phases: list[str]
+
+
+def run(job: Job, expected: Sequence[Answer], on_hosts: bool, rng: random.Random) -> Outcome:
+    """Starts ranks, kills some, and compares the answers with the expected ones."""
+    size, n_kills = (3, 2) if on_hosts else (5, 3)
+    own = {} if on_hosts else {"tp_size": size}
+    job = msgspec.structs.replace(job, settings={**job.settings, **EXACT_AND_ELASTIC, **own})
+    shared = names_in("/dev/shm")
+    with tempfile.TemporaryDirectory() as folder:
+        start = start_on_hosts if on_hosts else start_locally
+        with start(job, size, {"TMPDIR": folder}) as (program, victims):
+            killed_s = kill(program, victims, n_kills, job, rng)
+            report = program.report()
+        faults = left_behind(folder, shared)
+    if report is None:
+        return Outcome([*faults, f"exit code {program.process.returncode}"], [], [])
+    faults += faults_of(report, expected, size - n_kills)
+    times_s = recovery_times(report, killed_s, size)
+    if len(times_s) < n_kills:
+        faults.append("a kill came after the last token")
+    return Outcome(faults, times_s, phases_of(report, killed_s, size))
 
 
 def reference(job: Job) -> list[Answer]:
