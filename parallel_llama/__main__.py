@@ -8,7 +8,7 @@ import sys
 # time. `cli.main` turns the collector on before the command does its work.
 gc.disable()
 
-# Before the first token there is nothing to save, so Ctrl-C keeps the system's default action,
+# Before the first token there is nothing to save, so Ctrl-C gets the system's default action,
 # which ends the process even inside torch's C++ code. `generate` and `chat` install handlers.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,8 +1,8 @@
 """Compares the tokens of the engines, and checks whether a difference is a near tie.
 
 Greedy tokens of float32 engines may differ where two logits are closer than rounding errors. The
-texts differ after that token, so only the tokens before it can be compared. Tokens of quantised
-weights may differ anywhere: they are counted, and no difference is an error.
+texts differ after that token, so only the tokens before it can be compared. Tokens in other
+formats may differ anywhere: they are counted, and no difference is an error.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

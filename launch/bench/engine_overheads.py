@@ -7,7 +7,8 @@ It prints five lines. The first has the time to the first token if the prompt's 
 prefix cache, and if it is not. The next two have the speed with drafts divided by the speed without
 drafts, and the number of equal greedy tokens: for text that repeats its prompt, and for other text.
 By default drafts are found by prompt lookup. The last two lines have the mean time of each part of
-a step, with one request and with 16. All other figures are medians over interleaved rounds.
+a step, with one request and with 16. All other times and ratios are medians over interleaved
+rounds.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python -m launch.bench.gpu --out FOLDER [--first] [--steps NAMES] [--resume] [--dry-run]
 
-It needs torch for CUDA, which includes Triton, this package with its requirements, and transformers
-for the comparisons. It needs no network and no checkpoint. If the machine with the GPU has no
+It needs torch for CUDA (with Triton), this package with its requirements, and transformers for the
+comparisons. It needs no network and no checkpoint. If the machine with the GPU has no
 package index, download the missing wheels on another machine and copy them:
 
     pip download --only-binary=:all: --no-deps -d WHEELS blake3 msgspec gguf llguidance ...
@@ -21,8 +21,9 @@ lists the steps that were not run. --resume continues an earlier run in the same
 the rows of that run, and runs the steps that are missing, have failed or were cut short. --steps
 chooses steps; together with --resume they run again, even if they have succeeded.
 
-With --dry-run every step runs on the CPU in tiny shapes, with kernels in Triton's interpreter. This
-checks the command without a GPU; the report has no figures.
+With --dry-run the steps run on the CPU in tiny shapes, with kernels in Triton's interpreter, except
+steps that would repeat the code of others. This checks the command without a GPU; the report has no
+figures.
 """
 
 import argparse
@@ -76,8 +77,8 @@ _1B, _8B = "Llama 3.2 1B's shape", "Llama 3 8B's shape"
 _PEERS = "transformers for comparison"
 _SLICES = "One rank of 8: measured work, modelled collectives"
 
-# The most important steps come first. Each model has a process of its own, so that its memory is
-# freed before the next model.
+# The most important steps come first. Each step has its own process, so that the memory of its
+# models is freed before the next step.
 STEPS = (
     Step("gpu", "The GPU", 40),
     Step("parity", "Whole models", 70),
@@ -121,9 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="keep the report in FOLDER; run what is missing or has failed",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tiny shapes on the CPU: no figure, but every step"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU: no figures")
     given = parser.parse_args(arguments)
     if missing := _missing(given.dry_run):
         parser.error(missing)

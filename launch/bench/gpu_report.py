@@ -15,9 +15,9 @@ _PRODUCT = re.compile(r"product (\d+) to (\d+), (\d+) rows, (.+)")
 _REHEARSED = "a rehearsal on the CPU: "
 _HEAD = "| | figure | least to largest | share | of copies | target | |"
 _LEGEND = (
-    "A figure is the median of several measurements. A share is a fraction of the read bandwidth "
-    "or, for prefill and prompts, of the rate of matrix products; the next column has the fraction "
-    "of the copy bandwidth."
+    "A measured time or rate is the median of several measurements. A share is a fraction of the "
+    "read bandwidth or, for prefill and prompts, of the rate of matrix products; the next column "
+    "has the fraction of the copy bandwidth."
 )
 
 

@@ -3,8 +3,8 @@
     python -m launch.bench.http [--nproc 2] [--streams 16] [--tokens 128]
 
 Loads a server, and an engine in this process, and measures them alternately. Prints the tokens/s of
-each round and the median ratio. The client only counts bytes, but it shares the machine with the
-server.
+each round and the median ratio. The client only looks for the end of each stream, but it shares
+the machine with the server.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PROMPT_TOKENS = 64
 
 
 def main() -> None:
-    """Measures, and prints a line for each round and the medians."""
+    """Measures, and prints a line for each round and one with the median ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--nproc", type=int, default=2)

@@ -31,10 +31,10 @@ class Rates:
 
 
 def prefill_flops(args: ModelArgs, lengths: Sequence[int]) -> int:
-    """The minimum number of multiplications and additions that prefill of these lengths takes.
+    """The number of multiplications and additions that prefill of these lengths takes.
 
     It counts products with weights, the output head for each prompt's last token only, attention
-    between tokens that see each other, and the active experts of a mixture.
+    of each token to all before it (windows are ignored), and the active experts of a mixture.
     """
     per_token = 0
     for param in parameters(args):

@@ -24,7 +24,7 @@ class Rounds:
         step_bytes: bytes of weights that a decode step reads.
         first_token_s: time from the start of each fresh process to its first token.
         nll: mean negative log-likelihood of a token of the texts.
-        absent: why an engine is not installed.
+        absent: why an engine cannot run.
         failed: why an engine failed.
     """
 
@@ -143,7 +143,7 @@ def weigh(rounds: Rounds, texts: Sequence[list[int]]) -> None:
 
 
 def _start(engine: Runtime, model: str, task: Task, cores: tuple[int, ...]) -> Callable[[], Worker]:
-    """Returns a function that starts an engine with its part of the cores."""
+    """Returns a function that starts an engine with its ranks and threads on these cores."""
     n_threads = engine.n_threads(len(cores))
     sizes = len(task.lengths), task.max_seq_len
     setup = Setup(model, engine.form, engine.n_ranks, n_threads, cores, *sizes)

@@ -82,7 +82,7 @@ class Weights:
 
 
 def _precision(engine: Runtime) -> Precision:
-    """The precision of the weights in an engine's memory."""
+    """The precision of weights in memory; float32 for converted files, whatever their format."""
     if engine.makes:
         return Precision.plain("float32")
     if engine.form in QUANTS:

@@ -114,7 +114,7 @@ class Worker:
         return self._read_line(ANSWER_LIMIT_S)
 
     def _read_line(self, limit_s: float) -> Any:
-        """The next line, decoded. Each line is one short write, so it is never partial."""
+        """The next line, decoded; if a line has begun, waits for its end."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)

@@ -7,11 +7,12 @@ For every tiny model of the tests, random models of its family are written. For 
 requests run alone on one rank with one thread, and then together in random ways: on 2 to 9 ranks
 with even and uneven plans, in pipeline stages, with a KV cache that is split by heads or by tokens,
 with one or two threads per rank, and with any batch, steps, blocks, drafts and prefix cache.
-Tokens, log-probabilities and those of the prompt must have the same bits. Each answer is also
-scored as a prompt, which must give the log-probabilities with which its tokens were drawn.
+Tokens, log-probabilities and those of the prompt must have the same bits. The first answer to each
+request is also scored as a prompt, which must give the log-probabilities with which its tokens were
+drawn.
 
 With --smollm2, SmolLM2 runs in each format on 1 to 9 ranks, and the SHA-256 of all results is
-printed. --planted cuts sums, so differences must be reported.
+printed. --planted turns exact sums off in these runs, so differences must be reported.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 
     python -m launch.soak.damage [--rounds 200] [--seed 1] [--formats NAME...]
 
-A round damages one copy of a folder: a value of a JSON file, a tensor, or bytes of a weights file.
-`score` must then end with exit code 0, 1 or 2, without a traceback. If it refuses the folder, it
-prints one message, which names the file, the tensor or the setting. Lost tensors and truncated
-files must be refused. Each round is a process of its own, with a limit of two minutes.
+A round damages one copy of a folder: a value of a JSON file, a tensor, or bytes of a file. `score`
+must then end with exit code 0, 1 or 2, without a traceback. If it refuses the folder, it prints one
+message, which names the file, the tensor or the setting. Truncated weights files must be refused,
+and so must lost tensors that cannot be derived. Each round is a process of its own, with a limit of
+two minutes.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python -m launch.soak.flips [--runs 200] [--seed 1]
 
-A run is a tiny float64 model on three rank processes with exact sums and the integrity check, with
-the limits of time that it has for users. At a random step a random bit of a weight or of a full
-block of the KV cache of one rank flips (40 % of the runs each), or one rank begins to compute an
-output in eight wrongly, in all products with one number of inputs (20 %; the steps are then not
+A run is a tiny float64 model on three rank processes with exact sums and the integrity check, which
+takes the share of the time that it takes for users. At a random step a random bit of a weight or of
+a full block of the KV cache of one rank flips (40 % of the runs each), or one rank begins to
+compute one output in eight wrongly, in all products of one input size (20 %; the steps are then not
 recorded, so that they have this fault too). A block is full when the check has its sum. The run
 ends when a rank raises IntegrityError, which must name the rank and what has changed.
 """
@@ -185,7 +185,7 @@ def plant(kind: str, engine: Engine, chance: random.Random) -> str:
     if kind == "weight":
         name, weight = chance.choice(list(stored_weights(engine.runner.model).items()))
         flip(weight.values, chance.randrange(8 * weight.values.nbytes))
-        # A norm is a copy on each rank, so the ranks may differ before its turn comes.
+        # Norms are replicated: ranks may differ before the check reaches the changed norm.
         return f"^{who}(: {re.escape(name)} has changed| differs from the others in the residual)"
     blocks = engine._integrity._blocks[0].blocks() if engine._integrity else []
     if not blocks:

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_inputs(folder: Path) -> Path:
-    """Writes a model, one prompt that has no end, and prompts with short answers.
+    """Writes a model, one prompt with a long answer, and prompts with short answers.
 
     Steps of prefill and of decoding alternate. Returns: the folder of the model.
     """

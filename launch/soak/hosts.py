@@ -92,7 +92,7 @@ def answers(flags: argparse.Namespace) -> int:
 
 
 def random_request(rng: random.Random) -> dict[str, Any]:
-    """Greedy or sampled; few first words, so that some requests have a common prefix."""
+    """Greedy or sampled, with one of three beginnings, so that some have a common prefix."""
     words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 9))) for _ in range(40)]
     beginning = rng.choice(["Once upon a time ", "The capital of France is ", ""])
     request = {

@@ -6,7 +6,7 @@
 In each run, new processes answer 16 requests, greedy and sampled, with log-probabilities. SIGKILL
 ends random ranks other than rank 0, at random moments: during prefill, while decoding, or while the
 others recover. Five ranks become two; with --hosts, three become one. No process replaces a lost
-rank: rank 0 would start one two seconds after a loss, and the program sets this delay so high that
+rank: rank 0 would start a new one after two seconds, and the program sets this delay so high that
 the number of ranks only falls. The answers must be those of one rank, and the run must leave no
 process, no file in /dev/shm and no temporary file. The printed times are those from each kill to
 the first token, of any request, from a group without the killed rank.

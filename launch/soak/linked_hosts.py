@@ -27,7 +27,7 @@ _PREPARE = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm && echo ready && exec cat
 
 
 class NotPossible(Exception):
-    """This machine or user cannot make hosts; the message says what is missing."""
+    """Hosts cannot be made here, or a command has failed; the message says why."""
 
 
 @dataclass(frozen=True)

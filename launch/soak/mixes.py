@@ -4,8 +4,8 @@
 
 A mix has one to eight requests that arrive and are cancelled at random steps, in a KV cache that is
 often too small for all, with random block sizes, chunk sizes and drafts. Half of the mixes of a
-family run on one rank, and the others on 2, 3 and 5. The expected tokens come from an oracle that
-uses neither the scheduler nor the KV cache.
+family run on one rank, and the others on 2, 3 and 5. The expected tokens come from an oracle
+without the scheduler, which runs the whole sequence for every token.
 """
 
 import argparse
@@ -17,7 +17,7 @@ N_TOGETHER = 10  # mixes of one line
 
 
 def main() -> int:
-    """Runs the mixes. Returns: 1 if a request got other tokens, otherwise 0."""
+    """Runs the mixes. Returns: 1 if a request got different tokens, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--mixes", type=int, default=500, help="for each family")
     parser.add_argument("--seed", type=int, default=0, help="of the first mix")

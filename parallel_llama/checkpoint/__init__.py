@@ -1,4 +1,4 @@
 """Reads checkpoints of any layout, or random weights, as the tensors of one rank.
 
-No other package opens torch's own files.
+No other package parses torch's own files.
 """

@@ -47,7 +47,8 @@ class Checkpoint(ABC):
             rows: the slice along `param.dim`; other dimensions are whole.
             order: the rotary order of the result; whole heads are read to reorder them.
 
-        Returns: a contiguous CPU tensor in the stored dtype (float32 if quantised).
+        Returns: a contiguous tensor in the stored dtype (float32 if quantised), on the CPU unless
+            the weights are random.
 
         Raises: DamagedWeights if the files changed or disagree.
         """

@@ -1,8 +1,9 @@
 """Merges a LoRA adapter into the weights of a checkpoint: W + scaling * B @ A.
 
-A slice of a weight needs only the same rows of B, or the same columns of A, so weights are merged
-piece by piece, in any layout of the base. The sum is computed in float32, or in float64 if a
-summand or the result is in float64. It is not rounded here: the caller rounds it once.
+Some rows of a weight need those rows of B and all of A; some columns need those columns of A and
+all of B. So weights are merged piece by piece, in any layout of the base. The sum is computed in
+float32, or in float64 if a summand or the result is in float64. It is not rounded here: the caller
+rounds it once.
 
 Source: LoRA, arXiv 2106.09685, section 4.1; Linear.merge of peft 0.21.
 """

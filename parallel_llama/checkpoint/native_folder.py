@@ -309,7 +309,7 @@ class NativeFolder(TensorFiles):
 def axis_units(args: ModelArgs, quant_group_size: int = 1) -> dict[str, int]:
     """The rows or columns in one unit of each axis; independent of the number of ranks.
 
-    Units are multiples of `quant_group_size` inputs. Axes that the model lacks are left out.
+    Units of channels are multiples of `quant_group_size`. Axes that the model lacks are left out.
     """
     channels = {
         "ffn": args.ffn_dim,

@@ -31,7 +31,7 @@ class Runtime:
         layout: the layout of the weights from which its files are made.
         remedy: how to install its packages.
         forms: formats of weights by the engine's names, the default first.
-        makes: the suffix of the files that its module converts, if it needs conversion.
+        makes: the suffix of the files that its `convert` writes; empty without one.
         shares: another engine; this one loads the same weight files.
         under_torchrun: several ranks are started by torchrun, and not by the engine.
         python: the Python that runs it, if it is known; otherwise the flag `python_flag` gives it.
@@ -204,7 +204,7 @@ def _engine(name: str) -> Runtime:
     before, at, form = name.partition("@")
     base, colon, ranks = before.partition(":")
     if base not in ENGINES:
-        raise ArgumentTypeError(f"{base!r} is not an engine; use {', '.join(ENGINES)}, as a,b,c")
+        raise ArgumentTypeError(f"{base!r} is not an engine; use some of {','.join(ENGINES)}")
     engine = replace(ENGINES[base], name=name)
     if at and form not in engine.forms:
         raise ArgumentTypeError(f"{name!r}: {base} has the formats {', '.join(engine.forms)}")

@@ -33,7 +33,7 @@ VERSIONS = {"llama-cpp-python": llama_cpp.__version__, "built for": _build()}
 
 
 def convert(source: Path, target: Path, form: str) -> None:
-    """Quantises a float32 GGUF file to `form` by llama.cpp."""
+    """Converts a float32 GGUF file to `form` with llama.cpp; F32 is only a link."""
     if form == "F32":
         target.symlink_to(source)
         return

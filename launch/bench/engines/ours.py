@@ -10,7 +10,6 @@ from launch.bench.engines import Measurement, Setup
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.dtypes import QUANTS
 
-# torch is not imported here, because its import is part of the measured start.
 VERSIONS = {"parallel_llama": parallel_llama.__version__, "torch": version("torch")}
 
 

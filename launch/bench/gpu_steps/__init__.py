@@ -21,7 +21,7 @@ class Row:
     """One line of the report.
 
     Args:
-        value: the figure, a median; None for a configuration with wrong results.
+        value: the figure, a median for times and rates; None for a row with a note or an error.
         low, high: the least and the largest of the figures with this median.
         share: the fraction of the read bandwidth; if the row is limited by arithmetic, the fraction
             of the rate of matrix products.

@@ -1,4 +1,4 @@
-"""Compares each kernel with float64, checks batch invariance, and measures its bytes per second.
+"""Compares kernels with torch, most in float64, checks batch invariance, and measures their speed.
 
 Shares relate the bytes that a kernel reads and writes to the measured bandwidths; for prompts, they
 are fractions of the measured rate of matrix products. A kernel has no figure in a dtype in which it
@@ -29,7 +29,7 @@ from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.part_sums import Product
 
-# The matrices of a layer of Llama 3 8B: (inputs, outputs).
+# The matrices of a layer of Llama 3 8B, and its output head: (inputs, outputs).
 _MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
 _COMPILERS = 8  # processes; each takes half a gigabyte of the GPU
 _COMPILE_S = 40.0  # time limit for all of these processes
@@ -323,7 +323,7 @@ def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
 
 
 def routed_products(setting: Setting) -> Rows:
-    """The first product of a Mixtral layer, with 2 of 8 experts for each token."""
+    """The first product of the experts of a Mixtral layer, 2 of 8 for each token."""
     for n_rows in (3,) if setting.is_rehearsal else (1, 16, 64):
         name = f"routed product, {n_rows} rows"
         yield from attempt(name, lambda a=(name, n_rows): _routed(*a, setting))

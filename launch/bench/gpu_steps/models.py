@@ -40,7 +40,7 @@ def named_args(name: str) -> ModelArgs:
 
 
 def shape(name: str, setting: Setting) -> ModelArgs:
-    """A shape of configs/models; a rehearsal only keeps its name."""
+    """A shape of configs/models; a rehearsal replaces its sizes with tiny ones."""
     args = named_args(name)
     if not setting.is_rehearsal:
         return args

@@ -1,4 +1,4 @@
-"""One rank's shard of 8B and 70B on 8 GPUs, measured by `parallel-llama bench --slice 0/8`.
+"""The work of one of 8 ranks of 8B and 70B, measured on one GPU by `bench --slice 0/8`.
 
 Shares relate the bytes that the rank reads in a step to the measured bandwidths. The names of
 modelled figures contain "modelled".
