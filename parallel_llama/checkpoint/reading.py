@@ -27,7 +27,7 @@ from parallel_llama.ops.formats import LoadedWeight, torch_dtype
 from parallel_llama.ops.quant import PackedRows, QuantMatrix, QuantRows, joined, quantise
 from parallel_llama.plan import Shard
 
-# Values read at once: at most 256 MB (in float64). Most shards of a weight are smaller; a larger
+# Values read at once: at most 256 MiB (in float64). Most shards of a weight are smaller; a larger
 # shard is read in pieces and concatenated.
 PIECE_VALUES = 1 << 25
 

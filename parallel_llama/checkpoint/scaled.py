@@ -306,7 +306,7 @@ class ScaledMatrix:
         return values.add_(0.0) if form is not None and form.has_min else values
 
     def stored(self, block: MatrixBlock, read: Read) -> ScaledBlock:
-        """A block of a matrix with numbers and scales as stored: not packed, groups in order."""
+        """A block of a matrix as stored: integers not packed in words, groups in order."""
         scheme, n_inputs, columns = self.scheme, self.stored_slice.shape[1], block.columns
         if scheme.is_fp4:
             pairs = range(columns.start // 2, -(-columns.stop // 2))

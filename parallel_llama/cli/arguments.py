@@ -122,7 +122,7 @@ class Verb:
         flags: in the order of the help.
         prepare: checks the flags and returns the job.
         positionals: required positional arguments.
-        argument: a flag that may also be given without its name, as the last argument.
+        argument: a flag that may also be given without its name, after the positional arguments.
     """
 
     name: str
@@ -249,15 +249,16 @@ def help_text(verb: Verb) -> str:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or the variable COLUMNS; 80 if neither is known."""
+    """The variable COLUMNS, else the columns of the terminal, else 80; at least _MIN_WIDTH."""
     return max(shutil.get_terminal_size().columns, _MIN_WIDTH)
 
 
 def columns(rows: Sequence[tuple[str, str]], width: int, left: int = 0) -> list[str]:
-    """Lines of at most `width` characters: an indented left column and a wrapped right column.
+    """Lines of an indented left column and a right column.
 
-    The left column is as wide as its widest entry and at least `left`, but at most a third of the
-    width; a wider entry is on its own line.
+    The right column is wrapped between words at `width` characters. The left column is as wide as
+    its widest entry and at least `left`, but at most a third of the width; a wider entry is on its
+    own line.
     """
     left = max(left, *(len(name) for name, _ in rows))
     left = min(left, width // 3)
@@ -273,7 +274,7 @@ def columns(rows: Sequence[tuple[str, str]], width: int, left: int = 0) -> list[
 
 
 def wrapped_command(command: str, width: int) -> list[str]:
-    """A command to copy; a long command is split into lines, each beginning with a flag."""
+    """A command to copy; a command that is wider than `width` is split before flags."""
     lines = [""]
     for part in re.split(r"(?<= )(?=--)", command):
         if lines[-1] and len(lines[-1]) + len(part) + 3 > width:

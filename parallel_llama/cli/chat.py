@@ -269,7 +269,7 @@ class Conversation:
     def _request(self, turn: Message) -> Request:
         """The request for an answer to a turn.
 
-        Drops the oldest turns, with a notice, until the answer fits in the context.
+        Drops the oldest turns, with a notice, until the context has room for a short answer.
         """
         n_dropped = 0
         min_tokens = min(self._max_tokens, MIN_ANSWER_TOKENS)

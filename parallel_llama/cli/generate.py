@@ -101,10 +101,11 @@ def prepare(flags: Flags) -> Job:
 
 
 class Results:
-    """Writes completions to stdout in input order, and to a file as they finish.
+    """Writes completions to a file as they finish, and with --json or without a file to stdout.
 
-    A single completion is streamed to stdout. Otherwise a status line on stderr shows the progress.
-    Reasoning is shown only on a terminal, and has its own key in JSON.
+    On stdout they are in input order. A single completion is streamed there, without --json and
+    without a file. Otherwise a status line on stderr shows the progress. Reasoning is shown only on
+    a terminal, and has its own key in JSON.
 
     Args:
         new_reader: returns a reader of the answer to a request; None for answers without markers.

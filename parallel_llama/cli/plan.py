@@ -62,7 +62,8 @@ from parallel_llama.parallel.device_choice import DeviceKind
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
-    default_text="the number in --memory or --gpus; for one size, the fewest that fit; else 1",
+    default_text="the number in --memory, --gpus, --hosts or several files of --calibration; for "
+    "one size, the fewest that fit; else 1",
     aliases=model.NPROC_ALIASES,
 )  # fmt: skip
 MEMORY: Flag[int | list[int] | None] = Flag(
@@ -143,9 +144,9 @@ class _Ranks:
 def prepare(flags: Flags) -> Job:
     """Checks the request, and returns the job that prints a plan, or a table for a range of ranks.
 
-    The number of ranks is that of --nproc, else the number of ranks that --memory or --gpus lists.
-    If these flags give one size without a number of ranks, it is the fewest ranks that fit; without
-    any of the flags it is 1.
+    The number of ranks is that of --nproc, else the number that --memory, --gpus, --hosts or
+    several files of --calibration list. If --memory or --gpus gives one size without a number of
+    ranks, it is the fewest ranks that fit; without any of the flags it is 1.
     """
     ranks = _described_ranks(flags)
     request = _request(flags, ranks)

@@ -476,8 +476,8 @@ def fewest_lines(planned: Estimate, fewer: Estimate | None) -> list[str]:
     tp_size, dtype = planned.plan.tp_size, model.in_dtype(precision.dtype, precision.quant)
     if not planned.fits:
         text = f"no number of ranks is enough; the maximum is {tp_size}"
-    elif fewer is None:
-        text = f"1 rank is enough in {dtype}"
+    elif fewer is None:  # one rank, or one rank for each stage of a pipeline
+        text = f"{counted(tp_size, 'rank')} {'is' if tp_size == 1 else 'are'} enough in {dtype}"
     else:
         fullest = fewer.tightest
         text = (

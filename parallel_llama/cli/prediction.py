@@ -93,7 +93,7 @@ class Prediction:
         return None if self.prefill is None else self.step_tokens / self.prefill.total_s
 
     def cost(self, per_hour: float) -> float:
-        """The price of a million new tokens at the full context, if all ranks cost `per_hour`."""
+        """The price of a million new tokens at the full context; `per_hour` is for all ranks."""
         return per_hour / 3600 / self.tokens_per_s * 1e6
 
 

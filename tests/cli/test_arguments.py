@@ -746,6 +746,8 @@ def test_the_page_says_that_one_rank_fewer_is_too_few(capsys):
     assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 896.8 MiB" in page
     page = plan_page(capsys, "--memory", "1.3", "--dtype", "bfloat16", "--quant", "none")
     assert "fewest     1 rank is enough in bfloat16" in page
+    page = plan_page(capsys, "--memory", "80", "--pp", "2", "--quant", "none")
+    assert "fewest     2 ranks are enough in float32" in page
 
 
 def test_where_no_number_of_ranks_fits_the_largest_plan_says_why(capsys):
