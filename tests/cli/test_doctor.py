@@ -39,7 +39,7 @@ def test_a_machine_is_checked_with_a_model():
 @pytest.mark.parametrize(
     ("sent", "seen", "remedy"),
     [
-        (signal.SIGSTOP, "rank 1 does not answer", "kill -CONT {}"),
+        (signal.SIGSTOP, "rank 1 is stopped by a signal", "kill -CONT {}"),
         (signal.SIGKILL, "rank 1 of 2 was killed by SIGKILL", "sudo dmesg"),
     ],
     ids=["stopped", "killed"],

@@ -6,6 +6,7 @@ that a random generator picks.
 """
 
 import random
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -290,7 +291,8 @@ def test_an_engine_needs_each_wait(monkeypatch, engines, break_it, records, capt
     tries = (differing(engines, seed, 15, **options) for seed in range(8))
     try:
         assert any(found for each in tries for found in each)
-    except (IndexError, NumericalError, RuntimeError):  # from numbers that nobody had written yet
+    # From numbers that nobody had written yet, such as a token id beyond 32 bits.
+    except (IndexError, NumericalError, RuntimeError, struct.error):
         assert engines.gpu.order.seed is not None
 
 

@@ -204,7 +204,7 @@ def _engine(name: str) -> Runtime:
     before, at, form = name.partition("@")
     base, colon, ranks = before.partition(":")
     if base not in ENGINES:
-        raise ArgumentTypeError(f"{base!r} is not an engine; use some of {','.join(ENGINES)}")
+        raise ArgumentTypeError(f"{base!r} is not an engine; the engines are {', '.join(ENGINES)}")
     engine = replace(ENGINES[base], name=name)
     if at and form not in engine.forms:
         raise ArgumentTypeError(f"{name!r}: {base} has the formats {', '.join(engine.forms)}")
