@@ -9,6 +9,7 @@ def closing_line(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_with_a_report(capsys, monkeypatch):
     monkeypatch.setattr(hangs, "MORE_S", 200.0)  # a busy machine is no failure
     assert hangs.main(["--runs=1"]) == 0
@@ -36,6 +37,7 @@ def test_a_report_that_names_another_rank_or_fault_fails(tmp_path, kind, rank, n
     assert len(hangs.faults_of_report(report, kind, 2, rank, tmp_path)) == n_lacks
 
 
+@pytest.mark.slow
 def test_flipped_bits_and_wrong_products_are_found(capsys):
     assert flips.main(["--runs=3"]) == 0
     line = closing_line(capsys)
