@@ -158,7 +158,7 @@ def damaged_setting(path: Path, rng: random.Random) -> Damage:
         parent[key] = rng.choice(VALUES)
         text = f"{path.name}: {key} = {parent[key]!r}"
     path.write_text(json.dumps(content))
-    return Damage(text, (path.name, str(key), path.parent.name))
+    return Damage(text, (path.name, str(key), path.parent.name, "vocabulary"))
 
 
 def places(content: Any) -> list[tuple[Any, Any]]:
