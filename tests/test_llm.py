@@ -833,7 +833,7 @@ def test_without_guesses_a_step_gives_one_token(model):
 def test_a_cache_for_not_even_one_block_is_refused_before_weights_are_read(model):
     read: list[int] = []
     with pytest.raises(
-        UsageError, match=r"a KV cache of 1000 bytes, .* 16 tokens takes \d{4,} bytes"
+        UsageError, match=r"a KV cache of 1000 bytes is too small: .* 16 tokens takes \d{4,} bytes"
     ):
         LLM(str(model), dtype="float64", kv_cache_bytes=1000, on_bytes=read.append)
     assert not read
