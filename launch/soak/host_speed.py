@@ -126,7 +126,7 @@ def of_bench(flags: argparse.Namespace) -> list[str]:
 
 
 def parallel_llama(*verb: str, cores: int = 1) -> str:
-    """The output of a command whose ranks have one thread each, on the first cores."""
+    """The output of a command on the first cores, with one thread for each rank."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     pinned = "taskset", "--cpu-list", ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores]))
     return run(*pinned, sys.executable, "-m", "parallel_llama", *verb, env=env, cwd=ROOT)

@@ -260,7 +260,7 @@ def faults_of(report: Report, expected: Sequence[Answer], last_size: int) -> lis
 
 
 def first_difference(one: Answer, other: Answer) -> int:
-    """The number of the first token whose id or log-probabilities differ."""
+    """The number of the first token that differs in its id or its log-probabilities."""
     pairs = enumerate(zip(one.logprobs, other.logprobs, strict=False))
     n_common = min(len(one.logprobs), len(other.logprobs))
     return next((at for at, (a, b) in pairs if a != b), n_common)
@@ -278,7 +278,7 @@ def names_in(folder: str) -> set[str]:
 
 
 def processes_of(folder: str) -> list[int]:
-    """The processes whose folder of temporary files is `folder`."""
+    """The processes with TMPDIR set to `folder`."""
     found = []
     for process in psutil.process_iter():
         try:

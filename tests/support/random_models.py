@@ -5,11 +5,9 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from tiny_models import TinyModel
+from tiny_models import HEAD_DIM_FROM_DIM, TinyModel
 
 WIDE = 32  # inputs of a quantised group
-# Families whose head size follows from dim.
-_DIM_OF_HEADS = ("qwen2", "falcon")
 _MAX_EXPERTS = {"num_local_experts": 7, "num_experts": 12}
 
 
@@ -27,7 +25,7 @@ def random_model(rng: random.Random, base: TinyModel, wide: bool) -> TinyModel:
     # transformers wants a multiple of the number of heads.
     unit = math.lcm(n_heads, WIDE) if wide else n_heads
     dim = unit * rng.randint(1, max(1, (400 if wide else 90) // unit))
-    if base.family in _DIM_OF_HEADS:
+    if base.family in HEAD_DIM_FROM_DIM:
         dim = n_heads * head_dim
     has_layer_types = "layer_types" in base.own
     return replace(

@@ -227,6 +227,9 @@ TINY_MODELS: dict[str, TinyModel] = {
 }
 
 
+# The families that compute the head size as dim / n_heads.
+HEAD_DIM_FROM_DIM = frozenset({"qwen2", "falcon", "stablelm", "cohere2"})
+
 # The key of the epsilon of norms, where it is not that of Llama.
 _NORM_EPS = {
     "nemotron": "norm_eps",
@@ -249,12 +252,7 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
     else:
         own |= {"num_key_value_heads": tiny.n_kv_heads, "intermediate_size": tiny.ffn_dim}
         own[_NORM_EPS.get(tiny.family, "rms_norm_eps")] = 1e-5
-    if tiny.family not in (
-        "qwen2",
-        "falcon",
-        "stablelm",
-        "cohere2",
-    ):  # whose head size follows from dim
+    if tiny.family not in HEAD_DIM_FROM_DIM:
         own["head_dim"] = tiny.head_dim
     if tiny.family == "llama":
         own |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
