@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.soak.tally import Tally
 from parallel_llama.engine.engine import Engine
+from parallel_llama.errors import NumericalError
 from parallel_llama.model.weights import stored_weights
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import IntegrityError, RankError
@@ -99,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         n_found += found.step >= 0
         n_changed += is_changed
         most[fault.kind] = max(most[fault.kind], n_steps)
-        what = f"after {n_steps} steps: {found.message}" if found.step >= 0 else "not found"
+        what = f"after {n_steps} steps: {found.message}"
+        if found.step < 0:
+            what = f"not found {found.message}".rstrip()
         changed = ", a token had changed" if is_changed else ""
         wrong = "" if is_named else f"; expected {found.named!r}"
         tally.add(is_named, f"{fault.kind} of rank {fault.rank}, {what}{changed}{wrong}")
@@ -140,6 +143,9 @@ def run_with_fault(comm: Communicator, fault: Fault, failed: str) -> Found:
                 found.tokens += output.tokens
         except IntegrityError as error:
             found.step, found.message = step, str(error)
+        except NumericalError as error:  # on all ranks, and no rank was named
+            found.message = str(error)
+            break
         except RankError:
             break
         if found.step >= 0:

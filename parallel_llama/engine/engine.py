@@ -268,7 +268,8 @@ class Engine:
         Collective: `broadcast_bytes` of a message; if any tokens run, as a forward pass, `sample`
         and, for log-probabilities of prompts, `score_tokens`, and one broadcast; with a draft
         model, as `DraftModel.run`; for grammars `broadcast_bytes` of the masks; as
-        `IntegrityCheck.after_step`; a barrier after a NumericalError.
+        `IntegrityCheck.after_step`; after a NumericalError, a barrier and
+        `IntegrityCheck.compare_products`.
 
         Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf, which discards
         all requests. IntegrityError if a bit has flipped, which ends the ranks.
@@ -283,10 +284,12 @@ class Engine:
             # other ranks is unknown, so only a single rank can be reset.
             if isinstance(error, NumericalError):
                 if self._integrity is not None:
-                    self._integrity.compare_all()
+                    self._integrity.compare_memory()
                 # A collective that was aborted because of a lost rank also produces NaN; then the
                 # barrier raises RankError.
                 self.comm.barrier()
+                if self._integrity is not None:
+                    self._integrity.compare_products()
             if isinstance(error, NumericalError) or self.comm.size == 1:
                 self._reset()
             raise

@@ -144,8 +144,8 @@ class IntegrityCheck:
         for sums in self._blocks:
             sums.forget()
 
-    def compare_all(self) -> None:
-        """Compare all memory, to find the cause of NaN or Inf.
+    def compare_memory(self) -> None:
+        """Compare all memory of this rank, to find the cause of NaN or Inf.
 
         Raises: IntegrityError for memory that has changed.
         """
@@ -153,6 +153,16 @@ class IntegrityCheck:
         for finding in _findings({**self._weights, **self._adapters}, self._blocks):
             if finding is not None:
                 raise self._error(finding)
+
+    def compare_products(self) -> None:
+        """Compare a product of each weight between ranks, to find the cause of NaN or Inf.
+
+        Raises: IntegrityError, on all ranks, if they differ.
+        Collective: as `ProductCheck.compare_all`.
+        """
+        if self.products is not None:
+            # The residual stream may be NaN everywhere, so the row has other values.
+            self.products.compare_all(torch.linspace(-1, 1, self._dim, dtype=self._dtype))
 
     def _digest_steps(self) -> None:
         """Digest the recorded residual streams, and update the blocks that were written."""

@@ -76,6 +76,16 @@ class ProductCheck:
             )
         self.n_compared += 1
 
+    def compare_all(self, row: Tensor) -> None:
+        """Compare one product of each weight.
+
+        Raises: as `compare`.
+        Collective: as `compare`, for each weight.
+        """
+        self.compare(row)  # the first call leaves the weights that all ranks have
+        for _ in self._weights[1:]:
+            self.compare(row)
+
     def _keep_common_weights(self) -> None:
         """Keep the weights that have a panel on every rank, in the order of their names.
 

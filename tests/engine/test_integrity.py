@@ -130,6 +130,25 @@ def test_a_rank_that_multiplies_wrongly_is_found():
     assert steps_until_found(multiply_wrongly, named, exact=True) < 64
 
 
+def test_a_rank_whose_wrong_product_is_nan_is_named_at_once():
+    """The memory of all ranks is sound, and NaN reaches all ranks before the next comparison."""
+
+    def overflow(engine: Engine) -> None:
+        engine.runner._calls._steps[1, False] = None  # steps of one row run operator by operator
+        ops = engine.runner.model.ops
+        linear = ops.linear
+
+        def wrong(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            y = linear(x, weight, bias)
+            y[:, :1] = torch.nan
+            return y
+
+        ops.linear = wrong
+
+    named = "rank 1 of 3 differs from the others in products with layers"
+    assert steps_until_found(overflow, named, exact=True) < 2
+
+
 @pytest.mark.parametrize("form", ["none", "int8", "int4", "fp8"])
 def test_products_of_sound_ranks_have_the_same_bits(form):
     def compare_all_products(comm: Communicator) -> int:
@@ -162,7 +181,7 @@ def test_sound_memory_passes_whatever_the_cache_is_used_for(args, kv_format):
             for sums in check._blocks:
                 while sums._pending:
                     sums.compute_next()
-            check.compare_all()
+            check.compare_memory()
 
         check.after_step = compare
         run_mix(engine, mix)
@@ -177,7 +196,7 @@ def test_blocks_that_a_failed_forward_pass_wrote_are_not_compared():
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="interrupted"):
         patch.setattr(engine._integrity, "record_step", Mock(side_effect=interrupted))
         run_request(engine, range(50, 100))
-    engine._integrity.compare_all()
+    engine._integrity.compare_memory()
 
 
 def test_sound_steps_pass_and_all_memory_is_compared():
