@@ -20,7 +20,7 @@ ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat1
 # the head; and vectors, which have the dtype of computation.
 Kind = Literal["matrix", "outer", "vector"]
 
-# dtypes by their names in safetensors files; of GGUF files, the last three can be read.
+# dtypes by their names in safetensors files; only the last three can be read from GGUF files.
 STORED: dict[str, DTypeName] = {
     "F64": "float64",
     "F32": "float32",
@@ -103,7 +103,7 @@ class QuantFormat:
 
     @property
     def n_inputs_per_scale(self) -> int:
-        """Number of consecutive inputs with one scale, after factors; at least a group."""
+        """Number of consecutive inputs that share a scale; with `scale_factors`, a group."""
         return QUANT_GROUP_SIZE if self.scale_factors else self.block
 
     @property

@@ -255,7 +255,7 @@ class _Modules:
             known |= self._pair_shapes(name)
             known[name.removesuffix(".weight") + _BASE] = self._shapes[name]
         if known and self._lora.keeps_tied and self._output not in self._shapes:
-            known[self._output] = self._shapes[self._embedding]  # saved twice
+            known[self._output] = self._shapes[self._embedding]  # one weight under two names
         return known
 
     def _pair_shapes(self, name: str) -> dict[str, tuple[int, ...]]:

@@ -51,7 +51,10 @@ _AGAIN = "fetch the file again"
 
 @dataclass(frozen=True)
 class BitsAndBytes:
-    """A quantization_config of bitsandbytes; `not_applied` names what only bitsandbytes rounds."""
+    """A quantization_config of bitsandbytes.
+
+    `not_applied` names what bitsandbytes rounds and parallel_llama does not.
+    """
 
     not_applied: tuple[str, ...]
     method: str = "bitsandbytes"

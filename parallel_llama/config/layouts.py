@@ -107,7 +107,7 @@ def scaled_formats(files: ModelFiles, args: ModelArgs) -> dict[str, ScaledFormat
 
 
 def input_formats(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
-    """The formats to which a model's files ask to round the inputs of matrices, by Meta's names.
+    """The formats of matrix inputs, by Meta's names, if a model's files ask to round the inputs.
 
     Raises: CheckpointError if a file is damaged or lacks a scale; DamagedWeights for a scale that
     cannot divide inputs.
@@ -119,9 +119,9 @@ def default_dtype(files: ModelFiles, args: ModelArgs, device: str) -> str:
     """A model's default dtype on 'cpu' or 'cuda'.
 
     A float64 model stays in float64. Other models have bfloat16 on CUDA. On the CPU, which computes
-    in float32 from weights of 16 bits, they have the dtype that the files state, with two
-    exceptions: Meta's files, which state no dtype, and files with a matrix that can run as stored
-    have float32. Decoding such a matrix to float32 does not round it.
+    in float32 from weights of 16 bits, they have the dtype that the files state. Two kinds of files
+    have float32 instead: Meta's, because they state no dtype; and files with a matrix that can run
+    as stored, because decoding such a matrix to float32 does not round it.
 
     Raises: CheckpointError if a file is damaged.
     """

@@ -43,7 +43,7 @@ from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 
 # GPTQ, AWQ and 4 bits of compressed-tensors: a weight is scale * (integer - zero point). The zero
-# points are stored as a minimum's `min_factors`.
+# points are stored as the integers that multiply the minima, see `min_factors`.
 HF_QUANTS = {
     size: QuantFormat(4, has_min=True, block=size, min_factors=True) for size in (32, 64, 128)
 }
@@ -317,7 +317,7 @@ def stored_form(scheme: Scheme, n_inputs: int) -> QuantFormat | None:
 
 
 def hf_inputs(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
-    """The formats to which config.json asks to round inputs, by Meta's names of the matrices.
+    """The formats of inputs that config.json asks to round, by Meta's names of the matrices.
 
     The inputs of the embedding are token ids, which are not rounded.
 
@@ -335,7 +335,7 @@ def hf_inputs(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
 
 
 def hf_not_applied(files: ModelFiles) -> tuple[str, ...]:
-    """What an HF folder's config.json quantises besides weights and inputs of matrices.
+    """What is quantised besides weights and inputs of matrices, as an HF folder's config.json says.
 
     Raises: CheckpointError as `hf_packing`.
     """

@@ -51,7 +51,8 @@ _FP4 = {"nvfp4-pack-quantized": ("tensor_group", 16), "mxfp4-pack-quantized": ("
 _MIXED = "mixed-precision"
 _STRATEGIES = "tensor", "channel", "group", "block"
 
-# The order in which a program quantised the inputs, and whether the groups follow that order.
+# Values of actorder, the order in which a program quantised the columns of a matrix; and whether
+# the groups follow that order.
 _ACTORDERS = {"": False, "weight": False, "static": False, "group": True, "dynamic": True}
 
 
@@ -110,8 +111,10 @@ class Schemes:
         method: the quant_method.
         groups: pairs of a target (a name, pattern or class) and its scheme. If several targets of
             one kind match a module, the first applies.
-        ignored: modules that are not quantised, by name or as a pattern that begins with re:.
-        not_applied: what config.json quantises besides weights and inputs of matrices.
+        ignored: modules that are not quantised, by name, by class, or as a pattern that begins
+            with re:.
+        not_applied: what else is quantised, as config.json says, besides weights and inputs of
+            matrices.
     """
 
     method: str
@@ -121,11 +124,14 @@ class Schemes:
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether the inputs of a matrix are rounded."""
+        """Whether the inputs of at least one matrix are rounded."""
         return any(scheme.inputs is not None for _, scheme in self.groups)
 
     def of(self, module: str, is_embedding: bool = False) -> Scheme | None:
-        """The scheme of a module's weight, by name before class; None if it is not quantised."""
+        """The scheme of a module's weight; None if it is not quantised.
+
+        A target that is the module's name comes first, then a pattern, then a class.
+        """
         kind = "Embedding" if is_embedding else "Linear"
         if any(_matches(module, target) or target == kind for target in self.ignored):
             return None

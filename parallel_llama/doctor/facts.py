@@ -105,10 +105,10 @@ def clocks(ranks: Sequence[Facts]) -> Check:
 
 
 class Listener:
-    """Echoes bytes to other hosts, at the local address that routes to the store.
+    """Echoes the bytes of other hosts. It listens at the source address of packets to the store.
 
     Args:
-        store: the address of the store; None to listen nowhere.
+        store: the address at which the ranks join (MASTER_ADDR); None to listen nowhere.
     """
 
     def __init__(self, store: tuple[str, int] | None) -> None:

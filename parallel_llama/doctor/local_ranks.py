@@ -28,7 +28,8 @@ _POLL_S = 0.1
 _STOPPED_S = 2.0  # a rank that is stopped for longer is reported
 _LAST_REPORT_S = 2.0
 _MAX_LINE_BYTES = 1 << 16
-# Time of the ranks besides waiting for each other: for loading torch, kernels and the checks.
+# The time that ranks may take in addition to waiting for each other: to load torch and kernels,
+# and to compute the checks.
 _WORK_S = 60.0
 
 

@@ -89,8 +89,8 @@ def machine_checks(host: Host) -> Iterator[Check]:
 def startup_checks(host: Host) -> list[Check]:
     """Quick checks that failed, and the warning about a low CPU quota.
 
-    More ranks than cores are slow, but the user asked for them; threads beyond a quota are also
-    throttled.
+    Without a quota, there is a warning in `doctor` only: more ranks than cores are slow, but the
+    user asked for them. With a quota, the system also throttles the threads that exceed it.
     """
     checks = [check(host) for check in _QUICK]
     has_quota = cpu_cores(host.root) < len(os.sched_getaffinity(0))

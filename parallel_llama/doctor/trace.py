@@ -1,7 +1,8 @@
 """Compares the exchanges of a forward pass on several ranks with the same pass on one rank.
 
-With exact sums each column of an exchanged tensor is computed by one rank alone. So a column that
-differs identifies the rank, and the number of the exchange identifies the product and the layer.
+With exact sums (see `LLMConfig.exact`) each column of an exchanged tensor is computed by one rank
+alone. So a column that differs identifies the rank, and the number of the exchange identifies the
+product and the layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,7 @@ class Traced(Communicator):
 
 
 class Repeated(Solo):
-    """Emulates `size` ranks on a larger communicator: its rank r acts as rank r % size.
+    """Emulates `size` ranks on a larger communicator, whose rank r acts as rank r % size.
 
     Collective: all ranks of the larger communicator call the same methods.
     """

@@ -83,7 +83,7 @@ def _exchange(engine: Engine, n_rows: int) -> tuple[float, float]:
     )
     one_row_s /= _N_EXCHANGES
     many_rows_s = _median_of_slowest_s(comm, lambda: exchange(many_rows, 1))
-    # A gather receives the rows of the other ranks; an all-reduce twice as much.
+    # A gather receives the columns of the other ranks; an all-reduce receives twice the bytes.
     received = dim * one_row.itemsize * (comm.size - 1) / comm.size * (1 if cut.all_outputs else 2)
     bytes_per_s = (n_rows - 1) * received / max(many_rows_s - one_row_s, _LEAST_S)
     return max(one_row_s - received / bytes_per_s, _LEAST_S), bytes_per_s
@@ -111,7 +111,7 @@ def _multiply(model: Transformer, matrices: Mapping[str, Weight], n_rows: int) -
 
 
 def _replayed(model: Transformer, calls: Callable[[], None]) -> Callable[[], None]:
-    """Replays recorded calls, or makes them one by one if an operator is not a kernel."""
+    """Replays recorded calls, or makes them one by one if torch computes an operator."""
     ops = model.ops
     if not isinstance(ops, CPUOps):
         return calls

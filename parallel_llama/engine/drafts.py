@@ -16,7 +16,8 @@ from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.request import SamplingParams
 
 # (rows, cost of a step with this many rows relative to a step of one row), measured on two CPU
-# cores. Costs in between are interpolated; a step has at most as many rows as the last entry.
+# cores. Costs in between are interpolated. With drafts, a step decodes at most as many rows as the
+# last entry has.
 ROW_COSTS = ((1, 1.0), (2, 1.1), (4, 1.4), (8, 1.55), (16, 1.8))
 
 MIN_GAIN = 1.05  # expected tokens per cost; 1 without drafts

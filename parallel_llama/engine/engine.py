@@ -57,7 +57,7 @@ from parallel_llama.tokenizer import Tokenizer
 # Maximum rows of a step with drafts: more rows slow the step by more than the drafts gain.
 _MAX_ROWS = 16
 
-# Prompt positions whose logits exist at once.
+# The maximum number of prompt positions whose logits exist at once.
 SCORE_ROWS = 128
 
 
@@ -265,10 +265,10 @@ class Engine:
         Ranks above 0 wait for rank 0 without a timeout. If rank 0 sends a call instead of a step,
         no tokens run and `rpc` has the call; otherwise `rpc` is empty.
 
-        Collective: `broadcast_bytes` of a message; if any tokens run, as a forward pass, `sample`
-        and, for log-probabilities of prompts, `score_tokens`, and one broadcast; with a draft
-        model, as `DraftModel.run`; for grammars `broadcast_bytes` of the masks; as
-        `IntegrityCheck.after_step`; after a NumericalError, a barrier and
+        Collective: `broadcast_bytes` of a message. If any tokens run: with a draft model, as
+        `DraftModel.run`; as a forward pass; for grammars, `broadcast_bytes` of the masks; as
+        `sample`; for log-probabilities of prompts, as `score_tokens`; one broadcast; and as
+        `IntegrityCheck.after_step`. After a NumericalError: a barrier, and as
         `IntegrityCheck.compare_products`.
 
         Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf, which discards

@@ -235,7 +235,7 @@ class InputProcessor:
         except UsageError as error:
             SamplingParams(**overrides)
             raise UsageError(
-                f"the model's own settings, in {self.files.path}: {error}; or give a value instead"
+                f"the model's own settings, in {self.files.path}: {error}; or set another value"
             ) from error
 
     def requests(

@@ -115,7 +115,7 @@ class KVLayout:
         return any(chunk.positions.stop > window for chunk in chunks for window in windows)
 
     def max_blocks(self, longest: int) -> int:
-        """The most blocks that one of `longest` tokens sees, summed over the KV groups."""
+        """The most blocks that a token of a sequence of `longest` tokens sees, in all KV groups."""
         n_all_blocks = -(-longest // self.block_size)
         # A window may start at the last token of a block and end at the first of another.
         windows = (kv_group.window for kv_group in self.kv_groups)

@@ -168,7 +168,7 @@ class LLMConfig:
             and computes in float32.
         quant: int8, int4 or fp8 quantise the matrices while they are read, with a scale for every
             32 inputs; stored keeps the files' own quantisation; none decodes the weights. By
-            default stored if the files can run as stored, else none; none for smollm2.
+            default stored if the files can run as stored, else none; none for the model smollm2.
         device: auto, cpu or cuda.
         max_seq_len: lowers the model's context, in tokens.
         seed: seed of requests that have no seed. By default each call draws a new one.

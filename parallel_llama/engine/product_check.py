@@ -82,7 +82,7 @@ class ProductCheck:
         Raises: as `compare`.
         Collective: as `compare`, for each weight.
         """
-        self.compare(row)  # the first call leaves the weights that all ranks have
+        self.compare(row)  # the first call drops weights that some ranks lack
         for _ in self._weights[1:]:
             self.compare(row)
 

@@ -215,7 +215,7 @@ class Ranks:
         return self.retry_after_loss(self._step)
 
     def _step(self) -> list[StepOutput]:
-        # Without `computing`, the other ranks would wait for a step that hangs forever.
+        # Without `computing`, the other ranks would wait forever if this step hangs.
         with self.engine.comm.computing():
             return self.engine.step()
 

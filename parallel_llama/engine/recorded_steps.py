@@ -195,7 +195,7 @@ class KernelCalls:
     ) -> None:
         self._model, self._caches, self._layout, self._tables = model, caches, layout, tables
         self._adapters = adapters
-        # By number of rows, and whether there are adapters; None if an operator is not a kernel.
+        # By number of rows, and whether there are adapters; None if torch computes an operator.
         self._steps: dict[tuple[int, bool], _KernelCallStep | None] = {}
         # The products of rows with the matrices A of their adapters.
         self._low_rank_products = torch.empty(_MAX_ROWS, 0)
@@ -277,7 +277,7 @@ class _KernelCallStep:
     `kv_groups` and `rotations` belong to the first step. `adapters` is filled before a replay.
 
     Shapes: `hidden` [T, dim], of the latest step; `residual`, its bytes.
-    Raises: NotRecorded if an operator is not a kernel. A scaled embedding is not recorded; it is
+    Raises: NotRecorded if torch computes an operator. A scaled embedding is not recorded; it is
     computed before each replay.
     """
 

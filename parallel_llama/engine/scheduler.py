@@ -14,8 +14,8 @@ Policy:
   MAX_DEFERRED_STEPS steps in a row.
 * The oldest unfinished sequence always makes progress: half of a step's prompt tokens are reserved
   for it, and younger sequences are preempted for it.
-* The first sequence in the queue cannot starve. It can be overtaken only until the blocks that the
-  overtaking sequences may need, finished ones included, add up to the whole cache.
+* The first sequence in the queue cannot starve. The sequences that overtake it may need at most
+  as many blocks in total as the cache has; those that have finished count too.
 * `add` refuses a request that does not fit into empty pools.
 """
 

@@ -301,7 +301,7 @@ def _input_processor(config: LLMConfig) -> InputProcessor:
 
 
 def _why_without_tiles() -> str | None:
-    """Why prefill is slower than this CPU allows, and the remedy; None if it cannot use AMX."""
+    """Why prefill is slower than this CPU allows, and the remedy; None if AMX is not usable."""
     if not tiles_are_allowed():
         return None
     return (

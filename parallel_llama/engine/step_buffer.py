@@ -66,9 +66,10 @@ class KVGroupStep(NamedTuple):
         slots: The slot of each token.
         spare_slot: A slot for tokens that are not kept.
         queries: The queries that are not in `beyond_window`.
-        beyond_window: The queries that also attend to attention sinks outside of their window,
-            twice: with the keys of their window; and with the sinks, at positions shifted back by
-            the window, so that each query sees exactly the sinks before its window.
+        beyond_window: The queries that also attend to attention sinks outside of their window. The
+            first `Queries` has the keys of their window. The second one has the sinks; the
+            positions of its queries are shifted back by the window, so that each query sees
+            exactly the sinks before its window.
     """
 
     slots: list[int]

@@ -168,7 +168,9 @@ class GGUFForm:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: everything that distinguishes it. Only config.meta names families.
+    """A model family: everything that distinguishes it.
+
+    Outside of this package only `config.meta` and `checkpoint.verify` mention a family by name.
 
     Args:
         name: HF's model_type.

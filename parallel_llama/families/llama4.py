@@ -5,8 +5,8 @@ The experts of a token are those with the largest scores, and the sigmoids of th
 inputs of the experts; every token also goes to a shared expert. A model may have no experts. The
 published checkpoints are models of text and images; only their text part is loaded.
 
-Source: Llama4TextConfig and modeling_llama4.py of transformers 5.24; llama.cpp's llama4, which has
-the sizes of chunks and the scale of queries in its code. All files have Meta's order of rows.
+Source: Llama4TextConfig and modeling_llama4.py of transformers 5.24; llama.cpp's llama4, which
+hard-codes the size of chunks and the scale of queries. All files have Meta's order of rows.
 """
 
 from collections.abc import Collection, Iterable

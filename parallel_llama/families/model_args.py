@@ -447,7 +447,7 @@ def context_length(args: ModelArgs, max_seq_len: int | None = None) -> int:
 
 
 def for_context(args: ModelArgs, max_seq_len: int) -> ModelArgs:
-    """The model for sequences of at most `max_seq_len` tokens, which decides LongRoPE's factors.
+    """The model for sequences of at most `max_seq_len` tokens; this decides LongRoPE's factors.
 
     All sequences of a run use the same factors, so that cached keys stay valid while a sequence
     grows.

@@ -128,7 +128,8 @@ _ROTARY_TABLES: dict[Layout, tuple[str, ...]] = {
 def renamed(name: str, source: Layout, target: Layout, names: Sequence[Names] = LLAMA_NAMES) -> str:
     """The name in layout `target` of the weight called `name` in layout `source`.
 
-    If several weights share a name in `target`, the pattern there may have fewer `*`.
+    If several weights share a name in `target`, its pattern may have fewer `*` than that of
+    `source`; the parts that are left over are dropped.
 
     >>> renamed("layers.3.attention.wq.bias", "meta", "hf")
     'model.layers.3.self_attn.q_proj.bias'

@@ -66,7 +66,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-MAX_INTEGER = 2**63 - 1  # floats do not overflow below it
+MAX_INTEGER = 2**63 - 1  # smaller integers do not overflow as floats
 
 
 class Fields:

@@ -1,8 +1,8 @@
 """Downloads models from the Hugging Face hub into its cache, through huggingface_hub.
 
 Only files that parallel_llama reads are downloaded, and no code. A revision is resolved to a commit
-once, and all files are from that commit, the weights last. When the snapshot is complete, the file
-in the cache's `refs` that selects it is written.
+once. All files are downloaded from that commit, and the weights last. When the snapshot is
+complete, the file in the cache's `refs` that selects it is written.
 
 Importing this module is slow, so it is imported only for a download.
 
