@@ -232,7 +232,7 @@ class _QueueClient:
         self._deliver([(handle, error) for handle in keys])
 
     def refuse_commands(self, error: Exception) -> None:
-        """Fail the requests that enter the queue before the event loop runs this."""
+        """Fail the requests that are still in the queue; `submit` refuses later ones."""
 
         def refuse() -> None:
             while not self.queue.empty():

@@ -65,7 +65,7 @@ def differences(
 def gaps(
     model: str, found: Sequence[Difference], prompts: Prompts, reference: Sequence[Measurement]
 ) -> dict[Difference, float]:
-    """The log-probability of the reference's token minus that of the drawn token, in float64."""
+    """The log-probability of the reference's token minus that of the engine's token, in float64."""
     if not found:
         return {}
     result = {}

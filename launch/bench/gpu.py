@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _chosen(names: str | None, kept: Mapping[str, StepReport], is_rehearsal: bool) -> list[Step]:
-    """The steps to run, and the step that measures the rates for all shares if it has no result.
+    """The steps to run; always the first one if it has no result: all shares need its rates.
 
     Raises: ValueError for a name that no step's name begins with.
     """

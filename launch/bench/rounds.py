@@ -104,8 +104,9 @@ def run_rounds(
 ) -> None:
     """Runs the rounds from 1 to `n_rounds` and adds every engine's measurements.
 
-    In a round all engines get the same prompts, one engine after another. Before each engine it
-    waits `rest_s` and measures the machine. The measurements of an engine that fails are dropped.
+    In a round all engines get the same prompts, one engine after another. Before and after each run
+    of an engine, the machine rests for `rest_s` and its rates are measured. The measurements of an
+    engine that fails are dropped.
     """
     present = [name for name in rounds.workers if name not in rounds.failed]
     rounds.runs |= {name: [] for name in present}

@@ -98,7 +98,7 @@ def _size(path: Path) -> int:
 def write_gguf(files: ModelFiles, args: ModelArgs, path: Path) -> None:
     """Writes the weights of a model and the sizes of its architecture.
 
-    Raises: UsageError for a model with features beyond its sizes.
+    Raises: UsageError for a model that its sizes alone do not describe.
     """
     form = family_of(args).gguf
     more = sorted(set(features_of(args)) - _SAID) + ["rope_scaling"] * bool(args.rope_scaling)

@@ -99,7 +99,7 @@ class Worker:
             self._signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_LIMIT_S)
-        self._signal(signal.SIGKILL)  # child processes that the engine has left
+        self._signal(signal.SIGKILL)  # for child processes that the engine has left behind
         self._process.wait()
         self._process.stdout.close()
         self._log.close()

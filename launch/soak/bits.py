@@ -1,4 +1,4 @@
-"""Compares the bits of results over everything that must not change them.
+"""Checks that results have the same bits in all ways of running a model.
 
     python -m launch.soak.bits [--models 3] [--runs 6] [--seed 1] [--families NAME...]
     python -m launch.soak.bits --smollm2 [--formats NAME...] [--seed 1]
@@ -7,12 +7,13 @@ For every tiny model of the tests, random models of its family are written. For 
 requests run alone on one rank with one thread, and then together in random ways: on 2 to 9 ranks
 with even and uneven plans, in pipeline stages, with a KV cache that is split by heads or by tokens,
 with one or two threads per rank, and with any batch, steps, blocks, drafts and prefix cache.
-Tokens, log-probabilities and those of the prompt must have the same bits. The first answer to each
-request is also scored as a prompt, which must give the log-probabilities with which its tokens were
-drawn.
+Tokens, their log-probabilities and those of prompt tokens must have the same bits. The first answer
+to each request is also scored as a prompt, which must give the log-probabilities with which its
+tokens were drawn.
 
 With --smollm2, SmolLM2 runs in each format on 1 to 9 ranks, and the SHA-256 of all results is
-printed. --planted turns exact sums off in these runs, so differences must be reported.
+printed. With or without --smollm2, --planted turns exact sums off except in the runs of single
+requests, so differences must be reported.
 """
 
 import argparse
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def soak_models(pools: "Pools", flags: argparse.Namespace) -> int:
-    """Compare the ways of random models. Returns: the exit code."""
+    """Compare the results of random models run in different ways. Returns: the exit code."""
     from comparison import Comparison
     from random_models import random_model
     from tiny_models import TINY_MODELS, write_hf

@@ -182,7 +182,7 @@ def damaged_tensor(path: Path, rng: random.Random) -> Damage:
     action = rng.choice(list(TENSOR_DAMAGES))
     lost = TENSOR_DAMAGES[action](tensors, name)
     save_file(tensors, path, metadata)
-    # Errors found by reading have the model's name of a weight instead of the file's.
+    # Errors that reading finds call a weight by its name in the model, not by that in the file.
     named = name.rsplit(".", 1)[0], "layers.", "norm.", "tok_embeddings.", "output."
     return Damage(f"{path.name}: {name} {action}", named, must_be_refused=lost)
 

@@ -27,7 +27,7 @@ def loop_in_c() -> None:
 
 
 def sleep_in_c() -> None:
-    """Waits forever and holds the GIL: a mutex that its owner locks again."""
+    """Holds the GIL and waits forever: it locks a mutex that it has already locked."""
     lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
     lock(mutex)
     lock(mutex)
@@ -43,7 +43,7 @@ def skip() -> None:
 
 
 def other_size() -> None:
-    """Adds a value to the next all_reduce."""
+    """Makes the tensor of the next all_reduce longer by one value."""
     _replace_next(lambda method: lambda self, x: (method(self, _longer(x)), x)[1], ("all_reduce",))
 
 

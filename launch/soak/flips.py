@@ -3,11 +3,12 @@
     python -m launch.soak.flips [--runs 200] [--seed 1]
 
 A run is a tiny float64 model on three rank processes with exact sums and the integrity check, which
-takes the share of the time that it takes for users. At a random step a random bit of a weight or of
-a full block of the KV cache of one rank flips (40 % of the runs each), or one rank begins to
-compute one output in eight wrongly, in all products of one input size (20 %; the steps are then not
-recorded, so that they have this fault too). A block is full when the check has its sum. The run
-ends when a rank raises IntegrityError, which must name the rank and what has changed.
+gets the same fraction of the time as in normal use. At a random step, a random bit of a weight or
+of a full block of the KV cache of one rank flips (40 % of the runs each), or one rank begins to
+compute one output in eight wrongly, in all products of one input size (20 %). In these last runs,
+steps are not recorded, because a replayed step would not have the fault. A block counts as full
+when the check has computed its sum. The run ends when a rank raises IntegrityError, which must name
+the rank and what has changed.
 """
 
 import argparse
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIZE = 3
-LATEST, LIMIT = 100, 1000  # the last step before which a fault begins, and steps after it
+LATEST, LIMIT = 100, 1000  # faults are planted before this step; steps in which to find them
 N_PROMPTS = 4
 BLOCK_SIZE = 16
 KINDS = ("weight", "KV cache", "product", "weight", "KV cache")
@@ -155,7 +156,7 @@ def run_with_fault(comm: Communicator, fault: Fault, failed: str) -> Found:
 
 
 def begin(comm: Communicator, prompt: int) -> Engine:
-    """An engine with one request that takes all steps."""
+    """An engine with one request that is long enough for all steps."""
     from mixes import ARGS, make_engine, make_runner
 
     n_blocks = 2 + (LATEST + LIMIT) // BLOCK_SIZE + 2
@@ -171,7 +172,7 @@ def begin(comm: Communicator, prompt: int) -> Engine:
 
 @cache
 def undisturbed(prompt: int) -> tuple[int, ...]:
-    """The tokens of a run without a fault, on one rank; exact sums give all runs the same."""
+    """The tokens without a fault, on one rank; with exact sums three ranks draw the same tokens."""
     engine = begin(Solo(), prompt)
     tokens: tuple[int, ...] = ()
     while not engine.idle:

@@ -90,7 +90,7 @@ def plan(
 
 
 def measured_latency_us(hosts: LinkedHosts) -> float:
-    """Half the median time in which a small message comes back from host 0 to host 1."""
+    """Half the median round-trip time of a small message from host 1 to host 0 and back."""
     echo = hosts.command(0, sys.executable, "-c", ECHO)
     with subprocess.Popen(echo, stdout=subprocess.PIPE) as process:
         process.stdout.readline()

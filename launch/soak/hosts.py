@@ -25,8 +25,8 @@ from launch.soak.tally import Tally
 
 SERVE = "serve", "--exact", "--port=0", "--start-timeout=300"
 N_STREAMS = 16
-# Exact sums exchange the inputs and outputs of two matrices in each layer. At least this part of a
-# row of these tensors must come over the link for each token.
+# Exact sums exchange the inputs and outputs of two matrices in each layer. For each new token, a
+# host must receive at least this fraction of what it needs of one row of these tensors.
 LEAST_PART = 0.5
 END_LIMIT_S = 60
 
@@ -122,7 +122,7 @@ def answered(
 
 @contextmanager
 def served(layout: Sequence[int], link: Link, model: str) -> Iterator[tuple[LinkedHosts, Any]]:
-    """A server over hosts, which all ranks leave in order at the end."""
+    """A server over hosts; at the end it gets SIGTERM, and all ranks must exit with code 0."""
     from served import Served
 
     with LinkedHosts(len(layout), link) as hosts:

@@ -190,14 +190,14 @@ def encoded(job: Job) -> str:
 
 @contextmanager
 def start_locally(job: Job, _: int, env: dict[str, str]) -> Iterator[tuple]:
-    """Rank 0, which starts the others, and these as victims."""
+    """Starts rank 0, which starts the others. Yields its program, and the others as victims."""
     program = Program([*PROGRAM, encoded(job)], {**os.environ, **env}, subprocess.DEVNULL)
     yield program, [psutil.Process(pid) for pid in program.pids if pid != program.process.pid]
 
 
 @contextmanager
 def start_on_hosts(job: Job, size: int, env: dict[str, str]) -> Iterator[tuple]:
-    """Rank 0, and the others as victims, the last one on the second host."""
+    """Starts all ranks, the last one on the second host. Yields as `start_locally`."""
     with LinkedHosts(2, Link()) as hosts:
         secret = f"PARALLEL_LLAMA_SECRET_FILE={hosts.secret}"
         own = "env", *(f"{name}={value}" for name, value in env.items()), secret

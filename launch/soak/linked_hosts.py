@@ -21,7 +21,7 @@ _PORT = 29500
 # Large frames, as in a fast local network: with small ones the switch takes a part of the cores.
 _MTU = 9000
 _CLONE_NEWNET = 0x40000000
-# A program in a host: the process ids, memory and network of other hosts cannot be seen in it.
+# Runs a program in a host. It cannot see the processes, shared memory and network of other hosts.
 _UNSHARE = "unshare", "--net", "--ipc", "--pid", "--mount-proc", "--fork", "--kill-child"
 _PREPARE = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm && echo ready && exec cat"
 

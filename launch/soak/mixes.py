@@ -2,10 +2,10 @@
 
     python -m launch.soak.mixes [--mixes 500] [--seed 0] [--families NAME...]
 
-A mix has one to eight requests that arrive and are cancelled at random steps, in a KV cache that is
-often too small for all, with random block sizes, chunk sizes and drafts. Half of the mixes of a
-family run on one rank, and the others on 2, 3 and 5. The expected tokens come from an oracle
-without the scheduler, which runs the whole sequence for every token.
+A mix has one to eight requests that arrive at random steps; some are cancelled at random steps. The
+KV cache is often too small for all, and block sizes, chunk sizes and drafts are random. Half of the
+mixes of a family run on one rank, and the others on 2, 3 and 5. The expected tokens come from an
+oracle without the scheduler, which runs the whole sequence for every token.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import argparse
 from launch.soak.tally import Tally
 
 TP_SIZES = (1, 2, 1, 3, 1, 5)
-N_TOGETHER = 10  # mixes of one line
+N_TOGETHER = 10  # mixes per line of output
 
 
 def main() -> int:

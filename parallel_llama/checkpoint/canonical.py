@@ -20,7 +20,8 @@ from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.ops.quant import QuantMatrix
 
-# Values of a piece: few enough to be hashed from the CPU cache, and to reuse the piece's memory.
+# Values of a piece: few enough that it is hashed while it is in the CPU cache, and that the next
+# piece can have the same memory.
 ROW_PIECE_VALUES = 1 << 22
 
 

@@ -81,7 +81,7 @@ class GGUFFile(TensorFiles):
             stored_slice = self._slices[param.name]
             values = _decoded(file, tensor, param, stored_slice, rows, self._decoders)
         if param.name.endswith("norm.weight") and self.args.norm_offset:
-            values -= self.args.norm_offset  # llama.cpp stores the sum
+            values -= self.args.norm_offset  # llama.cpp stores the weight plus the offset
         return values
 
     def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:

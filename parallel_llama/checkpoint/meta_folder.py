@@ -147,7 +147,7 @@ class MetaFolder(Checkpoint):
         if param.axis is not None:
             raise DamagedWeights(
                 f"{self._paths[file]}: {param.name} differs from its copy in "
-                f"{self._paths[first].name}; files of one checkpoint have equal KV heads"
+                f"{self._paths[first].name}; files of one checkpoint have equal copies of KV heads"
             )
         if not self._warned:
             logger.warning(
@@ -252,8 +252,8 @@ def norm_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
     if variants:
         name, gap = max(((name, _gap(v)) for name, v in variants.items()), key=lambda item: item[1])
         logger.warning(
-            "%s: %d replicated norms differ between its %d files, most of all %s, by up to %g; the "
-            "first file's copies are used",
+            "%s: %d replicated norms differ between the %d files of the Meta folder, most of all "
+            "%s, by up to %g; the first file's copies are used",
             files.path,
             len(variants),
             len(variants[name]),

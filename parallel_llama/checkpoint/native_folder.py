@@ -1,5 +1,8 @@
 """Native folders, in which any range of units of a weight is one range of bytes.
 
+A unit is the smallest part of a weight that a rank can hold: a head, or a block of channels or rows
+of the vocabulary.
+
 Weights that ranks cut by rows have this property in row-major order. Weights that ranks cut by
 columns (wo and w2) are stored in unit-major order: the columns of unit 0, row by row, then the
 columns of unit 1, and so on. The last unit may be short.
@@ -21,7 +24,7 @@ The tensors of a matrix that is decoded while loading (`ScaledFormat`) are those
     NAME.floats     [out, in] e4m3; or [out, in / 2] uint8 with two e2m1 floats, the first in the
                     low bits
     NAME.scales     [row blocks, column blocks]
-    NAME.zeros      as the scales, in the dtype of the numbers, in formats with zero points
+    NAME.zeros      shaped as the scales, in the dtype of the numbers, in formats with zero points
     NAME.divisor    [1] float32, in formats with a divisor
 
 A unit of columns may be smaller than a block of inputs with one scale. Scales and minima are then

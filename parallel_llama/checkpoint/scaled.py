@@ -194,7 +194,7 @@ class ScaledBlock:
         return numbers[:, columns // width - self.columns.start // width]
 
     def _block_of_rows(self) -> Tensor:
-        """The block of rows of each row, counted from the first that the block touches."""
+        """For each row, the index of its row of scales in `scales`."""
         height = self.block[0]
         return torch.arange(self.rows.start, self.rows.stop) // height - self.rows.start // height
 
@@ -300,13 +300,13 @@ class ScaledMatrix:
                 zeros = self._by_block(block, "weight_zero_point", read)
                 values -= self._spread(block, zeros.float(), groups)
         values.mul_(self._spread(block, scales, groups))
-        # A QuantMatrix decodes to scale * integer - scale * zero point, where zeros are +0. Here a
-        # negative scale gives -0; adding 0.0 makes it +0.
+        # A QuantMatrix decodes to scale * integer - scale * zero point, +0 if both are equal. Here
+        # a negative scale makes such a value -0; adding 0.0 makes it +0.
         form = stored_form(self.scheme, self.stored_slice.shape[1])
         return values.add_(0.0) if form is not None and form.has_min else values
 
     def stored(self, block: MatrixBlock, read: Read) -> ScaledBlock:
-        """A block of a matrix as stored: integers not packed in words, groups in order."""
+        """A block as stored; only if integers are not packed in words, and groups are in order."""
         scheme, n_inputs, columns = self.scheme, self.stored_slice.shape[1], block.columns
         if scheme.is_fp4:
             pairs = range(columns.start // 2, -(-columns.stop // 2))

@@ -37,7 +37,7 @@ class Calibration:
 
     Args:
         layer_s: seconds of a layer in a decode step, without reads and exchanges.
-        n_files: the number of files, one per host.
+        n_files: the number of files, one per host or per rank.
     """
 
     dtype: str

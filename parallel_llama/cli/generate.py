@@ -101,11 +101,11 @@ def prepare(flags: Flags) -> Job:
 
 
 class Results:
-    """Writes completions to a file as they finish, and with --json or without a file to stdout.
+    """Writes completions to the file, if there is one, as they finish.
 
-    On stdout they are in input order. A single completion is streamed there, without --json and
-    without a file. Otherwise a status line on stderr shows the progress. Reasoning is shown only on
-    a terminal, and has its own key in JSON.
+    With --json or without a file, they are written to stdout in input order. If there is
+    neither --json nor a file, a single completion is streamed. Otherwise a status line on stderr
+    shows the progress. Reasoning is shown only on a terminal, and has its own key in JSON.
 
     Args:
         new_reader: returns a reader of the answer to a request; None for answers without markers.

@@ -47,12 +47,13 @@ class Hardware:
         ranks: the rates of each rank, or one for all ranks.
         exchange_s: seconds of an exchange between ranks, without the transfer; None if unknown.
         link: bytes per second that a rank receives from other ranks; None if unknown.
-        layer_s: seconds of each layer in each step for launching kernels.
+        layer_s: seconds of each layer in each step in addition to reads and exchanges: on GPUs for
+            launching kernels, on the CPU as measured by bench --calibrate.
         step_s: seconds between two steps.
         is_shared: whether the ranks are on one machine; if a plan has another number of ranks than
             `ranks`, each rank then gets an equal part of the sum of their rates.
-        messages: messages that the busiest host receives in a small exchange, if every rank sends
-            to one rank of every other host; 0 for other exchanges.
+        messages: the most messages that a host receives in a small exchange, for ranks that each
+            send one message to every other host; 0 if ranks exchange in another way.
         local_exchange_s: as `exchange_s`, between the ranks of one host.
         local_link: as `link`, between the ranks of one host.
     """

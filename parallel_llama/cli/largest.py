@@ -14,7 +14,7 @@ class Largest:
     """Limits of a request on its hardware.
 
     Args:
-        context: most tokens of a sequence at the request's batch; 0 if the weights do not fit.
+        context: most tokens of a sequence at the request's batch; 0 if not even one token fits.
         model_context: the model's own context, the upper bound of `context`.
         batch: most sequences of the request's length; 0 if one does not fit.
     """

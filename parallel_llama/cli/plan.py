@@ -146,7 +146,7 @@ def prepare(flags: Flags) -> Job:
 
     The number of ranks is that of --nproc, else the number that --memory, --gpus, --hosts or
     several files of --calibration list. If --memory or --gpus gives one size without a number of
-    ranks, it is the fewest ranks that fit; without any of the flags it is 1.
+    ranks, the plan has the fewest ranks that fit; without any of these flags it has one rank.
     """
     ranks = _described_ranks(flags)
     request = _request(flags, ranks)

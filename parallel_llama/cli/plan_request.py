@@ -33,7 +33,7 @@ class PlanRequest:
         bandwidth: bytes per second that a rank can read, one number or one per rank.
         hardware: the rates and costs from which the speed is predicted; None if not known.
         speeds: measured speeds, used if the plan has as many ranks; None if not known.
-        hosts: the hosts of the ranks; None if all ranks may be on one host.
+        hosts: the hosts of the ranks, from --hosts; None without this flag.
         pp: the number of stages of the pipeline.
         adapters: LoRA adapters that the ranks hold in addition to the model.
         draft: the draft model; None without one. Its ranks are those of this request.

@@ -27,7 +27,8 @@ class StepTime:
         memory_s: reading the KV cache, and the weights unless their products take longer.
         arithmetic_s: products, if they take longer than reading their weights.
         link_s: exchanges between ranks.
-        launch_s: launching kernels.
+        launch_s: the fixed costs of layers and steps (`layer_s` and `step_s` of `Hardware`), on
+            GPUs for launching kernels.
     """
 
     memory_s: float

@@ -103,7 +103,7 @@ class Measurement:
     Args:
         first_token_s: the first token of any prompt.
         total_s: the last token.
-        prefill_s: the first token of the last prompt, if prompts get it at different times.
+        prefill_s: when every prompt has its first token, if prompts get theirs at different times.
         n_early: tokens before `prefill_s` that are not the first of their prompts.
     """
 

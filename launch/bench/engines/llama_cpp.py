@@ -14,7 +14,7 @@ import numpy as np
 
 from launch.bench.engines import Measurement, Setup
 
-# Q4_K is the mix M.
+# Q4_K here is llama.cpp's file type Q4_K_M, a mix of several quantisations.
 _FTYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 15, "BF16": 32}
 _F32 = 0
 _CONTEXT_STEP = 256

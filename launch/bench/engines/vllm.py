@@ -40,7 +40,7 @@ class VLLM:
         total_s = time.perf_counter() - started
         firsts = [output.metrics.first_token_latency for output in outputs]
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        # It does not report the tokens before the first token of the last prompt, a few at most.
+        # vLLM does not report `n_early`, which is small: other tokens generated before `prefill_s`.
         return Measurement(tokens, min(firsts), total_s, max(firsts))
 
     def nll(self, tokens: Sequence[int]) -> float:

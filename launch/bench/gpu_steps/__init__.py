@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-# The names of the rows with the rates of the GPU that shares refer to.
+# The names of the rows with the GPU's rates; shares are fractions of these rates.
 READ, COPY, MATRIX = "read bandwidth", "copy bandwidth", "bf16 matrix rate"
 
 

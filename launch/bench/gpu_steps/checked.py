@@ -6,7 +6,7 @@ from torch import Tensor
 from launch.bench.gpu_steps import Row, Setting, Wrong
 from launch.bench.gpu_steps.clock import Seconds, measured
 
-CACHED = 256 << 20  # bytes, more than the cache of any GPU
+CACHED = 256 << 20  # bytes, more than the L2 cache of any GPU
 
 # Relative to the largest expected number.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

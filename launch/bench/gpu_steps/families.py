@@ -28,10 +28,10 @@ from parallel_llama.ops import TorchOps
 from parallel_llama.plan import why_unrecorded
 
 CPU = torch.device("cpu")
-# The largest error, relative to the largest logit.
+# The largest allowed error, relative to the largest logit.
 TOLERANCE = 1e-4
-# The mean error with few bits. If sums differ in their last bits, an input or a key may be rounded
-# to another integer, and a token may get another expert, which changes a few logits a lot.
+# The allowed mean error with few bits. If sums differ in their last bits, an input or a key may be
+# rounded to another integer, and a token may get another expert, which changes a few logits a lot.
 _ROUNDED_TOLERANCE = 5e-3
 # The scale of attention scores: with random weights they would all be near 0.
 _SHARP = 2.0

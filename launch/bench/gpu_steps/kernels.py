@@ -63,9 +63,9 @@ def _product(
 
 
 def part_sums(setting: Setting) -> Rows:
-    """One row of Llama 3 8B: a product, and an operator that adds the product's sums over parts.
+    """One row of Llama 3 8B: a product (split-K), and an operator that adds its partial sums.
 
-    The figure of "added first" has one launch more.
+    In the rows "added first", a kernel of its own adds the partial sums: one more launch.
     """
     dim, n_gates = (48, 40) if setting.is_rehearsal else (4096, 3584)
     for dtype in dtypes(setting):
@@ -212,7 +212,8 @@ def _samples(setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
     sizes = (16,) if setting.is_rehearsal else (64, 80, 128)
     of_properties = list(map(range, map(len, (dtypes(setting), heads_per_kv, sizes, caches))))
     for kind, ranges in (("decode", decoded), ("prefill", chunks)):
-        # 36 of 108 combinations: the other properties determine the format of the cache.
+        # 36 of 108 combinations: the first three properties of a sample select the fourth, the
+        # format of its cache.
         for a, b, c, d in product(*of_properties):
             if (a + b + c + d) % len(caches):
                 continue

@@ -1,6 +1,7 @@
 """Models with random weights on the device, and their steps at any sequence length.
 
-The time of a step does not depend on the content of the cache, so decode steps need no prefill.
+The cache holds noise, with which a step takes as long as with real keys and values. So decode steps
+need no prefill.
 """
 
 import json

@@ -211,8 +211,8 @@ def _local_logits(
     """Yields the logits of a prompt and of two steps. Shapes: [1, V_local].
 
     Args:
-        shard_of: The rank that a Slice computes for. A Slice cannot gather the logits of a rank,
-            because its plan has no other rank.
+        shard_of: With a Slice, the rank whose shard it holds. A Slice has no other ranks from which
+            `_logits` could gather the rest of the vocabulary.
     """
     ops = (ours if is_ours else torchs)(args)
     runner = load(args, ops, setting, "float32", comm, shard_of=shard_of)
