@@ -197,7 +197,7 @@ class InputFormat:
     """How the inputs of a matrix are rounded before a product.
 
     An input becomes (q - zero point) * scale, where q is the number nearest to input / scale + zero
-    point; larger values saturate.
+    point; values outside of the range of q saturate.
 
     Args:
         numbers: the type of q.

@@ -83,7 +83,7 @@ def run(llm: LLM, job: Job) -> Report:
 
 
 def requests_of(llm: LLM, job: Job) -> Sequence[Request]:
-    """Greedy and sampled ones with log-probabilities, and random prompts of random lengths."""
+    """Greedy and sampled requests for log-probabilities, with random prompts of random lengths."""
     rng = random.Random(job.set_number)
     requests = []
     for index in range(N_STREAMS):

@@ -105,7 +105,7 @@ class PackedMatrix:
         zeros = _integers_of(words, packing.n_bits).flatten(1)
         zeros = zeros[:, outputs.start - covering.start * per_word :][:, : len(outputs)]
         mask = (1 << packing.n_bits) - 1
-        zeros = (zeros + packing.zero_offset) & mask  # modulo, as in read_packed
+        zeros = (zeros + packing.zero_offset) & mask  # wraps around, as in read_packed
         scales = read("scales", groups, outputs).view(-1).view(torch.float16).float()
         if not torch.isfinite(scales).all():
             raise damaged_scale(self.base + "scales")

@@ -38,7 +38,7 @@ def read_stacked(
     """
     step = stored_slice.step
     if len(param.shape) == 1:
-        # A stored matrix of biases counts as one row.
+        # The stored biases of all experts are read as a matrix of one row.
         return read(range(1), _covering(stored_slice, rows))[0, ::step].contiguous()
     outputs, inputs = _block(param, rows)
     n_inputs, n_outputs = stored_slice.shape[-2:]

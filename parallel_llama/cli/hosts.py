@@ -91,7 +91,7 @@ class Hosts:
             return hardware
         latency_s = max(item.latency_us for item in self.links) * 1e-6
         rate = min(item.gbit_per_s for item in self.links) * 1e9 / 8
-        if self.gpus is not None:  # NCCL's ring passes every link twice
+        if self.gpus is not None:  # an all-reduce goes around NCCL's ring twice
             exchange_s = EXCHANGE_S + 2 * (len(self.hosts) - 1) * latency_s
             link = rate if hardware.link is None else min(rate, hardware.link)
             return replace(hardware, exchange_s=exchange_s, link=link)

@@ -114,14 +114,15 @@ KV_CACHE_BYTES: Flag[int | None] = Flag(
 )  # fmt: skip
 KV_SPLIT: Flag[KVSplit] = Flag(
     "kv-split",
-    "how the KV cache is sharded: by heads, or by sequence (tokens) if several ranks would hold "
-    "copies of a head",
+    "how the KV cache is sharded: by heads, or by sequence (tokens), so that ranks that share a "
+    "KV head do not all store it",
     one_of("heads", "sequence"), "WHAT", default=LLMConfig.kv_split, subject="context and KV cache",
 )  # fmt: skip
 EXACT: Flag[bool | None] = Flag(
     "exact",
     "results have the same bits on any number of ranks; --no-exact is usually faster",
-    default_text="on for CPU ranks of one host, except with small experts", subject="ranks",
+    default_text="on for CPU ranks of one host or with --pp, unless ranks hold different experts",
+    subject="ranks",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",

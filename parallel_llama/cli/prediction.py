@@ -57,7 +57,7 @@ class _Step:
     """A step to predict.
 
     Args:
-        n_rows: the tokens that all layers multiply.
+        n_rows: the tokens of the step, which are the rows of the layers' products.
         is_prefill: whether this is a prefill step. The head then multiplies only the last token,
             and the time of that product is not counted.
         is_full: whether the step reads the KV cache of the full context.

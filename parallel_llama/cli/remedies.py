@@ -13,7 +13,8 @@ from parallel_llama.cli.terminal import size
 from parallel_llama.dtypes import ITEM_BYTES, KVFormat
 from parallel_llama.errors import UsageError
 
-# Changed fields of a request, and the flags of fields that are named differently.
+# The new values of changed fields of a request, by field. FLAGS has the flags whose names differ
+# from their fields'.
 Change = dict[str, Any]
 FLAGS = {"tp_size": "nproc"}
 

@@ -226,7 +226,7 @@ def kernel_cache() -> Check:
         seen = "no home folder, or a relative XDG_CACHE_HOME, so every start compiles all kernels"
         return Check("kernel-cache", "warn", seen, "export XDG_CACHE_HOME=DIR, an absolute path")
     if not cache.is_used:
-        seen = f"{cache.folder} is not a writable folder that only this user can write to, so every"
+        seen = f"{cache.folder} cannot be written, or other users can write to it, so every"
         remedy = f"chmod -R go-w {cache.folder} && chown -R $(id -u) {cache.folder}"
         return Check("kernel-cache", "warn", f"{seen} start compiles all kernels", remedy)
     if cache.damaged:

@@ -104,7 +104,7 @@ class Repeated(Solo):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A rank's first collective with a different result, and the ranks that computed it.
+    """A rank's first exchange with a different result, and the ranks that computed this result.
 
     `owners` is empty for a sum, which does not show its terms.
     """

@@ -43,7 +43,7 @@ class DraftRequest:
 
     @property
     def n_known(self) -> int:
-        """The tokens of the sequence up to this step, without drafts."""
+        """The number of the sequence's tokens up to the end of this step, without drafts."""
         return self.item.start + len(self.item.tokens) - self.item.n_drafts
 
     def next_row(self) -> SamplingRow:

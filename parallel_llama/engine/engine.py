@@ -85,7 +85,8 @@ class Engine:
         grammars: the grammar compiler; None without a tokenizer.
         step_tokens: maximum tokens per step; by default that of `capacity`.
         max_drafts: maximum draft tokens per sequence and step.
-        integrity_check: whether to check for flipped bits, on CPU ranks only; see `IntegrityCheck`.
+        integrity_check: whether to check memory and products, on CPU ranks only; see
+            `IntegrityCheck`.
         draft_model: drafts tokens instead of prompt lookup, on CPU ranks only.
 
     Collective: the constructor and `step`.
@@ -271,8 +272,9 @@ class Engine:
         `IntegrityCheck.after_step`. After a NumericalError: a barrier, and as
         `IntegrityCheck.compare_products`.
 
-        Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf, which discards
-        all requests. IntegrityError if a bit has flipped, which ends the ranks.
+        Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf; all requests
+        are then discarded. IntegrityError if a bit has flipped or a product is wrong; the ranks
+        then end.
         """
         try:
             self._clock.begin()

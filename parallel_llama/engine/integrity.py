@@ -1,4 +1,4 @@
-"""Detects flipped bits while the engine runs, and names the rank with the faulty memory.
+"""Detects flipped bits and wrong products while the engine runs, and names the rank at fault.
 
 Four checks run beside the steps, on the CPU:
 
@@ -174,7 +174,7 @@ class IntegrityCheck:
         self._undigested.clear()
 
     def _compare_part(self) -> None:
-        """Compute the sum of a block that has none, and compare the next part of memory.
+        """Compute the sum of one block of each KV cache that lacks it, and compare the next part.
 
         Raises: IntegrityError.
         """

@@ -35,7 +35,7 @@ _NO_MEMORY = re.compile(
 
 
 def _gib(n_bytes: int) -> str:
-    """GiB, rounded up: a limit of the printed size is enough."""
+    """GiB, rounded up, so that a limit of the printed size is enough."""
     return f"{math.ceil(n_bytes / GIB * 1000) / 1000:.3f}"
 
 

@@ -298,7 +298,7 @@ class ModelRunner:
         if sampled_rows and not hidden_rows:
             with _MEMORY:
                 return self._step_logits(chunks, sampled_rows, sampling_keys), self._no_rows
-        # A chunk inside a prompt needs no row, but a forward pass returns at least one row.
+        # A chunk that ends before its prompt needs no row, but a forward pass returns at least one.
         hidden = self.forward(chunks, [*sampled_rows, *hidden_rows] or [0])
         return Logits(self.logits(hidden[: len(sampled_rows)])), hidden[len(sampled_rows) :]
 

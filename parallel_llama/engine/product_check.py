@@ -121,7 +121,7 @@ def _name_in_stage(name: str, first_layer: int) -> str:
 
 
 def _weight_hash(name: str, weight: Weight) -> int:
-    """A hash of the name, format and shape of a weight; ranks compare weights of equal hashes."""
+    """A hash of a weight's name, format and shape; ranks compare weights with equal hashes."""
     form = weight.panels if isinstance(weight, QuantWeight) else weight.values.dtype
     return zlib.crc32(repr((name, form, _panel_rows(weight), weight.n_inputs)).encode())
 

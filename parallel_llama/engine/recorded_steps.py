@@ -274,11 +274,11 @@ class KernelCalls:
 class _KernelCallStep:
     """A recorded step. It replays steps with its number of rows, if their keys fit its buffers.
 
-    `kv_groups` and `rotations` belong to the first step. `adapters` is filled before a replay.
+    `kv_groups` and `rotations` belong to the first step. `adapters` is filled before a replay. A
+    scaled embedding is not recorded; it is computed before each replay.
 
-    Shapes: `hidden` [T, dim], of the latest step; `residual`, its bytes.
-    Raises: NotRecorded if torch computes an operator. A scaled embedding is not recorded; it is
-    computed before each replay.
+    Shapes: `hidden` [T, dim], of the latest step; `residual` has its bytes.
+    Raises: NotRecorded if torch computes an operator.
     """
 
     def __init__(

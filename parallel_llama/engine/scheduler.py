@@ -42,8 +42,8 @@ SCORED_TOKEN_WORK = 2
 # a step's tokens. Long prompts wait while it runs, for at most MAX_DEFERRED_STEPS steps in a row.
 SHORT_FRACTION = 1 / 8
 MAX_DEFERRED_STEPS = 8
-# For this many steps after the last short request, if there is a longer one, at most SHORT_FRACTION
-# of a step's tokens are prompt tokens: short steps let the next short request start soon.
+# For this many steps after the last step with a short request, while other requests run or wait, at
+# most SHORT_FRACTION of a step's tokens are prompt tokens: the next short request then starts soon.
 RECENT_STEPS = 256
 
 # In the first step after the loss of a rank, at most this fraction of a step's tokens are prompt
@@ -104,7 +104,7 @@ class Sequence:
 
     @property
     def token_work(self) -> int:
-        """The cost of each pending token, in prompt tokens without scores."""
+        """The cost of each pending token, relative to a token that is not scored."""
         return SCORED_TOKEN_WORK if self.scores_prompt else 1
 
     @property
@@ -528,7 +528,7 @@ class Scheduler:
         return admitted
 
     def _n_overtaking_blocks(self, first: Sequence) -> int:
-        """The blocks of the sequences that overtook this first one in the queue."""
+        """The blocks of the sequences that overtook `first`, the first sequence of the queue."""
         arrival, n_blocks = self._overtaking
         return n_blocks if arrival == first.arrival else 0
 

@@ -184,7 +184,7 @@ class StepBuffer:
         """Fill in a step, at most `size`, and copy it to the device; the rest is padding.
 
         Args:
-            sampling_keys: the keys of the first output rows; the other rows draw the largest logit.
+            sampling_keys: the keys of the first output rows; the other rows are greedy.
             tokens: the tokens of the chunks, if only the device has them.
 
         Shapes: tokens [T] int64, on the device.

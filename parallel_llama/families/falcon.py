@@ -58,7 +58,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 
 def _n_kv_heads(fields: Fields, is_new: bool) -> int:
-    """The old form has one KV head, or one per query head, whatever the key says."""
+    """In the old form multi_query decides: one KV head, or one per query head."""
     n_heads = fields.integer("num_attention_heads")
     if is_new:
         return fields.integer(_KEYS["n_kv_heads"], n_heads)

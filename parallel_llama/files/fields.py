@@ -162,7 +162,7 @@ class Fields:
 
 @contextmanager
 def naming(path: Path, kind: type[Exception] = UsageError) -> Iterator[None]:
-    """Adds the path of the file to a UsageError raised in the block, as an error of this kind."""
+    """Replaces a UsageError raised in the block by a `kind` whose message begins with the path."""
     try:
         yield
     except UsageError as error:

@@ -74,7 +74,7 @@ class Runtime:
     def absence(self) -> str | None:
         """Why the engine cannot run, and what to install; None if it can run."""
         if self.shares is not None and (why := self.shares.absence()):
-            return f"{self.shares.name} makes its weights: {why}"
+            return f"{self.shares.name} makes its weights, and cannot run: {why}"
         if self.python is None:
             return f"no Python was given for it; {self.remedy}"
         missing = [package for package in self.packages if not _has(self.python, package)]

@@ -33,7 +33,7 @@ TOLERANCE = 1e-4
 # The allowed mean error with few bits. If sums differ in their last bits, an input or a key may be
 # rounded to another integer, and a token may get another expert, which changes a few logits a lot.
 _ROUNDED_TOLERANCE = 5e-3
-# The scale of attention scores: with random weights they would all be near 0.
+# The scale of attention scores. With random weights and the usual scale, all scores are near 0.
 _SHARP = 2.0
 
 

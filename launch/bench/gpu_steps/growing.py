@@ -1,7 +1,7 @@
 """Decode steps of one growing sequence with torch's operators and with ours.
 
-torch's attention runs at every length with and without cuDNN, which makes a plan for each new
-shape. Our steps are launched one by one, and replayed if they can be recorded.
+torch's operators run once with cuDNN's attention, which makes a plan for each new shape, and once
+without it. Our steps are launched one by one, and replayed if they can be recorded.
 """
 
 import torch

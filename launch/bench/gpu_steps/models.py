@@ -119,7 +119,8 @@ def load(
     """A rank's shard with random weights, without a cache.
 
     Args:
-        comm: with a Slice, `shard_of` is the rank of the shard.
+        comm: by default that of a single rank.
+        shard_of: the rank whose shard is loaded, if `comm` is a Slice.
         device, drawn_on: where the model is, and where its weights are drawn, which determines
             their values; by default the setting's device.
     """
@@ -151,7 +152,7 @@ def fill_with_noise(runner: ModelRunner) -> None:
     for cache, kv_group in zip(runner.caches, runner.kv_groups, strict=True):
         for layer in range(len(kv_group.layers)):
             for part in cache.layer(layer):
-                for slots in part.unbind():  # of one head: the cache may fill most of the memory
+                for slots in part.unbind():  # head by head, because little memory may be left
                     for rows in slots.split(_NOISE_ROWS):
                         noise = torch.randn(len(rows), width, device=rows.device)
                         packed = kv_rows.pack(noise, rows.dtype)

@@ -46,7 +46,7 @@ def rows(setting: Setting, name: str, quant: str, which: str = "first") -> Rows:
     label = f"{name}, {half(setting) if quant == 'none' else quant}"
     n_tokens = setting.pick(_PREFILL, 96)
     options = {"dtype": half(setting), "quant": quant, "max_seq_len": n_tokens, "max_drafts": 0}
-    if setting.is_rehearsal:  # the cache takes a part of the memory otherwise
+    if setting.is_rehearsal:  # by default the cache takes a part of the host's free memory
         options["kv_cache_bytes"] = 1 << 20
     with (
         named(name, setting) as path,
