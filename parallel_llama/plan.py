@@ -60,7 +60,7 @@ KVSplit = Literal["heads", "sequence"]
 
 # With this many tokens, the products of a piece of a step take longer than reading the weights.
 MIN_PIECE_TOKENS = 64
-# More pieces leave the stages idle for less time, but each takes an exchange of all ranks.
+# With more pieces the stages are idle for less time, but each piece needs an exchange of all ranks.
 MAX_PIECES_PER_STAGE = 4
 
 
@@ -85,7 +85,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class ExactCut:
-    """The ranges of all ranks of a stage, along the axes that exact sums all-gather.
+    """The ranges of all ranks of a stage, along the axes that are all-gathered for exact sums.
 
     The ranges are in rank order.
 
@@ -115,9 +115,9 @@ class Shard:
 
     Args:
         ffn: feed-forward channels; in a mixture of experts, the channels of each of `experts`.
-        runs: the query heads in runs with equal numbers of query heads per KV head. With a KV cache
-            sharded by token they cover all query heads, for the tokens of this rank.
-        stages: all stages of the pipeline, in order; one stage without a pipeline.
+        runs: the query heads, divided into runs (see `HeadRun`). With a KV cache sharded by token,
+            the runs cover all query heads, for the tokens of this rank.
+        stages: all stages of the pipeline, in order; without a pipeline there is one.
         shared_ffn: channels of the shared expert.
         dense_ffn: channels of layers without experts.
         peers: every rank's query heads, with a KV cache sharded by token.
@@ -185,7 +185,7 @@ class Shard:
         return range(0) if self.exact is None else self.exact.outputs[self.stage_rank]
 
     def cut(self, param: Param) -> Param:
-        """The weight with the axis along which this plan shards it."""
+        """The same weight, with its axis changed to the one along which this plan shards it."""
         return param if self.exact is None else cut_by_outputs(param)
 
     def extent(self, axis: Axis) -> range:
@@ -283,7 +283,7 @@ def local_kv_heads(heads: range, heads_per_kv: int) -> range:
 
 
 def counted_kv_heads(heads: range, heads_per_kv: int) -> range:
-    """The KV heads that a rank counts: each KV head counts on the rank with its first query head.
+    """The KV heads of a rank if each KV head counts once: on the rank with its first query head.
 
     >>> counted_kv_heads(range(0, 5), 3), counted_kv_heads(range(5, 9), 3)
     (range(0, 2), range(2, 3))
@@ -369,12 +369,13 @@ def make_plan(
         shares: one number per rank, in any unit, such as its memory or its speed. Ranks get parts
             of the model in proportion to these numbers; by default equal parts.
         quant_group_size: number of consecutive ffn channels that must stay on one rank.
-        ranks_per_expert: the most ranks that split an expert; by default as MIN_EXPERT_CHANNELS
-            requires.
+        ranks_per_expert: the maximum number of ranks over which an expert is split; by default as
+            MIN_EXPERT_CHANNELS requires.
         kv_split: 'sequence' shards the KV cache by token, unless all ranks can have the same number
             of KV heads.
-        exact: shard wo and w2 by outputs, every expert over all ranks, and the vocabulary between
-            tiles, so that no sum is split and results do not depend on the number of ranks.
+        exact: shard wo and w2 by outputs, shard every expert over all ranks, and cut the vocabulary
+            only between tiles, so that no sum is split and results do not depend on the number of
+            ranks.
         pp: number of stages of the pipeline. Ranks are cut into stages as evenly as possible; if
             `pp` does not divide `tp_size`, the first stages have one rank more. Layers are cut in
             proportion to the shares of the stages.
@@ -507,8 +508,8 @@ def stage_sizes(tp_size: int, pp: int) -> list[int]:
 def resolve_exact(requested: bool | None, args: ModelArgs, tp_size: int, device: str) -> bool:
     """Whether sums are exact: as `requested`, by default on the CPU; see docs/exactness.md.
 
-    The default excludes models with small experts, which the plan would distribute. On several
-    hosts the caller passes False instead of None.
+    By default, sums are not exact if the experts are so small that the plan would give different
+    experts to different ranks. On several hosts the caller passes False instead of None.
 
     Args:
         tp_size: the number of ranks that share a layer.
@@ -529,7 +530,8 @@ def resolve_exact(requested: bool | None, args: ModelArgs, tp_size: int, device:
 def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
     """Why decode steps run operator by operator, and the remedy if any; None if they are recorded.
 
-    On CUDA, attention then reads slots instead of block tables, and tokens are drawn on the host.
+    On CUDA, the attention of steps that are not recorded reads slots instead of block tables, and
+    their tokens are drawn on the host.
 
     Args:
         kv_parts: the number of ranks over which the tokens of a KV head are sharded.
@@ -565,8 +567,8 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
     scaling = args.rope_scaling
     if device == "cuda" and scaling is not None and scaling.kind == "dynamic":
         return (
-            "decode steps run operator by operator: dynamic scaling, where rotary embeddings "
-            "depend on the length of the sequence"
+            "decode steps run operator by operator: dynamic scaling makes rotary embeddings depend "
+            "on the length of the sequence"
         )
     return None
 

@@ -364,7 +364,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One choice of a request under vLLM's names; `index` is the number of the choice."""
+    """One choice of a request, in fields with vLLM's names; `index` is the choice's number."""
 
     index: int
     text: str

@@ -22,7 +22,7 @@ from parallel_llama.memory import (
 )
 from parallel_llama.plan import KVSplit, make_plan
 
-# The share of a rank that does not fit into its memory is lowered by at least this step.
+# A share that does not fit into the memory of its rank is lowered by at least this step.
 _STEP = Fraction(1, 1024)
 
 Shares = Sequence[float | Fraction]
@@ -45,11 +45,11 @@ def choose_shares(
 ) -> Shares | None:
     """The shares of all ranks, in any unit, for `make_plan`; None for equal shares.
 
-    If `speeds` is given, shares are proportional to the speeds, but no rank gets more than fits
-    into its memory; the other ranks get the rest, in proportion to their speeds. The memory of a
-    rank must hold its weights, the tensors of a step, and the KV cache of a sequence of
-    `max_seq_len` tokens. If no shares meet this, the KV cache need only hold one token. If no
-    shares meet that either, they are proportional to `memory`.
+    Without `speeds`, shares are proportional to `memory`. With `speeds`, they are proportional to
+    the speeds, but no rank gets more than fits into its memory; the other ranks get the rest, in
+    proportion to their speeds. The memory of a rank must hold its weights, the tensors of a step,
+    and the KV cache of a sequence of `max_seq_len` tokens. If no shares meet this, the KV cache
+    need only hold one token. If no shares meet that either, they are proportional to `memory`.
 
     Args:
         memory: the bytes of each rank, None for no limit.
@@ -110,7 +110,8 @@ def fill(speeds: Sequence[float], max_shares: Sequence[Fraction]) -> list[Fracti
     if sum(max_shares) < 1 or min(max_shares) <= 0:
         return None
     rates = [Fraction(speed) for speed in speeds]
-    # Every rank below its maximum works for the time `level`. Ranks reach their maximum in order.
+    # `level` is the time that every rank below its maximum works for. While it grows, the ranks
+    # reach their maxima in the order `by_level`.
     by_level = sorted(range(len(rates)), key=lambda rank: max_shares[rank] / rates[rank])
     left, total_rate = Fraction(1), sum(rates)
     level = Fraction(0)

@@ -119,7 +119,7 @@ def soak_models(pools: "Pools", flags: argparse.Namespace) -> int:
 
 
 def _random_formats(rng: random.Random, *, plain: bool) -> Settings:
-    """Formats of weights and KV cache; with `plain`, none that is quantised."""
+    """Formats of weights and KV cache; with `plain`, no quantised ones."""
     weights = rng.choice(PLAIN if plain else PLAIN + QUANTISED)
     return {**weights, "kv_cache_dtype": rng.choice(KV_FORMATS[:2] if plain else KV_FORMATS)}
 

@@ -1,4 +1,4 @@
-"""Chooses the device of the ranks of a host: one GPU each, or the CPU. Without torch."""
+"""Chooses the device of the ranks of a host: one GPU each, or the CPU. Does not import torch."""
 
 import os
 from itertools import takewhile
@@ -51,15 +51,15 @@ def choose_device(requested: str, n_ranks: int, n_gpus: int) -> DeviceKind:
 def ranks_sharing_gpus(
     requested: str, size: int, n_gpus: int, root: Path = Path("/")
 ) -> tuple[int, int]:
-    """This process's rank among the ranks that share its visible GPUs, and their number.
+    """This process's rank among the ranks that share its visible GPUs, and how many ranks do so.
 
     A launcher may show each rank only a GPU of its own, which then is GPU 0 in each rank. A rank
     cannot know this for certain before the ranks connect, so `rendezvous` refuses ranks that have
     the same GPU.
 
     Args:
-        requested: "auto", "cpu" or "cuda". With "cuda", a rank that sees one GPU uses it, if its
-            launcher may have hidden the other GPUs.
+        requested: "auto", "cpu" or "cuda". With "cuda", a rank that sees one GPU uses it, if it is
+            possible that its launcher has hidden the other GPUs.
         size: the number of ranks on all hosts.
         n_gpus: the number of GPUs that this process sees.
         root: the root of the file system.

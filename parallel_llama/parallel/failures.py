@@ -37,7 +37,7 @@ MAX_REPORT_BYTES = 1 << 16
 
 
 class RankError(RuntimeError):
-    """Another rank has died, is late, or has called another collective."""
+    """Another rank has died, is late, or has called a different collective than this rank."""
 
 
 class IntegrityError(RankError):
@@ -81,7 +81,7 @@ class Report:
 def report_error(message: str, code: int = FAILED) -> None:
     """Writes a message to the launcher's error file, or to stderr if no launcher started this rank.
 
-    If stderr is closed, the message goes to stdout; if neither can be written, it is dropped.
+    If stderr is closed, the message goes to stdout. A message that cannot be written is dropped.
 
     Args:
         code: the exit code with which this rank is about to end.
@@ -169,7 +169,7 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
             report_error(_NO_MEMORY)
         elif error.filename is not None:
             report_crash(error)
-        else:  # only stdout has no file name
+        else:  # an error without a file name can only come from stdout
             _discard_stdout()
             report_error(f"stdout cannot be written: {error.strerror}; answers may be lost")
         return FAILED
@@ -180,7 +180,10 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
 
 
 def _require_streams() -> None:
-    """Raises: WriteError if stdout or stderr is closed, because a file could get its descriptor."""
+    """Raises: WriteError if stdout or stderr is closed.
+
+    Otherwise the next file to be opened would get its descriptor, and with it the output.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             raise WriteError(f"{name} is closed; send it to a file, or to /dev/null")

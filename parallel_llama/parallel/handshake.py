@@ -23,7 +23,7 @@ from parallel_llama.parallel.failures import RankError
 _POLL_S = 0.02
 _GOODBYE_S = 3.0
 
-# Longer facts are digests, which error messages do not show.
+# A fact with more characters is a digest, and error messages do not show it.
 _SHOWN_CHARS = 40
 
 _MAX_INFO_BYTES = 1 << 16
@@ -97,8 +97,8 @@ def rendezvous(store: Store, own_info: RankInfo, missing: set[int], ended: Event
 
     Returns: the differences between the notes of the ranks.
 
-    Raises: RankError naming the fact that differs and its ranks, or two ranks with the same GPU, or
-    why another rank has given up; TimeoutError once `ended` is set.
+    Raises: RankError that names a fact and a rank that differs, or two ranks with the same GPU, or
+    that says why another rank has given up; TimeoutError once `ended` is set.
     Collective: every rank calls it.
     """
     infos: dict[int, RankInfo] = {}
@@ -131,7 +131,8 @@ def publishing_objection(store: Store, rank: int, size: int) -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        objection = first = str(error).partition("\n")[0]  # the stacks are for this host
+        # The other lines are the stacks of ranks, which are of use on this host only.
+        objection = first = str(error).partition("\n")[0]
         with suppress(RuntimeError):  # the store may have ended already
             first = publish_objection(store, rank, size, objection)
         if first == objection:

@@ -1,8 +1,8 @@
-"""Starts ranks as processes of this host, watches them and ends them. Without torch.
+"""Starts ranks as processes of this host, watches them and ends them. Does not import torch.
 
-`run_ranks` is a launcher like torchrun: all ranks are child processes. `LocalRanks` starts the
-ranks of a process that usually is rank 0 itself, and spares, which replace lost ranks. When the
-starting process ends for any reason, all its ranks end.
+`run_ranks` is a launcher like torchrun: all ranks are child processes. A process that usually is
+rank 0 itself starts the other ranks with `LocalRanks`, which also starts spares: idle processes
+that replace lost ranks. When the starting process ends for any reason, all its ranks end.
 
 The ranks get torchrun's environment variables. They connect on loopback only: the starting process
 binds a socket to 127.0.0.1, and rank 0 listens on it. They inherit the secret of the run in an
@@ -87,7 +87,10 @@ class _Rank:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process has written to its stack file, which joining ranks and spares do."""
+        """Whether the process runs and has written to its stack file.
+
+        A rank writes to it when it joins, and a spare when it waits for an order.
+        """
         return not self.has_ended and self.stacks.n_bytes() > 0
 
     def report(self) -> Report | None:
@@ -142,7 +145,7 @@ def run_ranks(
 
     Args:
         threads: OMP_NUM_THREADS of each rank, unless the environment sets it.
-        interactive: rank 0 decides what Ctrl-C does; otherwise all ranks end within 4 seconds.
+        interactive: rank 0 decides what Ctrl-C does; otherwise all ranks end within 4 s of it.
         log_dir: the parent of the folder with the ranks' stacks, made after a failure.
 
     Raises: UsageError if nproc is not 1 to MAX_RANKS.
@@ -422,7 +425,10 @@ def _loopback_socket() -> socket.socket:
 
 
 def _secret_file(secret: bytes) -> IO[bytes]:
-    """An unnamed file with the secret; processes that ranks start would inherit a variable."""
+    """An unnamed file with the secret.
+
+    An environment variable would also be inherited by the processes that ranks start.
+    """
     file = tempfile.TemporaryFile()  # noqa: SIM115, the caller closes it
     file.write(secret)
     file.flush()
@@ -430,7 +436,7 @@ def _secret_file(secret: bytes) -> IO[bytes]:
 
 
 def _environment(nproc: int, threads: int, port: int, secret: IO[bytes]) -> dict[str, str]:
-    """The environment of all ranks; OMP_NUM_THREADS and the log level may be overridden."""
+    """The environment of all ranks; OMP_NUM_THREADS and the log level of this process are kept."""
     return {
         "OMP_NUM_THREADS": str(threads),
         # When a rank has died, torch's store prints a warning with a stack trace.
@@ -489,7 +495,7 @@ def _before_exec(parent: int, ignores_ctrl_c: bool = False) -> None:
     """Runs in a rank between fork and exec; makes the rank end with its parent."""
     if ignores_ctrl_c:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    else:  # blocked: while Python starts, it would print a traceback
+    else:  # blocked, because a Ctrl-C while Python starts would print a traceback
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     rank_env.end_with_parent()
     if os.getppid() != parent:  # the parent died before the line above
@@ -566,8 +572,9 @@ def _verdict(
 ) -> int:
     """Prints why the ranks failed, and returns the exit code of the rank that failed first.
 
-    The first failure makes the other ranks fail too, and these may end earlier. If a signal killed
-    a rank without a report, that rank is the cause; otherwise the rank with the earliest report is.
+    The first failure makes the other ranks fail too, and these may end before the rank that failed
+    first. If a signal killed a rank without a report, that rank is the cause; otherwise the rank
+    with the earliest report is.
     """
     codes = {rank.process.returncode for rank in failed}
     if codes & {-signal.SIGINT, 128 + signal.SIGINT} and signals.interrupted_s is not None:
@@ -604,13 +611,13 @@ def _stacks(ranks: Sequence[_Rank], culprits: Sequence[int], log_dir: str | None
     files = {rank.number: rank.stacks for rank in ranks}
     if not any(file.n_bytes() for file in files.values()):
         return ""
-    if 0 not in files:  # this process
+    if 0 not in files:  # rank 0 is this process
         files[0] = own_stack_file()
     return gather_stacks(files, culprits, log_dir)
 
 
 def _awaited_exchange(ranks: Sequence[_Rank]) -> str:
-    """A message line with the exchange in which another rank was; empty if no rank reports one.
+    """A message line with the exchange that another rank reports; empty if no rank reports one.
 
     Takes at most _LAST_REPORTS_S seconds.
     """
@@ -651,7 +658,10 @@ def _close_stdin(rank: _Rank) -> None:
 
 
 def _end(ranks: Sequence[_Rank], deadline: float) -> None:
-    """Terminates the ranks, and kills those that still run at the deadline or after a second."""
+    """Terminates the ranks, and kills those that still run after a second.
+
+    If the deadline is earlier than that, it kills them at the deadline.
+    """
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.terminate()

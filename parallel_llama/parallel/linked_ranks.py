@@ -92,7 +92,7 @@ class Connector:
 
         Args:
             what: the purpose; ranks that state another purpose are refused.
-            members: the first ranks of the other ranks, by rank.
+            members: the ranks to connect to: for each its first rank, by its rank in the group.
 
         Raises: RankError naming a rank that cannot be reached.
         """
@@ -283,7 +283,7 @@ class Link:
 
         Raises: RankError if it cannot be formed, or another order arrives.
         """
-        # `failures` names this process by its rank.
+        # `failures` takes the rank in its messages from RANK.
         os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(len(order.members)))
         return self._connector.group(order.number, order.rank, order.members, self.require_no_order)
 

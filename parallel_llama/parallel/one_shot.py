@@ -10,7 +10,7 @@ use NCCL.
 Sums are in float32 and in rank order, so they are bitwise equal on all ranks. In the kernel, a GPU
 waits for the others without a time limit; the group's watchdog has one, and ends the rank.
 
-Source: torch.distributed._symmetric_memory, torch.ops.symm_mem.one_shot_all_reduce.
+Source: torch.distributed._symmetric_memory, torch.ops.symm_mem.one_shot_all_reduce_copy.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,8 @@ _MAX_ELEMENTS = 1 << 18
 _TIMED_ELEMENTS = tuple(1 << n for n in range(10, 19, 2))
 _ROUNDS, _REPLAYS = 20, 5
 
-# Sums a float32 tensor of at most _MAX_ELEMENTS elements over all ranks, into a new tensor.
+# A function that sums a float32 tensor of at most _MAX_ELEMENTS elements over all ranks, and
+# returns the sum as a new tensor.
 OneShot = Callable[[Tensor], Tensor]
 
 

@@ -48,7 +48,7 @@ class ProcessGroup(Communicator):
     """Collectives of a process group of torch, with errors that name the ranks at fault.
 
     Args:
-        group: its ranks must be numbered like the world.
+        group: the ranks in it must have the same numbers as in the world, torch's default group.
         store: the store of the rendezvous.
         leave: called once, by `close`.
         abort: aborts the collectives that are queued on a GPU; None on the CPU, where a collective

@@ -311,10 +311,10 @@ def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
 def beyond_ctrl_c() -> dict[str, Any]:
     """Arguments of `Popen` for a process that Ctrl-C in the terminal does not reach.
 
-    Linux schedules each session as a group, and compares priorities of threads only inside it. So
-    the process gets its own process group but stays in this session: there, the threads of a step
-    take precedence over a server's low-priority threads. Before Python 3.11 it gets its own session
-    instead.
+    Linux schedules each session as a group, and compares the priorities of threads only within a
+    session. So the new process gets its own process group, but stays in the session of this
+    process: if this process is a server, the threads of a step then take precedence over the
+    server's low-priority threads. Before Python 3.11 the new process gets its own session instead.
     Source: sched(7), "The autogroup feature".
     """
     if sys.version_info >= (3, 11):

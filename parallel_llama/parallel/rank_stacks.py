@@ -1,4 +1,4 @@
-"""The Python stacks of ranks, for the report of a failure. Without torch.
+"""The Python stacks of ranks, for the report of a failure. This module does not import torch.
 
 A rank that hangs cannot run Python code that prints its stack: it may loop, or wait in C while it
 holds the GIL. So every rank registers a signal handler of faulthandler, which writes the stacks of
@@ -107,7 +107,7 @@ class StackFile:
 
     @classmethod
     def find(cls, pid: int) -> "StackFile | None":
-        """The stack file that process `pid` writes, among those of other ranks that it has open."""
+        """The stack file of process `pid`, which may also have those of other ranks open."""
         with suppress(OSError, UnreadableFile):
             for name in names_in(Path(f"/proc/{pid}/fd")):
                 file = cls.open(pid, int(name))
@@ -167,9 +167,9 @@ def own_stack_file() -> StackFile:
 def gather_stacks(
     files: Mapping[int, StackFile], culprits: Collection[int], log_dir: str | None = None
 ) -> str:
-    """Gathers the stacks of ranks. Returns: message lines with the culprits' stacks and a folder.
+    """Gathers the stacks of ranks in a folder, in at most about `_WRITE_S` seconds.
 
-    Takes at most `_WRITE_S` seconds.
+    Returns: message lines with the stacks of the culprits and the path of the folder.
 
     Args:
         files: the stack files, by rank.

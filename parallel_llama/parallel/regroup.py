@@ -113,6 +113,6 @@ def join_group(order: RegroupOrder, orders: Orders, timeouts: Timeouts) -> Commu
     """
     comm = order.region.group(order.rank, order.pids, timeouts)
     comm.on_wait = orders.require_no_order
-    # `failures` and the launcher's messages name this process by its rank.
+    # `failures` takes the rank in its messages from RANK; the launcher also uses the new rank.
     os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(comm.size))
     return joined(comm)

@@ -85,15 +85,17 @@ LINE = 16
 SIGNATURE, _KEEPALIVES, EXCHANGE, _COMPUTING = 1, 3, 5, 6
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 
-# How often a kernel reads a count before Python continues the wait, which also detects dead ranks:
-# about 0.2 ms of spins, or some milliseconds of yields or sleeps if the cores are otherwise idle.
+# How many times a kernel reads a count before Python continues the wait and also detects dead
+# ranks: about 0.2 ms of spins, or some milliseconds of yields or sleeps if the cores are otherwise
+# idle.
 _KERNEL_TRIES = {WaitPolicy.SPIN: 4000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
 _YIELD_S = 0.005
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # after a second, latency matters less
 # How long the other ranks wait for the rank that reports a failure.
 _REPORT_S = 1.0
-# The maximum time counted between two polls, since this rank may have been stopped.
+# At most this time between two polls counts as waiting: in a longer gap, this rank itself may have
+# been stopped.
 _LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
@@ -156,7 +158,8 @@ class PartOfGroup:
     Args:
         ranks: the ranks of this group, as numbered in the larger group.
         size: the number of ranks of the larger group.
-        on_failure: called with the failed rank of the larger group, and whether it has died.
+        on_failure: called with the failed rank, as numbered in the larger group, and whether it has
+            died.
     """
 
     ranks: range
@@ -224,7 +227,7 @@ class HostMemory:
     @classmethod
     def alone(cls, size: int, n_bytes: int) -> "HostMemory":
         """Memory that no rank shares, as if each of `size` ranks were on a host of its own."""
-        with torch.inference_mode(False):  # also written outside of inference mode
+        with torch.inference_mode(False):  # it is also written outside of inference mode
             memory = torch.zeros(n_bytes, dtype=torch.uint8)
         return cls(tuple((rank,) for rank in range(size)), memory, {})
 
@@ -258,7 +261,7 @@ class HostMemory:
             hosts += [ranks] if all(ready[r] for r in ranks) else [(r,) for r in ranks]
         is_shared = memory is not None and tuple(local_ranks) in hosts
         pids = {r: infos[r].pid for r in local_ranks if r != comm.rank} if is_shared else {}
-        with torch.inference_mode(False):  # also written outside of inference mode
+        with torch.inference_mode(False):  # it is also written outside of inference mode
             if memory is None or not is_shared:
                 return cls(tuple(hosts), torch.zeros(n_bytes, dtype=torch.uint8), pids)
             return cls(tuple(hosts), torch.frombuffer(memory, dtype=torch.uint8), pids)
@@ -521,8 +524,9 @@ class SharedMemory(Communicator):
         """Waits, yielding the core, until all ranks have published this phase.
 
         A rank is late after `limit_s` seconds in which it was never exempt. The collectives of the
-        ranks that have published are compared early: a rank that detects a different collective
-        leaves after `_REPORT_S`, and a later report would miss its stack.
+        ranks that have published are compared at every poll, before all ranks have published: a
+        rank that detects a difference leaves after `_REPORT_S`, and a report that another rank
+        writes later would lack its stack.
         """
         seen_s = time.monotonic()
         waited_s = 0.0

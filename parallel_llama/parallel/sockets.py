@@ -9,7 +9,7 @@ once per host. Then every rank adds the values of all ranks in rank order, so al
 bits. Ranks that cannot share memory count as ranks of different hosts. A broadcast goes from its
 source to every rank directly.
 
-`SocketsBesideGloo` leaves larger tensors to gloo, which sends fewer bytes for them, and the
+`SocketsBesideGloo` leaves larger tensors to gloo, which sends fewer bytes for them. It leaves the
 detection of lost ranks to the heartbeats of `process_group`. `linked_ranks` uses `Sockets` alone:
 larger tensors are exchanged in pieces, and no ranks share memory.
 
@@ -22,7 +22,8 @@ Layout of the memory:
              set, in private memory
     cells    private integers of 8 bytes. For each rank: the descriptors to send to and to receive
              from, bytes sent and received in this exchange, whether it is another rank of this
-             host. Then the number of finished exchanges, and of those through the host's memory
+             host. Then two numbers: all finished exchanges, and the finished exchanges through the
+             host's memory
 
 In an exchange, each rank writes its message into its row and sends it. Each incoming message goes
 into the row of its sender. When a rank has received all its messages, it publishes this, and waits
@@ -89,12 +90,15 @@ FINISHED, SHARED = range(2)
 # Sets of rows: 0 and 1 are in the memory of the host; 2, for broadcasts and barriers, is private.
 _N_SHARED_SETS = _PRIVATE_SET = 2
 
-# How often a rank tries to receive before it waits in `poll`: for about 0.5 ms in Python. A kernel
-# tries for some milliseconds, longer than most networks take, because resuming in Python is slow.
+# How many times a rank tries to receive before it waits in `poll`. Python tries for about 0.5 ms. A
+# kernel tries for some milliseconds, longer than most networks take, because resuming in Python is
+# slow.
 _PYTHON_TRIES = 150
 _KERNEL_TRIES = {WaitPolicy.SPIN: 8000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
 _POLL_S = 0.25
-_LONGEST_GAP_S = 0.5  # the maximum time counted between two polls, since this rank may be stopped
+# At most this time between two polls counts as waiting: in a longer gap, this rank itself may have
+# been stopped.
+_LONGEST_GAP_S = 0.5
 _CONNECT_S = 20.0
 _YIELD_S = 0.005  # a rank that waits for ranks of its host yields for this time, then sleeps
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
@@ -106,8 +110,8 @@ _HAS_LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 # the rank that detected the failure (the finder), and the failed rank (the culprit).
 _FAILURE = 7 << 60
 # Notes: messages without values, between exchanges. A rank that is still loading sends keepalives
-# to ranks at a barrier. A rank sends _COMPUTING + 1 when it enters `computing`, and _COMPUTING when
-# it leaves.
+# to ranks at a barrier. A rank sends _COMPUTING + 1 when it enters `computing`. It sends _COMPUTING
+# when it leaves, unless an exchange has followed: then the others have forgotten the first note.
 _KEEPALIVE, _COMPUTING = 6 << 60, 5 << 60
 _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 16
@@ -230,7 +234,7 @@ class Sockets(Communicator):
         }
         # Called repeatedly while this rank waits for others; may raise a RankError.
         self.on_wait: Callable[[], None] = lambda: None
-        with torch.inference_mode(False):  # also written outside of inference mode
+        with torch.inference_mode(False):  # they are also written outside of inference mode
             private = torch.zeros(self.size, ROW_BYTES, dtype=torch.uint8)
             self._memory = host.memory.view(_N_SHARED_SETS, self.size, ROW_BYTES)
             self._state = torch.zeros(self.size * CELLS + 2, dtype=torch.int64)
@@ -449,7 +453,7 @@ class Sockets(Communicator):
 
         Args:
             expected: as in `_exchange`.
-            tries: how often to try before waiting in the system.
+            tries: how many times to try before waiting in system calls.
         """
         to_send = dict.fromkeys(receivers, self._n_own_bytes)
         to_receive = {rank: HEADER_BYTES + n for rank, n in expected.items()}
@@ -475,7 +479,7 @@ class Sockets(Communicator):
         awaited: set[int],
         limit_s: float,
     ) -> None:
-        """Waits in the system until the current exchange is complete.
+        """Waits in system calls until the current exchange is complete.
 
         A rank is late after `limit_s` seconds without progress. If `limit_s` is infinite, a rank in
         `computing` has the limit of a step.
@@ -539,7 +543,8 @@ class Sockets(Communicator):
     def _overdue(self, to_receive: Collection[int], awaited: set[int]) -> list[int]:
         """The ranks whose message has not arrived at this host.
 
-        A rank of this host may itself wait for another host, so the rows show which rank is late.
+        A rank of this host that has not published may itself wait for a rank of another host. The
+        rows show whose message is missing.
         """
         stopped = {rank for rank in awaited if process_state(self._pids[rank]) in ("T", "t")}
         current = self._n_finished + 1
@@ -716,7 +721,7 @@ class Sockets(Communicator):
         raise RankError(message + self._evidence(what, reason))
 
     def report_failure(self, rank: int, has_died: bool) -> None:
-        """Reports a failure that this rank has detected outside of this group to the other ranks.
+        """Reports to the other ranks a failure that this rank has detected outside of this group.
 
         After this call, this rank must leave the group.
         """
@@ -779,7 +784,7 @@ class SocketsBesideGloo(Sockets):
     """Sockets for small tensors, and a process group of torch for larger tensors and barriers.
 
     Args:
-        group: of the same ranks.
+        group: the process group; it has the same ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other. Without torch."""
+"""How long ranks wait for each other. This module does not import torch."""
 
 from dataclasses import dataclass
 

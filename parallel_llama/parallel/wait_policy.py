@@ -1,4 +1,4 @@
-"""Chooses how a rank waits for the other ranks of its host. Without torch.
+"""Chooses how a rank waits for the other ranks of its host. Does not import torch.
 
 The term is OpenMP's: `OMP_WAIT_POLICY` chooses between active and passive waits.
 """

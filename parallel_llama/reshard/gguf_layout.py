@@ -61,7 +61,7 @@ class GGUFLayout(Layout):
         types: the types of the tensors, by Meta's names of the weights.
         fields: all fields of the header.
 
-    Raises: UsageError if the header cannot state the model.
+    Raises: UsageError if a header cannot describe the model.
     """
 
     kind: TargetKind = "gguf"
@@ -171,7 +171,7 @@ def _temporary_folder() -> Iterator[Path]:
 def _header(fields: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:
     """All bytes before the data, which begins at a multiple of the alignment."""
     remaining_fields = dict(fields)
-    with _temporary_folder() as folder:  # the package writes headers to files only
+    with _temporary_folder() as folder:  # the gguf package writes headers to files only
         path = folder / "header"
         writer = gguf.GGUFWriter(path, remaining_fields.pop("general.architecture"))
         for key, value in remaining_fields.items():

@@ -16,9 +16,9 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
 
-# The type of the matrices of layers that --quant selects by llama.cpp's name; the gguf package
-# quantises them. The embedding and the head are in Q8_0, because their errors reach the logits
-# directly.
+# The types that --quant can select for the matrices of layers, by llama.cpp's names. The gguf
+# package quantises the matrices. The embedding and the head are then in Q8_0, because their errors
+# reach the logits directly.
 BLOCK_TYPES = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
 _OUTER_TYPE = "Q8_0"
 
@@ -50,8 +50,8 @@ def require_blocks(args: ModelArgs, quant: str) -> None:
 def copied_types(source: ModelFiles, args: ModelArgs) -> dict[str, str]:
     """The types of a GGUF file's tensors, by Meta's names.
 
-    Raises: UsageError for a norm or a bias in blocks: tensors are copied row by row, and each value
-    of a vector is a row.
+    Raises: UsageError for a vector (a norm or a bias) that is stored in blocks: tensors are copied
+    row by row, and each value of a vector is a row.
     """
     tensors, slices = read_gguf_header(source.config).tensors, stored_slices(args, "gguf")
     types = {param.name: tensors[slices[param.name].name].dtype for param in parameters(args)}

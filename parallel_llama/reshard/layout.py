@@ -16,7 +16,10 @@ from parallel_llama.reshard.target_folder import TargetKind
 
 @dataclass(frozen=True)
 class TargetFile:
-    """A file of weights with its final size; `pieces` are all bytes but tensor data, by offset."""
+    """A file of weights with its final size.
+
+    `pieces` has the bytes that are known before any weight is read, each piece with its offset.
+    """
 
     name: str
     n_bytes: int
@@ -61,7 +64,7 @@ class Layout(ABC):
         self,
         param: Param,  # noqa: ARG002 (native folders use it)
     ) -> dict[str, list[int]]:
-        """The bytes of each unit that is hashed, by stored tensor, in the order of `parts`.
+        """The number of bytes of each hashed unit, by stored tensor, in the order of `parts`.
 
         Only native folders have hashes of units; a quantised weight has several stored tensors.
         """

@@ -167,7 +167,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RecordWriter:
-    """A record that is being written: the bytes so far, and their CRC-32."""
+    """A record that is being written: the number of bytes so far, and their CRC-32."""
 
     name: str
     record: Record

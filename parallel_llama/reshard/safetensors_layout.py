@@ -91,8 +91,8 @@ class SafetensorsLayout(Layout):
         for name, tensors in zip(
             names, _distributed([*self.stored.values()], len(names)), strict=True
         ):
-            # Wide dtypes come first, so that every tensor is aligned to its itemsize. Tensors of
-            # single bytes rank with those of two bytes, unless their size is odd.
+            # Wide dtypes come first, so that every tensor is aligned to its itemsize. A tensor of
+            # single bytes comes among those of two bytes if its size is even, and otherwise last.
             ordered = sorted(tensors, key=lambda t: -max(2 - t.n_bytes % 2, t.dtype.itemsize))
             header = _header(ordered)
             offset = len(header)
@@ -123,8 +123,8 @@ class HFLayout(SafetensorsLayout):
         names = [f"model-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         names = names if n_parts > 1 else ["model.safetensors"]
         super().__init__(args, dtypes, names, stored_slices(args, "hf"))
-        # For weights of an expert that share a matrix: the last weight of each matrix, and the
-        # values of the weights before it.
+        # Several weights of an expert can be stored in one matrix. `_last` has the last weight of
+        # each such matrix, and `_waiting` the values of the weights before it.
         self._last = {
             _expert_rows(stored_slice): name
             for name, stored_slice in self.slices.items()

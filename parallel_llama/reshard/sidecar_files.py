@@ -32,7 +32,7 @@ SIDECARS = (
 TEMPLATES = "additional_chat_templates"
 MAX_SIDECAR_BYTES = 256 << 20
 
-# Fields of a GGUF file that describe its tensors, and are not copied to another.
+# Fields of a GGUF file that describe its tensors, and are not copied to another file.
 _TENSOR_FIELDS = (
     "general.architecture",
     "general.alignment",

@@ -26,7 +26,7 @@ from parallel_llama.reshard.target_folder import PartialFolder
 BLOCK_BYTES = 4096
 STAGED_BYTES = 4 << 20
 
-# Errors of direct writes where they are not supported: in general, or at this offset.
+# The errors of a direct write that is not supported, in general or at its offset.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -103,7 +103,7 @@ class DirectFile:
 FLUSH_BYTES = 128 << 20
 MAX_OPEN_FILES = 256
 
-# Pieces, and parts of files, that wait in the queue of each thread.
+# The number of pieces, or of parts of files, that may wait in the queue of each thread.
 N_PREFETCHED = 3
 
 Pieces = Generator[tuple[CanonicalTensor, Piece], None, None]

@@ -71,8 +71,9 @@ class SamplingRow:
         history: The tokens of the sequence; needed for penalties.
         drafts: The draft tokens between the history and this token.
         banned: Ids that cannot be sampled.
-        mask: One bit per allowed token of the whole vocabulary, token t in bit t % 8 of byte
-            t // 8; tokens beyond its end are not allowed. None allows all tokens.
+        mask: A bit for each token of the whole vocabulary, set if the token is allowed: bit t % 8
+            of byte t // 8 for token t. Tokens beyond the end of the mask are not allowed. None
+            allows all tokens.
     """
 
     params: SamplingParams

@@ -35,9 +35,9 @@ from parallel_llama.sampling.tiles import Tiles, column
 N_CANDIDATES = 64
 MAX_CANDIDATES = 1024
 
-# Columns of the head exchange after N_LOCAL, one float64 row per token and rank.
+# The head exchange has one float64 row per token to sample and rank. Its columns after N_LOCAL:
 _LARGEST = 1  # the rank's largest logit
-_SCORE, _TOKEN = 2, 3  # plain rows: the rank's largest logit / temperature + noise, and its token
+_SCORE, _TOKEN = 2, 3  # plain rows: the rank's best score, and its token
 _N_FIXED = 4
 
 

@@ -18,9 +18,9 @@ from parallel_llama.serve.asgi import REQUEST_ID_HEADER
 from parallel_llama.serve.errors import HTTPError, error_response
 
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
-# A key in a scope's state: a function that admits the connection if a slot is free.
+# The name in a scope's state of a function that admits the connection if a slot is free.
 ADMIT = "parallel_llama.admit"
-# A key in a scope's state: the account that is charged for the request's completions.
+# The name in a scope's state of the account that is charged for the request's completions.
 ACCOUNT = "parallel_llama.account"
 TOO_MANY_CONNECTIONS = "too many connections are open; try again later"
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
@@ -72,9 +72,9 @@ class Access:
 
     If there are keys, every path except those in OPEN requires a key: as a bearer token, or as the
     password of HTTP basic authentication, for browsers. A server on loopback refuses Host headers
-    that name another host, to prevent DNS rebinding. An authorised request admits its connection,
-    and is refused if all slots are taken. The account of a request is its key, or the client's
-    address if there are no keys.
+    that name another host, to prevent DNS rebinding. An authorised request takes a slot for its
+    connection (see `BoundedProtocol`), and is refused if all slots are taken. The account of a
+    request is its key, or the client's address if there are no keys.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], host: str) -> None:

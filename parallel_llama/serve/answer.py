@@ -22,7 +22,10 @@ class Diverged(Exception):
 
 @dataclass
 class _Emitted:
-    """The outputs of a choice so far; `*_rerun` count the outputs of the current engine."""
+    """The outputs of a choice so far.
+
+    `n_tokens_rerun` and `n_chars_rerun` count only what the current engine has generated.
+    """
 
     tokens: list[int] = field(default_factory=list)
     n_chars: int = 0

@@ -182,7 +182,8 @@ def _post(
     return Operation(name, path, summary, endpoint, reply, body, chunk, is_text)
 
 
-# All routes except those of the web page and of adapters; /openapi.json also has the latter.
+# All routes except those of the web page and of adapters. /openapi.json describes these routes and,
+# if the server has them, the routes of adapters.
 OPERATIONS = (
     _post(
         "chat", "/v1/chat/completions", "Chat completion", chat, bodies.ChatBody,

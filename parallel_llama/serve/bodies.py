@@ -1,8 +1,8 @@
 """The JSON bodies of requests: every field with its type and bounds.
 
-Unknown fields are refused, with the nearest known name. Fields below a comment "Ignored" are
-accepted because SDKs send them. Fields in WITHOUT_EFFECT may have any value, and are logged once;
-other ignored fields must have the value that changes nothing.
+Unknown fields are refused; the error names a similar known field. Fields below "Ignored" are
+accepted because SDKs send them. Fields in WITHOUT_EFFECT may have any value of their type, and are
+logged once; other ignored fields must have the value that changes nothing.
 
 Source: the API reference of OpenAI; vLLM's extra parameters.
 """

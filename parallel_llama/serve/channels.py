@@ -30,7 +30,7 @@ class ChannelParts:
 
     Args:
         reader: reads the markers of the answer.
-        max_calls: more calls are dropped.
+        max_calls: the maximum number of calls; further calls are dropped.
     """
 
     def __init__(

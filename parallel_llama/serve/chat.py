@@ -223,7 +223,7 @@ class _Choice:
         )
 
     def take(self, output: Output) -> list[ChatChunkChoice]:
-        """The event choices for an output; for the last output also one with the finish reason."""
+        """The deltas of an output, one for each event; the last output adds the finish reason."""
         parts = self._parts(output.text, is_last=output.completion is not None)
         if not parts and (
             output.logprobs or (output.tokens and self._pending.body.return_token_ids)

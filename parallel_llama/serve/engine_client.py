@@ -28,9 +28,9 @@ RESTART_WINDOW_S = 600.0  # older restarts do not count as part of a crash loop
 MAX_BACKOFF_S = 30.0
 MAX_ENGINES = 3  # engines tried per request, because the request may crash them
 WRONG_USE = 2  # exit code of an engine that would end in the same way after a restart
-# While others are unfinished, large requests and requests for several choices may use only
-# 1 - SMALL_FRACTION of max_choices. A small request of an account without unfinished choices may
-# use 1 + SMALL_FRACTION.
+# While other requests are unfinished, a large request and a request for several choices are
+# accepted only up to (1 - SMALL_FRACTION) * max_choices unfinished choices. A small request of an
+# account without unfinished choices is accepted up to (1 + SMALL_FRACTION) * max_choices.
 SMALL_FRACTION = 1 / 8
 _READ_BYTES = 1 << 18
 
@@ -54,11 +54,12 @@ class EngineEnded(Exception):
 class EngineClient:
     """The engine's process and its requests; `run` keeps it running.
 
-    Unfinished requests have at most `max_choices` choices together. A fraction SMALL_FRACTION is
-    added for accounts without unfinished requests, one choice each, so that one account cannot use
-    up the limit. If a step takes longer than `step_timeout_s`, the engine is stopped. An engine is
-    restarted at most `restarts` times in RESTART_WINDOW_S; unfinished requests then run again from
-    their prompts. `probe` is a cheap request for an idle engine.
+    Unfinished requests have at most `max_choices` choices together. This limit is larger by
+    SMALL_FRACTION for a request for one choice, from an account without unfinished requests, so
+    that one account cannot use up the limit. If a step takes longer than `step_timeout_s`, the
+    engine is stopped. An engine is restarted at most `restarts` times in RESTART_WINDOW_S;
+    unfinished requests then run again from their prompts. `probe` is a cheap request for an idle
+    engine.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class EngineClient:
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
         self._answers: dict[int, Answer] = {}
-        # Changes of adapters without a reply, and the folders of changed adapters (None: unloaded).
+        # By key: the awaited replies to changes of adapters. By name: the folders of the adapters
+        # that were changed (None: unloaded).
         self._adapter_replies: dict[int, asyncio.Future[str | None]] = {}
         self._adapters: dict[str, str | None] = {}
         # Choices of requests that are being prepared for the engine, by account.
@@ -186,7 +188,7 @@ class EngineClient:
         return answer
 
     async def change_adapter(self, name: str, folder: str | None) -> None:
-        """Loads an adapter, or unloads it if `folder` is None; repeated in a restarted engine.
+        """Loads an adapter, or unloads it if `folder` is None; a restarted engine does it again.
 
         Raises: UsageError if the engine refuses; NotReady if it is not ready, or ends.
         """

@@ -10,7 +10,7 @@ FORMATS = "text", "json"
 
 
 class _TextFormatter(logging.Formatter):
-    """A record as text; lines after the first are indented.
+    """A record as text: control characters are escaped, and lines after the first are indented.
 
     So client text in a record can neither control the terminal nor imitate another record.
     """

@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 class BoundedProtocol(HttpToolsProtocol):
     """Closes a connection that exceeds a limit, with an error response that names the limit.
 
-    A connection is admitted by its first request that passes `Access`, except health checks. It
-    keeps its slot until it closes, or its client stops reading while another connection needs a
-    slot. Connections that are not admitted share the remaining slots, at least
+    A connection is admitted, and takes a slot, with its first request that passes `Access` and is
+    not a health check. It keeps the slot until it closes, or its client stops reading while another
+    connection needs a slot. Connections that are not admitted share the remaining slots, at least
     `max_unadmitted()`; if all are taken, the oldest such connection is closed for a new one. So
     neither silent clients nor clients without a key can lock out health checks and clients with a
     key.
@@ -94,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Admits the connection; False if no slot is free.
 
         If all slots are taken and clients leave responses unread, the connection where a response
-        has waited longest is closed, if that is more than UNREAD_LIMIT_S.
+        has waited longest is closed, if the response has waited for more than UNREAD_LIMIT_S.
         """
         if not self._is_admitted:
             admitted = [
@@ -364,7 +364,7 @@ class _Flow(FlowControl):
 
 
 class _BodyCallbacks:
-    """Callbacks of a parser that reads a body, after a head that only states its framing."""
+    """Callbacks of a parser that reads a body, after a made-up head with the body's framing."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self.on_body = protocol.on_body

@@ -39,7 +39,10 @@ async def _with_error(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 
 
 def finish_reason(completion: Completion) -> tuple[FinishReason, str | int | None]:
-    """OpenAI's finish_reason; and the stop string, stop token id, or reason unknown to OpenAI."""
+    """OpenAI's finish_reason, and the stop_reason.
+
+    The latter is the stop string, the stop token id, or a finish reason that OpenAI does not have.
+    """
     match completion.finish_reason:
         case "stop":
             return "stop", completion.stop_reason
@@ -115,7 +118,7 @@ def completion_logprobs(
 
 
 def _most_likely(scored: TokenLogprob, n: int) -> list[tuple[int, float]]:
-    """The `n` most likely tokens at a position, with the sampled token if it is among them."""
+    """The `n` most likely tokens at a position; the sampled token may be one."""
     pairs = [(scored.token, scored.logprob), *scored.top]
     return sorted(pairs, key=lambda pair: -pair[1])[:n]
 

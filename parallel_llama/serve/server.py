@@ -27,7 +27,7 @@ from parallel_llama.serve.protocol import (
 logger = logging.getLogger(__name__)
 
 BACKLOG = 512
-# The kernel's send buffer of a connection; a larger buffer would hide slow readers.
+# The most unsent bytes in the kernel's buffer of a connection; more would hide slow readers.
 _KERNEL_BUFFER_BYTES = 32 << 10
 _POLL_S = 0.05
 _TICKS_PER_CHECK = 10  # ticks of uvicorn, 0.1 s each

@@ -23,7 +23,7 @@ T = TypeVar("T")
 WAIT_LIMIT_S = 10.0  # for a thread to start processing a request's input
 MAX_PROMPT_LOGPROBS = 1 << 18  # per response: about 25 MB of JSON
 SMALL_PART_BYTES = 8 << 10  # serialised on the event loop: takes less than a millisecond
-GRAMMAR_WORK = 1 << 20  # cost of a grammar that is not cached, in bytes of equally slow text
+GRAMMAR_WORK = 1 << 20  # cost of a grammar that is not cached: that of a text of so many bytes
 
 
 class UnknownModel(Exception):

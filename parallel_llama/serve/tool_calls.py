@@ -83,8 +83,8 @@ class CallReader:
     text if it cannot be parsed, or the name of the function is not in `names`.
 
     Args:
-        begins_inside: whether the response starts after the opening.
-        max_calls: more calls are dropped.
+        begins_inside: whether the response starts with a call, without an opening marker.
+        max_calls: the maximum number of calls; further calls are dropped.
     """
 
     def __init__(

@@ -102,7 +102,10 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
-    """The log-probabilities of the next prompt tokens of a request, from the second token on."""
+    """The log-probabilities of the next few tokens of a request's prompt.
+
+    The first message begins with the second token, because the first one has no log-probability.
+    """
 
     key: int
     logprobs: tuple[TokenLogprob, ...]

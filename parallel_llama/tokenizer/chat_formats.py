@@ -106,7 +106,8 @@ class Llama2Chat:
 
 
 _ROLES = ("system", "user", "assistant")
-_JOINT = "\n\n"  # between parts, consecutive messages of a role, and system texts and a question
+# Joins the parts of a message, consecutive messages of a role, and system texts with a question.
+_JOINT = "\n\n"
 
 
 class MistralChat:
@@ -114,7 +115,8 @@ class MistralChat:
 
     The tags are text in version 1, and tokens later. System texts precede the first question in
     version 1 and the last one in versions 2 and 3; from version 7 they keep their position, between
-    special tokens. Consecutive messages of one role are joined.
+    special tokens. Consecutive messages of one role are joined, except system messages from version
+    7 on.
 
     Source: tokens/tokenizers/instruct.py in Mistral's mistral-common.
     """
@@ -144,7 +146,10 @@ class MistralChat:
         return ids
 
     def _in_prompt_order(self, turns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The turns in the order of the prompt; consecutive turns of a role are joined."""
+        """The turns in the order of the prompt. Consecutive turns of a role are joined.
+
+        From version 7 on, this does not apply to the system messages.
+        """
         system: list[str] = []
         ordered: list[tuple[str, str]] = []
         for role, same_role in groupby(turns, key=lambda turn: turn[0]):

@@ -81,9 +81,9 @@ class JinjaChat:
 
     The template's input is that of transformers: keys without a value are omitted, and reasoning is
     given as `thinking` and `reasoning_content`. In addition, arguments of tool calls given as JSON
-    text of an object are decoded. Where a template does not support the text parts of a role, they
-    are joined by newlines. For a template with channels, the text and the reasoning of a message
-    with calls are joined by an empty line.
+    text of an object are decoded. If a template does not support messages of a role that consist of
+    text parts, the parts are joined by newlines. For a template with channels, the text and the
+    reasoning of a message with calls are joined by an empty line.
 
     A role must be one of ROLES, or a quoted word in the template, as in `role == 'critic'`.
 
@@ -162,7 +162,8 @@ class JinjaChat:
         fields = (chat.messages, chat.tools, chat.documents, chat.template_vars)
         taken = {*json.dumps(fields, ensure_ascii=False), *self.template_text}
         taken.update(*self._markup)
-        # Misses characters escaped in the JSON arguments of calls; `encode` would drop `cut` there.
+        # This does not find a noncharacter that is escaped in the JSON text of a call's arguments.
+        # If `cut` is that character, `encode` drops it from the arguments.
         cut = next((char for char in _NONCHARACTERS if char not in taken), None)
         if cut is None:
             raise UsageError(

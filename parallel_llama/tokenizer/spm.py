@@ -164,7 +164,8 @@ def _vocabulary(proto: Any, added: Sequence[AddedToken], source: str) -> Vocabul
     for id, text, is_special in sorted(added):
         if not 0 <= id <= len(pieces):
             raise CheckpointError(
-                f"{source}: added token {text!r} has id {id}, beyond the model's {len(pieces)}"
+                f"{source}: added token {text!r} has id {id}, beyond the model's {len(pieces)} "
+                "pieces"
             )
         pieces[id : id + 1] = [text.encode()]
         openings.pop(id, None)
