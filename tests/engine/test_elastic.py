@@ -264,31 +264,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_endless_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def requests_of(llm: LLM, n_requests: int = 16) -> list[Request]:
-    """Greedy and sampled ones, with grammars, log-probabilities, stop strings and choices."""
+def requests_of(llm: LLM) -> list[Request]:
+    """Greedy and sampled ones, with grammars, log-probabilities, stop strings and choices.
+
+    They are few, because many are decoded without drafts.
+    """
     params = (
-        SamplingParams(max_tokens=300, ignore_eos=True),
+        SamplingParams(max_tokens=300, prompt_logprobs=1, logprobs=0, ignore_eos=True),
         SamplingParams(max_tokens=300, temperature=1.0, seed=1, n=3, logprobs=2),
-        SamplingParams(max_tokens=250, temperature=1.5, top_p=0.9, repetition_penalty=1.2),
+        SamplingParams(
+            max_tokens=250, temperature=1.5, top_p=0.9, repetition_penalty=1.2, stop=("zz",),
+            min_tokens=40,
+        ),
         SamplingParams(max_tokens=300, grammar=Grammar("regex", "([a-z]{1,5} ){40,60}")),
-        SamplingParams(max_tokens=300, temperature=0.8, seed=2, stop=("zz",), min_tokens=40),
-        SamplingParams(max_tokens=200, prompt_logprobs=1, logprobs=0, ignore_eos=True),
-    )
+    )  # fmt: skip
     prompts = "Once", "a b a b a b a b", "x" * 300
     return [
-        llm.input_processor.request(index, prompts[index % 3], params[index % 6], 5)
-        for index in range(n_requests)
+        llm.input_processor.request(index, prompts[index % 3], each, 5)
+        for index, each in enumerate(params)
     ]
 
 
-def outputs_of(
-    llm: LLM, n_requests: int = 16, at_token: Callable[[int], None] = lambda _: None
-) -> list[Completion]:
+def outputs_of(llm: LLM, at_token: Callable[[int], None] = lambda _: None) -> list[Completion]:
     """Completions without cache hits, which depend on time; streamed outputs must add up."""
     tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
     texts: dict[tuple[int, int], str] = defaultdict(str)
     done = {}
-    for output in llm.run(requests_of(llm, n_requests)):
+    for output in llm.run(requests_of(llm)):
         key = output.index, output.choice
         tokens[key] += output.tokens
         texts[key] += output.text
@@ -309,21 +311,17 @@ def test_a_spare_with_another_model_does_not_wait_for_its_order(folder, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_requests", "has_draft_model"), [(16, False), (4, True)])
-def test_ranks_are_lost_and_replaced_and_no_bit_changes(
-    folder, monkeypatch, n_requests, has_draft_model
-):
+def test_ranks_are_lost_and_replaced_and_no_bit_changes(folder, monkeypatch):
     """While decoding, while the others recover, and idle, down to one rank and up again.
 
-    There are drafts only with few requests.
+    tests/launch/test_soak_kills.py has many requests, without drafts.
     """
     monkeypatch.setattr(launch, "_SETTLED_S", 0.0)  # processes are killed soon
     with LLM(str(folder)) as alone:
-        expected = outputs_of(alone, n_requests)
+        expected = outputs_of(alone)
         lines = [request.prompt for request in requests_of(alone)[:3]]
         scores = alone.score(lines)
-    draft = str(folder) if has_draft_model else None
-    with LLM(str(folder), tp_size=3, elastic=True, spares=1, draft_model=draft) as llm:
+    with LLM(str(folder), tp_size=3, elastic=True, spares=1, draft_model=str(folder)) as llm:
         seen = {*map(psutil.Process, [*llm.ranks.pids().values(), *llm.ranks.spare_pids()])}
 
         def kill(*pids: int) -> None:
@@ -346,13 +344,13 @@ def test_ranks_are_lost_and_replaced_and_no_bit_changes(
             seen.update(map(psutil.Process, [*llm.ranks.pids().values(), *llm.ranks.spare_pids()]))
 
         def run() -> None:
-            assert outputs_of(llm, n_requests) == expected
+            assert outputs_of(llm) == expected
 
         def idle() -> None:
             llm.ranks.require_alive()
             time.sleep(0.1)
 
-        assert outputs_of(llm, n_requests, kill_at) == expected
+        assert outputs_of(llm, kill_at) == expected
         first = llm.ranks.regroups[0]
         assert "was killed by SIGKILL" in first.lost and first.n_new == 1
         wait_until_all_are_back(run)
@@ -361,7 +359,7 @@ def test_ranks_are_lost_and_replaced_and_no_bit_changes(
         wait_until_all_are_back(idle)
         run()
         assert not llm.ranks.regroups[-1].lost and llm.ranks.regroups[-1].tp_size == 3
-        assert not has_draft_model or llm.ranks.engine.statistics().n_accepted_tokens > 0
+        assert llm.ranks.engine.statistics().n_accepted_tokens > 0
     assert not any(each.is_running() for each in seen - {psutil.Process()})
 
 
