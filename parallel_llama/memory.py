@@ -35,7 +35,7 @@ CUDA_ALLOWANCE = 1 << 30
 
 # Memory of a CPU process in addition to weights, cache and tensors of a step: 220 MiB for torch's
 # libraries and modules, 40 MiB for LLVM, the rest for our modules, the tokenizer and buffers.
-# SmolLM2 peaked at 358 to 404 MiB on one and two ranks.
+# With SmolLM2 on one and two ranks, this memory peaked at 358 to 404 MiB.
 PROCESS_BYTES = 380 << 20
 
 # By default KV caches take this fraction of the memory that is free after loading. On the CPU the
@@ -108,7 +108,7 @@ def weight_bytes(shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, in
 def values_multiplied(
     args: ModelArgs, shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, int]]
 ) -> tuple[int, int]:
-    """Weight values of a rank that one token is multiplied with: those of all layers, and the head.
+    """How many weight values of a rank one token is multiplied with: in all layers; in the head.
 
     A token selects `n_active_experts` experts, which are taken to be spread evenly over the ranks.
     `values` comes from `values_by_form`.
@@ -178,9 +178,9 @@ def working_bytes(
     """Bytes of a rank in addition to weights and KV cache, on its GPU or, for 'cpu', on the host.
 
     The sum of the tensors of one transformer block in the largest step (`step_tokens` tokens), the
-    logits of `n_drawn` rows, and on the CPU PROCESS_BYTES. On a GPU, CUDA_ALLOWANCE, the rotary
-    tables, and the matrices to which steps of many rows convert quantised ones replace
-    PROCESS_BYTES in this sum.
+    logits of `n_drawn` rows, and PROCESS_BYTES. On a GPU, the sum has three other terms instead of
+    PROCESS_BYTES: CUDA_ALLOWANCE, the rotary tables, and memory for quantised matrices that steps
+    of many rows convert to the dtype of computation.
     """
     item = ITEM_BYTES[precision.computed]
     q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
@@ -262,9 +262,9 @@ def pool_sizes(
 
     In a model with both kinds of layers, the first KV group has full attention and the second a
     sliding window. The second gets the fraction of `n_blocks` that makes a sequence of
-    `max_seq_len` tokens fit into either both groups or neither. It gets at least
-    MIN_WINDOW_FRACTION, because most sequences are a few windows long, and enough for the longest
-    sequence that the first group can hold.
+    `max_seq_len` tokens fit into either both groups or neither. This fraction is at least
+    MIN_WINDOW_FRACTION, because most sequences are a few windows long. The second group also gets
+    at least the blocks for the longest sequence that the first group can hold.
     """
     _, *windowed = kv_groups(args)
     n_full = blocks_held(max_seq_len, block_size, None, step_tokens)

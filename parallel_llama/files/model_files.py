@@ -34,8 +34,8 @@ MAX_NATIVE_FILES = 99_999
 SMOLLM2 = "smollm2"
 # The sampling settings of SmolLM2's model card; the installed GGUF file states none.
 _SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-# Running weights as stored rounds inputs to 8 bits, which changes the answers of so small a model:
-# it then answers "What is the capital of France?" in French.
+# With weights in their stored formats, inputs are rounded to 8 bits. This changes the answers of so
+# small a model: it then answers "What is the capital of France?" in French.
 _SMOLLM2_QUANT = "none"
 
 # The first of these that a folder has is its tokenizer: HF's tokenizer.json, then Mistral's own
@@ -138,9 +138,10 @@ def model_names() -> list[str]:
 
 
 def missing_from_hub(name: str) -> HubName | None:
-    """The model on the hub with files that `find_model(name)` lacks; None if none is missing.
+    """The hub name of a model if `find_model(name)` lacks files that a download may provide.
 
-    Also None for an existing path, and for a name that no model on the hub can have.
+    None if the model is complete, if `name` is an existing path, and if no model on the hub can
+    have this name.
 
     Raises: CheckpointError if the cache or its files cannot be read.
     """

@@ -37,8 +37,9 @@ class Attention:
     `fuse` concatenates the loaded wq, wk and wv; it must run before a call.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: as wo; with `qk_norm_across_heads` one all_reduce before it; if the cache is sharded
-        by token also two all_gathers, or with exact sums one for each tile and one more.
+    Collective: as wo; with `qk_norm_across_heads` one all_reduce before it. If the cache is sharded
+        by token, also two all_gathers; with exact sums instead an all_gather of the queries, and
+        one for each tile.
     """
 
     def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:

@@ -33,7 +33,7 @@ class KVCache:
     """Keys and values of the layers of one KV group.
 
     Args:
-        n_layers: The number of layers of the group on this rank, which the cache counts from 0.
+        n_layers: The number of layers of the group on this rank; they are numbered from 0 here.
         block_size: Slots per block.
 
     Shapes: `k` and `v` are [n_layers, K, n_blocks * block_size, W] local, rows as in `ops.kv_rows`;

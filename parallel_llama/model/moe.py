@@ -1,9 +1,10 @@
 """The mixture of experts: a router sends each token to a few of many feed-forward layers.
 
-x is replicated, so every rank routes all tokens in the same way. A rank sorts the rows of its
-experts by expert. Its channels of these experts yield a partial sum, as in a dense layer. One
-all_reduce adds the partial sums, whether the ranks shard each expert or hold different experts.
-With exact sums every rank gathers all channels of every expert and computes some outputs of w2.
+x is replicated, so every rank routes all tokens in the same way. A rank takes the rows of x that
+are routed to its experts, and sorts these rows by expert. Its channels of these experts yield a
+partial sum, as in a dense layer. One all_reduce adds the partial sums, whether the ranks shard each
+expert or hold different experts. With exact sums every rank gathers all channels of every expert
+and computes some outputs of w2.
 
 Some models scale the inputs of the experts, instead of the outputs, by the routing weights.
 

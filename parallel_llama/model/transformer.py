@@ -171,7 +171,7 @@ class Transformer:
         return self.blocks(self.embedded(batch.tokens), batch, caches)
 
     def run_pieces(self, batches: Sequence[Batch], caches: Sequence[KVCache]) -> Tensor:
-        """Runs consecutive pieces of a step, in a pipeline a different piece in each stage.
+        """Runs consecutive pieces of a step; pipeline stages run different pieces at the same time.
 
         Returns: the results of all pieces, concatenated.
         Collective: as one call per piece, but with one all_reduce for all embeddings.

@@ -127,7 +127,7 @@ class WeightLoader:
         return weight.rows(range(first + start, first + start + len(rows)))
 
     def _holder(self, name: str) -> tuple[Any, str]:
-        """The layer that holds a weight, and the weight's attribute."""
+        """The layer that holds a weight, and the name of the weight's attribute."""
         part, _, leaf = name.rpartition(".")
         return part_at(self._model, part), leaf
 

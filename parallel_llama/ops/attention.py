@@ -128,8 +128,8 @@ class QueryChunk:
     Args:
         rows: The queries' rows of the batch.
         positions: The queries' positions in the sequence.
-        slots: [S] int64, the slots of the keys, from the first key that any of the queries attends
-            to up to the last query's own key.
+        slots: [S] int64, the slots of consecutive keys. The first is the first key that any query
+            attends to, and the last is the last query's own key.
         taken: [1] int64, the number of work items that a kernel's threads have taken; 0 while no
             kernel runs.
         window: The sliding window, or None.

@@ -3,7 +3,7 @@
 A rank sends its candidates as one float64 row per sampled token:
 
     mass      the sum of exp((logit - largest) / temperature) over the rank's part of the
-              vocabulary, with the largest logit of this part
+              vocabulary, where `largest` is the largest logit of this part
     logits    the K largest in descending order, ties by token; -inf if there are fewer
     tokens    the K tokens of these logits; -1 if there are fewer
 """

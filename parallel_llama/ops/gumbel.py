@@ -2,10 +2,10 @@
 
 A token is sampled as the argmax of logits / temperature + Gumbel noise. The noise of a token is
 -log of its arrival time, which is exponentially distributed. Which of the 128 tokens of a tile
-arrives first is drawn uniformly; it arrives after an exponential time / 128. Since exponential
-times have no memory, each other token of the tile arrives an exponential time after that. So the
-first arrival bounds the noise of all tokens of the tile, and sampling can skip tiles that cannot
-win.
+arrives first is drawn uniformly; it arrives after an exponential time / 128. Since the exponential
+distribution is memoryless, each other token of the tile arrives an exponential time after that. So
+the first arrival bounds the noise of all tokens of the tile, and sampling can skip tiles that
+cannot win.
 
 Source: Maddison, Tarlow and Minka, A* sampling, arXiv 1411.0030, section 3 (top-down construction).
 """

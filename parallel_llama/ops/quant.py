@@ -312,8 +312,8 @@ class Plane:
     """A bit plane: of all integers of a group, the `width` bits from bit `first` on.
 
     The integers of a group are 8 columns of 4 inputs; a column is a 32-bit word with one byte per
-    input. The group is stored in one word per bit of an integer. `width` of these words, from word
-    `first` on, hold the plane, each the bits of 8 / `width` columns.
+    input. The group is stored in as many words as an integer has bits. The plane is in `width` of
+    these words, from word `first` on; each word has the plane's bits of 8 / `width` columns.
     """
 
     width: int

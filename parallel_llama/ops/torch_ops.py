@@ -195,8 +195,8 @@ class TorchOps:
 
         Args:
             groups: (n, m): the experts form n groups of consecutive experts, and a token uses its m
-                best groups. Groups are ordered by the sum of two values: those by which their two
-                most preferred experts are ordered.
+                best groups. Groups are ordered by the sum of the two largest values in the group,
+                of the values by which experts are ordered.
 
         Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] -> routing_weights and experts
             [T, n_active].
@@ -324,7 +324,7 @@ class TorchOps:
         return rows
 
     def draw_filtered(self, of_ranks: Tensor, filters: Filters, vocab_size: int) -> Tensor:
-        """The token of each row, drawn from all ranks' candidates; -1 if too few for the filters.
+        """The token of each row, drawn from all ranks' candidates; -1 if these do not suffice.
 
         Shapes: of_ranks [tp_size, n, 1 + 2 k] -> [n] int64.
         """
@@ -579,8 +579,9 @@ class TorchOps:
     ) -> Iterator[SinkPlan]:
         """Yields the plans of queries that attend to their windows and to sinks.
 
-        `window` has the queries with the keys of their windows. `sinks` has the same queries, each
-        moved back by one window, so that it attends only to the sinks before its window.
+        `window` has the queries with the keys of their windows. `sinks` has the same queries with
+        the sinks as keys; their positions are reduced by the length of the window, so that each
+        query attends only to the sinks before its window.
         """
         tiles = zip(window.tiles(dtype, device), sinks.tiles(dtype, device), strict=True)
         for window_tile, sink_tile in tiles:

@@ -42,7 +42,8 @@ def _compiler() -> tuple[str, str] | None:
 
 def _headers() -> tuple[str, str] | None:
     scheme = sysconfig.get_default_scheme()
-    # No package installs headers in the folder of Debian's scheme. Triton uses posix_prefix too.
+    # posix_local is Debian's default scheme, but no package installs headers in its folder. Triton
+    # also replaces it by posix_prefix.
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     header = Path(sysconfig.get_path("include", scheme), "Python.h")
     return None if is_file(header) else (str(header), "apt install python3-dev")

@@ -167,7 +167,7 @@ def join(
                         "smaller shards. %s",
                         difference,
                     )
-            # gloo would wait for a rank that has given up until the timeout.
+            # If a rank has given up, gloo would wait for it until the timeout.
             watch = partial(_watch_for_objections, env, timeouts.start_s, ended, objections)
             start_thread(watch, "listen", ended.set)
             address = _own_address(env)
@@ -206,9 +206,9 @@ def join(
 def give_up(why: str) -> None:
     """Publishes why this rank will not join; returns when the other ranks have read it.
 
-    Waits at most `_GIVE_UP_S` seconds; rank 0 keeps the store open meanwhile. Does nothing after a
-    call of `join`, because the other ranks then detect the end of this rank, or under torchrun or
-    our launcher, which end all ranks when one fails.
+    Waits at most `_GIVE_UP_S` seconds; rank 0 keeps the store open meanwhile. Does nothing in two
+    cases: after a call of `join`, because the other ranks then detect the end of this rank, and
+    under torchrun or our launcher, because these end all ranks when one fails.
     """
     if _has_begun or is_watched():
         return

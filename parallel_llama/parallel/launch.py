@@ -550,8 +550,8 @@ def _recorded_signals() -> Iterator[_Signals]:
 def _watch(ranks: list[_Rank], signals: _Signals, interactive: bool, log_dir: str | None) -> int:
     """Waits for the end of all ranks, for a failure or for a signal; returns the exit code."""
     while True:
-        # Read the reports before polling the processes: a process that ends may be the cause of a
-        # report, and then must not be missed.
+        # The reports are read before the processes are polled. A rank may report that another rank
+        # has ended; if the processes were polled first, that rank could seem to run.
         has_report = any(rank.report() is not None for rank in ranks)
         running = [rank for rank in ranks if rank.process.poll() is None]
         failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]

@@ -1,6 +1,6 @@
 """A store that accepts only values written with the secret of its run.
 
-torch's TCPStore lets every process that reaches its port list, read and write all keys. So each
+In torch's TCPStore, every process that reaches the port can list, read and write all keys. So each
 value carries an HMAC-SHA256 of its key and content, with a key derived from the secret. Store keys
 have a prefix that is also derived from the secret, so that runs which reach the same store by
 accident do not see each other. Values are not encrypted.

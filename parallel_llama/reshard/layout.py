@@ -71,7 +71,7 @@ class Layout(ABC):
         return {}
 
     def finish(self, folder: Path) -> None:  # noqa: B027 (most layouts have nothing to do)
-        """Write bytes that depend on all data, which make the files valid."""
+        """Write the bytes that depend on all data; only then are the files valid."""
 
     @abstractmethod
     def metadata(self) -> dict[str, bytes]:

@@ -126,7 +126,8 @@ class Written:
     Args:
         source: the hash before conversion to another dtype; None without conversion.
         units: the hashes of the units of each stored tensor.
-        n_bytes: the written bytes; some parts of a tensor may be written more than once.
+        n_bytes: the number of written bytes. Parts of a tensor that are written more than once
+            count each time.
     """
 
     name: str

@@ -26,7 +26,7 @@ class PendingDraws:
 
     Shapes: `tokens` [n] int64 on the device; an id outside of the vocabulary for a row with a NaN
     and for a row whose candidates do not suffice.
-    Collective: the constructor, one all_gather, and another if a row has filters; and `read`.
+    Collective: the constructor, with one all_gather, or two if a row has filters; and `read`.
     """
 
     def __init__(

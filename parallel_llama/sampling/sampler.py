@@ -1,8 +1,8 @@
 """Samples one token per row from a vocabulary that is sharded over ranks.
 
 The shards are ascending ranges, some perhaps empty. Ranks rarely exchange whole rows of logits: in
-the head exchange each rank sends a few numbers per row, and all ranks compute the token from the
-same gathered bytes.
+a first exchange, called the head exchange, each rank sends a few numbers per row, and all ranks
+compute the token from the same gathered bytes.
 
 A token is the argmax of logits / temperature + Gumbel noise over the tokens that the filters keep.
 The noise depends on (seed, choice, position, token id) alone, so a token is the same in any batch,

@@ -52,7 +52,7 @@ class Chat:
             and vLLM. If false they remain text, so that no message can forge a turn. Built-in
             formats, for folders without a template, never parse them.
 
-    Raises: UsageError for an invalid conversation, or one beyond the limits above.
+    Raises: UsageError for an invalid conversation, or one that exceeds a limit of this module.
     """
 
     messages: Sequence[Message]

@@ -96,8 +96,9 @@ class CPUPlan(Plan):
         return cls(tuple(queries.query_chunks()), DecodeBatch.of(decoded) if decoded else None)
 
 
-# A row's number of parts in a `PartTile`: too large to be reached, so the attention kernel does not
-# merge the parts. `MergePartsKernel` merges them with the parts of other ranks.
+# The number of parts that is stored for each row of a `PartTile`. The attention kernel never
+# computes so many, so it does not merge the parts. `MergePartsKernel` merges them with the parts of
+# other ranks.
 _UNMERGED = 1 << 30
 
 
@@ -155,8 +156,8 @@ class CPUSinkPlan(SinkPlan):
     """Queries in two versions: rotated back for the sinks, and unchanged for the window.
 
     Args:
-        tile: The parts of the sinks and of the window. The row of a part is an index in the plan's
-            rotated queries followed by the queries of the batch.
+        tile: The parts of the sinks and of the window. The row of a part is an index into the
+            concatenation of the plan's rotated queries and all queries of the batch.
     """
 
     tile: PartTile

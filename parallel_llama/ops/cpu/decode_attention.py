@@ -186,8 +186,8 @@ class DecodeAttentionKernel:
         assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
-        # A row of scores begins with up to width - 1 scores without a key; its last vector may
-        # begin at the last key, and a vector of -inf is stored after that key.
+        # A row of scores has room for up to width - 1 numbers before the first key, for a last
+        # vector that begins at the last key, and for a vector of -inf after the last key.
         n_keys = min(batch.max_len, PART_KEYS)
         stride = -(-n_keys // self._width) * self._width + 2 * self._width
         n_items = len(batch.parts) * n_kv_heads
@@ -367,7 +367,10 @@ def _wide(shape: _Shape, rows: Value, n: Value, following: Value, buffer: Value)
 
 
 def _readable(shape: _Shape, keys: Value, n_keys: Value, buffer: Value) -> Value:
-    """The address of one readable key per lane: of a copy if the memory may end before the last."""
+    """The address of memory with one key per lane, all readable.
+
+    With fewer keys than lanes, the keys are copied to `buffer`, since memory may end after them.
+    """
     are_few = n_keys < shape.lanes.width
     with when(are_few, likely=False):
         copy(buffer, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))
@@ -442,7 +445,7 @@ def merge(
 ) -> None:
     """out = the merged results of a query's n parts; `sink` is the address of its head's sink.
 
-    The results of a query are `step` results apart. Overwrites each part's partial with two
+    Every `step`-th result in memory belongs to the query. Overwrites each part's partial with two
     factors: one for the merged results of the earlier parts, and one for the part's own result.
     """
     b = out.b

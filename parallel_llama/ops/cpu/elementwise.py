@@ -108,8 +108,8 @@ class _NormArguments(Generic[T]):
 class NormKernel:
     """y = x / rms(x) * (weight + offset), or NaN for a row whose sum of squares overflows.
 
-    Shapes: x [n, dim], or [n, m, dim] with the m rows contiguous; weight [dim]; y as x, a new
-    tensor if it is None.
+    Shapes: x [n, dim], or [n, m, dim] with the m rows contiguous; weight [dim]; y has the shape of
+    x, and is a new tensor if the argument is None.
     Source: arXiv 1910.07467.
     """
 

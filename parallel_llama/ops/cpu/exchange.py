@@ -60,9 +60,10 @@ class _ExchangeArguments(Generic[T]):
     exit: Exit[T]
 
 
-# Emits an exchange of the values at an address; the code emitted inside the `with` block runs when
-# the values of all ranks are there. The function argument returns the number of values that a rank
-# sends; the yielded function returns the address of a rank's values.
+# A context manager that emits an exchange of the values at an address. The code that is emitted in
+# the `with` block runs when the values of all ranks have arrived. The third argument is a function
+# from a rank to the number of values that it sends. The context manager yields a function from a
+# rank to the address of its values.
 _Exchanging = Callable[
     [Lanes, Value, Callable[[Value], Value], _ExchangeArguments[Value]],
     AbstractContextManager[Callable[[Value], Value]],
@@ -326,7 +327,7 @@ def _send(message: Value, n_bytes: Value, args: _ExchangeArguments[Value]) -> No
 def _receive(
     rows: Value, n_bytes_of: Callable[[Value], Value], args: _ExchangeArguments[Value]
 ) -> None:
-    """Receives until all messages are complete, or after about `n_looks` attempts per rank.
+    """Receives until all messages are complete, with at most about `n_looks` attempts per rank.
 
     Between attempts the thread yields its core, which a program that delivers the messages, such as
     a virtual switch, may need.

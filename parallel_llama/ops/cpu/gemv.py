@@ -7,7 +7,7 @@ is the same for any number of rows and threads.
 
 A thread cuts its rows of the weight into as many stretches as a tile has rows, and a tile has one
 row of every stretch. So memory is read as a few sequential streams, a pattern that hardware
-prefetchers recognise; for a single row of x, nothing else is prefetched.
+prefetchers recognise. For a single row of x, the kernel leaves prefetching to them.
 
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """

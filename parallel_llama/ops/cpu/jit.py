@@ -64,7 +64,10 @@ class CPUFeatures:
     byte_dots: ByteDots = "plain"
 
     def lanes(self, dtype: torch.dtype, size: int = 0) -> Lanes:
-        """All lanes of a vector register; for rows of `size` numbers, the most that divide it."""
+        """The lanes of a whole vector register.
+
+        With `size`, for rows of this many numbers: the largest number of lanes that divides it.
+        """
         return Lanes(dtype, dtype, math.gcd(self.vector_bytes // dtype.itemsize, size))
 
 

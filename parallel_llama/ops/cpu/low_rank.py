@@ -114,7 +114,8 @@ class AdapterRoom:
 
         The adapters and `sums` must stay alive until the step has run.
 
-        Shapes: sums [n_rows, at least the most rows of a matrix A], for the products with A.
+        Shapes: sums [n_rows, m] for the products with A, with m at least the `n_rows` of every
+        adapter.
         """
         rows_of: dict[int, list[int]] = {}
         for row, adapter in enumerate(adapters):

@@ -139,7 +139,7 @@ class Keys:
     stop: Value
 
     def slot(self, position: Value) -> Value:
-        """The slot of the key at a position, or of the key nearest to it."""
+        """The slot of the key at a position; outside of the range, that of the nearest key."""
         return self.slots[larger(smaller(position, self.stop - 1), self.first) - self.first]
 
 

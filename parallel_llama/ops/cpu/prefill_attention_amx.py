@@ -273,7 +273,7 @@ class _TileProducts:
 
 
 class _Pairs:
-    """Rows of a block's columns as two parts in bfloat16, with two rows interleaved.
+    """Rows of a block's columns, split into high and low parts in bfloat16, in interleaved pairs.
 
     Shapes: [2 parts, vectors, n / 32, 16, 16, 2] for at most n rows.
     """

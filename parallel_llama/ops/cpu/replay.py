@@ -5,10 +5,10 @@ calls in the same order, so its results have the same bits. Inputs that change f
 written to the same tensors before each replay.
 
 One team of threads executes all calls. If a call or the previous one uses several threads, there is
-a barrier before the call, which is much cheaper than starting a team. A call of one thread may
-interrupt the replay to let Python continue, by writing its index to `AT`. Other threads may then
-still be leaving the previous barrier, and must not exit there. So all threads exit at the first
-barrier after that call.
+a barrier before the call, which is much cheaper than starting a team. A call that uses one thread
+may interrupt the replay to let Python continue, by writing its index to `AT`. Other threads may
+then still be leaving the barrier before that call. If they exited there, the rest would wait for
+them at the next barrier. So all threads exit at the first barrier after that call.
 
     calls    cells of 8 bytes: the address of the kernel's `part`, the address of its arguments, the
              largest number of threads, and 1 if there is a barrier before the call

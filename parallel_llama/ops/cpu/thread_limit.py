@@ -2,8 +2,8 @@
 
 The threads of a kernel wait for each other at its end, and a step calls hundreds of kernels. So a
 thread that waits for a core delays all other threads, at each kernel by up to a time slice of the
-other program; a kernel with one thread less is then faster. Results do not depend on the number of
-threads.
+other program; a kernel with one thread fewer is then faster. Results do not depend on the number
+of threads.
 
 Source: Linux, Documentation/scheduler/sched-stats.rst, section "/proc/<pid>/schedstat".
 """

@@ -8,8 +8,9 @@ above MAX_ROWS rows, and in `chunk_attention` with a sliding window, where they 
 prompt is divided. Sums are in float32. Tile sizes are powers of two, with masks.
 
 A kernel is compiled once per model, not per number of rows, since arguments that depend on the
-number of rows are marked as not specialised: Triton would compile anew for 1 and for multiples of
-16. Only the product with integer matrices has two variants, for one row and for several.
+number of rows are marked as not specialised. Otherwise Triton would compile anew for 1 and for
+multiples of 16. Only the product with integer matrices has two variants, for one row and for
+several.
 
 Triton comes with torch for CUDA only, so only this folder imports Triton, and only a model on a
 CUDA device imports this folder.

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 
-# Two functions that agree on finite numbers; each suits the registers of its callers.
+# Two functions that agree on finite numbers; only the second one handles NaN. Which one is faster
+# in a kernel depends on the kernel's use of registers.
 @triton.jit
 def from_e4m3(bytes_):
     """Bytes of finite e4m3 numbers as float32: shifts the bits and rescales the exponent."""

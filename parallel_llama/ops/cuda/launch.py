@@ -25,9 +25,9 @@ def launch(
     Does nothing if the first tensor is on the meta device, so that a step can run without a GPU, or
     if the grid is empty.
 
-    Multiply-adds are not fused, because a fused multiply-add rounds once instead of twice: the
-    compiler would fuse only in some kernels and tile sizes, and its default differs between
-    versions of Triton. Matrix instructions are not affected.
+    Multiply-adds are not fused. A fused multiply-add rounds once instead of twice, and the compiler
+    would fuse only in some kernels and tile sizes, so that equal computations would get different
+    bits. Its default also differs between versions of Triton. Matrix instructions are not affected.
     """
     first = next(each for each in arguments if isinstance(each, Tensor))
     if not first.is_meta and all(grid):

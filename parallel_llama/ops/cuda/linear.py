@@ -274,7 +274,7 @@ def _routed(
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     places = first + tl.arange(0, ROWS)
     is_output, is_row = outputs < n_outputs, places < last
-    # Rows without a weight are products over no inputs.
+    # For rows without a weight, the sum is over no inputs, so that they become zeros.
     is_given = weight < n_weights
     end = tl.where(is_given, min(number * part + part, n_inputs), 0)
     address = tl.multiple_of(tl.load(table + weight, is_given, 0), ALIGNMENT)
