@@ -59,7 +59,7 @@ def test_what_is_given_stands_before_what_is_stated(folder):
 
 def test_a_stated_value_out_of_range_is_refused_unless_another_is_given(folder):
     state(folder, do_sample=True, top_k=-2)
-    with pytest.raises(UsageError, match=r"own settings, in .*chat: top_k=-2.*give a value"):
+    with pytest.raises(UsageError, match=r"own settings, in .*chat: top_k=-2.*set another value"):
         input_processor(folder).sampling_params(temperature=1)
     assert input_processor(folder).sampling_params(top_k=0).top_k == 0
     with pytest.raises(UsageError, match=r"^top_p=2"):  # the caller's own mistake
