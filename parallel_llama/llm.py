@@ -408,8 +408,8 @@ class LLM:
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode a step of `batch` sequences.
 
-        With `slice_of`, only that rank counts. Weights that the step does not read do not count;
-        see `memory.bytes_passed_over`.
+        With `slice_of`, only the weights of the slice's rank count. Weights that the step does not
+        read do not count; see `memory.bytes_passed_over`.
         """
         shards = self.engine.runner.plan.shards
         only_shard = shards[0] if len(shards) == 1 else None

@@ -108,7 +108,9 @@ def weight_bytes(shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, in
 def values_multiplied(
     args: ModelArgs, shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, int]]
 ) -> tuple[int, int]:
-    """How many weight values of a rank one token is multiplied with: in all layers; in the head.
+    """How many weight values of a rank one token is multiplied with.
+
+    Returns: the number in all layers, and the number in the output layer.
 
     A token selects `n_active_experts` experts, which are taken to be spread evenly over the ranks.
     `values` comes from `values_by_form`.

@@ -38,8 +38,8 @@ _SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # small a model: it then answers "What is the capital of France?" in French.
 _SMOLLM2_QUANT = "none"
 
-# The first of these that a folder has is its tokenizer: HF's tokenizer.json, then Mistral's own
-# files, the newest first, and last the oldest format, tokenizer.model.
+# A folder's tokenizer is the first of these files that it has: HF's tokenizer.json, then Mistral's
+# own files, the newest first, and last the oldest format, tokenizer.model.
 TOKENIZER_FILES = (
     "tokenizer.json", "tekken.json", "tokenizer.model.v7m1", "tokenizer.model.v7",
     "tokenizer.model.v3", "tokenizer.model.v2", "tokenizer.model.v1", "tokenizer.model",
@@ -81,7 +81,7 @@ class ModelFiles:
         weights: the files of weights in order; empty for a shape.
         index: the index that lists `weights`, if there is one.
         sampling: sampling settings that the files do not state.
-        quant: the default quantisation if it is not that of the files.
+        quant: the default quantisation, if it differs from that of the files.
     """
 
     kind: Literal["hf", "meta", "gguf", "native", "config"]
@@ -140,7 +140,7 @@ def model_names() -> list[str]:
 def missing_from_hub(name: str) -> HubName | None:
     """The hub name of a model if `find_model(name)` lacks files that a download may provide.
 
-    None if the model is complete, if `name` is an existing path, and if no model on the hub can
+    None if the model is complete, if `name` is an existing path, or if no model on the hub can
     have this name.
 
     Raises: CheckpointError if the cache or its files cannot be read.

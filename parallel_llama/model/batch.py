@@ -61,7 +61,8 @@ class Batch:
         tokens: [T] int64 replicated.
         kv_groups: The batch in the layers of each KV group.
         rows: [n] int64 replicated, the rows whose result is wanted; None for all.
-        sampling_keys: The keys of these rows, if their tokens are sampled on the device.
+        sampling_keys: The random keys and the temperatures of these rows, if their tokens are
+            sampled on the device.
         adapters: The tokens that run with each adapter.
         adapters_of_rows: The tokens of `rows` that run with each adapter, as indices into `rows`.
         query_scales: [T], the factor on the queries of each token in layers without rotary

@@ -76,7 +76,7 @@ class ColumnParallelLinear:
         return y
 
     def product(self, x: Tensor, adapters: Adapters = ()) -> Product:
-        """As a call, for an operator that takes a `PartSums`."""
+        """As `__call__`, for an operator that takes a `PartSums`."""
         return self(x, adapters) if adapters else self.weight.product(x, self.ops, self.bias)
 
 
@@ -175,7 +175,7 @@ class RowParallelLinear:
         return row_parallel_sum((self, x), adapters=adapters)
 
     def product(self, x: Tensor, adapters: Adapters = ()) -> Product:
-        """As a call. On one rank, which has nothing to exchange, it may return a `PartSums`."""
+        """As `__call__`. On one rank, which exchanges nothing, it may return a `PartSums`."""
         if self.comm.size > 1 or self.bias is not None or adapters:
             return self(x, adapters)
         y = self.weight.product(self.cut.whole_inputs(x, self.ops, self.comm), self.ops)
@@ -278,7 +278,7 @@ class LayerNorm:
 
 
 class HeadLayerNorm:
-    """LayerNorm of each head without a bias; each head of this rank has its own weights.
+    """LayerNorm without a bias, head by head; each head of this rank has its own weights.
 
     Shapes: weight [H * D] local.
     """
@@ -316,8 +316,8 @@ class Addend:
 def norm_of(args: ModelArgs, backend: Backend) -> Norm:
     """A new norm of the residual stream, of the model's kind.
 
-    The stream is stored divided by `residual_scale` (see `transformer.Transformer`). The norm is
-    that of the undivided stream, because eps is divided by the square of `residual_scale`.
+    The stream is stored divided by `residual_scale` (see `transformer.Transformer`). Its norm
+    equals that of the undivided stream, because eps is divided by the square of `residual_scale`.
     """
     eps = args.norm_eps / args.residual_scale**2
     if args.norm == "layer":

@@ -5,10 +5,11 @@ multiplied separately, so a row's result does not depend on the other rows. In a
 step on the CPU, two kernel calls compute the products of all adapters; at each replay they read
 which rows have which adapter.
 
-A column-parallel layer holds all of A, and the rows of B of its outputs. A row-parallel layer holds
-all of B, and the columns of A of its inputs: its low-rank product is a partial sum like the layer's
-own, and one all_reduce sums both. With exact sums, a row-parallel layer holds the same parts as a
-column-parallel one, and multiplies the inputs that the ranks have gathered, so no sum is split.
+A column-parallel layer holds all of A, and the rows of B that belong to its outputs. A row-parallel
+layer holds all of B, and the columns of A that belong to its inputs: its low-rank product is a
+partial sum like the layer's own, and one all_reduce sums both. With exact sums, a row-parallel
+layer holds the same parts as a column-parallel one, and multiplies the inputs that the ranks have
+gathered, so no sum is split.
 
 Source: LoRA, arXiv 2106.09685, section 4.1; S-LoRA, arXiv 2311.03285, section 6.
 """

@@ -122,7 +122,7 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor, adapters: Adapters = ()) -> Tensor:
         routing_weights, experts = self._route(x)  # [T, n_active] replicated
         inputs = x
-        if self.scales_inputs:  # from here on, each pair of a token and an expert is a token
+        if self.scales_inputs:  # then each pair of a token and an expert is treated as a token
             inputs = self.ops.scaled_pairs(x, routing_weights)  # [T * n_active, dim] replicated
             experts, routing_weights = experts.view(-1, 1), torch.ones_like(routing_weights)
         to_experts, back = self.ops.expert_dispatch(experts, self.local_experts)
@@ -130,7 +130,7 @@ class MixtureOfExperts:
         if self.w13_bias is not None:
             h = self.ops.add_expert_bias_(self.ops.whole(h), self.w13_bias, to_experts)
         h = self.activation(h)  # [T * n_active, channels] local, by expert
-        # As before, or with exact sums [T * n_active, all channels] replicated.
+        # [T * n_active, channels] local; with exact sums [T * n_active, all channels] replicated.
         h = self.cut.whole_inputs(h, self.ops, self.comm)
         parts = grouped_linear(h, self.w2, back, self.ops)  # [T * n_active, ..], by token
         y = self.ops.weighted_sum(parts, routing_weights)  # [T, dim] partial, or [T, outputs] local

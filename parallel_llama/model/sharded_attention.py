@@ -1,8 +1,8 @@
 """Attention over a KV cache that is sharded by token.
 
 With more ranks than KV heads, several ranks would hold the same keys and values. Instead, each rank
-holds all KV heads for some of the tokens. On every rank the queries of all ranks attend to its
-tokens, and the partial results are merged by their log-sum-exps, which is exact:
+holds all KV heads for some of the tokens. Every rank computes attention of the queries of all ranks
+over its own tokens, and the partial results are merged by their log-sum-exps, which is exact:
 
     softmax([s1, s2]) [v1, v2] = (exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))
 

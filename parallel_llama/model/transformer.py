@@ -138,8 +138,8 @@ class Transformer:
     def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
         self.ops, self.comm = backend.ops, backend.comm
         self.stages, self.stage = shard.stages, shard.stage
-        # Rounded to the dtype of the residual stream, except with a `residual_scale`; None for a
-        # factor of 1.
+        # The factor on embeddings is rounded to the dtype of the residual stream, except with a
+        # `residual_scale`; None for a factor of 1.
         scale = args.embedding_scale / args.residual_scale
         rounded = backend.dtype if args.residual_scale == 1 else torch.float64
         self._embedding_scale = None if scale == 1 else torch.tensor(scale, dtype=rounded)

@@ -1,4 +1,4 @@
-"""Loads the weights of a model, and fuses and moves them to huge pages part by part.
+"""Loads the weights of a model; fuses each complete part, and moves it to huge pages.
 
 When a rank changes to another shard, the new model copies the rows that both shards contain. The
 old model, the source of these rows, releases its weights part by part.

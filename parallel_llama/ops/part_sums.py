@@ -1,4 +1,4 @@
-"""Products as sums over parts of their inputs, which the operator that reads them adds.
+"""Products as sums over parts of their inputs; the operator that reads a product adds the sums.
 
 A kernel for a few rows splits the inputs into parts, to fill the device, and its sums over the
 parts must be added. If the next operator adds them, the product takes one launch instead of two.

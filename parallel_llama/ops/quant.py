@@ -185,7 +185,7 @@ def quantise(values: Tensor, form: QuantFormat) -> QuantMatrix:
 def joined(parts: Sequence[QuantMatrix], dim: int) -> QuantMatrix:
     """Concatenate matrices along their outputs (dim 0) or their inputs (dim 1).
 
-    Along inputs, each matrix but the first must begin with a block.
+    Along inputs, each matrix but the first must begin at the start of a block.
     """
     first = parts[0]
     assert all(part.n_before == (0 if dim else first.n_before) for part in parts[1:])

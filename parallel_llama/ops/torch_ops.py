@@ -195,8 +195,8 @@ class TorchOps:
 
         Args:
             groups: (n, m): the experts form n groups of consecutive experts, and a token uses its m
-                best groups. Groups are ordered by the sum of the two largest values in the group,
-                of the values by which experts are ordered.
+                best groups. Each expert has the value by which experts are ordered, and groups are
+                ordered by the sum of their two largest values.
 
         Shapes: x [T, dim], gate [n_experts, dim], bias [n_experts] -> routing_weights and experts
             [T, n_active].
@@ -522,7 +522,10 @@ class TorchOps:
     def _rotate_and_store(
         self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        """`rotate_and_store` without norms; queries are rotated in place, keys are undefined."""
+        """`rotate_and_store` without norms, with the queries rotated in place.
+
+        The keys in qkv are undefined afterwards.
+        """
         n_kv_heads = len(k)
         rotated = qkv[:, : qkv.shape[1] - n_kv_heads]
         if rotations is not None:

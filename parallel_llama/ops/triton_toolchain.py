@@ -20,7 +20,7 @@ def why_unusable() -> str | None:
         return None
     lacks, remedies = zip(*missing, strict=True)
     return (
-        "the model runs on torch's operators, which are several times slower, because Triton needs "
+        "the model runs on torch's operators, and several times slower, because Triton needs "
         f"{' and '.join(lacks)} to launch kernels; use: {'; '.join(remedies)}"
     )
 

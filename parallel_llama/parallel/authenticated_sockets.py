@@ -7,8 +7,9 @@ A rank connects to every lower rank and accepts every higher one:
     the higher rank sends its proof that it knows the secret: an HMAC-SHA256 of both hellos
     the lower rank checks that proof, and only then sends its proof
 
-So another program receives at most a hello. Without a secret, a proof only distinguishes runs. Data
-that is sent later is neither encrypted nor authenticated, as with gloo.
+So another program receives at most a hello. Without a secret, proofs only keep runs with different
+names apart: any program that knows the name of the run can compute them. Data that is sent later is
+neither encrypted nor authenticated, as with gloo.
 """
 
 import hmac

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
 
-# Operators by name, both before and after decomposition: inference mode does not decompose some.
+# Names of operators: of composite operators, and of those that they decompose to, because inference
+# mode does not decompose some composite operators.
 _COPIES = ("to", "_to_copy", "copy_")
 _INDEXING = ("index", "index_put", "index_put_")
 # Operators that read values of a tensor on the host, for example to size their result.

@@ -40,9 +40,10 @@ class DecodeBatch:
     Args:
         parts: [capacity, PART_FIELDS] int64. In a `CPUPlan` they are grouped by row, rows with the
             most keys first; in a `PartTile` they are in order of their numbers. For each part: its
-            row of the batch, its number of keys, the first and the last + 1 of its
-            entries in `slot_ranges`, its number within the row, the row's number of parts, and the
-            number of keys at the start of the part that the row does not attend to.
+            row of the batch, its number of keys, where its entries in `slot_ranges` start and stop,
+            its number within the row (0 in a `PartTile`), the row's number of parts (_UNMERGED in a
+            `PartTile`), and the number of keys at the start of the part that the row does not
+            attend to.
         n_parts: [1] int64, the number of parts in use.
         slot_ranges: [m, 2] int64, the first slot and the last + 1 of each range of keys.
         max_len: The largest number of keys of a row.

@@ -88,7 +88,10 @@ class _Shape:
         yield middle, self.heads_per_kv, size
 
     def vectors_at_once(self, n_rows: int) -> int:
-        """Vectors of a value to sum at once: sums and weights of n queries fit the registers."""
+        """How many vectors of a value to sum at once for `n_rows` queries.
+
+        The sums and the queries' weights fit the registers.
+        """
         n_vectors = self.head_dim // self.lanes.width
         fitting = (self.n_registers - 1 - n_rows) // n_rows
         return max(n for n in range(1, fitting + 1) if n_vectors % n == 0)

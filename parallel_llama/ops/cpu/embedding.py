@@ -181,7 +181,7 @@ def _quant_embedding(
 def _store_part(
     reader: PanelReader, panel: Panel, group: Group, part: int, lane: Value, target: Value
 ) -> None:
-    """Writes a row's values of one part of a group to the group's address, `target`."""
+    """Writes a row's values of a part of a group; `target` is where the group's values begin."""
     bytes_, words = ir.VectorType(I8, 4), ir.VectorType(I32, 4)
     scale = _FOUR.splat(reader.scale(panel, group, part).lane(lane))
     has_min = reader.form.has_min

@@ -174,7 +174,7 @@ def tile_shape() -> Tensor:
 
 
 def _split(b: ir.IRBuilder, thread: Thread, args: _SplitArguments[Value]) -> None:
-    """Splits rows into two parts with pairs of inputs adjacent, padded to whole blocks with zeros.
+    """Splits inputs into high and low parts, pairs adjacent, padded to whole blocks with zeros.
 
     Shapes: x [n, k] -> pairs [2, n_rows / 16, k / 2, 16, 2].
     """

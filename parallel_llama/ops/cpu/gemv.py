@@ -7,7 +7,7 @@ is the same for any number of rows and threads.
 
 A thread cuts its rows of the weight into as many stretches as a tile has rows, and a tile has one
 row of every stretch. So memory is read as a few sequential streams, a pattern that hardware
-prefetchers recognise. For a single row of x, the kernel leaves prefetching to them.
+prefetchers recognise. For a single row of x, the kernel itself prefetches nothing.
 
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
@@ -315,7 +315,7 @@ def _products(
 
 
 def _reduced(lanes: Lanes, vectors: Sequence[Variable]) -> list[Value]:
-    """The sums of the lanes: a vector for each W vectors, and a number for each of the others.
+    """The sums of the lanes: those of every W vectors in a vector, and the rest as single numbers.
 
     Reducing W vectors at once has the bits of `Lanes.reduce` in a third of the instructions.
     """

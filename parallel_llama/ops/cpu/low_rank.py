@@ -83,7 +83,7 @@ class AdapterAddresses:
         """Add the matrices of a layer.
 
         Args:
-            parts: The first output and the B of each part of the outputs, in the order of A's rows.
+            parts: For each part of the outputs its first output and its B, in order of A's rows.
 
         Shapes: a [the sum of the ranks, in] contiguous; each b [outputs, rank] contiguous.
         """

@@ -14,7 +14,7 @@ from parallel_llama.ops.cpu.ir import F16, I8, I32, LINE_BYTES, Lanes, Value, sh
 from parallel_llama.ops.cpu.vector_math import from_e4m3
 from parallel_llama.ops.quant import PanelShape, Plane, planes_of
 
-_ALL_FOUR = 0x01010101  # multiplied by a byte: the byte in all four bytes of a word
+_ALL_FOUR = 0x01010101  # its product with a byte has this byte in all four bytes of a word
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,10 @@ class PanelReader:
             self._factors_at(panel, group, 0).prefetch(cache=2)
 
     def unsigned(self, panel: Panel, group: Group, part: int) -> Iterator[tuple[int, Value]]:
-        """Yields each column of a part, and its unsigned integers: four inputs as bytes of a word.
+        """Yields the number of each column of a part, and the column's unsigned integers.
 
-        Columns that share a word of the first plane follow each other.
+        The integers are a vector with one word for each row of the panel; the bytes of a word are
+        four inputs. Columns that share a word of the first plane follow each other.
         """
         planes = planes_of(self.form.n_bits)
         n_columns = 8 // self.form.n_parts

@@ -70,8 +70,9 @@ class BlockShape:
     Args:
         n_vectors: vectors of columns in a block.
         tile: keys of a tile.
-        n_at_once: keys are scored in multiples of this divisor of `tile`. `_VectorProducts` also
-            sums at most this many numbers of a value together.
+        n_at_once: the number of keys that are scored in one call is a multiple of this number,
+            which divides `tile`. `_VectorProducts` also sums at most this many numbers of a value
+            together.
         n_strided: the number of partial sums of a tile's weights; each is over every `n_strided`-th
             key.
     """

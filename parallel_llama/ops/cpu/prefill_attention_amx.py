@@ -242,7 +242,7 @@ class _TileProducts:
     ) -> None:
         """out = rows @ a block's columns, in steps that sum over 32 numbers.
 
-        The rows of a step's tiles are `row_bytes` apart in memory, and the steps `step_bytes`.
+        In memory the rows of a step's tiles are `row_bytes` apart, and steps `step_bytes` apart.
 
         Shapes: rows [32, n_steps * 32]; out [32, C].
         """

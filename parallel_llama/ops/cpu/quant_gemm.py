@@ -63,7 +63,7 @@ _BLOCK = 16 * _ROWS
 
 _WORD = I32.as_pointer()
 
-_ROUNDING = 1.5 * 2.0**23  # added to a float32, it rounds to an integer in the low bits
+_ROUNDING = 1.5 * 2.0**23  # the low bits of its sum with a float32 are a rounded integer
 
 
 @dataclass(slots=True, kw_only=True)

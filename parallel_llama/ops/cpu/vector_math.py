@@ -26,7 +26,8 @@ def exp(lanes: Lanes, x: Value) -> Value:
     """
     numbers, degree = torch.finfo(lanes.computed), _DEGREE[lanes.computed]
     n_mantissa = round(-math.log2(numbers.eps))
-    # A number whose last mantissa bit is worth 1: adding it rounds, with n in the low bits.
+    # The last mantissa bit of `shift` is worth 1. So a sum with it is rounded to an integer, and
+    # the low bits of the sum are n.
     shift = 1.5 * 2**n_mantissa
     shifted = fma(x, 1 / _LN2, shift)
     n = shifted - shift

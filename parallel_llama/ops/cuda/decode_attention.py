@@ -93,7 +93,7 @@ def _tile(widest: int, head_dim: int, itemsize: int, is_packed: bool) -> tuple[i
 
 
 def _programs(n_pairs: int, n_bytes: int) -> int:
-    """Programs per pair of a query and a KV head.
+    """Programs per pair of a query and a tile of the query heads of a KV head.
 
     With few pairs, enough to fill a GPU. With so many pairs that partial results would take too
     much memory, one program, which needs neither partial results nor a merge.

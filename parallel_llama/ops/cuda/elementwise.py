@@ -241,7 +241,7 @@ def _add_norm(
 
 @triton.jit
 def normalised(row, weight, is_there, dim, eps, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """A row divided by its rms and multiplied by its weight, rounded to DTYPE, in float32.
+    """A row / its rms * (weight + OFFSET), rounded to DTYPE and returned in float32.
 
     The row is in float32 and padded with zeros.
     """

@@ -240,7 +240,7 @@ def _sum(sums, bias, y, n, n_outputs, y_stride, N_PARTS: tl.constexpr, SIZE: tl.
 def load_row(
     values, bias, row, n, stride, columns, is_there, N_PARTS: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Some columns of a row of a product, rounded to DTYPE, in float32.
+    """Some columns of a row of a product, rounded to DTYPE and returned in float32.
 
     Args:
         values: The product if N_PARTS is 0, else its sums over parts.

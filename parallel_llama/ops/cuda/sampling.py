@@ -275,7 +275,7 @@ def _draw_filtered(
     noise = tl.ravel(gumbel(tl.load(keys + row), token // TILE, token[:, None], TILE))
     scores = tl.where(kept, value / temperature + noise, -float("inf"))
     is_it = kept & (scores == tl.max(scores, 0))
-    # Of equal scores the largest key has the smallest token.
+    # If several candidates have the best score, the one with the largest key is drawn.
     drawn = number_of(tl.max(tl.where(is_it, own, _NOTHING), 0))
     tl.store(tokens + row, tl.where(decided, drawn, -1))
 
