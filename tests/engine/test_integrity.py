@@ -20,6 +20,7 @@ from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.product_check import ProductCheck
 from parallel_llama.errors import NumericalError
 from parallel_llama.model.transformer import Transformer
+from parallel_llama.model.weights import stored_weights
 from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import IntegrityError
@@ -147,6 +148,31 @@ def test_a_rank_whose_wrong_product_is_nan_is_named_at_once():
 
     named = "rank 1 of 3 differs from the others in products with layers"
     assert steps_until_found(overflow, named, exact=True) < 2
+
+
+def test_nan_from_the_weights_of_a_checkpoint_is_no_integrity_error():
+    """Rank 1 gives NaN another sign, as other kernels may."""
+
+    def run(comm: Communicator) -> None:
+        runner = make_runner(comm, exact=True)
+        for weight in stored_weights(runner.model).values():
+            weight.values.view(-1)[::5] = torch.nan
+        ops = runner.model.ops
+        linear = ops.linear
+
+        def negative_nan(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            y = linear(x, weight, bias)
+            return torch.where(y.isnan(), -y, y)
+
+        if comm.rank == 1:
+            ops.linear = negative_nan
+        engine = make_engine(runner, integrity_check=True)
+        if comm.rank == 0:
+            engine.submit(Request(0, (3, 1, 4), SamplingParams(max_tokens=3), 0, frozenset()))
+        engine.step()
+
+    with pytest.raises(NumericalError):
+        run_on_threads(3, run)
 
 
 @pytest.mark.parametrize("form", ["none", "int8", "int4", "fp8"])
