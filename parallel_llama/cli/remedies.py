@@ -13,8 +13,8 @@ from parallel_llama.cli.terminal import size
 from parallel_llama.dtypes import ITEM_BYTES, KVFormat
 from parallel_llama.errors import UsageError
 
-# The new values of changed fields of a request, by field. FLAGS has the flags whose names differ
-# from their fields'.
+# The fields of a request that a remedy changes, with their new values. FLAGS has each flag that is
+# not named like its field.
 Change = dict[str, Any]
 FLAGS = {"tp_size": "nproc"}
 

@@ -81,7 +81,7 @@ class Traced(Communicator):
 
 
 class Repeated(Solo):
-    """Emulates `size` ranks on a larger communicator, whose rank r acts as rank r % size.
+    """Emulates `size` ranks on a larger communicator: its rank r acts as rank r % size.
 
     Collective: all ranks of the larger communicator call the same methods.
     """

@@ -248,8 +248,8 @@ def prefix_keys(
         known: the keys of the first blocks, which are not computed again.
     """
     keys = list(known)
-    # Contexts and blocks have different `person` values, so that a client cannot choose a context
-    # whose hash equals the key of a block.
+    # Contexts and blocks have different `person` values. Otherwise a client could choose a context
+    # that has the hash of a block.
     root = blake2b(context, digest_size=KEY_BYTES, person=b"context").digest()
     for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
         content = struct.pack(f"<{block_size}I", *tokens[start : start + block_size])

@@ -57,7 +57,7 @@ from parallel_llama.tokenizer import Tokenizer
 # Maximum rows of a step with drafts: more rows slow the step by more than the drafts gain.
 _MAX_ROWS = 16
 
-# The maximum number of prompt positions whose logits exist at once.
+# Logits of at most this many prompt positions exist at once.
 SCORE_ROWS = 128
 
 

@@ -162,7 +162,7 @@ class Fields:
 
 @contextmanager
 def naming(path: Path, kind: type[Exception] = UsageError) -> Iterator[None]:
-    """Replaces a UsageError raised in the block by a `kind` whose message begins with the path."""
+    """Raises a UsageError of the block as a `kind`, with the path before its message."""
     try:
         yield
     except UsageError as error:

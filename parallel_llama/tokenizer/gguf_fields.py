@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults) -> dict[str, Any]:
-    """The header fields whose keys begin with "tokenizer.", for a folder with a tokenizer.
+    """The header fields tokenizer.*, made from a folder with a tokenizer.
 
     Args:
         vocab_size: the model's vocabulary size, to which the tokens are padded.

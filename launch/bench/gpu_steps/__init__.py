@@ -22,7 +22,7 @@ class Row:
 
     Args:
         value: the figure, a median for times and rates; None for a row with a note or an error.
-        low, high: the least and the largest of the figures whose median is `value`.
+        low, high: the smallest and the largest measured figure; `value` is the median.
         share: the fraction of the read bandwidth; if the row is limited by arithmetic, the fraction
             of the rate of matrix products.
         copy_share: the fraction of the copy bandwidth.
