@@ -120,10 +120,10 @@ class EngineProcess:
             self._send_prompt_logprobs(key, output)
         outputs = tuple(_wire_output(key, output) for key, output in result.outputs)
         self._send_regroups()
-        for key, error in result.refused:
-            self._frames.send(wire.EngineRefused(key, str(error)))
         statistics = self._ranks.engine.statistics()
         self._frames.send(wire.Stepped(outputs, tuple(result.begun), result.seconds, statistics))
+        for key, error in result.refused:
+            self._frames.send(wire.EngineRefused(key, str(error)))
 
     def on_failed(self, keys: Sequence[int], error: NumericalError) -> None:
         self._frames.send(wire.Failed(tuple(keys), str(error)))

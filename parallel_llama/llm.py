@@ -324,14 +324,7 @@ class LLM:
         for index, tokens in enumerate(sequences):
             try:
                 self.input_processor.check_sequence(tokens)
-                n_tokens = min(len(tokens), max_tokens)
-                for kv_group in self.engine.scheduler.kv_groups:
-                    n_allocatable = kv_group.pool.n_allocatable()
-                    if kv_group.n_held(n_tokens) > n_allocatable:
-                        raise UsageError(
-                            f"{n_tokens} tokens, but the KV cache has room for "
-                            f"{n_allocatable * kv_group.pool.block_size}; enlarge the KV cache"
-                        )
+                self.engine.scheduler.check_room(min(len(tokens), max_tokens))
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error
         return [

@@ -95,7 +95,9 @@ class Engine:
     # Set by `_reset`; the first two are for rank 0.
     _incoming: deque[tuple[int, Request]]  # not yet sent to the other ranks
     _unapplied: StepMessage | None  # the message of the current step until it is applied
-    _pending_outputs: list[StepOutput]  # of requests that a message has ended; returned by `step`
+    _pending_outputs: list[StepOutput]  # committed, and not yet returned by `step`
+    # Requests that no longer fit, by ticket, since the latest `resume`; for rank 0.
+    refused: list[tuple[int, UsageError]]
 
     def __init__(
         self,
@@ -115,14 +117,13 @@ class Engine:
         self.max_drafts = max_drafts
         self.rpc = b""
         self.begun: list[int] = []  # tickets of requests that began in the latest step
-        # Requests that no longer fit, by ticket, since the latest `resume`; for rank 0.
-        self.refused: list[tuple[int, UsageError]] = []
         self.times = StepTimes()
         self._clock = StepClock(self.times, tick_of(runner.device))
         self._outputs = OutputProcessor(tokenizer, grammars)
         self._n_tickets = 0
         self._in_flight: _InFlightStep | None = None
         self._reserve(capacity.n_blocks, capacity.block_size)
+        self._checks_integrity = integrity_check
         self._integrity = runner.check_integrity() if integrity_check else None
         self._reset()
 
@@ -210,6 +211,7 @@ class Engine:
 
     def free_cache(self) -> None:
         """Free the KV caches, before `resume` allocates new ones."""
+        self._integrity = None  # it holds the old caches
         self._reserve([0] * len(self.capacity.n_blocks), 1)
 
     def resume(
@@ -234,7 +236,7 @@ class Engine:
             self.runner, self.comm, self.capacity = runner, runner.comm, capacity
             self._draft_model = draft_model
             self._reserve(capacity.n_blocks, capacity.block_size)
-            if self._integrity is not None:
+            if self._checks_integrity:
                 self._integrity = runner.check_integrity()
         self._reset_scheduler()
         for item in unfinished:
@@ -315,13 +317,14 @@ class Engine:
             in_flight = in_flight if scheduled else None
             scheduled = scheduled or self.scheduler.schedule()
         self._clock.lap("schedule_s")
-        outputs = self._run(scheduled, in_flight) if scheduled else []
-        outputs, self._pending_outputs = [*self._pending_outputs, *outputs], []
+        if scheduled:
+            self._run(scheduled, in_flight)
+        outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
 
     def _run(
         self, scheduled: abc.Sequence[ScheduledTokens], in_flight: "_InFlightStep | None"
-    ) -> list[StepOutput]:
+    ) -> None:
         began_s = time.perf_counter()
         for state in (self._states[item.sequence] for item in scheduled):
             if not state.has_begun and state.output.sequence.number == 0:
@@ -345,12 +348,12 @@ class Engine:
         for item in scheduled:
             if not item.draws:
                 self.scheduler.commit(item, ())
-        outputs = self._commit_outputs(drawing, drawn)
+        # If a rank is lost in the integrity check below, the next step returns these outputs.
+        self._pending_outputs += self._commit_outputs(drawing, drawn)
         if self._integrity is not None:
             self._integrity.after_step(time.perf_counter() - began_s)
         self._clock.lap("decide_s")
         self.times.n_steps += 1
-        return outputs
 
     def _reset(self) -> None:
         """Discard all requests and the contents of the KV cache, which may be invalid."""
@@ -361,7 +364,7 @@ class Engine:
         self._matchers: dict[int, list[Matcher]] = {}
         self._deadlines: dict[int, float] = {}
         self._unapplied = None
-        self._pending_outputs = []
+        self._pending_outputs, self.refused = [], []
 
     def _reset_scheduler(self) -> None:
         block_size = self.capacity.block_size

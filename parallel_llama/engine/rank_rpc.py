@@ -13,7 +13,6 @@ import torch
 from parallel_llama.config.adapter import adapter_digest, load_served_adapter
 from parallel_llama.engine.calibration import RankRates, measure_rates
 from parallel_llama.engine.engine import SCORE_ROWS, Engine
-from parallel_llama.engine.kv_blocks import BlockTable
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.step_buffer import Chunk
@@ -56,8 +55,12 @@ def score_sequence(
 ) -> list[float]:
     """Natural-log probabilities of every token after the first, given the tokens before it.
 
-    The KV cache must have room for the tokens, and the adapter must be loaded.
+    The adapter must be loaded.
+
+    Raises: UsageError if the KV cache has no room for the tokens; after the loss of a rank it may
+    be smaller than before.
     """
+    engine.scheduler.check_room(len(tokens))
     engine.send_rpc(_SCORE + msgspec.msgpack.encode((tokens, adapter)))
     return _score(engine, tokens, adapter)
 
@@ -149,7 +152,7 @@ def _score(engine: Engine, tokens: Sequence[int], adapter: str | None) -> list[f
     prompt_logprobs, so the results are bitwise equal.
     """
     runner, kv_groups = engine.runner, engine.scheduler.kv_groups
-    tables = [BlockTable() for _ in kv_groups]
+    tables = [kv_group.prefix([]) for kv_group in kv_groups]
     n_scored = len(tokens) - 1
     logprobs: list[float] = []
     try:
@@ -169,6 +172,10 @@ def _score(engine: Engine, tokens: Sequence[int], adapter: str | None) -> list[f
                 targets = torch.tensor(tokens[first : first + len(rows)], device=runner.device)
                 logits = runner.logits(rows)
                 logprobs += score(logits, runner.shard.vocab, targets, engine.comm).tolist()
+    except BaseException:  # also Ctrl-C, after which the sums of the blocks may be outdated
+        if runner.integrity is not None:
+            runner.integrity.forget_blocks()
+        raise
     finally:
         for kv_group, table in zip(kv_groups, tables, strict=True):
             kv_group.release(table)

@@ -194,6 +194,16 @@ class Scheduler:
             if needed > n_blocks:
                 raise UsageError(self._too_large(request, needed, n_blocks))
 
+    def check_room(self, n_tokens: int) -> None:
+        """Raises: UsageError if a sequence of `n_tokens` tokens does not fit beside the others."""
+        for kv_group in self.kv_groups:
+            n_allocatable = kv_group.pool.n_allocatable()
+            if kv_group.n_held(n_tokens) > n_allocatable:
+                raise UsageError(
+                    f"{n_tokens} tokens, but the KV cache has room for "
+                    f"{n_allocatable * self.block_size}; enlarge the KV cache"
+                )
+
     def _too_large(self, request: Request, needed: int, n_blocks: int) -> str:
         n_prompt, max_tokens, size = len(request.prompt), request.max_tokens, self.block_size
         n_fitting = n_blocks * size + 1 - n_prompt

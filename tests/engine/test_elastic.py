@@ -1,5 +1,6 @@
 """The loss of ranks: the others go on, and every request continues as if nothing had happened."""
 
+import gc
 import os
 import random
 import signal
@@ -29,13 +30,14 @@ from thread_ranks import Meeting, ThreadComm, run_on_threads
 from tiny_folder import write_endless_folder
 from tiny_models import TinyModel, write_hf
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config import load_model_args
 from parallel_llama.dtypes import make_precision
-from parallel_llama.engine import rank_rpc, ranks
+from parallel_llama.engine import integrity, rank_rpc, ranks
 from parallel_llama.engine.llm_config import LLMConfig, require_spares
 from parallel_llama.engine.messages import decode_unfinished, encode_unfinished
 from parallel_llama.engine.model_runner import ModelRunner
@@ -47,6 +49,7 @@ from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import find_model
 from parallel_llama.ops.formats import DenseWeight, QuantWeight
 from parallel_llama.parallel import launch
+from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion, Grammar, Request
@@ -101,6 +104,7 @@ def run_shrinking(
     groups: Sequence[Sequence[Failing]],
     told: list[bytes],
     draft: ModelArgs | None = None,
+    integrity_check: bool = False,
 ) -> dict[tuple[int, int], Outcome]:
     """As `mixes.run_mix`, with one rank fewer after each failure; the last rank is the lost one."""
     rank = comm.rank
@@ -110,7 +114,9 @@ def run_shrinking(
         draft and make_draft_model(group[rank], draft, args, seed=1) for group in own_groups
     ]
     limits = mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts
-    engine = make_engine(runners.pop(0), *limits, draft_model=drafting.pop(0))
+    engine = make_engine(
+        runners.pop(0), *limits, integrity_check=integrity_check, draft_model=drafting.pop(0)
+    )
     outcomes: dict[tuple[int, int], Outcome] = {}
     tickets: dict[int, int] = {}
     step, last = 0, max(guest.comes for guest in mix.guests)
@@ -155,6 +161,38 @@ def test_requests_continue_wherever_a_step_fails(args, seed, draft):
         groups = groups_of(3, rng)
         outcomes, *_ = run_on_threads(3, run_shrinking, mix, args, groups, [], draft)
         assert not differences(mix, outcomes, args), number
+
+
+def test_no_output_is_lost_if_the_integrity_check_of_its_step_fails(monkeypatch):
+    """The check exchanges sums after the tokens of the step are committed."""
+    monkeypatch.setattr(integrity, "_EXCHANGE_STEPS", 1)
+    monkeypatch.setattr(integrity, "_MEMORY_STEPS", 1)
+    rng = random.Random(6)
+    for number in range(12):
+        mix = random_mix(6000 + number)
+        groups = groups_of(3, rng)
+        outcomes, *_ = run_on_threads(3, run_shrinking, mix, ARGS, groups, [], None, True)
+        assert not differences(mix, outcomes, ARGS), number
+
+
+def test_free_cache_frees_the_memory_that_the_integrity_check_refers_to():
+    engine = make_engine(make_runner(Solo(), ARGS), integrity_check=True)
+    keys = StorageWeakRef(engine.runner.caches[0].k.untyped_storage())
+    engine.free_cache()
+    gc.collect()
+    assert keys.expired()
+
+
+def test_sequence_that_no_longer_fits_after_a_loss_is_not_scored(folder, monkeypatch):
+    """The KV cache of two ranks holds fewer tokens than that of three."""
+    monkeypatch.setattr(ranks, "_RECOMPUTE_S", 1000.0)
+    with LLM(str(folder), tp_size=3, elastic=True, kv_cache_bytes=40_000) as llm:
+        n_tokens = llm.engine.capacity.n_tokens
+        for rank in (1, 2):
+            os.kill(llm.ranks.pids()[rank], signal.SIGKILL)
+        with pytest.raises(UsageError, match=f"{n_tokens} tokens, but the KV cache has room for"):
+            llm.score([[3] * n_tokens])
+        assert len(llm.score([[3] * 20])[0]) == 19
 
 
 class Counting(Checkpoint):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import KVFormat, make_precision
-from parallel_llama.engine import integrity
+from parallel_llama.engine import integrity, rank_rpc
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.integrity import IntegrityCheck
 from parallel_llama.engine.model_runner import ModelRunner
@@ -214,14 +214,19 @@ def test_sound_memory_passes_whatever_the_cache_is_used_for(args, kv_format):
         assert any(sums._sums for sums in check._blocks)
 
 
-def test_blocks_that_a_failed_forward_pass_wrote_are_not_compared():
+@pytest.mark.parametrize("work", [run_request, rank_rpc.score_sequence])
+def test_blocks_that_a_failed_forward_pass_wrote_are_not_compared(work):
     """Its sums are missing, so those of the tokens before would be compared."""
     engine = make_engine(make_runner(Solo()), n_blocks=4, integrity_check=True)
     run_request(engine, range(50))
+    engine._integrity._digest_steps()
+    for sums in engine._integrity._blocks:
+        while sums._pending:
+            sums.compute_next()
     interrupted = OSError("interrupted")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="interrupted"):
         patch.setattr(engine._integrity, "record_step", Mock(side_effect=interrupted))
-        run_request(engine, range(50, 100))
+        work(engine, [*range(50, 100)])
     engine._integrity.compare_memory()
 
 
