@@ -464,8 +464,14 @@ def with_special_tokens(request: Request) -> Request:
     return replace(request, params=replace(request.params, skip_special_tokens=False))
 
 
-def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) -> int:
-    """Maximum tokens of the completion: as requested, or all that fit into the context.
+def resolve_max_tokens(
+    n_prompt: int, params: SamplingParams, max_seq_len: int, limited_by: str = "context"
+) -> int:
+    """Maximum tokens of the completion: as requested, or all that fit.
+
+    Args:
+        max_seq_len: maximum tokens of prompt and completion together.
+        limited_by: what has this limit, for the error message.
 
     Raises: ContextExceeded if prompt and completion together do not fit; UsageError for an empty
     prompt.
@@ -486,8 +492,8 @@ def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) 
     )
     raise ContextExceeded(
         f"{counted(n_prompt, 'prompt token')} and {counted(max_tokens, 'new token')} need "
-        f"{n_prompt + max_tokens} positions, but the context has {max_seq_len}; {remedy}, or "
-        "enlarge the context"
+        f"{n_prompt + max_tokens} positions, but the {limited_by} has {max_seq_len}; {remedy}, or "
+        f"enlarge the {limited_by}"
     )
 
 

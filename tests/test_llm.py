@@ -28,6 +28,7 @@ from parity_steps import full_logits
 
 import parallel_llama
 from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
+from parallel_llama.engine import ranks, setup
 from parallel_llama.engine.kv_capacity import DeviceMemory
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.model_runner import ModelRunner
@@ -37,6 +38,7 @@ from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.engine_process import EngineProcess
 from parallel_llama.memory import GIB, PROCESS_BYTES, kv_bytes_per_token
+from parallel_llama.ops.cpu.jit import CPUFeatures
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.handshake import RankInfo, require_same
 from parallel_llama.plan import make_plan
@@ -317,6 +319,38 @@ def test_ranks_of_two_devices_do_not_meet(model):
         require_same(infos)
 
 
+def test_ranks_with_vectors_of_two_widths_are_refused_only_with_exact_sums(model, monkeypatch):
+    """Kernels add in an order that depends on the width."""
+    for exact in (True, False):
+        infos = []
+        for rank, width in enumerate((64, 32)):
+            monkeypatch.setattr(ranks, "this_machine", lambda width=width: CPUFeatures(width, 16))
+            facts = shared_facts(ModelSetup(LLMConfig(str(model), exact=exact)))
+            infos.append(RankInfo.of_this_process(rank, 2, facts))
+        if exact:
+            with pytest.raises(RankError, match=r"kernels of the CPU.*: rank 1 of 2 has"):
+                require_same(infos)
+        else:
+            require_same(infos)
+
+
+def test_sums_are_not_exact_on_a_cpu_without_kernels(model, monkeypatch):
+    monkeypatch.setattr(setup, "has_kernels", lambda: False)
+    assert not ModelSetup(LLMConfig(str(model))).exact
+    with pytest.raises(UsageError, match="exact sums need kernels"):
+        ModelSetup(LLMConfig(str(model), exact=True))
+
+
+def test_sequence_beyond_the_window_is_scored_with_attention_sinks(model):
+    """Regression: score dropped the blocks of the sinks when it reused blocks."""
+    with LLM(str(model), dtype="float64", max_seq_len=128, attention_sinks=4) as llm:
+        tokens = [5 + i % 90 for i in range(600)]
+        (scores,) = llm.score([tokens])
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        (completion,) = llm.generate([tokens], params)
+        assert [each.logprob for each in completion.prompt_logprobs[1:]] == scores
+
+
 def test_sums_are_exact_by_default_only_where_all_ranks_are_on_one_host(model, monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -529,7 +563,10 @@ def test_an_open_length_ends_with_the_context_or_the_cache(model, llm):
     assert len(completion.tokens) == llm.input_processor.max_seq_len - 500
     with LLM(str(model), dtype="float64", kv_cache_bytes=50_000) as small:
         room = small.engine.capacity.n_tokens
-        assert len(small.generate([[5] * 10], params)[0].tokens) == room - 10
+        assert len(small.generate([[5] * 10], params)[0].tokens) == room - 9
+        assert len(small.generate([[5] * room], params)[0].tokens) == 1
+        with pytest.raises(UsageError, match=f"the KV cache has {room + 1}; .* KV cache"):
+            small.generate([[5] * (room + 1)], params)
 
 
 def test_bad_words_are_never_completed(llm):

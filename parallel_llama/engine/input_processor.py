@@ -295,10 +295,7 @@ class InputProcessor:
         """
         params = params or self.sampling_params()
         tokens = self.encode(as_prompt(prompt))
-        limit = self.max_seq_len if params.max_tokens is None else self.longest
-        if params.max_tokens is None and self.n_cache_tokens is not None:
-            limit = min(limit, self.n_cache_tokens)
-        max_tokens = resolve_max_tokens(len(tokens), params, limit)
+        max_tokens = self._max_tokens(len(tokens), params)
         self.check_sequence(tokens)
         if not self.has_tokenizer:
             for name in ("stop", "bad_words", "grammar"):
@@ -323,6 +320,15 @@ class InputProcessor:
             adapter,
             is_interactive,
         )
+
+    def _max_tokens(self, n_prompt: int, params: SamplingParams) -> int:
+        """Raises: as `resolve_max_tokens`."""
+        if params.max_tokens is not None:
+            return resolve_max_tokens(n_prompt, params, self.longest)
+        # The last token of a sequence is not cached.
+        if self.n_cache_tokens is not None and self.n_cache_tokens + 1 < self.max_seq_len:
+            return resolve_max_tokens(n_prompt, params, self.n_cache_tokens + 1, "KV cache")
+        return resolve_max_tokens(n_prompt, params, self.max_seq_len)
 
     def chats(
         self,

@@ -17,6 +17,17 @@ from parallel_llama.plan import KVSplit
 
 # With more drafts a token would run in the kernels for prompts, which may give other bits.
 MAX_DRAFTS = 8
+# Ranks compare the fields of a config as text, so each field must have one type.
+_WHOLE_NUMBERS = (
+    "seed",
+    "random_weights",
+    "max_drafts",
+    "spares",
+    "max_seq_len",
+    "kv_cache_bytes",
+    "attention_sinks",
+    "block_size",
+)
 MAX_ADAPTER_NAME_CHARS = 256  # also the limit of `model` in a request to a server
 
 
@@ -284,8 +295,7 @@ class LLMConfig:
                     f"elastic and {name} cannot be combined: after a loss the remaining ranks "
                     "get equal shares; drop one"
                 )
-        # Ranks compare the fields as text, so each field must have one type.
-        for name in ("seed", "random_weights", "max_drafts", "spares"):
+        for name in _WHOLE_NUMBERS:
             if (value := getattr(self, name)) is not None:
                 if not isinstance(value, Integral) or int(value) < 0:
                     raise UsageError(f"{name}={value!r}: use a whole number of at least 0")

@@ -80,7 +80,9 @@ def size_of(request: Request) -> int:
     """Approximately how many numbers a request adds to a message."""
     params = request.params
     n_chars = sum(map(len, params.stop)) + (len(params.grammar.text) if params.grammar else 0)
+    n_chars += sum(map(len, params.bad_words))
     n_ids = len(request.stop_ids) + len(params.stop_token_ids) + 2 * len(params.logit_bias)
+    n_ids += len(params.allowed_token_ids or ()) + sum(map(len, request.bad_ids))
     return 64 + len(request.prompt) + n_ids + n_chars
 
 

@@ -34,6 +34,7 @@ from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.engine.warm_up import warm_up
 from parallel_llama.errors import DISAGREE, TEST_MEMORY, UsageError, counted
 from parallel_llama.files.model_files import fingerprint
+from parallel_llama.ops.cpu.jit import has_kernels, this_machine
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.triton_toolchain import why_unusable
 from parallel_llama.parallel.collectives import (
@@ -640,7 +641,7 @@ def shared_facts(setup: ModelSetup) -> dict[str, str]:
         "version of parallel_llama": parallel_llama.__version__,
         "version of torch": torch.__version__,
         "device": setup.kind,
-        **_gpu_facts(setup),
+        **(_cpu_facts(setup) if setup.kind == "cpu" else _gpu_facts(setup)),
         **setup.config.facts(),
         **_model_facts(setup),
         **{f"draft model's {name}": value for name, value in drafts.items()},
@@ -659,14 +660,26 @@ def _model_facts(setup: ModelSetup) -> Mapping[str, str]:
     }
 
 
+def _cpu_facts(setup: ModelSetup) -> Mapping[str, str]:
+    """The values that must be equal on all ranks with CPUs, by name.
+
+    The kernels add in an order that depends on the width of the CPU's vectors. In a mixture of
+    experts every rank routes all tokens, so ranks that round the router's scores differently could
+    choose different experts for a token. With exact sums the ranks compare products.
+    """
+    if not (setup.args.n_experts or setup.exact):
+        return {}
+    vectors = f"vectors of {this_machine().vector_bytes} bytes"
+    kind = vectors if has_kernels() else "torch's operators"
+    return {"kernels of the CPU, which experts and exact sums need equal": kind}
+
+
 def _gpu_facts(setup: ModelSetup) -> Mapping[str, str]:
     """The values that must be equal on all ranks with GPUs, by name.
 
     In a mixture of experts every rank routes all tokens. GPUs of different architectures round the
     router's scores differently, so ranks could choose different experts for a token.
     """
-    if setup.kind == "cpu":
-        return {}
     kernels = {"kernels": "torch's operators" if why_unusable() else "Triton"}
     name = "architecture of the GPU"
     router_facts = {name: describe_gpu(setup.device).get(name, "")} if setup.args.n_experts else {}

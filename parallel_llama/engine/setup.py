@@ -48,6 +48,7 @@ from parallel_llama.memory import (
     working_bytes,
 )
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
+from parallel_llama.ops.cpu.jit import has_kernels
 from parallel_llama.ops.triton_toolchain import why_unusable
 from parallel_llama.parallel.communicators import own_device, visible_gpus
 from parallel_llama.parallel.device_choice import (
@@ -106,6 +107,8 @@ class ModelSetup:
         # keep that data on one host.
         is_local = is_one_host(self.size) or config.pp > 1
         requested_exact = config.exact if is_local else bool(config.exact)
+        if self.kind == "cpu" and not has_kernels():
+            requested_exact = _inexact(config.exact)
         max_stage_size = max(stage_sizes(n_shards, config.pp))
         self.exact = resolve_exact(requested_exact, self.args, max_stage_size, self.kind)
         stored = stored_formats(files, self.args) if has_files else None
@@ -298,6 +301,19 @@ def _input_processor(config: LLMConfig) -> InputProcessor:
         seed=config.seed,
         attention_sinks=config.attention_sinks,
     )
+
+
+def _inexact(requested: bool | None) -> bool:
+    """Returns: False, because without kernels a sum's order depends on the shape of its matrix.
+
+    Raises: UsageError if exact sums are requested.
+    """
+    if requested:
+        raise UsageError(
+            "exact sums need kernels, which need fused multiply-add instructions of the CPU and a "
+            "torch with GNU OpenMP; leave --exact out"
+        )
+    return False
 
 
 def _why_without_tiles() -> str | None:

@@ -22,6 +22,7 @@ from parallel_llama.engine import engine as engine_module
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
+from parallel_llama.engine.messages import size_of
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.scheduler import Sequence
 from parallel_llama.errors import NumericalError, UsageError
@@ -295,6 +296,21 @@ def test_a_failure_leaves_no_request_without_its_deadline(monkeypatch):
     with pytest.raises(NumericalError):
         engine.step()
     assert engine.idle or engine._deadlines
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        {"allowed_token_ids": [*range(1000)]},
+        {"stop_token_ids": [*range(1000)]},
+        {"bad_words": ["x" * 1000]},
+    ],
+    ids=["allowed", "stop", "bad words"],
+)
+def test_step_message_counts_every_list_of_a_request(many):
+    """Rank 0 divides new requests by size among the messages of several steps."""
+    plain, large = (Request(0, (1, 2), SamplingParams(**own), 0, frozenset()) for own in ({}, many))
+    assert size_of(large) - size_of(plain) == 1000
 
 
 @pytest.mark.parametrize("n_prompt", [5, 40])

@@ -107,13 +107,16 @@ def compute_alone() -> None:
 
 
 @cache
-def computes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernels support tensors of this dtype and device."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.float64) or openmp() is None:
-        return False
+def has_kernels() -> bool:
+    """Whether kernels run on this CPU, with this build of torch."""
     features = llvm.get_host_cpu_features()
     # Without an instruction for it, every fused multiply-add would be a function call.
-    return bool(features.get("fma") or features.get("neon"))
+    return openmp() is not None and bool(features.get("fma") or features.get("neon"))
+
+
+def computes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels support tensors of this dtype and device."""
+    return device.type == "cpu" and dtype in (torch.float32, torch.float64) and has_kernels()
 
 
 def threads_for(n_numbers: int) -> int:
