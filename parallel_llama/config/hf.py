@@ -197,7 +197,8 @@ def _family(fields: Fields) -> Family:
                 f"the architecture {architecture!r} and model_type={model_type!r} differ; "
                 "use the config.json that belongs to the weights"
             )
-    if architectures == [family.base_architecture] and not _is_tied(fields, family):
+    is_base = architectures == [family.base_architecture] and not family.base_has_output
+    if is_base and not _is_tied(fields, family):
         raise UsageError(
             f"the architecture {family.base_architecture!r} is a base model without a head and "
             "without tied embeddings; fetch or save it as "

@@ -6,7 +6,8 @@ begins with an underscore. But two kinds of keys are refused if they have a valu
 
 * a key in OFF with a value that does not turn it off, because other architectures compute something
   else with it and the weights were probably trained with it;
-* a key spelt almost like a key in READ or OFF, because it is probably a misspelling.
+* a key spelt almost like a key in READ or OFF, because it is probably a misspelling, unless the
+  file has that key too, with the same value.
 
 Features with tensors of their own (experts, norms of q and k) are also refused later, when the
 tensors are compared with the model.
@@ -54,6 +55,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_FACTORS, (1,)),
     **dict.fromkeys(_ACTIVATIONS, ("silu", "swish")),
     "is_causal": (True,),
+    "mlp_type": ("default",),  # StarCoder2
+    "quantization_bit": (0,),  # ChatGLM
 }
 
 # Keys of training, saving and sampling, and switches of transformers itself.
@@ -109,7 +112,8 @@ def check_keys(fields: Fields, reads: Collection[str]) -> None:
         if key in known:
             continue
         near = nearest(key, known, _NEARLY)
-        if near in read or near in OFF:
+        is_repeated = near is not None and fields.values.get(near) == fields.values[key]
+        if (near in read or near in OFF) and not is_repeated:
             raise UsageError(
                 f"unknown key {shown(key)}; did you mean {near!r}? If not, and it does not change "
                 "the model, remove it"

@@ -177,6 +177,7 @@ class Family:
         models: The published models of the family, as users call them.
         architecture: HF's class with an output layer.
         base_architecture: HF's class without an output layer.
+        base_has_output: Whether that class has an output layer too.
         features: Maps the fields of config.json to the family's own ModelArgs.
         writes: The inverse of `features`.
         reads: The keys of config.json that not all families have.
@@ -210,6 +211,7 @@ class Family:
     models: str
     architecture: str
     base_architecture: str
+    base_has_output: bool = False
     features: Callable[[Fields], Mapping[str, Any]] = lambda _: {}
     writes: Callable[[ModelArgs], Mapping[str, Any]] = lambda _: {}
     reads: frozenset[str] = frozenset()

@@ -88,11 +88,17 @@ def _chatglm_features(fields: Fields) -> dict[str, Any]:
     for key, value in _FIXED.items():
         if fields.flag(key, value) != value:
             raise UsageError(f"{key}={not value} is not supported; published models have {value}")
+    rope_ratio = fields.number("rope_ratio", 1.0)
+    if rope_ratio != 1 and "chatglm2" in fields.string("_name_or_path", "").lower():
+        raise UsageError(
+            f"rope_ratio={rope_ratio:g} of ChatGLM2, which divides positions, is not supported; "
+            "ChatGLM3 and GLM-4, which multiply the rotary base, are"
+        )
     return {
         "attention_bias": fields.flag("add_qkv_bias", True),
         "wo_bias": False,
         "rotary_dim": fields.integer("kv_channels", 128) // 2,
-        "rope_theta": 10000.0 * fields.number("rope_ratio", 1.0),
+        "rope_theta": 10000.0 * rope_ratio,
         "activation": "silu",
     }
 
@@ -102,6 +108,7 @@ CHATGLM = Family(
     models="ChatGLM 2 and 3, GLM-4",
     architecture="ChatGLMModel",
     base_architecture="ChatGLMForConditionalGeneration",
+    base_has_output=True,
     reads=frozenset({*_FIXED, "add_qkv_bias", "rope_ratio"}),
     features=_chatglm_features,
     writes=lambda args: {

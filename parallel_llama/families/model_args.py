@@ -425,10 +425,17 @@ def head_size(dim_key: str, dim: int, heads_key: str, n_heads: int) -> int:
 
 
 def longest_sequence(max_seq_len: int, scaling: RopeScaling | None) -> int:
-    """The length of the longest sequence: dynamic rope scaling extends `max_seq_len`."""
-    if scaling is None or scaling.kind != "dynamic":
-        return max_seq_len
-    return round(min(max_seq_len * scaling.factor, MAX_SIZES["max_seq_len"]))
+    """The length of the longest sequence: dynamic and YaRN scaling may extend `max_seq_len`.
+
+    The files of a model to which YaRN was added later, as Qwen describes it, keep the context of
+    the training as `max_seq_len`.
+    """
+    extended = 0.0
+    if scaling is not None and scaling.kind == "dynamic":
+        extended = max_seq_len * scaling.factor
+    elif scaling is not None and scaling.kind == "yarn":
+        extended = (scaling.original_max_seq_len or 0) * scaling.factor
+    return max(max_seq_len, round(min(extended, MAX_SIZES["max_seq_len"])))
 
 
 def context_length(args: ModelArgs, max_seq_len: int | None = None) -> int:

@@ -44,7 +44,16 @@ def _writes_window(args: ModelArgs) -> dict[str, Any]:
 
 
 def _qwen3_features(fields: Fields) -> dict[str, Any]:
+    if not fields.flag("use_qk_norm", True):  # only the files of Qwen3-Coder have the key
+        raise UsageError("use_qk_norm=False is not supported; Qwen 3 always has this norm")
     return {"qk_norm": True, "attention_bias": fields.flag("attention_bias", False)}
+
+
+def _gguf_qwen3moe_features(fields: Fields, _: object) -> dict[str, Any]:
+    # llama.cpp writes the width of shared experts, 0, if config.json has it, as for Qwen3-Coder.
+    if width := fields.integer(key := f"qwen3moe.{_SHARED_CHANNELS}", 0):
+        raise UsageError(f"{key}={width} is not supported; Qwen 3 has no shared experts")
+    return {"qk_norm": True, "ffn_dim": fields.integer(f"qwen3moe.{_EXPERT_CHANNELS}")}
 
 
 def _dense_layers(fields: Fields) -> tuple[int, ...]:
@@ -152,7 +161,7 @@ QWEN3 = Family(
     models="Qwen 3",
     architecture="Qwen3ForCausalLM",
     base_architecture="Qwen3Model",
-    reads=QWEN2.reads | {"attention_bias"},
+    reads=QWEN2.reads | {"attention_bias", "use_qk_norm"},
     features=_qwen3_features,
     writes=lambda args: {**_writes_window(args), "attention_bias": args.attention_bias},
     full_layers=QWEN2.full_layers,
@@ -229,11 +238,8 @@ QWEN3_MOE = Family(
     names=names_with(*QK_NORM_NAMES, *_EXPERT_NAMES),
     gguf=GGUFForm(
         "qwen3moe",
-        lambda fields, _: {
-            "qk_norm": True,
-            "ffn_dim": fields.integer(f"qwen3moe.{_EXPERT_CHANNELS}"),
-        },
-        frozenset({_EXPERT_CHANNELS}),
+        _gguf_qwen3moe_features,
+        frozenset({_EXPERT_CHANNELS, _SHARED_CHANNELS}),
         has_experts=True,
         writes=lambda args: {_EXPERT_CHANNELS: args.ffn_dim},
     ),

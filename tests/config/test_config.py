@@ -20,7 +20,7 @@ from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.layouts import load_generation_defaults, load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import parameters
-from parallel_llama.families.model_args import ModelArgs, RopeScaling
+from parallel_llama.families.model_args import ModelArgs, RopeScaling, context_length
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.model.rope import frequencies
 
@@ -596,6 +596,41 @@ def test_keys_that_nobody_reads_are_ignored_with_one_warning(caplog):
         "config.json has unknown keys, which are ignored: 'mm_vision_tower', 'max_window_layers', "
         "'eos_tokens_id' (near 'eos_token_id'), 'lora'"
     )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {**_GEMMA2, "sliding_window": 64, "sliding_window_size": 64},
+        {
+            "model_type": "starcoder2", "architectures": None, "norm_epsilon": 1e-5,
+            "norm_type": "layer_norm", "mlp_type": "default", "use_bias": True,
+        },
+        {
+            "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
+            "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+            "norm_topk_prob": True, "qkv_bias": False, "shared_expert_intermediate_size": 0,
+            "use_qk_norm": True,
+        },
+    ],
+    ids=["Gemma 2", "StarCoder2", "Qwen3-Coder"],
+)  # fmt: skip
+def test_keys_of_published_models_are_accepted(values):
+    from_hf({**HF, **values})
+
+
+def test_qwen3_without_the_norm_of_q_and_k_is_refused():
+    with pytest.raises(UsageError, match="use_qk_norm=False is not supported"):
+        from_hf({**HF, "model_type": "qwen3", "architectures": None, "use_qk_norm": False})
+
+
+def test_yarn_extends_the_context_that_the_file_states():
+    """Qwen's model cards add YaRN to config.json, and leave max_position_embeddings as it is."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    args = from_hf({**HF, "max_position_embeddings": 320, "rope_scaling": scaling})
+    assert context_length(args) == context_length(args, 1024) == 1024
+    with pytest.raises(UsageError, match="context is 1024 tokens"):
+        context_length(args, 1025)
 
 
 def test_a_config_of_more_keys_than_any_has_is_refused_at_once():

@@ -90,6 +90,28 @@ def chatglm(glm: Path, tmp_path: Path) -> Path:
     return folder
 
 
+def test_config_that_transformers_has_saved_is_read(chatglm):
+    """Saving writes the class with the output layer, and the key of ChatGLM's own quantisation."""
+    expected = load_model_args(find_model(str(chatglm)))
+    saved = {"architectures": ["ChatGLMForConditionalGeneration"], "quantization_bit": 0}
+    (chatglm / "config.json").write_text(json.dumps({**CONFIG, **saved}))
+    assert load_model_args(find_model(str(chatglm))) == expected
+    (chatglm / "config.json").write_text(json.dumps({**CONFIG, "quantization_bit": 4}))
+    with pytest.raises(UsageError, match="quantization_bit=4 is not supported"):
+        load_model_args(find_model(str(chatglm)))
+
+
+def test_rope_ratio_multiplies_the_base_except_in_chatglm2(chatglm):
+    """ChatGLM2-32k divides positions by it."""
+    newer = {"_name_or_path": "THUDM/chatglm3-6b-32k", "rope_ratio": 50}
+    (chatglm / "config.json").write_text(json.dumps({**CONFIG, **newer}))
+    assert load_model_args(find_model(str(chatglm))).rope_theta == 500_000
+    older = {"_name_or_path": "THUDM/chatglm2-6b-32k", "rope_ratio": 50}
+    (chatglm / "config.json").write_text(json.dumps({**CONFIG, **older}))
+    with pytest.raises(UsageError, match="rope_ratio=50 of ChatGLM2"):
+        load_model_args(find_model(str(chatglm)))
+
+
 def test_chatglm_computes_what_glm_does_at_every_tp_size(glm, chatglm):
     expected = reference_logits(glm, TOKENS)
     for tp_size in range(1, TINY.n_heads + 1):

@@ -20,6 +20,7 @@ from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import Family, parameters
 from parallel_llama.families.gemma import GEMMA2, GEMMA3
+from parallel_llama.families.qwen import QWEN3_MOE
 from parallel_llama.files.fields import Fields
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard.reshard import reshard
@@ -270,6 +271,20 @@ def test_the_1_is_taken_off_quantised_norms_too(tmp_path):
     param = next(p for p in parameters(args) if p.name == "layers.0.attention_norm.weight")
     values = torch.from_numpy(gguf.quants.dequantize(norm.data, norm.tensor_type))
     assert torch.equal(open_checkpoint(files, args).read(param, range(64)), values - 1)
+
+
+def test_qwen3moe_reads_a_width_of_shared_experts_only_if_it_is_0():
+    """llama.cpp's converter writes it for Qwen3-Coder, whose config.json has it."""
+    keys = {"expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 0}
+
+    def features(**own: int) -> dict[str, Any]:
+        fields = Fields({f"qwen3moe.{key}": value for key, value in {**keys, **own}.items()})
+        return dict(QWEN3_MOE.gguf.features(fields, ()))
+
+    assert features() == {"qk_norm": True, "ffn_dim": 32}
+    assert "expert_shared_feed_forward_length" in QWEN3_MOE.gguf.reads
+    with pytest.raises(UsageError, match="shared_feed_forward_length=64 is not supported"):
+        features(expert_shared_feed_forward_length=64)
 
 
 def test_windows_and_scales_are_those_that_llama_cpp_has_in_its_code():
