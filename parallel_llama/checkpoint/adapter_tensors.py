@@ -6,6 +6,7 @@ Source: LoRA, arXiv 2106.09685, section 4.1.
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from parallel_llama.checkpoint.byte_ranges import ByteRanges
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.reading import finite
+from parallel_llama.checkpoint.stacked_experts import read_stacked
 from parallel_llama.config.adapter import Adapter, LoraPair, served_pairs
 from parallel_llama.dtypes import STORED
 from parallel_llama.families import family_of, stored_slices
@@ -109,4 +111,9 @@ def stored_values(
     Raises: DamagedWeights if a value is NaN or Inf.
     """
     named, dtype = replace(param, name=tensor.name), torch_dtype(STORED[tensor.dtype])
-    return finite(named, file.values(tensor.offset, dtype, named, stored_slice, rows), dtype)
+    if stored_slice.count is None:
+        values = file.values(tensor.offset, dtype, named, stored_slice, rows)
+    else:
+        read = partial(file.block, tensor.offset, dtype, stored_slice.shape[-1])
+        values = read_stacked(named, stored_slice, rows, read)
+    return finite(named, values, dtype)

@@ -120,6 +120,18 @@ class ByteRanges:
             buffer = buffer[n_bytes:]
         return out.view(dtype).view(shape)
 
+    def block(
+        self, offset: int, dtype: torch.dtype, n_columns: int, rows: range, columns: range
+    ) -> Tensor:
+        """The given rows and columns of a matrix that is stored row-major at `offset`.
+
+        Raises: as `matrix`.
+        """
+        width = dtype.itemsize
+        byte_columns = range(columns.start * width, columns.stop * width)
+        data = self.matrix(offset, n_columns * width, rows, byte_columns)
+        return data.view(-1).view(dtype).view(len(rows), len(columns))
+
     def matrix(self, offset: int, row_bytes: int, rows: range, columns: range) -> Tensor:
         """The given rows and byte columns of a matrix that is stored row-major at `offset`.
 

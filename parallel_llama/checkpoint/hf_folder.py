@@ -31,7 +31,13 @@ from parallel_llama.config.bitsandbytes import (
     bitsandbytes_types,
     read_quant_state,
 )
-from parallel_llama.config.quantised import Packing, hf_packing, packed_weights, stored_form
+from parallel_llama.config.quantised import (
+    Packing,
+    hf_packing,
+    is_kept,
+    packed_weights,
+    stored_form,
+)
 from parallel_llama.config.scaled import (
     BESIDE_WEIGHTS,
     BYTE_DTYPES,
@@ -211,7 +217,8 @@ class HFFolder(TensorFiles):
             return self._groups(param, form, rows) if matrix.packing.form == form else None
         if (scaled := self._scaled.get(param.name)) is not None:
             stored_slice, read = scaled.stored_slice, partial(self._numbers, scaled)
-            if stored_form(scaled.scheme, stored_slice.shape[1]) == form:
+            _, scale = self._tensors[scaled.base + scaled.scheme.scale]
+            if is_kept(scale) and stored_form(scaled.scheme, stored_slice.shape[1]) == form:
                 blocks = as_blocks(param, stored_slice, rows)
                 return _joined([scaled.quantised(form, block, read) for block in blocks])
         return None
@@ -248,12 +255,9 @@ class HFFolder(TensorFiles):
 
     def _plain(self, stored_slice: StoredSlice, rows: range, columns: range) -> Tensor:
         """A block of a tensor of plain values, as a matrix."""
-        _, tensor = self._tensors[stored_slice.name]
-        dtype = torch_dtype(STORED[tensor.dtype])
-        byte_columns = range(columns.start * dtype.itemsize, columns.stop * dtype.itemsize)
-        row_bytes = stored_slice.shape[-1] * dtype.itemsize
-        data = self._bytes(stored_slice.name, "", row_bytes, rows, byte_columns)
-        return data.view(-1).view(dtype).view(len(rows), len(columns))
+        path, tensor = self._tensors[stored_slice.name]
+        dtype, n_columns = torch_dtype(STORED[tensor.dtype]), stored_slice.shape[-1]
+        return self._files[path].block(tensor.offset, dtype, n_columns, rows, columns)
 
     def _numbers(
         self,

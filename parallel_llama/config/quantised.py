@@ -36,7 +36,6 @@ from parallel_llama.dtypes import (
 from parallel_llama.errors import CheckpointError, UsageError, listed
 from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.families.names import hf_full_name
 from parallel_llama.files.fields import Fields, naming, read_json_object
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
@@ -292,11 +291,16 @@ def _scaled_forms(
         stored_slice = slices[name]
         scale = tensors.get(stored_slice.name.removesuffix("weight") + scheme.scale)
         form = stored_form(scheme, stored_slice.shape[1])
-        if form is not None and scale is not None and scale.dtype in ("F16", "BF16"):
+        if form is not None and scale is not None and is_kept(scale):
             stored[name] = form
         else:
             decoded[name] = scheme
     return stored, decoded
+
+
+def is_kept(scale: FileTensor) -> bool:
+    """Whether a matrix can stay as stored with scales of this dtype, which become float16."""
+    return scale.dtype in ("F16", "BF16")
 
 
 def stored_form(scheme: Scheme, n_inputs: int) -> QuantFormat | None:
@@ -350,9 +354,9 @@ def _tensors(files: ModelFiles, args: ModelArgs) -> dict[str, FileTensor]:
 
 def _located(files: ModelFiles, args: ModelArgs) -> dict[str, tuple[Path, FileTensor]]:
     """The tensors of an HF folder by full name, with their files."""
-    names = family_of(args).names
+    family = family_of(args)
     return {
-        hf_full_name(name, names): (path, tensor)
+        family.hf_name(name): (path, tensor)
         for path in files.weights
         for name, tensor in read_safetensors_header(path).items()
     }

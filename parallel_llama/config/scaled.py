@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel_llama.config.inputs import InputScheme, fbgemm_inputs, fp8_inputs, input_scheme
-from parallel_llama.config.patterns import compiled_pattern
+from parallel_llama.config.patterns import compiled_pattern, repeats
 from parallel_llama.dtypes import ScaledFormat
 from parallel_llama.errors import CheckpointError, UsageError, listed
 from parallel_llama.families import family_of, parameters, stored_slices
@@ -49,6 +49,7 @@ MXFP4_INPUTS = 32
 # The strategy and the size of a group of each format with floats of 4 bits.
 _FP4 = {"nvfp4-pack-quantized": ("tensor_group", 16), "mxfp4-pack-quantized": ("group", 32)}
 _MIXED = "mixed-precision"
+_MAX_REPEATING = 64  # patterns with repetitions; each runs on every module
 _STRATEGIES = "tensor", "channel", "group", "block"
 
 # Values of actorder, the order in which a program quantised the columns of a matrix; and whether
@@ -275,6 +276,12 @@ def _compressed_tensors(config: Fields) -> Schemes:
     if config.has("kv_cache_scheme"):
         not_applied.add("the KV cache")
     ignored = tuple(map(_target, config.strings("ignore")))
+    targets = (*(target for target, _ in groups), *ignored)
+    if sum(repeats(each) for each in targets if each.startswith("re:")) > _MAX_REPEATING:
+        raise UsageError(
+            f"targets and ignore have more than {_MAX_REPEATING} patterns with repetitions; name "
+            "the modules instead"
+        )
     return Schemes("compressed-tensors", tuple(groups), ignored, tuple(sorted(not_applied)))
 
 

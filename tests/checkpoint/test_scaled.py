@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from transformers_oracle import reference_logits
 
 from parallel_llama import LLM
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
+from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.checkpoint.scaled import ScaledMatrix
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
@@ -155,6 +157,15 @@ def test_integers_with_float32_scales_are_decoded_and_a_line_says_so(kind, made)
     assert stored_formats(files, args) == {} and default_quant(files, args, "bfloat16") == "none"
     line = why_decoded(files, args, "bfloat16") or ""
     assert re.search("in int[48] are decoded to bfloat16; only .* integers with 16-bit sc", line)
+
+
+def test_quant_int8_quantises_the_decoded_values_of_integers_with_float32_scales(made):
+    """Regression: stored integers were taken, and their scales rejected."""
+    files = find_model(str(made["int channel, float32"]))
+    args = load_model_args(files)
+    param = next(each for each in parameters(args) if each.name == "layers.0.attention.wo.weight")
+    with closing(open_checkpoint(files, args)) as checkpoint:
+        assert checkpoint.groups(param, range(param.shape[param.dim]), QuantFormat(8)) is None
 
 
 @pytest.mark.parametrize("order", ["weight", "static", "group", "Dynamic", True])
@@ -487,6 +498,7 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
         ({"weights": {"actorder": "column"}}, "actorder='column' is not supported; weight, static"),
         ({"ignore": ["re:(a+)+$"]}, "no repeated groups"),
         ({"ignore": ["re:(a"]}, "is not valid"),
+        ({"ignore": [f"re:.*{n}" for n in range(65)]}, "more than 64 patterns with repetitions"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size=<list of 1>"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
     ],

@@ -17,12 +17,14 @@ from parity_steps import (
 )
 from reshard_samples import through_every_layout
 from safetensors.torch import load_file, save_file
+from scaled_folders import write_scaled
 from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
 from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration
 from transformers_oracle import loaded_logits, reference_logits
 
 from parallel_llama.config.hf import args_from_hf
+from parallel_llama.config.layouts import input_formats, load_model_args
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import why_unrecorded
@@ -192,6 +194,23 @@ def test_the_text_part_of_a_model_of_text_and_images_is_loaded(folders, tmp_path
     back = load_file(tmp_path / "text" / "model.safetensors")
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[key], weight) for key, weight in weights.items())
+
+
+def test_quantised_matrices_of_a_text_part_are_found(folders, tmp_path):
+    """Their names begin with the name of the text part."""
+    own = tmp_path / "own"
+    write_scaled(folders["llama4"], own, "fp8", lambda name: ".self_attn." in name)
+    files = find_model(str(own))
+    expected = input_formats(files, load_model_args(files))
+    assert expected
+    tensors = load_file(own / "model.safetensors")
+    save_file({f"language_model.{name}": each for name, each in tensors.items()}, files.weights[0])
+    config = json.loads((own / "config.json").read_text())
+    whole = {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"]}
+    whole["quantization_config"] = config.pop("quantization_config")
+    (own / "config.json").write_text(json.dumps({**whole, "text_config": config}))
+    files = find_model(str(own))
+    assert input_formats(files, load_model_args(files)) == expected
 
 
 def test_a_text_part_with_an_index_of_all_files_is_loaded(folders, tmp_path):

@@ -267,6 +267,37 @@ def test_norms_and_biases_can_be_trained_whole(tmp_path):
     )
 
 
+STACKED = {
+    "gpt-oss": TinyModel(
+        4, 2, 8, 32, ffn_dim=24, family="gpt_oss",
+        own={"num_local_experts": 3, "num_experts_per_tok": 2, "pad_token_id": 0},
+    ),
+    "Llama 4": TinyModel(
+        4, 2, 8, 32, ffn_dim=24, family="llama4_text",
+        own={
+            "num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size_mlp": 24,
+            "interleave_moe_layer_step": 1, "attention_chunk_size": 16, "pad_token_id": 0,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", STACKED)
+def test_experts_can_be_trained_whole(model, tmp_path):
+    """Their matrices are stacked and transposed in the file."""
+    base = write_hf(STACKED[model], tmp_path / "hf")
+    plain = load_file(base / "model.safetensors")
+    whole = {name: each + 0.1 for name, each in plain.items() if ".experts." in name}
+    assert any(each.dim() == 3 for each in whole.values())
+    adapter = write_adapter(
+        tmp_path / "adapter", base, ".*q_proj", whole=whole,
+        target_modules=["q_proj"], modules_to_save=["experts"],
+    )  # fmt: skip
+    merged = tensors_of(moved(base, tmp_path / "merged", "hf", merge_adapter=adapter))
+    for name, expected in whole.items():
+        assert merged[name].equal(expected), name
+
+
 def test_the_sum_is_rounded_once_to_the_dtype_of_the_base(base, tmp_path):
     """A product in bfloat16 would lose the small deltas, and a second rounding move halves."""
     half = moved(base, tmp_path / "half", "hf", dtype="bfloat16")
