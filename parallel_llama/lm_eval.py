@@ -19,6 +19,7 @@ from parallel_llama.llm import LLM
 from parallel_llama.request import Completion, SamplingParams
 
 MAX_GEN_TOKS = 256
+_MAX_TOKENS = "max_gen_toks", "max_new_tokens", "max_completion_tokens", "max_tokens"
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context, continuation
 
@@ -48,8 +49,8 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
         device = "auto" if device == "cuda:0" else device
         self.llm = LLM(model, tp_size=tp_size, device=device, **options)
         self.max_length = self.llm.input_processor.max_seq_len
-        n_at_once = max_batch_size or 64 if batch_size == "auto" else batch_size
-        self._n_at_once = int(n_at_once)
+        is_auto = str(batch_size).startswith("auto")  # "auto" or "auto:N"
+        self._n_at_once = int(max_batch_size or 64 if is_auto else batch_size)
 
     @property
     def eot_token_id(self) -> int:
@@ -78,7 +79,8 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
         windows = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
-            max_seq_len=self.max_length - 1,
+            # Less one token of context and one token that is drawn.
+            max_seq_len=self.max_length - 2,
             context_len=1,
         )
         scored = [(None, *make_disjoint_window(window)) for window in windows]
@@ -111,11 +113,19 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
         return results
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """Each request's completion, up to its stop strings."""
+        """Each request's completion, up to its stop strings.
+
+        Raises: UsageError for unknown settings, and for completions as long as the context.
+        """
         prompts, params = [], []
         for context, settings in (request.args for request in requests):
             params.append(_sampling(dict(settings)))
             n_prompt_tokens = self.max_length - (params[-1].max_tokens or 0)
+            if n_prompt_tokens < 1:
+                raise UsageError(
+                    f"max_gen_toks={params[-1].max_tokens}: the context has {self.max_length} "
+                    f"tokens; use at most {self.max_length - 1}, or enlarge the context"
+                )
             prompts.append(self.tok_encode(context)[-n_prompt_tokens:])
         texts = []
         completions = self._completions(prompts, params)
@@ -133,13 +143,17 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
 
 
 def _sampling(settings: dict[str, Any]) -> SamplingParams:
-    """The harness's settings as SamplingParams; greedy by default.
+    """The harness's settings as SamplingParams; greedy without `do_sample` and `temperature`.
 
     Raises: UsageError for an unknown setting.
     """
     until: Any = settings.pop("until", None) or []
-    max_tokens = settings.pop("max_gen_toks", MAX_GEN_TOKS)
-    if not settings.pop("do_sample", False):
+    limits = [settings.pop(name) for name in _MAX_TOKENS if name in settings]
+    max_tokens = limits[0] if limits else MAX_GEN_TOKS
+    do_sample = settings.pop("do_sample", None)
+    if do_sample:
+        settings.setdefault("temperature", 1.0)
+    elif do_sample is not None:
         settings["temperature"] = 0.0
     try:
         return SamplingParams(**{"stop": until, "max_tokens": max_tokens, **settings})

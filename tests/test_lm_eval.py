@@ -118,7 +118,48 @@ def test_texts_end_where_their_settings_say():
     ]
     requests = [SimpleNamespace(args=each) for each in asked]
     assert model.generate_until(requests) == [" four,", " four,"]
+    for name in ("max_new_tokens", "max_completion_tokens"):
+        (text,) = model.generate_until([SimpleNamespace(args=("One, two, three,", {name: 2}))])
+        assert text == " four,"
+    too_long = SimpleNamespace(args=("One", {"max_gen_toks": model.max_length}))
+    with pytest.raises(UsageError, match=f"max_gen_toks={model.max_length}: the context has"):
+        model.generate_until([too_long])
     unknown = SimpleNamespace(args=("One", {"tempreture": 1}))
     with pytest.raises(UsageError, match="tempreture"):
         model.generate_until([unknown])
     model.llm.close()
+
+
+def test_every_token_of_a_text_longer_than_the_context_is_scored():
+    """Each window has one token of context, and room for one token that is drawn."""
+    from parallel_llama.lm_eval import ParallelLlama
+
+    model = ParallelLlama("smollm2", dtype="float32", max_seq_len=16, batch_size="auto:4")
+    text = "The quick brown fox jumps over the lazy dog, and then it runs home again and sleeps."
+    tokens = model.tok_encode(text)
+    assert len(tokens) > 16
+    windows: list[int] = []
+    scored = model._loglikelihood_tokens
+
+    def counted(requests):
+        windows.extend(len(continuation) for _, _, continuation in requests)
+        return scored(requests)
+
+    model._loglikelihood_tokens = counted
+    total = model._rolling(text)
+    assert sum(windows) == len(tokens)
+    alone = [
+        sum(model.llm.score([[model.prefix_token_id, *tokens[:14]]])[0]),
+        sum(model.llm.score([tokens[-15:]])[0][-(len(tokens) - 14) :]),
+    ]
+    assert total == pytest.approx(sum(alone), abs=1e-4)
+    model.llm.close()
+
+
+def test_temperature_alone_samples():
+    from parallel_llama.lm_eval import _sampling
+
+    assert _sampling({"temperature": 0.7}).temperature == 0.7
+    assert _sampling({"temperature": 0.7, "do_sample": False}).temperature == 0
+    assert _sampling({}).temperature == 0
+    assert _sampling({"do_sample": True}).temperature == 1
