@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.hardware import Hardware, Rates, are_alike
 from parallel_llama.errors import CheckpointError, UsageError, WriteError
-from parallel_llama.files.fields import Fields, read_json_object
+from parallel_llama.files.bounded_files import read_again
+from parallel_llama.files.fields import Fields, json_object, without_repeats
 from parallel_llama.files.partial_output import growing_file, replace_file
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ def read_calibration(path: str) -> Calibration:
     Raises: UsageError if the file cannot be read, or has other keys or values.
     """
     try:
-        values = Fields(read_json_object(Path(path), _MAX_BYTES))
+        content = read_again(Path(path), _MAX_BYTES)
+        values = Fields(json_object(Path(path), content, without_repeats))
         values.require_known(["version", "dtype", "quant", "layer_s", "ranks"])
         if (version := values.integer("version")) != _VERSION:
             raise UsageError(f"version={version} is not supported; only {_VERSION} is")

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,9 @@ class Conversation:
         """The user's inputs; a line that ends in a backslash continues on the next line."""
         if sys.stdin is None:
             return
+        if isinstance(sys.stdin, TextIOWrapper):
+            # Bytes that are not UTF-8 are then refused with their message, not with a traceback.
+            sys.stdin.reconfigure(errors="surrogateescape")
         if sys.stdin.isatty():
             # Line editing, history, and pasting of several lines at once.
             with suppress(ImportError):
@@ -190,7 +194,7 @@ class Conversation:
 
         answer = self._generate(make_request)
         if answer is not None:
-            self.turns += [turn, {"role": "assistant", "content": answer}]
+            self.turns += [turn, {"role": "assistant", "content": self._content(answer)}]
 
     def _continue(self) -> None:
         if not self.cut_off:
@@ -198,8 +202,12 @@ class Conversation:
             return
         answer = self._generate(lambda: self._limited_request(list(self.cut_off)))
         if answer is not None:
-            shown = self.turns[-1]["content"]
-            self.turns[-1] = {"role": "assistant", "content": shown + answer}
+            content = self._content(self.turns[-1]["content"] + answer)
+            self.turns[-1] = {"role": "assistant", "content": content}
+
+    def _content(self, answer: str) -> str:
+        """An answer without the line breaks that separate it from the reasoning before it."""
+        return answer.lstrip("\n") if self.has_markers else answer
 
     def _generate(self, make_request: Callable[[], Request]) -> str | None:
         """Streams a completion; returns its text, or None if the request was refused.
@@ -236,7 +244,7 @@ class Conversation:
             self._say(self._cut_off_line(request.max_tokens))
         elif is_cut_off and interrupted():
             self._say("stopped; /continue continues the answer")
-        return "".join(pieces).lstrip("\n") if self.has_markers else "".join(pieces)
+        return "".join(pieces)
 
     def _read(self, text: str, is_last: bool) -> list[tuple[str, bool]]:
         """The texts to show for a piece of an answer, and whether each is reasoning."""

@@ -76,6 +76,10 @@ def prepare(flags: Flags) -> Job:
                     quant=flags[model.QUANT],
                     random_weights=flags[model.RANDOM_WEIGHTS],
                     adapter=_adapter_digest(flags, inputs),
+                    device=model.device_kind(flags[model.DEVICE], n_ranks),
+                    kv_cache_dtype=flags[model.KV_CACHE_DTYPE],
+                    attention_sinks=flags[model.ATTENTION_SINKS],
+                    max_seq_len=inputs.max_seq_len,
                 )
                 file = ResultFile(path, requests, identity, resume)
                 requests = file.missing(requests)

@@ -12,7 +12,7 @@ from parallel_llama.cli.calibration import Calibration, RankEntry, merged, read_
 from parallel_llama.cli.hardware import EXCHANGE_S, Hardware
 from parallel_llama.cli.parsers import GPU, byte_size, gpu_list
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.files.bounded_files import read_bytes
+from parallel_llama.files.bounded_files import read_again
 from parallel_llama.memory import GIB
 from parallel_llama.parallel.launch import MAX_RANKS
 
@@ -113,7 +113,7 @@ def read_hosts(path: str) -> Hosts:
     """
     try:
         try:
-            hosts = msgspec.json.decode(read_bytes(Path(path), _MAX_BYTES), type=tuple[Host, ...])
+            hosts = msgspec.json.decode(read_again(Path(path), _MAX_BYTES), type=tuple[Host, ...])
         except msgspec.ValidationError as error:
             raise UsageError(_plain(str(error))) from None
         except msgspec.DecodeError as error:

@@ -63,13 +63,13 @@ def _sidecar(path: Path) -> Path:
 
 
 def run_identity(
-    requests: Sequence[Request], model: ModelFiles, *, seed: int, **weights: Any
+    requests: Sequence[Request], model: ModelFiles, *, seed: int, **settings: Any
 ) -> dict[str, Any]:
     """What identifies a run: equal for runs that generate the same completions.
 
     Args:
         seed: seed of the run.
-        weights: the settings that decide how the model's files are loaded.
+        settings: the settings of the model and its KV cache.
     """
     prompts, sampling = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     for request in requests:
@@ -78,7 +78,7 @@ def run_identity(
     return {
         "model": _model_digest(model),
         "seed": seed,
-        **weights,
+        **settings,
         "number of prompts": len(requests),
         "set of prompts": prompts.hexdigest(),
         "sampling or seed": sampling.hexdigest(),

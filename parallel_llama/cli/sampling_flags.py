@@ -13,7 +13,7 @@ from parallel_llama.cli.arguments import Flag, Flags, warn
 from parallel_llama.cli.model import SEED
 from parallel_llama.cli.parsers import filled_text, input_file, number, token_count, whole
 from parallel_llama.errors import UsageError, quoted
-from parallel_llama.files.bounded_files import open_input, read_bounded
+from parallel_llama.files.bounded_files import read_again
 from parallel_llama.files.fields import parse_json
 from parallel_llama.request import (
     MAX_BIAS,
@@ -66,10 +66,8 @@ def json_schema(text: str) -> str:
 
 def grammar_file(text: str) -> str:
     """The text of a grammar file."""
-    path = Path(input_file(text))
     try:
-        with open_input(path) as file:
-            return filled_text(read_bounded(file, path, MAX_GRAMMAR_BYTES).decode())
+        return filled_text(read_again(Path(input_file(text)), MAX_GRAMMAR_BYTES).decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text (byte {error.start})") from None
 

@@ -140,6 +140,24 @@ def read_bounded(file: BufferedReader, path: Path, max_bytes: int) -> bytes:
     return data
 
 
+def read_again(path: Path, max_bytes: int) -> bytes:
+    """The content of a path of the command line, which ranks that parse the same line also read.
+
+    A pipe can be read only once; an unnamed file with its content replaces the descriptor.
+
+    Raises: CheckpointError as `read_bytes`.
+    """
+    descriptor = _own_descriptor(path)
+    if descriptor is not None and not is_file(path):
+        with open_input(path) as pipe:
+            data = read_bounded(pipe, path, max_bytes)
+        with os.fdopen(os.memfd_create("input"), "wb") as copy:
+            copy.write(data)
+            copy.flush()
+            os.dup2(copy.fileno(), descriptor)
+    return read_bytes(path, max_bytes)
+
+
 def read_private(path: Path, max_bytes: int) -> bytes:
     """The content of a file with a secret.
 

@@ -317,6 +317,10 @@ def test_an_interrupted_run_and_its_resumption_are_one_run(run, tmp_path, prompt
     assert code == 2 and "continue with --resume" in err
     code, out, err = run(*argv, "--output", str(broken), "--seed", "5", "--resume")
     assert code == 2 and f"a different seed ({seed} then, 5 now)" in err
+    for flag, value in (("kv-cache-dtype", "int8"), ("max-seq-len", "200")):
+        code, out, err = run(*argv, "--output", str(broken), "--resume", f"--{flag}", value)
+        name = flag.replace("-", "_")
+        assert code == 2 and f"a different {name}" in err, flag
 
     with broken.open("a") as file:
         file.write('{"index": 5, "te')
@@ -464,6 +468,16 @@ def test_rank_0_reads_what_a_shell_gives(model):
         assert done.returncode == 0, done.stderr
         answers.append(json.loads(done.stdout)["tokens"])
     assert answers == [answers[0]] * 3
+    schema = '{"enum": [1]}'
+    done = subprocess.run(
+        ["bash", "-c", f"{generate} --json --prompt Hi --json-schema <(echo '{schema}')"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["text"] == "1"
 
 
 def test_log_probabilities_are_shown_with_their_texts(run):

@@ -210,12 +210,13 @@ class EchoModel:
 
 def talk(
     monkeypatch: pytest.MonkeyPatch,
-    typed: str,
+    typed: str | io.TextIOWrapper,
     model: EchoModel,
     system: str | None = None,
     params: SamplingParams | None = None,
 ) -> Conversation:
-    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    stdin = io.StringIO(typed) if isinstance(typed, str) else typed
+    monkeypatch.setattr("sys.stdin", stdin)
     before = signal.getsignal(signal.SIGINT)
     try:
         conversation = Conversation(model, params or SamplingParams(), system, {})
@@ -271,6 +272,22 @@ def test_reasoning_is_shown_and_is_not_a_part_of_the_answer(monkeypatch, capsys)
     assert capsys.readouterr().out == "Hm.\n\nHi\n there\n"
     assert conversation.turns[-1] == {"role": "assistant", "content": "Hi there"}
     assert not model.asked[0].params.skip_special_tokens
+
+
+def test_continued_answer_keeps_its_line_breaks(monkeypatch):
+    model = Thinker()
+    model.pieces[1] = "\nthere<|end|>"
+    conversation = talk(monkeypatch, "one\n/continue\n", model)
+    assert conversation.turns[-1] == {"role": "assistant", "content": "Hi\nthere"}
+
+
+def test_line_that_is_not_utf_8_is_refused_and_the_conversation_continues(monkeypatch, capsys):
+    """In a locale with UTF-8, Python refuses such a byte; it ended the conversation."""
+    model = EchoModel()
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n2\n"), encoding="utf-8", errors="strict")
+    talk(monkeypatch, stdin, model)
+    assert [messages[-1]["content"] for messages in model.seen] == ["2"]
+    assert "unpaired surrogate, which is not text" in capsys.readouterr().err
 
 
 def test_a_refused_turn_is_forgotten_and_the_conversation_goes_on(monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """`plan --hosts`: ranks of several hosts, and the network between them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from plan_output import Capture, page, plan
 
 from parallel_llama.cli import main as command_line
+from parallel_llama.cli.calibration import read_calibration
 from parallel_llama.cli.hosts import read_hosts
 
 LINK = {"latency_us": 50, "gbit_per_s": 8}
@@ -33,6 +35,27 @@ def cpu_hosts(folder: Path, **more: Any) -> list[dict[str, Any]]:
         {"name": "fast", "ranks": 2, "memory": 2, "calibration": fast, "link": LINK | more},
         {"ranks": 1, "memory": "2048MiB", "calibration": slow, "link": LINK},
     ]
+
+
+def test_hosts_and_calibration_may_be_pipes_of_the_shell(tmp_path):
+    """Two readers of one command line, such as two ranks, both get the content of a pipe."""
+    hosts = json.dumps([{"ranks": 2}])
+    expected = read_hosts(written(tmp_path, hosts)[1])
+    reader, writer = os.pipe()
+    os.write(writer, hosts.encode())
+    os.close(writer)
+    try:
+        assert read_hosts(f"/dev/fd/{reader}") == read_hosts(f"/dev/fd/{reader}") == expected
+    finally:
+        os.close(reader)
+    path = tmp_path / calibrated(tmp_path, "fast.json", 4e9)
+    reader, writer = os.pipe()
+    os.write(writer, path.read_bytes())
+    os.close(writer)
+    try:
+        assert read_calibration(f"/dev/fd/{reader}") == read_calibration(str(path))
+    finally:
+        os.close(reader)
 
 
 def test_ranks_of_hosts_get_shares_by_speed_and_exchange_over_the_link(capsys, tmp_path):
