@@ -20,7 +20,9 @@ choose_python() {
             "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
                 stop "$python is $("$python" --version 2>&1 || true), and Python 3.10 or newer is needed." \
                     "Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
-            command -v "$python"
+            # In an active virtual environment this is the Python that made it: the environment itself
+            # may be the folder that is made again.
+            "$python" -c 'import sys; print(sys._base_executable)'
             return
         fi
     done

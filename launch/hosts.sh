@@ -33,8 +33,18 @@ for host in "${hosts[@]}"; do
 done
 port=$((20000 + RANDOM % 10000))
 
+quoted() { # prints words as a command line that sh, bash, zsh and fish read alike
+    local word
+    for word in "$@"; do
+        case $word in
+        *[!A-Za-z0-9_./:=@,+-]* | '') printf "'" && printf %s "$word" | sed "s/[\\\\']/'\\\\&'/g" && printf "' " ;;
+        *) printf '%s ' "$word" ;;
+        esac
+    done
+}
+
 torchrun_on() { # prints the command line of a host: its number, and the words of the command
-    printf '%q ' "${bin}torchrun" --nnodes ${#names[@]} --node-rank "$1" \
+    quoted "${bin}torchrun" --nnodes ${#names[@]} --node-rank "$1" \
         --nproc-per-node "${n_ranks[$1]}" --master-addr "${names[0]#*@}" --master-port $port \
         --shutdown-timeout 40 -m parallel_llama "${@:2}" --secret-file
 }
@@ -79,7 +89,7 @@ exit "$code"'
 
 secret=$(od -A n -N 32 -t x1 /dev/urandom | tr -d ' \n')
 for node in "${!names[@]}"; do
-    arguments=$(printf '%q ' "$on_host" hosts.sh "${n_ranks[node]}" $((node > 0 ? 60 : 0)))
+    arguments=$(quoted "$on_host" hosts.sh "${n_ranks[node]}" $((node > 0 ? 60 : 0)))
     exec {input}> >(
         trap '' INT # Ctrl-C is for this script alone
         close_all

@@ -13,7 +13,8 @@ set -euo pipefail
 read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST") # the first node
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
-export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
+SRUN_CPUS_PER_TASK=$OMP_NUM_THREADS # srun does not take over --cpus-per-task of sbatch
+export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS SRUN_CPUS_PER_TASK
 
 secret=$(mktemp "$HOME/.parallel-llama-secret-XXXXXX") # only this user can read it
 trap 'rm -f -- "$secret"' EXIT

@@ -24,8 +24,10 @@ from parallel_llama.serve.server import _CLOSING_S
 
 LIMIT_S = 120
 # Starts three tasks on one node as srun does, in place of the command in "$@" after the options.
+# Without SRUN_CPUS_PER_TASK, srun binds each task to one core.
 SRUN = """#!/usr/bin/env bash
 [ "$1" = --kill-on-bad-exit=1 ] && shift
+[ "$SRUN_CPUS_PER_TASK" = "$SLURM_CPUS_PER_TASK" ] || exit 78
 for rank in 0 1 2; do
     SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=3 \\
         SLURM_NTASKS=3 SLURM_STEP_TASKS_PER_NODE=3 "$@" &
@@ -126,6 +128,26 @@ def test_a_slurm_job_fails_as_its_command_does(cluster):
     assert done.returncode == 2 and "/no/such/model" in done.stderr
 
 
+# Prints its arguments, each with a line that ends it.
+ARGUMENTS = """#!/bin/sh
+for each in "$@"; do printf '%s\\n--\\n' "$each"; done
+"""
+
+
+@pytest.mark.parametrize("shell", ["sh", "dash", "bash", "zsh", "fish"])
+def test_every_login_shell_reads_the_command_line_of_a_host(shell, hosts, tmp_path):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    words = ["a 'b", "two\nlines", '$HOME \\ \\\\ "', "", "*", "plain"]
+    script = ["bash", str(LAUNCH / "hosts.sh"), "--print", "--bin", str(tmp_path), "node1:2"]
+    shown = subprocess.run([*script, *words], env=hosts, capture_output=True, text=True, check=True)
+    (tmp_path / "torchrun").write_text(ARGUMENTS)
+    (tmp_path / "torchrun").chmod(0o755)
+    _, _, line = shown.stdout.partition("\n")
+    done = subprocess.run([shell, "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n--\n")[-9:-1] == [*words, "--secret-file", "FILE"]
+
+
 # Runs the command on this host, as sshd would.
 SSH = """#!/usr/bin/env bash
 [ "$1 $2 $3" = "-o BatchMode=yes --" ] && [ $# = 5 ] || exit 77
@@ -224,6 +246,10 @@ def test_the_unit_serves_with_keys_and_ends_at_sigterm(model, tmp_path):
             assert json.load(answer)["data"]
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(LIMIT_S) == 0
+
+
+def test_the_unit_allows_the_sockets_by_which_gloo_finds_interfaces():
+    assert "AF_NETLINK" in unit()["Service"]["RestrictAddressFamilies"].split()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
