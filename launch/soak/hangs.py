@@ -79,7 +79,7 @@ def write_inputs(folder: Path) -> Path:
     from tiny_folder import write_endless_folder
 
     prompts = [{"prompt": "Once", "max_tokens": 4000}]
-    prompts += [{"prompt": f"{i} is" * (i % 9 + 1), "max_tokens": 2 + i % 5} for i in range(400)]
+    prompts += [{"prompt": f"{i} is" * (i % 9 + 1), "max_tokens": 2 + i % 5} for i in range(2000)]
     lines = [json.dumps(prompt) + "\n" for prompt in prompts]
     (folder / "prompts.jsonl").write_text("".join(lines))
     return write_endless_folder(folder / "model")
