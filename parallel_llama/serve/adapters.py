@@ -48,8 +48,8 @@ def _folder_in(root: Path, path: str) -> Path:
 
     Raises: UsageError for a folder outside of it.
     """
-    folder = resolved(root / path)
-    if not folder.is_relative_to(resolved(root)):
+    folder = None if "\0" in path else resolved(root / path)
+    if folder is None or not folder.is_relative_to(resolved(root)):
         raise UsageError(
             f"lora_path={shown(path)}: outside of the folder that this server loads adapters from; "
             "give a path in that folder"

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from parallel_llama.request import FinishReason, Request, TokenLogprob
@@ -56,6 +56,7 @@ class Answer:
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self._n_scored_rerun = 0  # of `prompt_logprobs`, by the current engine
         self._cancel = cancel
         self._emitted = [_Emitted() for _ in range(request.params.n)]
         self._unread: list[Output] = []
@@ -109,6 +110,12 @@ class Answer:
         """Records that a step has run tokens of the request."""
         self.started_s = self.started_s or time.monotonic()
 
+    def put_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Adds the next log-probabilities of the prompt."""
+        n_known = len(self.prompt_logprobs) - self._n_scored_rerun
+        self._n_scored_rerun += len(logprobs)
+        self.prompt_logprobs += logprobs[n_known:]
+
     def put(self, output: Output) -> Output | None:
         """Adds a step's output. Returns: the part that is new, if any."""
         new = self._new_part(output)
@@ -133,7 +140,7 @@ class Answer:
     def restart(self) -> None:
         """Records that a restarted engine runs the request from its prompt."""
         self.n_engines += 1
-        self.prompt_logprobs.clear()  # the new engine sends them again
+        self._n_scored_rerun = 0
         for emitted in self._emitted:
             emitted.n_tokens_rerun = emitted.n_chars_rerun = 0
 
@@ -149,17 +156,19 @@ class Answer:
         n_known_chars = emitted.n_chars - emitted.n_chars_rerun
         emitted.n_tokens_rerun += len(output.tokens)
         emitted.n_chars_rerun += len(output.text)
-        if output.completion is not None:
-            emitted.end = output.completion.finish_reason
-        if not n_known and not n_known_chars:  # the engine was not restarted
-            emitted.tokens += output.tokens
-            emitted.n_chars = emitted.n_chars_rerun
-            return output
         first = len(emitted.tokens) - n_known
         if list(output.tokens[:n_known]) != emitted.tokens[first : first + len(output.tokens)]:
             self.abandon()
             self.fail(Diverged("the engine was restarted and generated other tokens; try again"))
+        # After the check: a request that has ended cannot fail.
+        if output.completion is not None:
+            emitted.end = output.completion.finish_reason
+        if self._error is not None:
             return None
+        if not n_known and not n_known_chars:  # the engine was not restarted
+            emitted.tokens += output.tokens
+            emitted.n_chars = emitted.n_chars_rerun
+            return output
         tokens, text = output.tokens[n_known:], output.text[n_known_chars:]
         emitted.tokens += tokens
         emitted.n_chars = max(emitted.n_chars, emitted.n_chars_rerun)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from secrets import token_hex
 
@@ -50,6 +50,15 @@ class _Pending:
             choices=choices,
             usage=usage,
         )
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether only the prompt is asked for; the engine draws one token in any case."""
+        return self.body.max_tokens == 0
+
+    def usage(self, ended: Sequence[Completion]) -> Usage:
+        counted = [replace(each, tokens=()) for each in ended] if self.is_prompt_only else ended
+        return rendering.usage_of(self.answers, counted)
 
     def token_ids(self, ids: Sequence[int]) -> Sequence[int] | UnsetType:
         return ids if self.body.return_token_ids else UNSET
@@ -143,7 +152,8 @@ def _as_list(body: CompletionBody) -> list[Prompt]:
 
 async def _whole(pending: _Pending) -> bytes:
     try:
-        outputs = [await answer.whole() for answer in pending.answers]
+        # All at once: outputs that nobody reads are limited in number.
+        outputs = await asyncio.gather(*(answer.whole() for answer in pending.answers))
     finally:
         _abandon(pending)
     choices, completions_of_all = [], []
@@ -159,9 +169,7 @@ async def _whole(pending: _Pending) -> bytes:
             write = partial(_choice, pending, number, answer_outputs, completion, prompt)
             n_bytes = _n_bytes(pending, answer, completion)
             choices.append(await pending.context.serialize(write, n_bytes))
-    return pending.reply([], rendering.usage_of(pending.answers, completions_of_all)).encode_with(
-        choices
-    )
+    return pending.reply([], pending.usage(completions_of_all)).encode_with(choices)
 
 
 def _n_bytes(pending: _Pending, answer: Answer, completion: Completion) -> int:
@@ -175,19 +183,18 @@ def _choice(
 ) -> bytes:
     """A choice as JSON."""
     answer = pending.answers[number]
-    is_prompt_only = pending.body.max_tokens == 0
     reason, stop_reason = rendering.finish_reason(completion)
     scored = [None, *answer.prompt_logprobs] if pending.body.echo else []
-    if not is_prompt_only:
+    if not pending.is_prompt_only:
         scored += rendering.logprobs_of(outputs, completion.choice)
     offset = 0 if pending.body.echo else len(prompt)
     choice = CompletionChoice(
         index=pending.index(number, completion.choice),
-        text=prompt if is_prompt_only else prompt + completion.text,
+        text=prompt if pending.is_prompt_only else prompt + completion.text,
         logprobs=pending.logprobs(answer, scored, offset),
-        finish_reason="length" if is_prompt_only else reason,
-        stop_reason=stop_reason,
-        token_ids=pending.token_ids(completion.tokens),
+        finish_reason="length" if pending.is_prompt_only else reason,
+        stop_reason=None if pending.is_prompt_only else stop_reason,
+        token_ids=pending.token_ids(() if pending.is_prompt_only else completion.tokens),
         prompt_token_ids=pending.token_ids(answer.request.prompt),
     )
     return choice.encode()
@@ -207,7 +214,7 @@ async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
             ended += [output.completion for output in outputs if output.completion is not None]
         options = pending.body.stream_options
         if options is not None and options.include_usage:
-            yield event(pending.reply([], rendering.usage_of(pending.answers, ended)).encode())
+            yield event(pending.reply([], pending.usage(ended)).encode())
         yield DONE
     finally:
         await merged.aclose()
@@ -251,19 +258,22 @@ def _piece(
 ) -> CompletionChoice:
     answer, index = pending.answers[number], pending.index(number, output.choice)
     is_first = index not in shown
-    text = pending.prompt_text(answer) + output.text if is_first else output.text
+    new_text, tokens = ("", ()) if pending.is_prompt_only else (output.text, output.tokens)
+    text = pending.prompt_text(answer) + new_text if is_first else new_text
     offset = shown.get(index, 0)
     shown[index] = offset + len(text)
     reason, stop_reason = (
         (None, None) if output.completion is None else rendering.finish_reason(output.completion)
     )
+    if pending.is_prompt_only and reason is not None:
+        reason, stop_reason = "length", None
     return CompletionChoice(
         index=index,
         text=text,
         logprobs=pending.logprobs(answer, output.logprobs, offset) if output.logprobs else None,
         finish_reason=reason,
         stop_reason=stop_reason,
-        token_ids=pending.token_ids(output.tokens),
+        token_ids=pending.token_ids(tokens),
         prompt_token_ids=pending.token_ids(answer.request.prompt) if is_first else UNSET,
     )
 

@@ -78,10 +78,12 @@ class EngineClient:
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
         self._answers: dict[int, Answer] = {}
-        # By key: the awaited replies to changes of adapters. By name: the folders of the adapters
-        # that were changed (None: unloaded).
+        # The awaited replies to changes of adapters, by key.
         self._adapter_replies: dict[int, asyncio.Future[str | None]] = {}
-        self._adapters: dict[str, str | None] = {}
+        # The folders of adapters that were loaded, by name, and the names of adapters that the
+        # engine loads at its start and that were unloaded.
+        self._adapters: dict[str, str] = {}
+        self._unloaded: set[str] = set()
         # Choices of requests that are being prepared for the engine, by account.
         self._preparing: Counter[str] = Counter()
         self._probe_key: int | None = None
@@ -199,7 +201,10 @@ class EngineClient:
         self._send(wire.ChangeAdapter(key, name, folder))
         if (refused := await reply) is not None:
             raise UsageError(refused)
-        self._adapters[name] = folder
+        if folder is not None:
+            self._adapters[name] = folder
+        elif self._adapters.pop(name, None) is None:
+            self._unloaded.add(name)
 
     def drain(self) -> None:
         """Rejects new requests; unfinished requests continue."""
@@ -281,11 +286,14 @@ class EngineClient:
                 self.last_step = message
                 self.metrics.stepped(message)
                 for key in message.begun:
-                    self._answers[key].start()
+                    if (answer := self._answers.get(key)) is not None:
+                        answer.start()
                 for output in message.outputs:
-                    self._on_output(self._answers[output.key], output)
+                    if (answer := self._answers.get(output.key)) is not None:
+                        self._on_output(answer, output)
             case wire.Scored():
-                self._answers[message.key].prompt_logprobs += message.logprobs
+                if (answer := self._answers.get(message.key)) is not None:
+                    answer.put_prompt_logprobs(message.logprobs)
             case wire.Loaded():
                 self._begin(message, writer)
             case wire.Regrouped():
@@ -294,14 +302,14 @@ class EngineClient:
                 self.loaded = message.loaded
                 self.on_loaded(message.loaded)
             case wire.EngineRefused():
-                self._forget(message.key).fail(UsageError(message.reason))
+                self._fail(message.key, UsageError(message.reason))
             case wire.AdapterChanged():
                 self._on_changed(message)
             case wire.Failed():
                 self.n_failed_steps += 1
                 logger.error("a step failed: %s", message.reason)
                 for key in message.keys:
-                    self._forget(key).fail(NumericalError(message.reason))
+                    self._fail(key, NumericalError(message.reason))
 
     def _on_changed(self, message: wire.AdapterChanged) -> None:
         reply = self._adapter_replies.pop(message.key, None)
@@ -317,6 +325,8 @@ class EngineClient:
             self.metrics.emitted(answer, new, before_s)
         if answer.has_ended:
             self._forget(answer.key)
+            if answer.n_engines > 1:  # choices that had ended in an earlier engine may still run
+                self._send(wire.Cancel(answer.key))
             if is_counted:
                 self.metrics.ended(answer)
                 _log(answer)
@@ -325,21 +335,27 @@ class EngineClient:
         """Makes a loaded engine ready, and submits unfinished requests of the last one again."""
         self.loaded, self._writer, self._state = loaded, writer, "ready"
         self.on_loaded(loaded)
-        for name, folder in self._adapters.items():
+        changes = [*((name, None) for name in self._unloaded), *self._adapters.items()]
+        for name, folder in changes:
             self._send(wire.ChangeAdapter(next(self._keys), name, folder))
         for key, answer in list(self._answers.items()):
             if answer.is_abandoned or key == self._probe_key:
                 self._forget(key)
             elif answer.n_engines == MAX_ENGINES:
-                self._forget(key).fail(NotReady("every engine that ran this request has ended"))
+                self._fail(key, NotReady("every engine that ran this request has ended"))
             else:
                 answer.restart()
                 self._send(wire.Submit(key, answer.request))
 
-    def _forget(self, key: int) -> Answer:
+    def _forget(self, key: int) -> Answer | None:
+        """Returns: the answer; None if it has ended, which the engine may not know yet."""
         if key == self._probe_key:
             self._probe_key = None
-        return self._answers.pop(key)
+        return self._answers.pop(key, None)
+
+    def _fail(self, key: int, error: Exception) -> None:
+        if (answer := self._forget(key)) is not None:
+            answer.fail(error)
 
     def _cancel(self, answer: Answer) -> None:
         if answer.key in self._answers:
@@ -352,7 +368,7 @@ class EngineClient:
 
     def _fail_all(self, error: Exception) -> None:
         for key in list(self._answers):
-            self._forget(key).fail(error)
+            self._fail(key, error)
 
 
 def _log(answer: Answer) -> None:

@@ -126,7 +126,7 @@ class JinjaChat:
         self._renderer.close()
 
     def encode(self, chat: Chat) -> list[int]:
-        cut = "" if chat.parse_special else self._cut_for(chat)
+        cut = "" if chat.parse_special else self._unused_character(chat)
         text = self.render(chat, cut)
         pieces = text.split(cut) if cut else [text]
         return self._tokenizer.encode_pieces(
@@ -154,22 +154,26 @@ class JinjaChat:
                 documents=self._plain(chat.documents, cut),
                 template_vars=self._plain(chat.template_vars, cut),
             )
-        text = self._render(template, chat)
-        return self._up_to(text, text_of(chat.messages[-1]).strip()) if chat.continues else text
+        if not chat.continues:
+            return self._render(template, chat)
+        *others, last = chat.messages
+        mark = self._unused_character(chat, cut)
+        text = self._render(template, replace(chat, messages=[*others, _with_end(last, mark)]))
+        return self._up_to(text, text_of(last).strip(), mark)
 
-    def _cut_for(self, chat: Chat) -> str:
-        """A character that occurs neither in the chat nor in the template."""
+    def _unused_character(self, chat: Chat, other: str = "") -> str:
+        """A character that occurs neither in the chat nor in the template; not `other`."""
         fields = (chat.messages, chat.tools, chat.documents, chat.template_vars)
         taken = {*json.dumps(fields, ensure_ascii=False), *self.template_text}
-        taken.update(*self._markup)
+        taken.update(*self._markup, other)
         # This does not find a noncharacter that is escaped in the JSON text of a call's arguments.
-        # If `cut` is that character, `encode` drops it from the arguments.
-        cut = next((char for char in _NONCHARACTERS if char not in taken), None)
-        if cut is None:
+        # If `encode` cuts at that character, it drops the character from the arguments.
+        unused = next((char for char in _NONCHARACTERS if char not in taken), None)
+        if unused is None:
             raise UsageError(
                 "the messages contain every noncharacter of Unicode; remove at least one"
             )
-        return cut
+        return unused
 
     def _plain(self, value: Any, cut: str) -> Any:
         """A JSON value with `cut` inserted into strings and keys that contain markup.
@@ -201,15 +205,15 @@ class JinjaChat:
             text = f"{text[: beginning.end(1)]}{cut}{text[beginning.end(1) :]}"
         return text
 
-    def _up_to(self, text: str, answer: str) -> str:
-        """The text of a conversation up to the end of its last answer."""
-        before, found, _ = text.rpartition(answer)
-        if not found:
+    def _up_to(self, text: str, answer: str, mark: str) -> str:
+        """The text of a conversation up to the `mark` after its last answer."""
+        text, found, _ = text.rpartition(mark)
+        if not found or not text.rstrip().endswith(answer):
             raise UsageError(
                 f"{self._source}: the chat template changes the text of the last message, so that "
                 "message cannot be continued"
             )
-        return before + found
+        return text.rstrip()
 
     def _render(self, template: str, chat: Chat) -> str:
         context = {
@@ -264,6 +268,17 @@ class JinjaChat:
         return bos_id is not None and text.startswith(
             self._tokenizer.decode([bos_id], skip_special=False)
         )
+
+
+def _with_end(message: Message, end: str) -> Message:
+    """A message with text added to its content, or to the last text of its content."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + end}
+    parts = [*content]
+    last = max(number for number, part in enumerate(parts) if "text" in part)
+    parts[last] = {**parts[last], "text": parts[last]["text"] + end}
+    return {**message, "content": parts}
 
 
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:

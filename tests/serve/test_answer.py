@@ -6,14 +6,18 @@ import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_llama.request import Completion, Request, SamplingParams
+from parallel_llama.request import Completion, Request, SamplingParams, TokenLogprob
 from parallel_llama.serve import answer as answers
+from parallel_llama.serve import completions
 from parallel_llama.serve.answer import Answer, Diverged, Stalled
 from parallel_llama.serve.asgi import until_disconnect
+from parallel_llama.serve.bodies import CompletionBody
+from parallel_llama.serve.completions import _Pending
 from parallel_llama.serve.wire import Output
 
 TOKENS = tuple(range(100, 112))
@@ -37,6 +41,49 @@ def outputs(cuts: list[int], tokens: tuple[int, ...] = TOKENS) -> list[Output]:
 def new_answer(cancelled: list[Answer]) -> Answer:
     params = SamplingParams(max_tokens=len(TOKENS))
     return Answer(0, Request(0, (1,), params, 0, frozenset()), cancelled.append)
+
+
+async def test_engine_that_ends_with_other_tokens_fails_the_request():
+    """Regression: the request waited forever."""
+    answer = new_answer([])
+    for output in outputs([3, 6])[:2]:
+        answer.put(output)
+    answer.restart()
+    completion = Completion(0, "", (100, 7), "stop", 1)
+    answer.put(Output(0, 0, (100, 7), "", (), completion))
+    assert answer.has_ended
+    with pytest.raises(Diverged):
+        await asyncio.wait_for(answer.whole(), 5)
+
+
+async def test_outputs_of_several_prompts_are_read_at_once(monkeypatch):
+    """Regression: the second prompt's outputs were unread, and its request failed."""
+    monkeypatch.setattr(answers, "MAX_UNREAD", 2)
+
+    async def serialize(write, _n_bytes):
+        return write()
+
+    both = [new_answer([]), new_answer([])]
+    body = msgspec.json.decode(b'{"prompt": ["a", "b"]}', type=CompletionBody)
+    context = SimpleNamespace(model="m", serialize=serialize)
+    reading = asyncio.create_task(completions._whole(_Pending(context, body, both, "id", 0)))
+    for answer in reversed(both):
+        for output in outputs([3, 6, 9, 11]):
+            answer.put(output)
+            await asyncio.sleep(0.01)
+    reply = msgspec.json.decode(await asyncio.wait_for(reading, 5))
+    assert [choice["text"] for choice in reply["choices"]] == ["".join(TEXTS)] * 2
+
+
+def test_prompt_logprobs_stay_complete_while_a_restarted_engine_sends_them_again():
+    answer = new_answer([])
+    scores = [TokenLogprob(token, -1.0, ()) for token in range(4)]
+    answer.put_prompt_logprobs(scores)
+    answer.restart()
+    answer.put_prompt_logprobs(scores[:1])
+    assert answer.prompt_logprobs == scores
+    answer.put_prompt_logprobs(scores[1:])
+    assert answer.prompt_logprobs == scores
 
 
 places = st.lists(st.integers(1, len(TOKENS)), max_size=8)

@@ -233,11 +233,50 @@ async def test_a_new_engine_gets_the_adapters_before_the_requests():
         client.submit(request())
         engine.die()
         engine = await ready(client, engines, 1)
-        heard = [await engine.hear() for _ in range(3)]
-        assert [(each.name, each.folder) for each in heard[:2]] == [("a", "x"), ("b", None)]
-        assert isinstance(heard[2], Submit)
-        engine.say(AdapterChanged(heard[1].key, "it is not loaded"))  # nobody asked
+        changed = await engine.hear()
+        assert (changed.name, changed.folder) == ("a", "x")
+        assert isinstance(await engine.hear(), Submit)
+        engine.say(AdapterChanged(changed.key, "it is not there"))  # nobody asked
         assert client.state == "ready"
+
+
+async def test_restarted_engine_replaces_an_adapter_of_the_command_line():
+    """Regression: the engine kept the first adapter, and refused the other one of that name."""
+    async with playing() as (client, engines, _):
+        engine = await ready(client, engines)
+        for folder in (None, "other"):
+            changing = asyncio.create_task(client.change_adapter("own", folder))
+            engine.say(AdapterChanged((await engine.hear()).key, None))
+            await changing
+        engine.die()
+        engine = await ready(client, engines, 1)
+        heard = [await engine.hear() for _ in range(2)]
+        assert [(each.name, each.folder) for each in heard] == [("own", None), ("own", "other")]
+
+
+async def test_restarted_engine_may_end_choices_in_another_order():
+    """Regression: an output of a choice that had ended before ended the server."""
+
+    def ended(key: int, choice: int) -> Output:
+        completion = Completion(0, "x", (5,), "length", 2, choice=choice)
+        return Output(key, choice, (5,), "x", (), completion)
+
+    async with playing() as (client, engines, running):
+        engine = await ready(client, engines)
+        answer = client.submit(request(n=2))
+        engine.say(Stepped((ended(answer.key, 1),), (), 0.01, STATISTICS))
+        await asyncio.sleep(0.05)
+        engine.die()
+        engine = await ready(client, engines, 1)
+        assert isinstance(await engine.hear(), Submit)
+        both = ended(answer.key, 0), ended(answer.key, 1)
+        engine.say(Stepped(both, (answer.key,), 0.01, STATISTICS))
+        engine.say(Failed((answer.key,), "late"))
+        assert [output.choice for output in await answer.whole()] == [1, 0]
+        cancelled = await engine.hear()
+        assert isinstance(cancelled, Cancel) and cancelled.key == answer.key
+        await asyncio.sleep(0.05)
+        assert not running.done()
 
 
 async def test_a_change_of_adapters_that_fails_is_not_repeated():

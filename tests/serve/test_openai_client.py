@@ -107,6 +107,17 @@ def test_an_echo_has_the_probabilities_of_its_prompt(lenient):
         assert top[text] == value <= max(top.values())
 
 
+def test_echo_alone_streams_what_the_whole_reply_has(lenient):
+    asked = {"model": "smollm2", "prompt": "The sky is", "max_tokens": 0, "echo": True}
+    reply = lenient.completions.create(**asked)
+    chunks = [
+        *lenient.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    ]
+    assert reply.choices[0].text == "".join(c.choices[0].text for c in chunks[:-1]) == "The sky is"
+    assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == "length"
+    assert reply.usage.completion_tokens == chunks[-1].usage.completion_tokens == 0
+
+
 def test_an_echo_has_the_log_probabilities_that_score_gives(lenient, smollm2, tmp_path):
     """The values differed in the last digits, because echo and score divided a text differently."""
     text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()

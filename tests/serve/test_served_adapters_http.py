@@ -142,6 +142,7 @@ def test_clients_cannot_fill_the_memory_with_adapters(server, client):
     [
         ("load", {"lora_name": "new", "lora_path": ".."}, 400, "outside of the folder"),
         ("load", {"lora_name": "new", "lora_path": "/etc"}, 400, "outside of the folder"),
+        ("load", {"lora_name": "new", "lora_path": "a\0b"}, 400, "outside of the folder"),
         ("load", {"lora_name": "new", "lora_path": "nowhere"}, 400, "not a folder"),
         ("load", {"lora_name": "tiny", "lora_path": "sql"}, 400, "is in use or not printable"),
         ("load", {"lora_name": "sql", "lora_path": "sql"}, 400, "'sql' is loaded already"),

@@ -162,7 +162,7 @@ def test_smollm2_equals_transformers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answer", ["It is", " It is \n", "hi"])
+@pytest.mark.parametrize("answer", ["It is", " It is \n", "hi", "end", "i", "|"])
 @pytest.mark.parametrize("smollm2_s_own", [True, False])
 def test_an_answer_that_is_continued_equals_transformers(renderer, smollm2_s_own, answer):
     """The word stands in the question too, and one template trims what the other does not."""
