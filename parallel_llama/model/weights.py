@@ -143,13 +143,17 @@ class WeightLoader:
         setattr(*self._holder(name), self._weights[name])
 
     def _finalise(self, name: str) -> None:
-        """Fuse the weights of a completely loaded part, and move them to huge pages."""
+        """Fuse and pack the weights of a completely loaded part; on the CPU, in huge pages."""
         part = part_at(self._model, name)
         if isinstance(part, TransformerBlock | Expert):
             part.fuse()
+        # Without a gate, w1 and w13 are the same weight; the dict has it once.
+        weights = dict.fromkeys(_weights_of(part))
         if self._huge_pages is not None:
-            # Without a gate, w1 and w13 are the same weight; the dict has it once.
-            self._bytes_of[name] = self._huge_pages.move(dict.fromkeys(_weights_of(part)))
+            self._bytes_of[name] = self._huge_pages.move(weights)
+        else:
+            for weight in weights:
+                weight.pack()
         if self._before is not None:
             self._before._release(name)
 

@@ -86,6 +86,10 @@ class DenseWeight:
             )
         self._values, self._parts = (None, parts) if isinstance(values, list) else (values, [])
 
+    def pack(self) -> None:
+        """Concatenate the rows now, instead of when they are first used."""
+        _ = self.values
+
     @property
     def unstored_bytes(self) -> int:
         """The bytes that `store` needs; 0 if the rows are contiguous already."""
@@ -167,6 +171,10 @@ class QuantWeight:
     @values.setter
     def values(self, values: Tensor) -> None:
         self._values = values
+
+    def pack(self) -> None:
+        """Pack the rows now, instead of when they are first used; unpacked they are larger."""
+        _ = self.values
 
     @property
     def unstored_bytes(self) -> int:

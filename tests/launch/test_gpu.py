@@ -120,7 +120,10 @@ def test_a_process_that_ends_before_its_first_part_is_not_started_again(
     assert row == Row("parity", wrong=f"ended with exit code {code}; see log.txt")
 
 
-def run_parts(monkeypatch, capsys, *flags: str) -> tuple[int, list[Any]]:
+LOST = "CUDA error: an illegal memory access was encountered"
+
+
+def run_parts(monkeypatch, capsys, *flags: str, lost_as: str = LOST) -> tuple[int, list[Any]]:
     """The exit code and the lines of a step with three parts, whose second part loses the GPU."""
 
     def fails(_: Setting) -> Rows:
@@ -128,7 +131,7 @@ def run_parts(monkeypatch, capsys, *flags: str) -> tuple[int, list[Any]]:
 
     def lost() -> Rows:
         yield Row("b")
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise RuntimeError(lost_as)
 
     def works(name: str) -> Rows:
         yield Row(name)
@@ -148,6 +151,8 @@ def test_a_process_whose_gpu_is_lost_ends_after_saying_so(monkeypatch, capsys):
     assert code == DEVICE_LOST
     assert [line.get("part") or line["name"] for line in lines] == ["a", "a", "b", "b", "inner"]
     assert "illegal memory access" in lines[-1]["wrong"]
+    of_triton = LOST.replace("CUDA error", "Triton Error [CUDA]")
+    assert run_parts(monkeypatch, capsys, lost_as=of_triton)[0] == DEVICE_LOST
     code, lines = run_parts(monkeypatch, capsys, "--after=b")
     assert code == 0
     assert [line.get("part") or line["name"] for line in lines] == ["c", "c"]

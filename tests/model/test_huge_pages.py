@@ -1,10 +1,20 @@
 """Weights keep their values, and shared memory, when they move to huge pages."""
 
+from dataclasses import replace
+
+import pytest
 import torch
+from mixes import ARGS
 from torch import Tensor
 
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
+from parallel_llama.dtypes import make_precision
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.model import weights
 from parallel_llama.model.huge_pages import HugePages
-from parallel_llama.ops.formats import DenseWeight
+from parallel_llama.ops.formats import DenseWeight, QuantWeight
+from parallel_llama.parallel.collectives import Solo
+from parallel_llama.plan import make_plan
 
 
 def weight(values: Tensor) -> DenseWeight:
@@ -37,3 +47,29 @@ def test_nothing_to_move_is_no_trouble():
     none = weight(torch.empty(0, 4))
     HugePages([none.values]).move([none])
     HugePages([]).move([])
+
+
+@pytest.mark.parametrize("n_experts", [0, 3])
+def test_weights_are_packed_while_loading_without_huge_pages(n_experts, monkeypatch):
+    """On a GPU, unpacked weights took memory that the KV cache was then too large for."""
+    sizes = {"dim": 96, "n_heads": 3, "n_kv_heads": 3, "head_dim": 32, "ffn_dim": 64}
+    args = replace(ARGS, **sizes, n_experts=n_experts, n_active_experts=min(n_experts, 2))
+    monkeypatch.setattr(weights, "HugePages", lambda _: None)
+    loaded: list[QuantWeight] = []
+    replacing = QuantWeight.replacing
+    monkeypatch.setattr(
+        QuantWeight, "replacing", lambda *own: loaded.append(replacing(*own)) or loaded[-1]
+    )
+    plan = make_plan(args, 1, quant_group_size=32)
+    precision = make_precision(args, "float32", "cpu", "int4", None)
+    runner = ModelRunner.load(
+        args,
+        random_checkpoint(args, 1),
+        plan,
+        Solo(),
+        precision=precision,
+        device=torch.device("cpu"),
+    )
+    assert loaded and not any(each.unstored_bytes for each in loaded)
+    for _, each in weights._named(runner.model, ""):
+        assert not each.unstored_bytes

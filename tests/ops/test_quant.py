@@ -20,6 +20,7 @@ from quant_samples import (
 )
 
 from parallel_llama.dtypes import QUANT_GROUP_SIZE
+from parallel_llama.ops import torch_ops
 from parallel_llama.ops.cpu.embedding import QuantEmbeddingKernel
 from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import GemvKernel
@@ -314,3 +315,17 @@ def test_a_matrix_in_16_bits_is_multiplied_as_if_it_had_32(kernel, stored, machi
     for n, k, m in [(1, 64, 48), (2, 5, 7), (7, 33, 1), (13, 100, 29)]:
         x, weight = torch.randn(n, k), torch.randn(m, k).to(stored)
         assert torch.equal(narrow(x, weight), wide(x, weight.float()))
+
+
+@pytest.mark.parametrize("form", [INT8, INT4_MIN])
+def test_quantised_product_in_pieces_of_rows_has_equal_bits(form, monkeypatch):
+    """It needs a number for each row, output and group; a GPU had memory for few rows."""
+    weight = quantise(torch.randn(7, 96, generator=torch.Generator().manual_seed(1)), form)
+    shape = weight.panel_shape(16)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
+    expected = quant_gemm(x, weight)
+    for n_terms in (1, 7 * 3 * 2, 1 << 27):
+        monkeypatch.setattr(torch_ops, "_MAX_TERMS", n_terms)
+        out = torch.empty(5, 7)
+        TorchOps().quant_gemm(x, shape.pack(weight), shape, out)
+        assert torch.equal(out, expected)

@@ -100,5 +100,6 @@ def attempt(name: str, measure: Callable[[], Rows]) -> Rows:
         traceback.print_exc(file=sys.stderr)
         kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
         yield Row(name, wrong=f"{kind}{str(error)[:400]}")
-        if "CUDA error" in str(error) and "out of memory" not in str(error):
+        is_of_device = any(text in str(error) for text in ("CUDA error", "Triton Error [CUDA]"))
+        if is_of_device and "out of memory" not in str(error):
             raise DeviceLost from error
